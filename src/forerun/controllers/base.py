@@ -1,0 +1,90 @@
+"""The contract of a length controller: how far to run ahead."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
+
+S = TypeVar("S", bound="State")
+
+
+@dataclass(frozen=True)
+class State:
+    """State of a controller over some rows: every field is an array whose first axis is rows."""
+
+    rows: IntArray
+    """`(rows,)` rounds observed so far by each row."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self: S, index: IntArray) -> S:
+        """The state of some rows only (requests left, or were reordered)."""
+        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    def join(self: S, other: S) -> S:
+        """This state followed by `other`'s rows (requests joined)."""
+        pairs = {
+            f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)])
+            for f in fields(self)
+        }
+        return replace(self, **pairs)
+
+
+class LengthController(ABC):
+    """Decides, per row and round, how many tokens to draft.
+
+    Subclasses are frozen dataclasses: their fields are the settings, all state is in `State`, and
+    every method is pure (same input, same output, nothing changed in place), so a controller runs
+    unchanged live, in a replay and in a worker process. Rows never influence each other. It only
+    changes speed: what is kept is a rule's business.
+    """
+
+    summary: ClassVar[str]
+    """One line for lists: what it does."""
+    paper: ClassVar[str]
+    """Short citation, e.g. "Gautam et al. 2025 (GammaTune)"; empty if there is none."""
+    bibtex: ClassVar[str]
+    """BibTeX entries; empty if there are none."""
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """Fields of `Signals` that `keep_going` and `observe` read; nothing else is computed."""
+        return frozenset()
+
+    @abstractmethod
+    def start(self, rows: int) -> Any:
+        """State for `rows` new sequences."""
+
+    @abstractmethod
+    def limit(self, state: Any) -> IntArray:
+        """`(rows,)` the most tokens to draft this round; 0 means plain decoding this round."""
+
+    def keep_going(self, state: Any, drafted: IntArray, signals: Signals) -> BoolArray:
+        """Asked after each drafted token: draft another one?
+
+        `drafted` `(rows,)` counts the tokens drafted so far this round and `signals` `(rows, n)`
+        describes them, the last column being the newest; `n ≥ drafted`, and answers for rows that
+        already stopped are ignored. The newest token stays in the draft unless `drops_last`.
+        """
+        return np.ones(len(drafted), dtype=bool)
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether the token at which `keep_going` said no is left out of the draft.
+
+        Only for decisions that do not depend on the newest token itself, such as those on
+        `Signals.top1`: leaving out tokens because of what was sampled (`Signals.chosen`) changes
+        the distribution of the tokens that stay, and sampling would not be lossless any more. For
+        the same reason the loop leaves out an end-of-text token like any other.
+        """
+        return False
+
+    @abstractmethod
+    def observe(self, state: Any, outcome: RoundOutcome) -> Any:
+        """The state after a round. Must not learn from `outcome.censored` rounds."""

@@ -1,0 +1,56 @@
+"""`fixed`: the same speculation length every round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController, State
+from forerun.controllers.checks import whole
+from forerun.types import IntArray, RoundOutcome
+
+
+@dataclass(frozen=True)
+class FixedLength(LengthController):
+    """Draft the same number of tokens in every round.
+
+    *Helps* as the baseline every adaptive controller is measured against, and where one length is
+    known to be best for the workload. *Hurts* wherever predictability varies: too long wastes
+    draft passes on text that is hard to guess, too short wastes target passes on easy text.
+
+    Rule: `γ ← length`, always. `length=0` is plain decoding.
+
+    Args:
+        length: γ, tokens per round, ≥ 0. The default 5 is ours, inside the 4–10 range usual in
+            the literature; a report should compare with the *best* length for its workload.
+
+    Reference: Leviathan et al. 2023; Chen et al. 2023.
+
+    >>> controller = FixedLength(3)
+    >>> controller.limit(controller.start(2))
+    array([3, 3])
+    """
+
+    length: int = 5
+
+    summary: ClassVar[str] = "the same speculation length every round"
+    paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
+    bibtex: ClassVar[str] = bibtex("leviathan2023", "chen2023")
+
+    def __post_init__(self) -> None:
+        whole("length", self.length)
+
+    def start(self, rows: int) -> State:
+        """State for `rows` new sequences: nothing but the round count."""
+        return State(np.zeros(rows, dtype=np.int64))
+
+    def limit(self, state: State) -> IntArray:
+        """`(rows,)` the fixed length."""
+        return np.full(len(state), self.length, dtype=np.int64)
+
+    def observe(self, state: State, outcome: RoundOutcome) -> State:
+        """Count the round; there is nothing to learn."""
+        return replace(state, rows=state.rows + 1)

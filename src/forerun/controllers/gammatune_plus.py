@@ -1,0 +1,95 @@
+"""`gammatune+`: `gammatune`, and stop drafting when the drafter becomes unsure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController
+from forerun.controllers.checks import between, flag
+from forerun.controllers.gammatune import GammaTuneState, check, updated
+from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+
+
+@dataclass(frozen=True)
+class GammaTunePlus(LengthController):
+    """GammaTune between rounds, a confidence threshold within the round.
+
+    *Helps* over `gammatune` when difficulty changes from token to token: the average sets how far
+    to reach, the drafter's own doubt cuts the reach short. *Hurts* with an over- or
+    under-confident drafter (then τ is wrong for it), and a little where reading the confidence
+    after each token costs time. Drafters without probabilities (lookup) are never stopped.
+
+    Rule: that of `gammatune`; besides, stop drafting when `max_v draft(v) < τ`.
+
+    Args:
+        length: γ̄ of the first round, tokens, `low ≤ length ≤ high` (ours; see `gammatune`).
+        eta: η, weight of the newest round, in (0, 1] (ours; see `gammatune`).
+        delta: δ, tokens added to a fully accepted round, ≥ 0 (ours; see `gammatune`).
+        low: γ_min, tokens, ≥ 1 (ours; see `gammatune`).
+        high: γ_max, tokens (the paper's largest start; see `gammatune`).
+        literal: run Algorithm 1 as printed (see `gammatune`).
+        early_stop: what a fully accepted draft teaches that ended early: `"update"`, `"expand"`
+            or `"skip"` (see `gammatune`).
+        threshold: τ, a probability in [0, 1]; 0 never stops. The paper gives no value; 0.4 is
+            that of `transformers`, whose criterion the paper builds on.
+        keep: whether the token at which the draft stopped stays in it. The paper does not say;
+            `transformers` keeps it. With `keep=False` a round may draft nothing.
+
+    Deviations: those of `gammatune`. The paper speaks of the "top logit probability"; it is the
+    probability of the most likely token at temperature 1, whichever token was sampled, which
+    also keeps `keep=False` lossless (see `LengthController.drops_last`).
+
+    Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.2.
+    """
+
+    length: int = 5
+    eta: float = 0.3
+    delta: float = 2
+    low: int = 1
+    high: int = 24
+    literal: bool = False
+    early_stop: str = "update"
+    threshold: float = 0.4
+    keep: bool = True
+
+    summary: ClassVar[str] = "gammatune, and stop when the drafter's top probability is low"
+    paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune+)"
+    bibtex: ClassVar[str] = bibtex("gammatune2025")
+
+    def __post_init__(self) -> None:
+        check(self)
+        between("threshold", self.threshold, 0, 1)
+        flag("keep", self.keep)
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """The probability of the most likely token."""
+        return frozenset({"top1"})
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether the token of low confidence is left out."""
+        return not self.keep
+
+    def start(self, rows: int) -> GammaTuneState:
+        """State for `rows` new sequences."""
+        window: FloatArray = np.full(rows, float(self.length))
+        return GammaTuneState(np.zeros(rows, dtype=np.int64), window)
+
+    def limit(self, state: GammaTuneState) -> IntArray:
+        """`(rows,)` γ = ⌈γ̄⌉."""
+        return np.ceil(state.window).astype(np.int64)
+
+    def keep_going(self, state: GammaTuneState, drafted: IntArray, signals: Signals) -> BoolArray:
+        """Whether the drafter was sure enough of its newest token."""
+        if signals.top1 is None:
+            return np.ones(len(drafted), dtype=bool)
+        return signals.top1[:, -1] >= self.threshold
+
+    def observe(self, state: GammaTuneState, outcome: RoundOutcome) -> GammaTuneState:
+        """Move the window towards what was accepted."""
+        return updated(self, state, outcome)

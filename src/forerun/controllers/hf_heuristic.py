@@ -1,0 +1,87 @@
+"""`hf-heuristic`: lengthen after a fully accepted draft, shorten after a rejection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController, State
+from forerun.controllers.checks import whole
+from forerun.errors import require
+from forerun.types import IntArray, RoundOutcome
+
+
+@dataclass(frozen=True)
+class HFHeuristicState(State):
+    """State of `HFHeuristic`."""
+
+    length: IntArray
+    """`(rows,)` γ of the next round."""
+
+
+@dataclass(frozen=True)
+class HFHeuristic(LengthController):
+    """Additive increase, additive decrease: the heuristic schedule of `transformers`.
+
+    *Helps* when predictability comes in long stretches. *Hurts* after a change: γ moves by one
+    token per rejected round, so from 20 it takes nineteen bad rounds to reach 1, and the result
+    depends on the starting length (the observation that motivates GammaTune).
+
+    Rule: if everything drafted was accepted `γ ← min(high, γ + up)`, else
+    `γ ← max(low, γ − down)`.
+
+    Args:
+        length: γ of the first round, `low ≤ length ≤ high` (`num_assistant_tokens`, 20 in
+            `transformers`).
+        up: tokens added after a fully accepted round, ≥ 0 (2 in `transformers`).
+        down: tokens taken off after a rejection, ≥ 0 (1 in `transformers`).
+        low: smallest γ, ≥ 1 (1 in `transformers`; at 0 it could never learn again).
+        high: largest γ (ours).
+
+    Deviations: `transformers` has no upper bound; here `high` keeps a perfect drafter from
+    growing γ for ever, which would then take as many rejections to undo. Rounds cut short from
+    outside and rounds without a draft change nothing, and every request starts afresh
+    (`heuristic_transient`).
+
+    Reference: Gante 2023 (`transformers` assisted generation), the baseline "HFHeuristic" of
+    Gautam et al. 2025.
+    """
+
+    length: int = 20
+    up: int = 2
+    down: int = 1
+    low: int = 1
+    high: int = 64
+
+    summary: ClassVar[str] = "all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)"
+    paper: ClassVar[str] = "Gante 2023 (transformers)"
+    bibtex: ClassVar[str] = bibtex("gante2023")
+
+    def __post_init__(self) -> None:
+        for name in ("up", "down"):
+            whole(name, getattr(self, name))
+        for name in ("length", "low", "high"):
+            whole(name, getattr(self, name), 1)
+        require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
+        inside = self.low <= self.length <= self.high
+        require(inside, "length", self.length, f"between low={self.low} and high={self.high}")
+
+    def start(self, rows: int) -> HFHeuristicState:
+        """State for `rows` new sequences."""
+        length = np.full(rows, self.length, dtype=np.int64)
+        return HFHeuristicState(np.zeros(rows, dtype=np.int64), length)
+
+    def limit(self, state: HFHeuristicState) -> IntArray:
+        """`(rows,)` γ."""
+        return state.length.copy()
+
+    def observe(self, state: HFHeuristicState, outcome: RoundOutcome) -> HFHeuristicState:
+        """Lengthen or shorten."""
+        longer = np.minimum(state.length + self.up, self.high)
+        shorter = np.maximum(state.length - self.down, self.low)
+        learn = (outcome.drafted > 0) & ~outcome.censored
+        length = np.where(learn, np.where(outcome.full, longer, shorter), state.length)
+        return replace(state, rows=state.rows + 1, length=length)

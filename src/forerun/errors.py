@@ -1,0 +1,64 @@
+"""The exception tree. Every message says what was wrong, the value seen, and how to fix it.
+
+::
+
+    ForerunError
+    ├── SettingError (ValueError)      a parameter is out of range or of the wrong kind
+    │   └── UnknownNameError           no such controller, rule, drafter or key ("did you mean")
+    ├── ModelError                     a model cannot be loaded or served
+    │   └── UnsupportedModelError      its architecture cannot work here (the reason is named)
+    ├── PromptError (ValueError)       the prompt is empty or does not fit the context
+    └── MissingExtraError (ImportError)  an optional dependency is not installed
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ForerunError(Exception):
+    """Base of every error forerun raises on purpose."""
+
+
+class SettingError(ForerunError, ValueError):
+    """A setting is out of range or of the wrong kind."""
+
+
+class UnknownNameError(SettingError):
+    """A name is not registered, or a key is not a parameter."""
+
+    @classmethod
+    def among(cls, what: str, name: str, known: Iterable[str]) -> UnknownNameError:
+        """Say that `name` is no `what`, with the nearest known name."""
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+        return cls(f"unknown {what} {name!r}; {hint}")
+
+
+class ModelError(ForerunError):
+    """A model cannot be loaded or served."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture cannot be served by a row cache; the message names the reason."""
+
+
+class PromptError(ForerunError, ValueError):
+    """The prompt is empty or does not fit the context."""
+
+
+class MissingExtraError(ForerunError, ImportError):
+    """An optional dependency is missing; the message names the extra that brings it."""
+
+    @classmethod
+    def of(cls, package: str, extra: str) -> MissingExtraError:
+        """Say which extra brings `package`."""
+        return cls(f"{package} is not installed; install it with: pip install 'forerun[{extra}]'")
+
+
+def require(condition: bool, name: str, value: object, wanted: str) -> None:
+    """Raise `SettingError` unless `condition`: "`name` must be `wanted`, got `value`"."""
+    if not condition:
+        raise SettingError(f"{name} must be {wanted}, got {value!r}")

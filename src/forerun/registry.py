@@ -1,0 +1,205 @@
+"""Names for parts, the same everywhere: ``gammatune(eta=0.3,delta=2)``.
+
+A *spec* is a registered name with optional settings. Settings are Python-like literals or specs
+themselves, so wrappers nest: ``bounded(gammatune+(eta=0.3), low=1, high=8)``. Entries are lazy;
+third parties add theirs by the entry points ``forerun.controllers``, ``forerun.rules`` and
+``forerun.drafters``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from forerun.errors import SettingError, UnknownNameError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed spec: a name with positional and named settings."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [_literal(a) for a in self.args]
+        parts += [f"{key}={_literal(value)}" for key, value in self.kwargs.items()]
+        return f"{self.name}({','.join(parts)})" if parts else self.name
+
+
+def _literal(value: Any) -> str:
+    return str(value) if isinstance(value, Spec) else repr(value)
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<string>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+    r"|(?P<number>[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(?![\w.]))"
+    r"|(?P<name>[A-Za-z_][\w.+/-]*)|(?P<mark>[(),=]))"
+)
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "none": None}
+
+
+def parse(text: str) -> Spec:
+    """Read a spec.
+
+    >>> parse("bounded(gammatune+(eta=0.3), high=8)").kwargs
+    {'high': 8}
+
+    Raises:
+        SettingError: the text is not a spec; the place is named.
+    """
+    tokens: list[tuple[str, str, int]] = []
+    at = 0
+    while text[at:].strip():
+        found = _TOKEN.match(text, at)
+        if not found:
+            raise SettingError(f"cannot read {text!r} at {text[at:]!r}; write NAME or NAME(key=1)")
+        kind = found.lastgroup or ""
+        tokens.append((kind, found.group(kind), found.start(kind)))
+        at = found.end()
+    spec, rest = _spec(tokens, text)
+    if rest:
+        raise SettingError(f"cannot read {text!r} after {text[: rest[0][2]]!r}")
+    return spec
+
+
+def _spec(tokens: list[tuple[str, str, int]], text: str) -> tuple[Spec, list[Any]]:
+    if not tokens or tokens[0][0] != "name":
+        raise SettingError(f"expected a name in {text!r}; write NAME or NAME(key=1)")
+    name, rest = tokens[0][1], tokens[1:]
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    if rest and rest[0][1] == "(":
+        rest = rest[1:]
+        while rest and rest[0][1] != ")":
+            key = None
+            if len(rest) > 1 and rest[0][0] == "name" and rest[1][1] == "=":
+                key, rest = rest[0][1], rest[2:]
+            value, rest = _value(rest, text)
+            if key is None and kwargs:
+                raise SettingError(f"in {text!r} an unnamed setting follows a named one")
+            if key in kwargs:
+                raise SettingError(f"in {text!r} the setting {key!r} is given twice")
+            if key is None:
+                args.append(value)
+            else:
+                kwargs[key] = value
+            if rest and rest[0][1] == ",":
+                rest = rest[1:]
+            elif not rest or rest[0][1] != ")":
+                break
+        if not rest or rest[0][1] != ")":
+            raise SettingError(f"missing ')' in {text!r}")
+        rest = rest[1:]
+    return Spec(name, tuple(args), kwargs), rest
+
+
+def _value(tokens: list[tuple[str, str, int]], text: str) -> tuple[Any, list[Any]]:
+    if not tokens:
+        raise SettingError(f"missing value at the end of {text!r}")
+    kind, word, _ = tokens[0]
+    if kind in ("string", "number"):
+        return ast.literal_eval(word), tokens[1:]
+    followed = len(tokens) > 1 and tokens[1][1] == "("
+    if kind == "name" and word in _WORDS and not followed:
+        return _WORDS[word], tokens[1:]
+    return _spec(tokens, text)
+
+
+class Registry:
+    """Lazy table from names to dataclasses, e.g. all controllers."""
+
+    def __init__(
+        self, what: str, group: str, entries: Mapping[str, str], base: type[Any] | None = None
+    ) -> None:
+        self.what = what
+        self._base = base
+        self._group = group
+        self._entries = dict(entries)
+        self._plugins: dict[str, Any] | None = None
+
+    def names(self) -> list[str]:
+        """All registered names, ours first."""
+        if self._plugins is None:
+            self._plugins = {e.name: e for e in entry_points(group=self._group)}
+        return [*self._entries, *sorted(set(self._plugins) - set(self._entries))]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names()
+
+    def load(self, name: str) -> type[Any]:
+        """The class behind a name; `UnknownNameError` with a hint if there is none."""
+        if name not in self.names():
+            raise UnknownNameError.among(self.what, name, self.names())
+        if name in self._entries:
+            module, _, attribute = self._entries[name].partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        assert self._plugins is not None
+        return self._plugins[name].load()
+
+    def make(self, spec: Any) -> Any:
+        """Build from text, a `Spec`, or pass an instance through.
+
+        Raises:
+            UnknownNameError: a name or a key is not known.
+            SettingError: the text cannot be read, or a setting is refused.
+        """
+        if isinstance(spec, str):
+            spec = parse(spec)
+        if not isinstance(spec, Spec):
+            if self._base and not isinstance(spec, self._base):
+                wanted = f"text or an instance of {self._base.__name__}"
+                raise SettingError(f"a {self.what} must be {wanted}, got {spec!r}")
+            return spec
+        cls = self.load(spec.name)
+        known = [f.name for f in fields(cls) if f.init] if is_dataclass(cls) else []
+        for key in spec.kwargs:
+            if key not in known:
+                raise UnknownNameError.among(f"setting of {self.what} {spec.name!r}", key, known)
+        if len(spec.args) > len(known):
+            raise SettingError(f"{spec.name!r} takes at most {len(known)} settings, got {spec}")
+        given = dict(zip(known, spec.args, strict=False))
+        if twice := given.keys() & spec.kwargs.keys():
+            raise SettingError(f"{spec.name!r} got {sorted(twice)[0]!r} twice in {spec}")
+        given.update(spec.kwargs)
+        required = [
+            f.name
+            for f in fields(cls)
+            if f.init and f.default is MISSING and f.default_factory is MISSING
+        ]
+        for key in required:
+            if key not in given:
+                raise SettingError(f"{spec.name!r} needs {key!r}; write {spec.name}({key}=...)")
+        words = {f.name for f in fields(cls) if f.type in (str, "str")}
+        made = {key: self._setting(value, key in words) for key, value in given.items()}
+        try:
+            return cls(**made)
+        except TypeError as error:
+            raise SettingError(f"cannot build {spec}: {error}") from error
+
+    def _setting(self, value: Any, word: bool) -> Any:
+        """A setting's value: text may be written without quotes, parts are built."""
+        if not isinstance(value, Spec):
+            return value
+        return str(value) if word else self.make(value)
+
+    def text(self, part: Any) -> str:
+        """The spec of an instance, with only the settings that differ from their defaults."""
+        for name in self.names():
+            if self.load(name) is type(part):
+                break
+        else:
+            return repr(part)
+        changed = {}
+        for f in fields(part):
+            value = getattr(part, f.name)
+            default = f.default_factory() if f.default_factory is not MISSING else f.default
+            if f.init and f.repr and value != default:
+                changed[f.name] = parse(self.text(value)) if is_dataclass(value) else value
+        return str(Spec(name, (), changed))

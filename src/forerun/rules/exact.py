@@ -1,0 +1,53 @@
+"""`exact`: keep what the target would have said itself, greedily."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from forerun.citations import bibtex
+from forerun.errors import SettingError
+from forerun.rules.base import AcceptanceRule, float_type
+from forerun.types import Draft, Target, Verdict
+
+
+@dataclass(frozen=True)
+class Exact(AcceptanceRule):
+    """Accept a drafted token while it is the target's most likely token.
+
+    *Helps* greedy decoding: the output is the greedy output, with no probabilities computed.
+    *Hurts* nobody, but it is for greedy requests (temperature 0) only: a sampling row is refused,
+    because its output would not have the target's distribution. `standard` takes both.
+
+    Rule: accept `x` if `x = argmax_v target(v)`; correction and bonus are the arg-max.
+
+    Reference: Stern et al. 2018 (blockwise decoding); the greedy case of Leviathan et al. 2023.
+    """
+
+    summary: ClassVar[str] = "accept while the draft is the target's arg-max; greedy requests only"
+    paper: ClassVar[str] = "greedy case of Leviathan et al. 2023"
+    bibtex: ClassVar[str] = bibtex("leviathan2023")
+    lossless: ClassVar[bool] = True
+
+    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+        """Compare with the arg-max; `uniforms` is not read."""
+        if not target.greedy.all():
+            row = int(target.greedy.logical_not().nonzero()[0])
+            raise SettingError(
+                f"rule 'exact' needs temperature 0, got a sampling request in row {row}; "
+                "use rule 'standard'"
+            )
+        return match_greedy(draft, target.logits)
+
+
+def match_greedy(draft: Draft, logits: torch.Tensor) -> Verdict:
+    """The verdict when every row decodes greedily: no softmax, no host synchronisation."""
+    choice = logits.argmax(-1)
+    width = draft.tokens.shape[1]
+    inside = torch.arange(width, device=choice.device) < draft.lengths.unsqueeze(-1)
+    match = (draft.tokens == choice[:, :width]) & inside
+    accepted = match.cumprod(-1).sum(-1)
+    next_token = choice.gather(1, accepted.unsqueeze(-1)).squeeze(-1)
+    return Verdict(accepted, next_token, match.to(float_type(logits)))

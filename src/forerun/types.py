@@ -1,0 +1,152 @@
+"""The values that pass between the parts, with one definition of each word.
+
+Words: the *drafter* proposes *drafted* tokens, the *target* checks them in one pass; *accepted*
+drafted tokens and one token of the target's own (a *correction* after a rejection, a *bonus* token
+after none) are *committed*. Rows are sequences; everything is batched, batch 1 is one row.
+
+This module imports numpy only: controllers must not pull in torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+class Stop(IntEnum):
+    """Why drafting stopped in a row. The last three cut the round short from outside."""
+
+    LIMIT = 0  # the controller's limit was reached
+    CONFIDENCE = 1  # the controller's `keep_going` said no
+    DIFFICULT = 2  # the drafter itself met a difficult token (early exits)
+    EXHAUSTED = 3  # the drafter had nothing (more) to propose
+    END_OF_TEXT = 4  # an end-of-text token was drafted
+    BUDGET = 5  # the token budget or the context is nearly used up
+
+    @property
+    def label(self) -> str:
+        """The name in reports and JSON, e.g. ``"end-of-text"``."""
+        return self.name.lower().replace("_", "-")
+
+
+CENSORING = (Stop.EXHAUSTED, Stop.END_OF_TEXT, Stop.BUDGET)  # the last of `Stop`, contiguous
+"""Reasons that are nobody's decision about length: a fully accepted draft that ended for one of
+them says nothing about a longer one."""
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What the draft distribution says about each drafted token, at temperature 1.
+
+    Each field is `(rows, n)` float64, or None when nobody asked for it (`LengthController.signals`
+    names what is wanted) or the drafter has no distribution (lookup).
+    """
+
+    top1: FloatArray | None = None
+    """Probability of the most likely token, in (0, 1]."""
+    chosen: FloatArray | None = None
+    """Probability of the drafted token, in [0, 1]."""
+
+    def take(self, rows: IntArray) -> Signals:
+        """The signals of some rows only."""
+        return Signals(
+            **{
+                f.name: None if getattr(self, f.name) is None else getattr(self, f.name)[rows]
+                for f in fields(self)
+            }
+        )
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What became of one round, as a controller sees it. Arrays are per row."""
+
+    drafted: IntArray
+    """`(rows,)` tokens really drafted (after clipping to the budget), ≥ 0."""
+    accepted: IntArray
+    """`(rows,)` drafted tokens the rule kept, `0 ≤ accepted ≤ drafted`."""
+    accept_prob: FloatArray
+    """`(rows, K)` probability (not the coin) of keeping each drafted token given that all before
+    it were kept; 0 beyond `drafted`."""
+    stopped_by: IntArray
+    """`(rows,)` values of `Stop`."""
+    signals: Signals
+    """Fields `(rows, K)`."""
+    draft_seconds: float = 0.0
+    """Wall time the batch spent drafting."""
+    verify_seconds: float = 0.0
+    """Wall time the batch spent in the target's forward pass."""
+
+    @property
+    def full(self) -> BoolArray:
+        """`(rows,)` whether something was drafted and all of it was accepted."""
+        return (self.accepted == self.drafted) & (self.drafted > 0)
+
+    @property
+    def censored(self) -> BoolArray:
+        """`(rows,)` rounds cut from outside (`CENSORING`) with everything accepted."""
+        return self.full & (self.stopped_by >= Stop.EXHAUSTED)
+
+    def take(self, rows: IntArray) -> RoundOutcome:
+        """The outcome of some rows only."""
+        return RoundOutcome(
+            self.drafted[rows],
+            self.accepted[rows],
+            self.accept_prob[rows],
+            self.stopped_by[rows],
+            self.signals.take(rows),
+            self.draft_seconds,
+            self.verify_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter proposes for one round."""
+
+    tokens: torch.Tensor
+    """`(rows, K)` int64 token ids, padded with 0 beyond `lengths`."""
+    lengths: torch.Tensor
+    """`(rows,)` int64, `0 ≤ lengths ≤ K`."""
+    logits: torch.Tensor | None = None
+    """`(rows, K, V)` processed logits the tokens were sampled from; None means every token was
+    certain (a one-hot distribution: greedy drafts, lookup)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the target says about one round: position `i` follows the first `i` drafted tokens."""
+
+    logits: torch.Tensor
+    """`(rows, K + 1, V)` after the request's sampling transform (penalties, bias, temperature,
+    top-k, ...); excluded tokens are −inf."""
+    greedy: torch.Tensor
+    """`(rows,)` bool, on the CPU: the request decodes greedily (the arg-max is the only token)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule keeps."""
+
+    accepted: torch.Tensor
+    """`(rows,)` int64."""
+    next_token: torch.Tensor
+    """`(rows,)` int64: the correction after a rejection, the bonus token otherwise."""
+    accept_prob: torch.Tensor
+    """`(rows, K)` float: probability of keeping token `i` given that all before it were kept, 0
+    beyond the draft's length. `E[accepted] = accept_prob.cumprod(-1).sum(-1)`."""
+    next_probs: torch.Tensor | None = None
+    """`(rows, V)` distribution `next_token` was drawn from; None when it was certain."""
+    drift: torch.Tensor | None = None
+    """`(rows, K)` total-variation distance to the target per position (lossy rules only)."""

@@ -1,0 +1,13 @@
+"""Shared fixtures. Tests run on one thread: they share small machines with each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
