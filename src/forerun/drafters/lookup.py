@@ -1,0 +1,103 @@
+"""Drafting from the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+from forerun.errors import require
+
+
+class LookupDrafter(Drafter):
+    """Continues the most recent earlier occurrence of the text's last tokens.
+
+    Each row keeps an index from every n-gram of its committed context to where it last ended, so a
+    step costs a few dictionary look-ups however long the context is.
+    """
+
+    def __init__(self, most: int, least: int) -> None:
+        self._most, self._least = most, least
+        self._index: list[dict[tuple[int, ...], int]] = []
+        self._covered: list[int] = []
+        self._source: list[tuple[int, int] | None] = []  # (context length, place it continues from)
+
+    def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
+        """Start an index per new row."""
+        for _ in prompts:
+            self._index.append({})
+            self._covered.append(0)
+            self._source.append(None)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Reorder."""
+        self._index = [self._index[r] for r in rows]
+        self._covered = [self._covered[r] for r in rows]
+        self._source = [self._source[r] for r in rows]
+
+    def rollback(self, row: int, length: int) -> None:
+        """Nothing drafted is ever indexed; only the running continuation ends."""
+        self._source[row] = None
+
+    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
+        """The token after the longest match, or -1."""
+        return Proposal(
+            tokens=[-1 if c is None else self._next(row, c) for row, c in enumerate(contexts)]
+        )
+
+    def _next(self, row: int, context: Sequence[int]) -> int:
+        source = self._source[row]
+        if source is not None and source[0] == len(context) - 1:
+            place = source[1] + 1
+        else:
+            found = self._match(row, context)
+            if found is None:
+                return -1
+            place = found
+        # A continuation may run into the text it is itself drafting: periodic text goes on.
+        self._source[row] = (len(context), place)
+        return context[place]
+
+    def _match(self, row: int, context: Sequence[int]) -> int | None:
+        """Index after the latest earlier occurrence of the longest matching suffix."""
+        index, end = self._index[row], len(context)
+        # The suffix itself is left out of the index, or it would find itself.
+        for stop in range(max(self._covered[row], 1), end):
+            for n in range(self._least, self._most + 1):
+                if n <= stop:
+                    index[tuple(context[stop - n : stop])] = stop
+        self._covered[row] = max(self._covered[row], end)
+        for n in range(min(self._most, end - 1), self._least - 1, -1):
+            if (place := index.get(tuple(context[end - n :]))) is not None:
+                return place
+        return None
+
+
+@dataclass(frozen=True)
+class Lookup(DrafterSpec):
+    """Prompt lookup: continue the longest earlier match of the last tokens. No model, no cost.
+
+    When it helps: copying, rewriting, extraction, code, periodic text. When it hurts: hardly ever;
+    where nothing repeats it proposes nothing (or short wrong guesses).
+
+    Args:
+        n: longest suffix to match, in tokens, ≥ 1 (Saxena 2023 and transformers use 3 and 2).
+        least: shortest suffix to match, 1 ≤ least ≤ n. 1 drafts more and is wrong more often.
+
+    Reference: Saxena 2023, Prompt Lookup Decoding.
+    """
+
+    summary: ClassVar[str] = "continue the longest earlier match of the last tokens; no model"
+    paper: ClassVar[str] = "Saxena 2023 (prompt lookup decoding)"
+
+    n: int = 3
+    least: int = 2
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.n, int) and self.n >= 1, "lookup n", self.n, "an integer ≥ 1")
+        require(1 <= self.least <= self.n, "lookup least", self.least, f"between 1 and n={self.n}")
+
+    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+        """The drafter."""
+        return LookupDrafter(self.n, self.least)

@@ -1,0 +1,106 @@
+"""A smaller model drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+from forerun.errors import ModelError, require
+from forerun.runtime.base import Runtime
+from forerun.runtime.load import load_model, load_tokenizer
+from forerun.runtime.model import RowModel
+
+
+class ModelDrafter(Drafter):
+    """Steps a draft model in its own row cache.
+
+    Args:
+        rows: the draft model.
+        vocab_size: the target's vocabulary; draft logits are cut or padded (−inf) to it, so only
+            ids both models know are ever drafted.
+    """
+
+    def __init__(self, rows: Runtime, vocab_size: int) -> None:
+        self.rows = rows
+        self.limit = rows.limit
+        self._vocab = vocab_size
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Wall time in the draft model's forward passes."""
+        return self.rows.seconds
+
+    def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
+        """Prefill. A prompt the draft cannot hold gets an empty row (it decodes plainly)."""
+        self.rows.join([p if len(p) <= self.limit else p[:1] for p in prompts], room)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Reorder the cache."""
+        self.rows.keep(rows)
+
+    def rollback(self, row: int, length: int) -> None:
+        """Move the row's length."""
+        self.rows.rollback(row, length)
+
+    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
+        """Feed what each row's cache lacks and return the next-token logits."""
+        covered = self.rows.lengths
+        pieces = [[] if c is None else list(c[n:]) for c, n in zip(contexts, covered, strict=True)]
+        logits = self.rows.feed(pieces, want="last")
+        width = logits.shape[-1]
+        if width > self._vocab:
+            logits = logits[:, : self._vocab]
+        elif width < self._vocab:
+            logits = torch.nn.functional.pad(logits, (0, self._vocab - width), value=-torch.inf)
+        return Proposal(logits=logits)
+
+
+@dataclass(frozen=True)
+class ModelDraft(DrafterSpec):
+    """A smaller model of the same tokenizer drafts token by token.
+
+    When it helps: when the draft agrees with the target often and costs a fraction of it. When it
+    hurts: when it is nearly as slow as the target, or disagrees.
+
+    Args:
+        path: a folder or Hugging Face id; same tokenizer as the target's. A vocabulary padded to
+            another size works on the shared ids.
+
+    Reference: Leviathan et al. 2023; Chen et al. 2023.
+    """
+
+    summary: ClassVar[str] = "a smaller model with the same tokenizer drafts"
+    paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
+
+    path: str
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "model path", self.path, "a folder or a Hugging Face id")
+
+    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+        """Load the draft beside the target, on its device and in its dtype."""
+        model = load_model(self.path, target.device, target.dtype)
+        if target_tokenizer is not None:
+            check_same_tokenizer(target_tokenizer, load_tokenizer(self.path), self.path)
+        return ModelDrafter(RowModel(model), target.vocab_size)
+
+
+def check_same_tokenizer(target: Any, draft: Any, name: str) -> None:
+    """Raise `ModelError` unless both tokenizers mean the same by every id they share."""
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    target_ids = {i: t for t, i in target_vocab.items()}
+    draft_ids = {i: t for t, i in draft_vocab.items()}
+    shared = target_ids.keys() & draft_ids.keys()
+    differing = sum(target_ids[i] != draft_ids[i] for i in shared)
+    sample = "Words, 123 words; äöü\n\tand MORE."
+    same_text = target.encode(sample) == draft.encode(sample)
+    # A few added special tokens may differ; a different vocabulary may not.
+    if differing > 16 or not same_text or not shared:
+        raise ModelError(
+            f"the draft {name!r} has another tokenizer than the target ({differing} of "
+            f"{len(shared)} shared ids differ); use a draft of the same family, or --draft lookup"
+        )

@@ -1,0 +1,32 @@
+"""No drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+
+
+class NullDrafter(Drafter):
+    """Never proposes anything, so every round is one plain decoding step."""
+
+    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
+        """Nothing, for every row."""
+        return Proposal(tokens=[-1] * len(contexts))
+
+
+@dataclass(frozen=True)
+class NoDraft(DrafterSpec):
+    """Plain decoding through the same engine: the baseline that every speed-up is measured against.
+
+    When it helps: when no draft is worth its time, and as the reference. It never hurts.
+    """
+
+    summary: ClassVar[str] = "plain decoding: the target alone, through the same engine"
+    paper: ClassVar[str] = ""
+
+    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+        """The drafter."""
+        return NullDrafter()

@@ -1,0 +1,87 @@
+"""Controllers of the engine's rows: requests with equal controllers share one vectorised state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.controllers.base import LengthController
+from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
+
+
+@dataclass
+class _Group:
+    controller: LengthController
+    state: Any
+    rows: IntArray  # engine rows, in the order of the state's rows
+
+
+class Control:
+    """Asks each row's controller, one call per distinct controller."""
+
+    def __init__(self) -> None:
+        self._groups: list[_Group] = []
+        self._rows = 0
+
+    def join(self, controller: LengthController) -> None:
+        """Add a row at the end."""
+        row = np.array([self._rows])
+        self._rows += 1
+        for group in self._groups:
+            if group.controller == controller:
+                group.state = group.state.join(controller.start(1))
+                group.rows = np.concatenate([group.rows, row])
+                return
+        self._groups.append(_Group(controller, controller.start(1), row))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        place = {row: i for i, row in enumerate(rows)}
+        for group in self._groups:
+            stay = np.array([i for i, r in enumerate(group.rows) if r in place], dtype=np.int64)
+            group.state = group.state.take(stay)
+            group.rows = np.array([place[int(r)] for r in group.rows[stay]], dtype=np.int64)
+        self._groups = [g for g in self._groups if len(g.rows)]
+        self._rows = len(rows)
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """Everything any row's controller reads."""
+        return frozenset().union(*(g.controller.signals for g in self._groups))
+
+    @property
+    def asks(self) -> bool:
+        """Whether any controller may stop a draft early."""
+        return any(
+            type(g.controller).keep_going is not LengthController.keep_going for g in self._groups
+        )
+
+    @property
+    def drops_last(self) -> BoolArray:
+        """`(rows,)` whether the token at which drafting stopped is left out."""
+        return self._gather(bool, lambda g: np.full(len(g.rows), g.controller.drops_last))
+
+    def limit(self) -> IntArray:
+        """`(rows,)` most tokens to draft this round."""
+        return self._gather(np.int64, lambda g: g.controller.limit(g.state))
+
+    def keep_going(self, drafted: IntArray, signals: Signals) -> BoolArray:
+        """`(rows,)` whether to draft another token."""
+        return self._gather(
+            bool,
+            lambda g: g.controller.keep_going(g.state, drafted[g.rows], signals.take(g.rows)),
+        )
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Tell every controller what became of its rows."""
+        for group in self._groups:
+            group.state = group.controller.observe(group.state, outcome.take(group.rows))
+
+    def _gather(self, dtype: Any, ask: Any) -> Any:
+        out = np.zeros(self._rows, dtype=dtype)
+        for group in self._groups:
+            out[group.rows] = ask(group)
+        return out

@@ -1,0 +1,169 @@
+"""What a generation reports: per round, per request, per token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from forerun.types import Stop
+
+
+class Origin(StrEnum):
+    """Who wrote a token."""
+
+    DRAFT = "draft"  # drafted and accepted
+    CORRECTION = "correction"  # the target's own token after a rejection
+    BONUS = "bonus"  # the target's own token after everything drafted was accepted
+    PLAIN = "plain"  # the target's own token in a round without a draft
+
+
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One committed token, the text it added, and who wrote it."""
+
+    token: int
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one request."""
+
+    drafted: int
+    """Tokens drafted."""
+    accepted: int
+    """Drafted tokens the rule kept."""
+    committed: int
+    """Tokens that reached the output: accepted + 1, less what end of text or a stop cut off."""
+    stopped_by: Stop
+    """Why drafting stopped."""
+    draft_seconds: float
+    """Wall time of the batch in drafting forwards."""
+    verify_seconds: float
+    """Wall time of the batch in the target's forward."""
+    other_seconds: float
+    """Wall time of the batch in everything else (sampling, judging, control, text)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented fields; times in milliseconds."""
+        return {
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "committed": self.committed,
+            "stopped_by": self.stopped_by.label,
+            "draft_ms": round(self.draft_seconds * 1e3, 3),
+            "verify_ms": round(self.verify_seconds * 1e3, 3),
+            "other_ms": round(self.other_seconds * 1e3, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals of one request. Times are wall seconds of the rounds it took part in."""
+
+    prompt_tokens: int
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    other_seconds: float
+    first_token_seconds: float
+    """From submission to the first committed token."""
+    seconds: float
+    """From submission to the last committed token."""
+    stopped_by: dict[str, int] = field(default_factory=dict)
+    """Rounds by the reason drafting stopped."""
+    acceptance_rate: float | None = None
+    """Accepted / judged drafted tokens: a rejection ends the judging, so the tokens behind it are
+    neither accepted nor rejected. None if nothing was drafted."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the whole time, prefill included."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens committed per round (one per target forward in plain decoding)."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """All totals and the derived rates."""
+        out = asdict(self)
+        out["tokens_per_second"] = self.tokens_per_second
+        out["block_efficiency"] = self.block_efficiency
+        return out
+
+    @classmethod
+    def of(
+        cls, rounds: list[Round], prompt_tokens: int, prefill: float, first: float, total: float
+    ) -> Stats:
+        """Add up rounds."""
+        reasons: dict[str, int] = {}
+        for r in rounds:
+            reasons[r.stopped_by.label] = reasons.get(r.stopped_by.label, 0) + 1
+        accepted = sum(r.accepted for r in rounds)
+        judged = sum(min(r.accepted + 1, r.drafted) for r in rounds)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            tokens=sum(r.committed for r in rounds),
+            rounds=len(rounds),
+            drafted=sum(r.drafted for r in rounds),
+            accepted=accepted,
+            prefill_seconds=prefill,
+            draft_seconds=sum(r.draft_seconds for r in rounds),
+            verify_seconds=sum(r.verify_seconds for r in rounds),
+            other_seconds=sum(r.other_seconds for r in rounds),
+            first_token_seconds=first,
+            seconds=total,
+            stopped_by=reasons,
+            acceptance_rate=accepted / judged if judged else None,
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    """"eos", "stop" (a stop string), "length" (max_new_tokens), "context" (the context is full) or
+    "cancelled"."""
+    rounds: list[Round]
+    stats: Stats
+    pieces: list[Piece]
+    seed: int
+    """Of the request's random stream; the same seed gives the same text."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented shape of one completion."""
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "finish_reason": self.finish_reason,
+            "origins": [p.origin.value for p in self.pieces],
+            "seed": self.seed,
+            "rounds": [r.to_json() for r in self.rounds],
+            "stats": self.stats.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one round added to one request."""
+
+    request: int
+    """The id `Engine.submit` returned."""
+    pieces: list[Piece]
+    round: Round
+    completion: Completion | None = None
+    """Set in a request's last event."""

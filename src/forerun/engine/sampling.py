@@ -1,0 +1,216 @@
+"""Per-request sampling, applied alike to target and draft before anything is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.errors import require
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request wants its text sampled.
+
+    The transform of the logits, in this order: logit bias, end-of-text banned before
+    `min_new_tokens`, repetition / presence / frequency penalties, temperature, top-k, top-p, min-p.
+
+    Args:
+        temperature: ≥ 0; 0 is greedy decoding.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set with at least this much probability, in (0, 1].
+        min_p: drop tokens below `min_p` times the highest probability, in [0, 1].
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in the
+            prompt or the output. 1 is off.
+        presence_penalty: subtracted from logits of tokens already in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: token id → added to its logit; −inf bans it.
+        seed: of this request's own random stream; None draws one (it is in the result).
+        max_new_tokens: ≥ 1.
+        min_new_tokens: no end of text before this many tokens.
+        stop: strings at which the text ends (they are not part of it).
+        eos: end-of-text token ids; None uses the model's.
+        ignore_eos: go on after end-of-text tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    eos: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        if self.eos is not None:
+            object.__setattr__(self, "eos", tuple(self.eos))
+        finite = math.isfinite
+        t, k, p, m = self.temperature, self.top_k, self.top_p, self.min_p
+        require(finite(t) and t >= 0, "temperature", t, "a number ≥ 0 (0 is greedy)")
+        require(k >= 0, "top_k", k, "an integer ≥ 0 (0 keeps all)")
+        require(0 < p <= 1, "top_p", p, "in (0, 1]")
+        require(0 <= m <= 1, "min_p", m, "in [0, 1]")
+        r = self.repetition_penalty
+        require(finite(r) and r > 0, "repetition_penalty", r, "a number > 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(finite(value), name, value, "a finite number")
+        require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "≥ 1")
+        low, high = self.min_new_tokens, self.max_new_tokens
+        require(0 <= low <= high, "min_new_tokens", low, f"between 0 and max_new_tokens={high}")
+        require(all(self.stop), "stop", self.stop, "made of non-empty strings")
+        for token, bias in self.logit_bias.items():
+            require(token >= 0, "logit_bias token", token, "a token id ≥ 0")
+            require(not math.isnan(bias) and bias < math.inf, "logit_bias", bias, "a number < inf")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is the only one."""
+        return self.temperature == 0
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether anything but the temperature touches the logits."""
+        return bool(
+            self.logit_bias
+            or self.min_new_tokens
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p cut the distribution."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+class Sampler:
+    """The sampling of some rows, as one batched transform.
+
+    Args:
+        rows: each row's request settings.
+        eos: each row's end-of-text ids.
+    """
+
+    def __init__(self, rows: Sequence[Sampling], eos: Sequence[frozenset[int]]) -> None:
+        self.rows = list(rows)
+        self._eos = list(eos)
+        self.greedy = torch.tensor([s.greedy for s in rows], dtype=torch.bool)
+        self.all_greedy = all(s.greedy for s in rows)
+        self.trivial = self.all_greedy and not any(s.reshapes for s in rows)
+        """Nothing to do: every row takes the arg-max of the raw logits."""
+        self._temperature = torch.tensor([s.temperature or 1.0 for s in rows])
+
+    def process(
+        self,
+        logits: torch.Tensor,
+        contexts: Sequence[Sequence[int]],
+        prompts: Sequence[int],
+        drafted: Sequence[Sequence[int]],
+        first: int = 0,
+    ) -> torch.Tensor:
+        """Apply each row's transform.
+
+        Args:
+            logits: `(rows, n, V)` raw; position `i` follows the context and `first + i` drafted
+                tokens.
+            contexts: committed tokens per row.
+            prompts: how many of them are the prompt.
+            drafted: tokens drafted so far, per row.
+            first: drafted tokens before position 0.
+
+        Returns:
+            `(rows, n, V)` logits whose softmax is the distribution to sample from; the input
+            itself when there is nothing to do, never changed in place.
+        """
+        if self.trivial:
+            return logits
+        out = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        out = out.clone()
+        for row, settings in enumerate(self.rows):
+            if settings.reshapes:
+                self._reshape(out[row], row, contexts[row], prompts[row], drafted[row], first)
+        out /= self._temperature.to(out).view(-1, 1, 1)
+        if any(s.truncates for s in self.rows):
+            self._truncate(out)
+        return out
+
+    def _reshape(
+        self,
+        logits: torch.Tensor,
+        row: int,
+        context: Sequence[int],
+        prompt: int,
+        drafted: Sequence[int],
+        first: int,
+    ) -> None:
+        s = self.rows[row]
+        vocab = logits.shape[-1]
+        for token, bias in s.logit_bias.items():
+            require(token < vocab, "logit_bias token", token, f"below the vocabulary's {vocab}")
+            logits[:, token] += bias
+        # Without its own drafted tokens a position would be penalised for another history.
+        history = [*context, *drafted]
+        known = len(context) + first
+        produced = torch.zeros(vocab, device=logits.device)
+        if known > prompt:
+            tokens = torch.tensor(history[prompt:known], device=logits.device)
+            produced += tokens.bincount(minlength=vocab)
+        seen = produced.clone()
+        seen[torch.tensor(history[: min(prompt, known)], device=logits.device)] += 1
+        for position in range(logits.shape[0]):
+            at = logits[position]
+            index = known + position
+            if position and index <= len(history):
+                produced[history[index - 1]] += 1
+                seen[history[index - 1]] += 1
+            if index - prompt < s.min_new_tokens:
+                at[list(self._eos[row])] = -torch.inf
+            if s.repetition_penalty != 1:
+                scaled = torch.where(at > 0, at / s.repetition_penalty, at * s.repetition_penalty)
+                at.copy_(torch.where(seen > 0, scaled, at))
+            at -= s.presence_penalty * (produced > 0) + s.frequency_penalty * produced
+
+    def _truncate(self, logits: torch.Tensor) -> None:
+        """Top-k, then top-p, then min-p, in place, on rows that ask for them."""
+        vocab = logits.shape[-1]
+        shape, like = (-1, 1, 1), logits
+        off = [not s.truncates for s in self.rows]
+        top_k = [
+            vocab if o or not s.top_k else s.top_k for o, s in zip(off, self.rows, strict=True)
+        ]
+        top_p = [1.0 if o else s.top_p for o, s in zip(off, self.rows, strict=True)]
+        min_p = [0.0 if o else s.min_p for o, s in zip(off, self.rows, strict=True)]
+        if min(top_k) < vocab:
+            k = torch.tensor(top_k, device=like.device).clamp(max=vocab)
+            best = logits.topk(int(k[k < vocab].max()), dim=-1).values
+            last = (k.clamp(max=best.shape[-1]) - 1).view(shape).expand(-1, logits.shape[1], 1)
+            cut = best.gather(-1, last)
+            cut = torch.where((k == vocab).view(shape), -torch.inf, cut)
+            logits.masked_fill_(logits < cut, -torch.inf)
+        if min(top_p) < 1:
+            ranked, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+            before = ranked.cumsum(-1) - ranked
+            drop = before >= torch.tensor(top_p).to(like).view(shape)
+            drop &= torch.tensor([p < 1 for p in top_p], device=like.device).view(shape)
+            drop[..., 0] = False
+            logits.masked_fill_(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+        if max(min_p) > 0:
+            floor = torch.tensor(min_p).to(like).view(shape)
+            probs = logits.softmax(-1)
+            logits.masked_fill_(probs < floor * probs.amax(-1, keepdim=True), -torch.inf)

@@ -1,0 +1,1 @@
+"""Measuring and proving: for now the exactness audit."""

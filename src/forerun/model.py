@@ -1,0 +1,192 @@
+"""Models to generate with: `load` one, then `generate` or `stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from forerun import zoo
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.drafters import DRAFTERS, Drafter
+from forerun.drafters.base import DrafterSpec
+from forerun.drafters.model import ModelDraft
+from forerun.drafters.none import NoDraft
+from forerun.engine import Completion, Engine, Event, Sampling
+from forerun.errors import SettingError, UnknownNameError
+from forerun.registry import Spec, parse
+from forerun.rules import RULES, AcceptanceRule
+from forerun.runtime import RowModel, load_model, load_tokenizer
+from forerun.runtime.base import Runtime
+
+DEFAULT_CONTROLLER = "gammatune+"
+DEFAULT_RULE = "standard"
+
+Prompt = str | Sequence[int]
+
+
+class Model:
+    """A target with a drafter, ready to generate. Made by `load`."""
+
+    def __init__(self, target: Runtime, drafter: Drafter, tokenizer: Any = None) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.eos = _end_of_text(target, tokenizer)
+
+    @overload
+    def generate(self, prompt: str, **settings: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **settings: Any) -> list[Completion]: ...
+    def generate(
+        self, prompt: str | Sequence[Prompt], **settings: Any
+    ) -> Completion | list[Completion]:
+        """Generate for one prompt or a list of prompts (decoded as one ragged batch).
+
+        Takes the settings of `stream`. A prompt is text or a list of token ids; a list of ids on
+        its own is one prompt.
+
+        >>> model = load()
+        >>> done = model.generate("English: I like apples.\\nGerman:", max_new_tokens=8)
+        >>> done.stats.tokens == len(done.tokens) <= 8
+        True
+        """
+        one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts: Any = [prompt] if one else prompt
+        done = {e.request: e.completion for e in self.stream(prompts, **settings) if e.completion}
+        # Ids rise in the order of submission, which is the order of the prompts.
+        results = [done[i] for i in sorted(done)]
+        return results[0] if one else results
+
+    def stream(
+        self,
+        prompt: str | Sequence[Prompt],
+        *,
+        controller: str | LengthController = DEFAULT_CONTROLLER,
+        rule: str | AcceptanceRule = DEFAULT_RULE,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        batch_size: int = 16,
+        plain: bool = False,
+        **settings: Any,
+    ) -> Iterator[Event]:
+        """Generate, yielding an `Event` per request and round.
+
+        Args:
+            prompt: text, token ids, or a list of either.
+            controller: how far to run ahead: a spec like ``"gammatune(eta=0.3)"`` or an object.
+            rule: what to keep, likewise.
+            sampling: one for all prompts or one per prompt; or give its fields as keywords
+                (`temperature`, `max_new_tokens`, `seed`, `stop`, ...).
+            batch_size: prompts decoded together.
+            plain: leave the drafter out and decode one token at a time.
+
+        Raises:
+            PromptError: an empty prompt, or one that does not fit the context.
+            SettingError: a setting that is unknown or out of range.
+
+        >>> model = load()
+        >>> for event in model.stream("Once upon a time", max_new_tokens=4):
+        ...     assert event.round.committed == len(event.pieces)
+        """
+        prompts: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
+        samplings = _samplings(sampling, settings, len(prompts))
+        length, keep = CONTROLLERS.make(controller), RULES.make(rule)
+        drafter = NoDraft().build(None, None) if plain else self.drafter
+        if self.target.lengths:
+            raise SettingError(
+                "a stream of this model is still running; finish or close it first, "
+                "or submit all requests to one forerun.engine.Engine"
+            )
+        engine = Engine(self.target, drafter, self.tokenizer, self.eos, batch_size)
+        for text, how in zip(prompts, samplings, strict=True):
+            engine.submit(self.encode(text), how, length, keep)
+        yield from engine.run()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt (ids pass through)."""
+        if not isinstance(prompt, str):
+            return [int(t) for t in prompt]
+        if self.tokenizer is None:
+            raise SettingError("this model has no tokenizer; give token ids instead of text")
+        ids: list[int] = self.tokenizer.encode(prompt)
+        return ids
+
+
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | DrafterSpec | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load a target and who runs ahead of it.
+
+    Args:
+        target: a folder or Hugging Face id; None loads the pair that ships with forerun.
+        draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
+            ``"none"``). None uses the shipped draft for the shipped target, `lookup` otherwise.
+        device: "cpu", "cuda", ...; None uses a GPU if there is one.
+        dtype: "auto" (None: as saved), "float32", "bfloat16" or "float16".
+        trust_remote_code: run modelling code that comes with the checkpoint.
+
+    Raises:
+        ModelError: a model that is missing, corrupt, unsupported, or a draft with another
+            tokenizer.
+        SettingError: a device, dtype or drafter that does not exist.
+
+    >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
+    'length'
+    """
+    if draft is None:
+        draft = zoo.DRAFT if target is None else "lookup"
+    spec = drafter_spec(draft)
+    where = zoo.TARGET if target is None else target
+    runtime = RowModel(load_model(where, device, dtype, trust_remote_code))
+    tokenizer = load_tokenizer(where, trust_remote_code)
+    return Model(runtime, spec.build(runtime, tokenizer), tokenizer)
+
+
+def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
+    """The drafter a user means: a registered name with settings, or else a model."""
+    if isinstance(draft, DrafterSpec):
+        return draft
+    text = str(draft)
+    if isinstance(draft, str) and not Path(text).exists():
+        name = text.partition("(")[0].strip()
+        if name in DRAFTERS:
+            spec = parse(text)
+            return DRAFTERS.make(Spec(spec.name, spec.args, spec.kwargs))
+        if "(" in text or ("/" not in text and name.isalpha() and len(name) < 12):
+            raise UnknownNameError.among("drafter (nor a model folder)", name, DRAFTERS.names())
+    return ModelDraft(text)
+
+
+def _samplings(
+    sampling: Sampling | Sequence[Sampling] | None, settings: dict[str, Any], count: int
+) -> list[Sampling]:
+    known = list(Sampling.__dataclass_fields__)
+    for name in settings:
+        if name not in known:
+            raise UnknownNameError.among("setting", name, known)
+    if sampling is not None and settings:
+        raise SettingError(f"give sampling=... or {sorted(settings)}, not both")
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling(**settings)] * count
+    if len(sampling) != count:
+        raise SettingError(f"{len(sampling)} samplings for {count} prompts; give one per prompt")
+    return list(sampling)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return len(prompt) > 0 and all(isinstance(t, int) for t in prompt)
+
+
+def _end_of_text(target: Any, tokenizer: Any) -> frozenset[int]:
+    config = getattr(getattr(target, "model", None), "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        found = getattr(tokenizer, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, (list, tuple)) else [found])

@@ -1,0 +1,342 @@
+"""The round and the loop, on scripted models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.controllers import CONTROLLERS
+from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.model import ModelDrafter
+from forerun.drafters.none import NullDrafter
+from forerun.engine import Engine, Sampling
+from forerun.engine.results import Origin
+from forerun.errors import PromptError, SettingError
+from forerun.rules import RULES
+from forerun.testing import ScriptedModel, engine
+from forerun.types import Stop
+
+SPECS = [
+    "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
+    "hf-threshold(dynamic=True)", "gammatune", "gammatune+", "gammatune+(keep=False)",
+    "bounded(gammatune+,low=1,high=3)",
+]  # fmt: skip
+V = 7
+NEXT = torch.eye(V).roll(1, dims=1) * 9.0  # after t comes t + 1 (mod V)
+
+
+def chaotic(seed: int, vocab: int = V) -> Any:
+    """Logits that depend on the last three tokens, without cycles to settle into."""
+
+    def script(context: tuple[int, ...]) -> torch.Tensor:
+        key = hash((seed, len(context) % 5, *context[-3:])) % (1 << 31)
+        return torch.randn(vocab, generator=torch.Generator().manual_seed(key)) * 2
+
+    return script
+
+
+def noisy(script: Any, seed: int, noise: float) -> Any:
+    other = chaotic(seed)
+    return lambda context: script(context) + noise * other(context)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("drafter", ["same", "near", "far", "lookup", "none"])
+def test_greedy_speculative_equals_greedy_plain(spec: str, drafter: str) -> None:
+    script = chaotic(1)
+    makers = {
+        "same": lambda: ScriptedModel(script),
+        "near": lambda: ScriptedModel(noisy(script, 2, 0.5)),
+        "far": lambda: ScriptedModel(chaotic(3)),
+        "lookup": lambda: LookupDrafter(3, 1),
+        "none": NullDrafter,
+    }
+    prompts = [[0], [3, 4], [5, 1, 2], [6, 6, 6, 6]]
+    plain = engine(ScriptedModel(script))(prompts, max_new_tokens=40)
+    fast = engine(ScriptedModel(script), makers[drafter]())(
+        prompts, controller=spec, max_new_tokens=40
+    )
+    assert [c.tokens for c in fast] == [c.tokens for c in plain]
+    if drafter == "same":
+        assert all(c.stats.accepted == c.stats.drafted for c in fast)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    noise=st.floats(0, 3),
+    length=st.integers(0, 6),
+    budget=st.integers(1, 12),
+    limit=st.integers(4, 24),
+    rows=st.integers(1, 4),
+    max_rows=st.integers(1, 3),
+    eos=st.lists(st.integers(0, V - 1), max_size=2),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_the_loop_keeps_its_promises(
+    seed: int, noise: float, length: int, budget: int, limit: int, rows: int, max_rows: int,
+    eos: list[int], temperature: float,
+) -> None:  # fmt: skip
+    script = chaotic(seed)
+    target, draft = ScriptedModel(script, limit), ScriptedModel(noisy(script, seed + 1, noise))
+    run = engine(target, draft, eos=eos, max_rows=max_rows)
+    prompts = [[(seed + r) % V] * (1 + r % 3) for r in range(rows)]
+    how: dict[str, Any] = {"max_new_tokens": budget, "temperature": temperature, "seed": seed}
+    done = run(prompts, controller=f"fixed({length})", **how)
+    for prompt, completion in zip(prompts, done, strict=True):
+        stats = completion.stats
+        assert sum(r.committed for r in completion.rounds) == len(completion.tokens)
+        assert 1 <= len(completion.tokens) <= budget
+        assert len(prompt) + len(completion.tokens) <= limit
+        assert not set(completion.tokens[:-1]) & set(eos)
+        ends = {"eos": completion.tokens[-1] in eos, "length": len(completion.tokens) == budget}
+        ends["context"] = len(prompt) + len(completion.tokens) == limit
+        assert ends[completion.finish_reason]
+        for r in completion.rounds:
+            assert 0 <= r.accepted <= r.drafted <= length
+            assert r.committed in (r.accepted + 1, r.accepted) or completion.finish_reason == "eos"
+        assert stats.accepted == sum(p.origin is Origin.DRAFT for p in completion.pieces)
+        assert sum(stats.stopped_by.values()) == stats.rounds
+    assert target.history == draft.history == []  # everybody left
+    if not temperature:
+        alone = [engine(ScriptedModel(script, limit), eos=eos)(p, **how) for p in prompts]
+        assert [c.tokens for c in done] == [c.tokens for c in alone]
+
+
+def test_caches_cover_exactly_the_context_but_its_last_token() -> None:
+    script = chaotic(4)
+    target, draft = ScriptedModel(script), ScriptedModel(noisy(script, 5, 1.5))
+    made = Engine(target, ModelDrafter(draft, V))
+    fixed, standard = CONTROLLERS.make("fixed(3)"), RULES.make("standard")
+    contexts = {made.submit(p, Sampling(max_new_tokens=30), fixed, standard): list(p)
+                for p in ([1], [2, 3])}  # fmt: skip
+    for _ in range(8):
+        for event in made.step():
+            contexts[event.request] += [p.token for p in event.pieces]
+        for row, context in enumerate(contexts.values()):
+            assert target.history[row] == context[:-1]
+            assert draft.history[row] == context[: len(draft.history[row])]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_row_does_not_depend_on_its_neighbours(spec: str) -> None:
+    script = chaotic(6)
+    near = noisy(script, 7, 0.7)
+    run = engine(ScriptedModel(script), ScriptedModel(near), eos=[2])
+    how: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "max_new_tokens": 25}
+    together = run([[1], [3, 3], [4, 5, 6]], controller=spec, **how)
+    for prompt, completion in zip([[1], [3, 3], [4, 5, 6]], together, strict=True):
+        assert run(prompt, controller=spec, **how).tokens == completion.tokens
+
+
+def test_seeds() -> None:
+    script = chaotic(8)
+    run = engine(ScriptedModel(script), ScriptedModel(noisy(script, 9, 1.0)))
+    first, again, other = (run([1], temperature=1.0, seed=s, max_new_tokens=40) for s in (1, 1, 2))
+    assert first.tokens == again.tokens != other.tokens
+    unseeded = run([1], temperature=1.0, max_new_tokens=40)
+    assert run([1], temperature=1.0, seed=unseeded.seed, max_new_tokens=40).tokens == (
+        unseeded.tokens
+    )
+
+
+def test_requests_with_their_own_controller_rule_and_sampling_share_a_batch() -> None:
+    script = chaotic(10)
+    target, draft = ScriptedModel(script), ScriptedModel(noisy(script, 11, 0.5))
+    made = Engine(target, ModelDrafter(draft, V))
+    asked = [
+        ("fixed(4)", "exact", Sampling(max_new_tokens=20)),
+        ("gammatune+", "standard", Sampling(max_new_tokens=12, temperature=1.0, seed=3)),
+        ("fixed(0)", "standard", Sampling(max_new_tokens=20)),
+        ("hf-threshold(dynamic=True)", "standard", Sampling(max_new_tokens=5, seed=1)),
+    ]
+    ids = [made.submit([1, 2], how, CONTROLLERS.make(c), RULES.make(r)) for c, r, how in asked]
+    done = {e.request: e.completion for e in made.run() if e.completion}
+    for i, (controller, rule, how) in zip(ids, asked, strict=True):
+        alone = Engine(ScriptedModel(script), ModelDrafter(draft, V))
+        alone.submit([1, 2], how, CONTROLLERS.make(controller), RULES.make(rule))
+        (only,) = [e.completion for e in alone.run() if e.completion]
+        assert done[i].tokens == only.tokens
+        assert [r.drafted for r in done[i].rounds] == [r.drafted for r in only.rounds]
+
+
+def test_requests_join_and_leave_between_rounds() -> None:
+    script = chaotic(12)
+    target = ScriptedModel(script)
+    made = Engine(target, ModelDrafter(ScriptedModel(noisy(script, 13, 1.0)), V), max_rows=2)
+    fixed, exact = CONTROLLERS.make("fixed(2)"), RULES.make("exact")
+    first = made.submit([1], Sampling(max_new_tokens=6), fixed, exact)
+    made.step()
+    second = made.submit([2, 2], Sampling(max_new_tokens=9), fixed, exact)
+    third = made.submit([3, 3], Sampling(max_new_tokens=4), fixed, exact)
+    made.step()
+    assert len(target.history) == 2
+    gone = made.cancel(second)
+    assert gone is not None
+    assert gone.finish_reason == "cancelled"
+    assert made.cancel(99) is None
+    done = {e.request: e.completion for e in made.run() if e.completion}
+    assert set(done) == {first, third}
+    alone = engine(ScriptedModel(script))
+    assert done[first].tokens[:6] == alone([1], max_new_tokens=6).tokens
+    assert done[third].tokens == alone([3, 3], max_new_tokens=4).tokens
+    assert gone.tokens == alone([2, 2], max_new_tokens=9).tokens[: len(gone.tokens)]
+
+
+def test_a_consumer_may_walk_away() -> None:
+    target = ScriptedModel(chaotic(14))
+    made = Engine(target, NullDrafter())
+    fixed, exact = CONTROLLERS.make("fixed"), RULES.make("exact")
+    made.submit([1], Sampling(max_new_tokens=50), fixed, exact)
+    for _ in made.run():
+        break
+    assert target.history == []
+    made.submit([1], Sampling(max_new_tokens=5), fixed, exact)
+    assert sum(len(e.pieces) for e in made.run()) == 5
+
+
+def test_origins_and_reasons() -> None:
+    wrong = NEXT.clone()
+    wrong[3] = NEXT[4]  # the draft errs after token 3
+    run = engine(ScriptedModel(NEXT), ScriptedModel(wrong), eos=[6])
+    completion = run([0], controller="fixed(2)", max_new_tokens=20)
+    assert completion.tokens == [1, 2, 3, 4, 5, 6]
+    got = [(r.drafted, r.accepted, r.committed, r.stopped_by) for r in completion.rounds]
+    # 1 2 +3 | ✗5 6(end) → 4 | 5 6(end): after an end of text nothing is committed
+    assert got == [(2, 2, 3, Stop.LIMIT), (2, 0, 1, Stop.END_OF_TEXT), (2, 2, 2, Stop.END_OF_TEXT)]
+    assert [p.origin.value for p in completion.pieces] == [
+        "draft", "draft", "bonus", "correction", "draft", "draft",
+    ]  # fmt: skip
+    assert completion.finish_reason == "eos"
+    assert completion.stats.acceptance_rate == pytest.approx(4 / 5)
+
+
+def test_budget_clips_the_draft_and_is_told_apart() -> None:
+    run = engine(ScriptedModel(NEXT), ScriptedModel(NEXT))
+    rounds = run([0], controller="fixed(4)", max_new_tokens=8).rounds
+    assert [(r.drafted, r.stopped_by) for r in rounds] == [(4, Stop.LIMIT), (2, Stop.BUDGET)]
+
+
+def test_ignore_eos_and_minimum_length() -> None:
+    run = engine(ScriptedModel(NEXT), ScriptedModel(NEXT), eos=[2])
+    assert run([0], max_new_tokens=9).tokens == [1, 2]
+    assert len(run([0], max_new_tokens=9, ignore_eos=True).tokens) == 9
+    longer = run([0], max_new_tokens=9, min_new_tokens=5)
+    assert 2 not in longer.tokens[:5]
+    assert run([0], max_new_tokens=9, eos=(4,)).tokens == [1, 2, 3, 4]
+
+
+def test_a_full_context_ends_the_text() -> None:
+    run = engine(ScriptedModel(NEXT, limit=6), ScriptedModel(NEXT))
+    completion = run([0, 1], max_new_tokens=50)
+    assert completion.finish_reason == "context"
+    assert completion.tokens == [2, 3, 4, 5]
+
+
+def test_a_draft_with_a_shorter_context_leaves_the_rest_to_plain_decoding() -> None:
+    run = engine(ScriptedModel(NEXT), ScriptedModel(NEXT, limit=5))
+    completion = run([0, 1], max_new_tokens=12, controller="fixed(2)")
+    assert completion.tokens == [(2 + i) % V for i in range(12)]
+    assert completion.rounds[-1].drafted == 0
+    assert run([0] * 8, max_new_tokens=3).stats.drafted == 0  # the prompt alone is too long for it
+
+
+@pytest.mark.parametrize("size", [V - 2, V + 3])
+def test_a_draft_of_another_vocabulary_size_works_on_the_shared_ids(size: int) -> None:
+    table = torch.full((max(size, V), size), -9.0)
+    for token in range(max(size, V)):
+        table[token, (token + 1) % size] = 9.0
+    run = engine(ScriptedModel(NEXT), ScriptedModel(table))
+    completion = run([0], max_new_tokens=20, controller="fixed(3)")
+    assert completion.tokens == [(1 + i) % V for i in range(20)]
+    assert completion.stats.accepted > 0
+    sampled = run([0], max_new_tokens=20, temperature=1.0, seed=0, controller="fixed(3)")
+    assert max(sampled.tokens) < V
+
+
+def test_prompts_that_cannot_work() -> None:
+    run = engine(ScriptedModel(NEXT, limit=4))
+    made = Engine(ScriptedModel(NEXT, limit=4), NullDrafter())
+    fixed, exact = CONTROLLERS.make("fixed"), RULES.make("exact")
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        made.submit([], Sampling(), fixed, exact)
+    with pytest.raises(PromptError, match="has 4 tokens and the context holds 4"):
+        run([0, 1, 2, 3])
+    with pytest.raises(PromptError, match="outside the vocabulary"):
+        run([V])
+    with pytest.raises(SettingError, match="need a tokenizer"):
+        run([0], stop=("x",))
+    with pytest.raises(SettingError, match="batch size must be"):
+        Engine(ScriptedModel(NEXT), NullDrafter(), max_rows=0)
+
+
+def test_exact_refuses_sampling() -> None:
+    with pytest.raises(SettingError, match="temperature 0"):
+        engine(ScriptedModel(NEXT))([0], rule="exact", temperature=1.0)
+
+
+@pytest.mark.parametrize("how", [{}, {"top_k": 2}, {"top_p": 0.7}, {"frequency_penalty": 0.8}])
+def test_sampled_output_has_the_targets_distribution(how: dict[str, Any]) -> None:
+    """Three tokens, 3 000 draws, every pair of settings against the exact joint distribution.
+
+    Under the hypothesis the total-variation distance D of an empirical distribution over n = 27
+    outcomes from N draws satisfies P(D > E[D] + t) ≤ exp(−2 N t²) with E[D] ≤ ½ √(n / N)
+    (McDiarmid). With t = 0.06 the false-alarm probability is below 5e-10 per case.
+    """
+    vocab, draws = 3, 3000
+    script = chaotic(20, vocab)
+    draft = lambda context: script(context) + 1.5 * chaotic(21, vocab)(context)  # noqa: E731
+    run = engine(ScriptedModel(script), ScriptedModel(draft), max_rows=250)
+    done = run([[0]] * draws, controller="fixed(2)", temperature=1.2, max_new_tokens=3, **how)
+    counts = np.zeros((vocab,) * 3)
+    for completion in done:
+        counts[tuple(completion.tokens)] += 1
+
+    from forerun.engine.sampling import Sampler
+
+    sampler = Sampler([Sampling(temperature=1.2, **how)], [frozenset()])
+    exact = np.zeros((vocab,) * 3)
+    for a in range(vocab):
+        for b in range(vocab):
+            for c in range(vocab):
+                context, prob = [0], 1.0
+                for token in (a, b, c):
+                    logits = script(tuple(context)).view(1, 1, -1)
+                    out = sampler.process(logits, [context], [1], [[]])[0, 0]
+                    prob *= float(out.softmax(-1)[token])
+                    context = [*context, token]
+                exact[a, b, c] = prob
+    assert exact.sum() == pytest.approx(1)
+    distance = 0.5 * np.abs(counts / draws - exact).sum()
+    assert distance < 0.5 * np.sqrt(27 / draws) + 0.06
+    assert 0 < sum(c.stats.accepted for c in done) < sum(c.stats.drafted for c in done)
+
+
+def test_lookup_proposes_the_longest_latest_match() -> None:
+    drafter = LookupDrafter(3, 1)
+    drafter.join([[1]], 0)
+    context = [1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3]
+    assert drafter.step([context]).tokens == [4]  # "1 2 3" beats the later "2 3"
+    assert drafter.step([[*context, 4]]).tokens == [9]
+    drafter.rollback(0, len(context))
+    assert drafter.step([[*context, 5, 2, 3]]).tokens == [5]  # the latest of equals
+    assert drafter.step([[*context, 5, 2, 3, 5]]).tokens == [2]
+    drafter.rollback(0, 3)
+    assert drafter.step([[*context, 5, 2, 3, 7]]).tokens == [-1]
+    assert drafter.step([None]).tokens == [-1]
+
+
+def test_lookup_runs_on_through_periodic_text() -> None:
+    cycle = [0, 1, 2]
+    table = torch.zeros(3, 3)
+    for token in cycle:
+        table[token, (token + 1) % 3] = 9.0
+    run = engine(ScriptedModel(table), LookupDrafter(2, 1))
+    completion = run([0, 1, 2, 0], controller="fixed(8)", max_new_tokens=18)
+    assert completion.stats.rounds == 2
+    assert completion.stats.accepted == 16

@@ -1,0 +1,193 @@
+"""Rows of different lengths in one batch equal the model run alone (fp32, within 5e-5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+
+from forerun.errors import ModelError, PromptError, SettingError, UnsupportedModelError
+from forerun.runtime import RowCache, RowModel, load_model, load_tokenizer
+from forerun.runtime import model as model_module
+from forerun.runtime.load import resolve_device, resolve_dtype
+from forerun.runtime.support import PROVEN
+from tiny import CONFIGS, LIMIT, build, texts
+
+TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers stays below 1e-5
+
+
+def alone(model: object, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0]  # type: ignore[operator]
+
+
+def test_the_tested_families_are_the_proven_ones() -> None:
+    assert set(CONFIGS) == PROVEN
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_ragged_rows_equal_rows_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "PREFILL_CHUNK", 5)
+    model = build(family)
+    rows, prompts = RowModel(model), texts(5, 17, 1, 9)
+    rows.join(prompts)
+    assert rows.lengths == [4, 16, 0, 8]
+    more = [[3, 4, 5][:i] for i in range(4)]
+    got = rows.feed([p[-1:] + m for p, m in zip(prompts, more, strict=True)])
+    for row, (prompt, extra) in enumerate(zip(prompts, more, strict=True)):
+        wanted = alone(model, prompt + extra)[len(prompt) - 1 :]
+        torch.testing.assert_close(got[row, : len(extra) + 1], wanted, atol=TOLERANCE, rtol=0)
+
+    # Reject everything fed last, let two rows leave, reorder the others, go on.
+    for row, prompt in enumerate(prompts):
+        rows.rollback(row, len(prompt))
+    rows.keep([3, 1])
+    got = rows.feed([[7], [8, 9]], want="last")
+    for row, tokens in ((0, [*prompts[3], 7]), (1, [*prompts[1], 8, 9])):
+        torch.testing.assert_close(got[row], alone(model, tokens)[-1], atol=TOLERANCE, rtol=0)
+
+    # One more joins; a row that is fed nothing stays as it is.
+    late = texts(6, seed=5)[0]
+    rows.join([late])
+    rows.feed([[], [], late[-1:]])
+    got = rows.feed([[5], [5], [5]], want="last")
+    for row, tokens in enumerate(([*prompts[3], 7, 5], [*prompts[1], 8, 9, 5], [*late, 5])):
+        torch.testing.assert_close(got[row], alone(model, tokens)[-1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("width", range(1, 26))
+def test_every_width_of_one_row(width: int) -> None:
+    model = build("llama")
+    rows, (prompt, rest) = RowModel(model), texts(7, 25)
+    rows.join([prompt])
+    got = rows.feed([prompt[-1:] + rest[: width - 1]])
+    wanted = alone(model, prompt + rest[: width - 1])[len(prompt) - 1 :]
+    torch.testing.assert_close(got[0], wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_bfloat16_rows_are_close() -> None:
+    model = build("llama", scale=0.1).to(torch.bfloat16)
+    rows, prompts = RowModel(model), texts(4, 11)
+    rows.join(prompts)
+    got = rows.feed([p[-1:] for p in prompts], want="last")
+    for row, prompt in enumerate(prompts):
+        torch.testing.assert_close(got[row], alone(model, prompt)[-1], atol=0.05, rtol=0.05)
+
+
+def test_the_cache_grows_and_keeps_its_contents() -> None:
+    model = build("llama")
+    rows, prompts = RowModel(model), texts(3, 3)
+    rows.join(prompts)
+    before = rows.cache.columns
+    tokens = [list(p) for p in prompts]
+    for step in range(40):
+        got = rows.feed([t[n:] for t, n in zip(tokens, rows.lengths, strict=True)], want="last")
+        for t in tokens:
+            t.append(3 + step)
+    assert rows.cache.columns > before
+    assert rows.cache.nbytes > 0
+    for row, t in enumerate(tokens):
+        torch.testing.assert_close(got[row], alone(model, t[:-1])[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_feeding_beyond_the_context_is_refused() -> None:
+    rows = RowModel(build("gpt2"))
+    rows.join([[3] * LIMIT])
+    rows.feed([[3]])
+    with pytest.raises(PromptError, match=f"{LIMIT + 1} tokens do not fit"):
+        rows.feed([[3]])
+
+
+def test_reserving_never_shrinks() -> None:
+    cache = RowCache()
+    cache.reserve(2, 8)
+    cache.reserve(1, 4)
+    assert cache.columns == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.MistralConfig(sliding_window=16), "sliding window"),
+        (hf.Gemma2Config(), "sliding window"),
+        (hf.MambaConfig(), "recurrent state|cannot be rolled back"),
+        (hf.JambaConfig(), "cannot be rolled back|recurrent"),
+        (hf.T5Config(), "encoder-decoder"),
+        (hf.BertConfig(), "encoder-only"),
+        (hf.BloomConfig(), "positions per row"),
+    ],
+    ids=lambda v: getattr(v, "model_type", ""),
+)
+def test_what_cannot_work_is_refused_with_the_reason(config: object, reason: str) -> None:
+    from forerun.runtime.support import refusal
+
+    assert __import__("re").search(reason, refusal(config) or "")
+
+
+def test_a_refused_model_names_its_reason(tmp_path: object) -> None:
+    model = build("mistral", sliding_window=8)
+    with pytest.raises(UnsupportedModelError, match="mistral models cannot run here: its sliding"):
+        RowModel(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="sliding window"):
+        load_model(str(tmp_path))
+
+
+def test_an_unproven_family_is_probed() -> None:
+    config = hf.OlmoConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    assert RowModel(model).lengths == []
+
+    class Forgetful(type(model)):  # type: ignore[misc]
+        def forward(self, *args: object, **kwargs: object) -> object:
+            kwargs.pop("attention_mask", None)  # every row sees every other column
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Forgetful
+    with pytest.raises(UnsupportedModelError, match="a probe of this one failed"):
+        RowModel(model)
+
+
+def test_long_rope_is_limited_to_where_rows_are_independent() -> None:
+    from forerun.runtime.support import context_limit
+
+    config = CONFIGS["llama"]()
+    config.rope_parameters = {
+        "rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    assert context_limit(config) == 16
+
+
+def test_loading_errors_are_one_line(tmp_path: object) -> None:
+    from pathlib import Path
+
+    folder = Path(str(tmp_path))
+    with pytest.raises(ModelError, match="no model folder at"):
+        load_model(folder / "missing")
+    (folder / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        load_model(folder / "empty")
+    build("llama").save_pretrained(folder / "torn")
+    weights = folder / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="corrupt") as caught:
+        load_model(folder / "torn")
+    assert "\n" not in str(caught.value)
+    (folder / "torn" / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+        load_tokenizer(folder / "torn")
+
+
+def test_devices_and_dtypes() -> None:
+    with pytest.raises(SettingError, match="device 'cuda:99' cannot be used"):
+        resolve_device("cuda:99")
+    with pytest.raises(SettingError, match="device 'tpux'"):
+        resolve_device("tpux")
+    with pytest.raises(SettingError, match="unknown dtype 'float99'"):
+        resolve_dtype("float99")
+    assert resolve_dtype("bf16") is torch.bfloat16
+    assert resolve_dtype("auto") is None

@@ -1,0 +1,140 @@
+"""The sampling transform, against transformers' own processors and by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from forerun.engine.sampling import Sampler, Sampling
+from forerun.errors import SettingError
+
+V = 23
+
+
+def transform(
+    logits: torch.Tensor,
+    settings: Sampling,
+    context: list[int],
+    prompt: int = 2,
+    drafted: list[int] | None = None,
+    eos: frozenset[int] = frozenset({0}),
+    first: int = 0,
+) -> torch.Tensor:
+    sampler = Sampler([settings], [eos])
+    return sampler.process(logits.unsqueeze(0), [context], [prompt], [drafted or []], first)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "processors"),
+    [
+        ({"temperature": 0.7}, [hf.TemperatureLogitsWarper(0.7)]),
+        ({"temperature": 1.0, "top_k": 5}, [hf.TopKLogitsWarper(5)]),
+        ({"temperature": 1.0, "top_p": 0.6}, [hf.TopPLogitsWarper(0.6)]),
+        ({"temperature": 1.0, "min_p": 0.2}, [hf.MinPLogitsWarper(0.2)]),
+        (
+            {"temperature": 1.3, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+            [
+                hf.TemperatureLogitsWarper(1.3),
+                hf.TopKLogitsWarper(9),
+                hf.TopPLogitsWarper(0.8),
+                hf.MinPLogitsWarper(0.05),
+            ],
+        ),
+        (
+            {"temperature": 1.0, "repetition_penalty": 1.7},
+            [hf.RepetitionPenaltyLogitsProcessor(1.7)],
+        ),
+    ],
+)
+def test_agrees_with_transformers(settings: dict[str, Any], processors: list[Any]) -> None:
+    context = [3, 7, 7, 12]
+    for _ in range(20):
+        logits = torch.randn(1, V) * 3
+        wanted = logits.clone()
+        for process in processors:
+            wanted = process(torch.tensor([context]), wanted)
+        got = transform(logits, Sampling(**settings), context)
+        torch.testing.assert_close(got.softmax(-1), wanted.softmax(-1))
+
+
+def test_penalties_count_the_output_and_the_tokens_drafted_before_each_position() -> None:
+    logits = torch.zeros(3, V)
+    settings = Sampling(temperature=1.0, presence_penalty=1.0, frequency_penalty=0.5)
+    got = transform(logits, settings, context=[4, 5, 6], prompt=2, drafted=[6, 8])
+    expected = torch.zeros(3, V)
+    expected[0, 6] = -1.5  # once in the output
+    expected[1, 6] = expected[2, 6] = -2.0  # drafted a second time
+    expected[2, 8] = -1.5
+    torch.testing.assert_close(got, expected)
+    # The drafter, asked one position at a time, sees the same.
+    for i in range(3):
+        step = transform(logits[i : i + 1], settings, [4, 5, 6], 2, [6, 8][:i], first=i)
+        torch.testing.assert_close(step[0], expected[i])
+
+
+def test_bias_and_minimum_length() -> None:
+    settings = Sampling(temperature=1.0, logit_bias={3: 2.5, 4: -torch.inf}, min_new_tokens=2)
+    got = transform(torch.zeros(3, V), settings, context=[1, 1], prompt=2, drafted=[5, 5])
+    assert got[:, 3].tolist() == [2.5] * 3
+    assert got[:, 4].tolist() == [-torch.inf] * 3
+    assert got[:, 0].tolist() == [-torch.inf, -torch.inf, 0.0]
+
+
+def test_rows_do_not_influence_each_other() -> None:
+    rows = [
+        Sampling(temperature=0.7, top_k=3),
+        Sampling(),
+        Sampling(temperature=2.0, top_p=0.5, repetition_penalty=1.3),
+        Sampling(temperature=1.0, min_p=0.3, frequency_penalty=1.0),
+        Sampling(temperature=1.0),
+    ]
+    logits, contexts = torch.randn(5, 2, V), [[1, 2, 3 + i] for i in range(5)]
+    drafted, eos = [[4], [], [9], [3], [1]], [frozenset({0})] * 5
+    together = Sampler(rows, eos).process(logits, contexts, [2] * 5, drafted)
+    for i in range(5):
+        one = Sampler([rows[i]], eos[:1])
+        alone = one.process(logits[i : i + 1], contexts[i : i + 1], [2], drafted[i : i + 1])
+        torch.testing.assert_close(together[i], alone[0], atol=0, rtol=0)
+
+
+def test_nothing_to_do_is_free_and_input_is_never_changed() -> None:
+    logits = torch.randn(1, 2, V)
+    assert Sampler([Sampling()], [frozenset()]).process(logits, [[1]], [1], [[]]) is logits
+    before = logits.clone()
+    transform(logits[0], Sampling(temperature=0.5, top_k=2, repetition_penalty=2.0), [1, 2])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be a number ≥ 0"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"top_k": -1}, "top_k must be"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"top_p": 1.5}, "top_p must be"),
+        ({"min_p": 2.0}, "min_p must be"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens must be between"),
+        ({"stop": ("",)}, "stop must be"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias token must be"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias must be"),
+        ({"presence_penalty": float("inf")}, "presence_penalty must be"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Sampling(**settings)
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+    with pytest.raises(SettingError, match=f"below the vocabulary's {V}"):
+        transform(torch.zeros(1, V), Sampling(logit_bias={V: 1.0}), [1])
+
+
+def test_one_stop_string_may_be_given_bare() -> None:
+    assert Sampling(stop="END").stop == ("END",)  # type: ignore[arg-type]
