@@ -155,7 +155,7 @@ def test_shapes_and_dtypes(spec):
             go = controller.keep_going(state, np.full(rows, 2), signals)
             assert go.shape == (rows,)
             assert go.dtype == bool
-        np.testing.assert_array_equal(last.rows, len(pairs))
+        np.testing.assert_array_equal(last.rounds, len(pairs))
 
 
 @pytest.mark.parametrize("spec", SPECS)

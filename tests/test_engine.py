@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -307,7 +308,8 @@ def test_sampled_output_has_the_targets_distribution(how: dict[str, Any]) -> Non
                 context, prob = [0], 1.0
                 for token in (a, b, c):
                     logits = script(tuple(context)).view(1, 1, -1)
-                    out = sampler.process(logits, [context], [1], [[]])[0, 0]
+                    text: Any = SimpleNamespace(context=context, prompt=1)
+                    out = sampler.process(logits, [text], [[]])[0, 0]
                     prob *= float(out.softmax(-1)[token])
                     context = [*context, token]
                 exact[a, b, c] = prob

@@ -9,11 +9,31 @@ import pytest
 
 import forerun
 
-NAMES = (
-    "AcceptanceRule CONTROLLERS Completion DRAFTERS Drafter Engine Event ForerunError "
-    "LengthController MissingExtraError Model ModelError Piece PromptError RULES Round Sampling "
-    "SettingError Stats UnknownNameError UnsupportedModelError __version__ load"
-).split()
+NAMES = [
+    "AcceptanceRule",
+    "CONTROLLERS",
+    "Completion",
+    "DRAFTERS",
+    "Drafter",
+    "Engine",
+    "Event",
+    "ForerunError",
+    "LengthController",
+    "MissingExtraError",
+    "Model",
+    "ModelError",
+    "Piece",
+    "PromptError",
+    "RULES",
+    "Round",
+    "Sampling",
+    "SettingError",
+    "Stats",
+    "UnknownNameError",
+    "UnsupportedModelError",
+    "__version__",
+    "load",
+]
 
 
 def test_the_public_names_are_these() -> None:

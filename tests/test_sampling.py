@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from forerun.errors import SettingError
 V = 23
 
 
+def text(context: list[int], prompt: int) -> Any:
+    return SimpleNamespace(context=context, prompt=prompt)
+
+
 def transform(
     logits: torch.Tensor,
     settings: Sampling,
@@ -24,7 +29,7 @@ def transform(
     first: int = 0,
 ) -> torch.Tensor:
     sampler = Sampler([settings], [eos])
-    return sampler.process(logits.unsqueeze(0), [context], [prompt], [drafted or []], first)[0]
+    return sampler.process(logits.unsqueeze(0), [text(context, prompt)], [drafted or []], first)[0]
 
 
 @pytest.mark.parametrize(
@@ -91,18 +96,18 @@ def test_rows_do_not_influence_each_other() -> None:
         Sampling(temperature=1.0, min_p=0.3, frequency_penalty=1.0),
         Sampling(temperature=1.0),
     ]
-    logits, contexts = torch.randn(5, 2, V), [[1, 2, 3 + i] for i in range(5)]
+    logits, texts = torch.randn(5, 2, V), [text([1, 2, 3 + i], 2) for i in range(5)]
     drafted, eos = [[4], [], [9], [3], [1]], [frozenset({0})] * 5
-    together = Sampler(rows, eos).process(logits, contexts, [2] * 5, drafted)
+    together = Sampler(rows, eos).process(logits, texts, drafted)
     for i in range(5):
         one = Sampler([rows[i]], eos[:1])
-        alone = one.process(logits[i : i + 1], contexts[i : i + 1], [2], drafted[i : i + 1])
+        alone = one.process(logits[i : i + 1], texts[i : i + 1], drafted[i : i + 1])
         torch.testing.assert_close(together[i], alone[0], atol=0, rtol=0)
 
 
 def test_nothing_to_do_is_free_and_input_is_never_changed() -> None:
     logits = torch.randn(1, 2, V)
-    assert Sampler([Sampling()], [frozenset()]).process(logits, [[1]], [1], [[]]) is logits
+    assert Sampler([Sampling()], [frozenset()]).process(logits, [text([1], 1)], [[]]) is logits
     before = logits.clone()
     transform(logits[0], Sampling(temperature=0.5, top_k=2, repetition_penalty=2.0), [1, 2])
     assert torch.equal(logits, before)

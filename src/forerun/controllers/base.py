@@ -17,11 +17,11 @@ S = TypeVar("S", bound="State")
 class State:
     """State of a controller over some rows: every field is an array whose first axis is rows."""
 
-    rows: IntArray
+    rounds: IntArray
     """`(rows,)` rounds observed so far by each row."""
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rounds)
 
     def take(self: S, index: IntArray) -> S:
         """The state of some rows only (requests left, or were reordered)."""

@@ -53,4 +53,4 @@ class FixedLength(LengthController):
 
     def observe(self, state: State, outcome: RoundOutcome) -> State:
         """Count the round; there is nothing to learn."""
-        return replace(state, rows=state.rows + 1)
+        return replace(state, rounds=state.rounds + 1)

@@ -122,4 +122,4 @@ def updated(
     # (1 − η)·γ̄ + η·A, written so that A = γ̄ leaves γ̄ exactly where it is.
     moved = state.window + settings.eta * (accepted - state.window)
     window = np.where(learn, np.clip(moved, settings.low, settings.high), state.window)
-    return replace(state, rows=state.rows + 1, window=window)
+    return replace(state, rounds=state.rounds + 1, window=window)

@@ -84,4 +84,4 @@ class HFHeuristic(LengthController):
         shorter = np.maximum(state.length - self.down, self.low)
         learn = (outcome.drafted > 0) & ~outcome.censored
         length = np.where(learn, np.where(outcome.full, longer, shorter), state.length)
-        return replace(state, rows=state.rows + 1, length=length)
+        return replace(state, rounds=state.rounds + 1, length=length)

@@ -87,7 +87,7 @@ class HFThreshold(LengthController):
         """State for `rows` new sequences."""
         shape = (rows, self.history if self.dynamic else 0)
         return HFThresholdState(
-            rows=np.zeros(rows, dtype=np.int64),
+            rounds=np.zeros(rows, dtype=np.int64),
             threshold=np.full(rows, float(self.threshold)),
             probs=np.zeros(shape),
             matched=np.zeros(shape, dtype=bool),
@@ -106,7 +106,7 @@ class HFThreshold(LengthController):
 
     def observe(self, state: HFThresholdState, outcome: RoundOutcome) -> HFThresholdState:
         """Extend the history and move the threshold (dynamic form)."""
-        state = replace(state, rows=state.rows + 1)
+        state = replace(state, rounds=state.rounds + 1)
         chosen = outcome.signals.chosen
         if not self.dynamic or chosen is None or chosen.shape[1] == 0:
             return state

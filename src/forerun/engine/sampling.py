@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -99,6 +100,13 @@ class Sampling:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
+class Text(Protocol):
+    """What the penalties look at."""
+
+    context: list[int]
+    prompt: int
+
+
 class Sampler:
     """The sampling of some rows, as one batched transform.
 
@@ -119,8 +127,7 @@ class Sampler:
     def process(
         self,
         logits: torch.Tensor,
-        contexts: Sequence[Sequence[int]],
-        prompts: Sequence[int],
+        texts: Sequence[Text],
         drafted: Sequence[Sequence[int]],
         first: int = 0,
     ) -> torch.Tensor:
@@ -129,8 +136,7 @@ class Sampler:
         Args:
             logits: `(rows, n, V)` raw; position `i` follows the context and `first + i` drafted
                 tokens.
-            contexts: committed tokens per row.
-            prompts: how many of them are the prompt.
+            texts: each row's context and how much of it is the prompt (for penalties).
             drafted: tokens drafted so far, per row.
             first: drafted tokens before position 0.
 
@@ -144,7 +150,7 @@ class Sampler:
         out = out.clone()
         for row, settings in enumerate(self.rows):
             if settings.reshapes:
-                self._reshape(out[row], row, contexts[row], prompts[row], drafted[row], first)
+                self._reshape(out[row], row, texts[row], drafted[row], first)
         out /= self._temperature.to(out).view(-1, 1, 1)
         if any(s.truncates for s in self.rows):
             self._truncate(out)
@@ -154,12 +160,11 @@ class Sampler:
         self,
         logits: torch.Tensor,
         row: int,
-        context: Sequence[int],
-        prompt: int,
+        text: Text,
         drafted: Sequence[int],
         first: int,
     ) -> None:
-        s = self.rows[row]
+        s, context, prompt = self.rows[row], text.context, text.prompt
         vocab = logits.shape[-1]
         for token, bias in s.logit_bias.items():
             require(token < vocab, "logit_bias token", token, f"below the vocabulary's {vocab}")

@@ -1,0 +1,1 @@
+"""Measurements on the shipped pair. `python -m benchmarks.run --help`."""

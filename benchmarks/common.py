@@ -1,0 +1,147 @@
+"""Paired timing, spread, and results that say how they were made."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+
+import forerun
+from forerun import zoo
+
+RESULTS = Path(__file__).parent / "results"
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt of a family, as token ids."""
+
+    family: str
+    tokens: list[int]
+    max_new_tokens: int
+
+
+def tasks(model: forerun.Model, split: str, per_family: int, cap: int = 64) -> list[Task]:
+    """The first prompts of each family, outputs capped at `cap` tokens."""
+    return [
+        Task(family, model.encode(p.prompt), min(cap, p.max_new_tokens))
+        for family in zoo.families()
+        for p in zoo.prompts(family, split, limit=per_family)
+    ]
+
+
+def generate(model: forerun.Model, task: Task, controller: str | None) -> forerun.Completion:
+    """One timed generation; `controller=None` is plain decoding through the same engine.
+
+    Ignores end of text, so that every method writes exactly the same number of tokens.
+    """
+    done: forerun.Completion = model.generate(
+        [task.tokens],
+        controller=controller or "fixed(0)",
+        plain=controller is None,
+        max_new_tokens=task.max_new_tokens,
+        ignore_eos=True,
+    )[0]
+    return done
+
+
+def interleaved(
+    work: Sequence[Any], methods: Sequence[Any], run: Callable[[Any, Any], Any], label: str
+) -> list[list[Any]]:
+    """`run(item, method)` for every pair, methods side by side per item, in a rotating order."""
+    out: list[list[Any]] = []
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task(label, total=len(work) * len(methods))
+        for turn, item in enumerate(work):
+            row: list[Any] = [None] * len(methods)
+            for step in range(len(methods)):
+                index = (step + turn) % len(methods)
+                row[index] = run(item, methods[index])
+                progress.advance(bar)
+            out.append(row)
+    return out
+
+
+def geometric(ratios: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """Geometric mean of paired ratios with a 95 % bootstrap interval over prompts."""
+    logs = np.log(np.asarray(ratios, dtype=float))
+    draw = np.random.default_rng(seed).integers(0, len(logs), (2000, len(logs)))
+    low, high = np.quantile(logs[draw].mean(1), [0.025, 0.975])
+    return {
+        "mean": float(np.exp(logs.mean())),
+        "low": float(np.exp(low)),
+        "high": float(np.exp(high)),
+        "n": len(logs),
+    }
+
+
+def show(cell: dict[str, float]) -> str:
+    """`1.85 [1.71, 2.00]`."""
+    return f"{cell['mean']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]"
+
+
+def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
+    """What was measured on what, and the command that did it."""
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [
+            s.partition(":")[2].strip() for s in info.read_text().splitlines() if "model name" in s
+        ]
+        cpu = f"{names[0]} × {len(names)}" if names else cpu
+    return {
+        "command": "python -m benchmarks.run " + " ".join(sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git.stdout.strip(),
+        "device": str(model.target.device),
+        "dtype": str(getattr(model.target, "dtype", "")).removeprefix("torch."),
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+        "versions": {
+            "forerun": forerun.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        **settings,
+    }
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def save(name: str, made: dict[str, Any], results: Any, text: str) -> None:
+    """Write `NAME.json` and `NAME.md` under benchmarks/results and print the latter."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    document = {"provenance": made, "results": results}
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    head = (
+        f"`{made['command']}`  \n{made['date']}, commit {made['commit']}, {made['dtype']} on "
+        f"{made['device']} ({made['cpu']}, {made['threads']} threads), "
+        f"torch {made['versions']['torch']}, transformers {made['versions']['transformers']}.\n"
+    )
+    (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{head}\n{text}\n")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"[dim]wrote {RESULTS / name}.json and .md")

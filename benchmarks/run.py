@@ -1,0 +1,58 @@
+"""`python -m benchmarks.run all`, or one measurement by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import forerun
+from benchmarks import overhead, plain, speedup, starting_lengths, sweep
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+
+
+@app.command("speedup")
+def _speedup(prompts: int = 12, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+    """Speed-up over plain decoding per task family and controller (test prompts)."""
+    speedup.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("starting-lengths")
+def _starting(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+    """The GammaTune experiment: twelve starting lengths, throughput relative to fixed."""
+    starting_lengths.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("plain")
+def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+    """Plain decoding through the engine against transformers' own `generate`."""
+    plain.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("overhead")
+def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+    """Share of a round spent outside model forwards, and the cost of one forward by width."""
+    overhead.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("sweep")
+def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device: Device = "cpu"):
+    """Choose GammaTune's defaults on validation prompts (replayed, so free of noise)."""
+    sweep.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("all")
+def _all(dtype: Dtype = "float32", device: Device = "cpu"):
+    """Everything but the sweep."""
+    model = forerun.load(dtype=dtype, device=device)
+    overhead.main(model, 6, 64)
+    plain.main(model, 6, 64)
+    speedup.main(model, 12, 64)
+    starting_lengths.main(model, 3, 64)
+
+
+if __name__ == "__main__":
+    app()

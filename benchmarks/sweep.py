@@ -1,0 +1,175 @@
+"""Choose GammaTune's defaults on validation prompts.
+
+Each prompt is recorded once: the target's greedy text, and what the draft would say from every
+position of it, to full depth. Controllers are then replayed over the recording, all prompts at
+once, with measured costs; greedy replay is exact, so settings differ by their merit and not by
+the machine's noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+import forerun
+from benchmarks.common import Task, console, provenance, save, table, tasks
+from benchmarks.overhead import WIDTHS, forward_costs
+from forerun.controllers import CONTROLLERS
+from forerun.drafters.model import ModelDrafter
+from forerun.types import FloatArray, IntArray, RoundOutcome, Signals, Stop
+
+DEPTH = 24
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the draft says at every position of some greedy texts of equal length."""
+
+    matches: IntArray
+    """`(prompts, T)` how many tokens drafted from a position the target keeps, ≤ DEPTH."""
+    top1: FloatArray
+    """`(prompts, T, DEPTH)` the draft's confidence in each."""
+
+
+def record(model: forerun.Model, work: list[Task]) -> Trace:
+    """Draft from every true prefix, as rows of one batch per prompt."""
+    assert isinstance(model.drafter, ModelDrafter)
+    draft, matches, top1 = model.drafter.rows, [], []
+    for task in track(work, "recording", console=console, transient=True):
+        size = task.max_new_tokens
+        text = model.generate([task.tokens], plain=True, max_new_tokens=size, ignore_eos=True)[0]
+        known = [*task.tokens, *text.tokens]
+        starts = [len(task.tokens) + p for p in range(size)]
+        draft.join([known[:n] for n in starts], DEPTH)
+        pieces = [[known[n - 1]] for n in starts]
+        drafted, sure = [], []
+        for _ in range(DEPTH):
+            logits = draft.feed(pieces, want="last")
+            tokens = logits.argmax(-1)
+            sure.append(logits.softmax(-1).amax(-1).double().numpy())
+            drafted.append(tokens.numpy())
+            pieces = [[t] for t in tokens.tolist()]
+        draft.keep([])
+        ahead = np.full((size, DEPTH), -1)
+        for p in range(size):
+            rest = text.tokens[p : p + DEPTH]
+            ahead[p, : len(rest)] = rest
+        hit = np.stack(drafted, 1) == ahead
+        matches.append(hit.cumprod(1).sum(1))
+        top1.append(np.stack(sure, 1))
+    return Trace(np.stack(matches), np.stack(top1))
+
+
+def replay(trace: Trace, spec: str) -> dict[str, IntArray | FloatArray]:
+    """Run a controller over every prompt; rounds, drafted tokens and verify widths per prompt."""
+    controller = CONTROLLERS.make(spec)
+    prompts, size = trace.matches.shape
+    rows = np.arange(prompts)
+    state, at = controller.start(prompts), np.zeros(prompts, dtype=np.int64)
+    totals = {"rounds": np.zeros(prompts, np.int64), "drafted": np.zeros(prompts, np.int64),
+              "widths": np.zeros((prompts, DEPTH + 2), np.int64)}  # fmt: skip
+    while (alive := at < size).any():
+        here = np.minimum(at, size - 1)
+        room = np.maximum(size - at - 1, 0)
+        wanted = controller.limit(state)
+        limit = np.minimum(wanted, np.minimum(room, DEPTH))
+        stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
+        drafted, active = np.zeros(prompts, np.int64), alive & (limit > 0)
+        sure, steps = trace.top1[rows, here], drafted.copy()
+        while active.any():
+            drafted += active
+            steps += active
+            signals = Signals(sure[:, : int(drafted.max())], sure[:, : int(drafted.max())])
+            stop = active & ~controller.keep_going(state, drafted, signals)
+            stopped[stop] = Stop.CONFIDENCE
+            active &= ~stop & (drafted < limit)
+            if controller.drops_last:
+                drafted -= stop
+        accepted = np.minimum(drafted, trace.matches[rows, here])
+        totals["rounds"] += alive
+        totals["drafted"] += np.where(alive, steps, 0)
+        totals["widths"][rows, drafted + 1] += alive
+        prob = (np.arange(DEPTH) < accepted[:, None]).astype(float)
+        state = controller.observe(
+            state,
+            RoundOutcome(drafted, accepted, prob, stopped, Signals(sure, sure)),
+        )
+        at = np.where(alive, at + accepted + 1, at)
+    return totals
+
+
+def seconds(totals: dict[str, Any], costs: dict[str, Any]) -> FloatArray:
+    """Predicted milliseconds per prompt."""
+    verify = np.interp(np.arange(DEPTH + 2), WIDTHS, [costs["target"][str(w)] for w in WIDTHS])
+    return totals["widths"] @ verify + totals["drafted"] * costs["draft"]
+
+
+def main(model: forerun.Model, prompts: int, tokens: int) -> None:
+    """Record, replay a grid, write `sweep.json`."""
+    work = [Task(t.family, t.tokens, tokens) for t in tasks(model, "val", prompts, tokens)]
+    costs = forward_costs(model)
+    trace = record(model, work)
+    families = np.array([t.family for t in work])
+
+    def score(spec: str) -> dict[str, Any]:
+        plain = trace.matches.shape[1] * costs["target"]["1"]
+        speed = plain / seconds(replay(trace, spec), costs)
+        per = {f: float(np.exp(np.log(speed[families == f]).mean())) for f in np.unique(families)}
+        return {"spec": spec, "all": float(np.exp(np.log(speed).mean())), **per}
+
+    grid = {
+        "fixed": [f"fixed({n})" for n in range(13)],
+        "gammatune": [
+            f"gammatune(eta={eta},delta={delta})"
+            for eta, delta in itertools.product((0.1, 0.2, 0.3, 0.5, 0.7, 1.0), (1, 2, 3, 4))
+        ]
+        + ["gammatune(literal=true)"],
+        "gammatune+": [
+            f"gammatune+(eta={eta},delta={delta},threshold={tau},keep={keep},early_stop={early})"
+            for eta, delta, tau, keep, early in itertools.product(
+                (0.1, 0.3, 0.5, 1.0), (1, 2, 4), (0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
+                ("true", "false"), ("update", "expand", "skip"),
+            )
+        ],
+        "hf": ["hf-heuristic", *[f"hf-threshold(threshold={t})" for t in (0.2, 0.4, 0.6)]],
+    }  # fmt: skip
+    found = {
+        name: sorted(
+            (score(s) for s in track(specs, name, console=console, transient=True)),
+            key=lambda r: -r["all"],
+        )
+        for name, specs in grid.items()
+    }
+    names = sorted(set(families))
+    rows = [
+        [f"`{r['spec']}`", f"{r['all']:.3f}", *[f"{r[f]:.2f}" for f in names]]
+        for results in found.values()
+        for r in (*results[:4], results[-1])
+    ]
+    plus = found["gammatune+"]
+    open_points = [
+        [f"{key}={value}", f"{best['all']:.3f}", f"{np.mean([r['all'] for r in match]):.3f}"]
+        for key, values in {
+            "keep": ("true", "false"),
+            "early_stop": ("update", "expand", "skip"),
+        }.items()
+        for value in values
+        for match in [[r for r in plus if f"{key}={value}" in r["spec"]]]
+        for best in [max(match, key=lambda r: r["all"])]
+    ]
+    text = (
+        f"Predicted speed-up over plain decoding on {len(work)} validation prompts of {tokens} "
+        f"tokens, at measured costs (c = {costs['ratio']:.1f}); the best four and the worst of "
+        "each grid.\n\n"
+        + table(["setting", "all", *names], rows)
+        + "\n\nThe paper's open points, over the whole GammaTune+ grid:\n\n"
+        + table(["reading", "best", "mean"], open_points)
+    )
+    save(
+        "sweep", provenance(model, prompts=prompts, tokens=tokens),
+        {"costs": costs, "grid": found}, text,
+    )  # fmt: skip

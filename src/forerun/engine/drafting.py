@@ -1,0 +1,117 @@
+"""The first step of a round: let the drafter run ahead as far as each row's controller wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from forerun.drafters.base import Drafter
+from forerun.engine.control import Control
+from forerun.engine.row import Row
+from forerun.engine.sampling import Sampler
+from forerun.rules.base import sample
+from forerun.signals import measure, stack
+from forerun.types import BoolArray, FloatArray, IntArray, Signals, Stop
+
+
+@dataclass
+class Drafted:
+    """What the rows drafted in one round."""
+
+    tokens: list[list[int]]
+    stopped_by: IntArray
+    """`(rows,)` values of `Stop`."""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    """Per step `(rows, V)` processed logits the tokens came from; empty where they were certain."""
+    measured: list[dict[str, FloatArray]] = field(default_factory=list)
+
+    @property
+    def lengths(self) -> IntArray:
+        """`(rows,)` drafted tokens."""
+        return np.array([len(tokens) for tokens in self.tokens])
+
+    @property
+    def signals(self) -> Signals:
+        """What the drafter said about each token, fields `(rows, steps)`."""
+        return stack(self.measured)
+
+
+def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Sampler) -> Drafted:
+    """Draft for every row until its limit, its controller, the drafter or the text says stop."""
+    wanted = control.limit()
+    room = np.array([row.room(drafter.limit) for row in rows])
+    limits = np.minimum(wanted, room)
+    out = Drafted([[] for _ in rows], np.where(room < wanted, Stop.BUDGET, Stop.LIMIT))
+    active = limits > 0
+    while active.any():
+        tokens = _next(rows, drafter, control, sampler, out, active)
+        for i in np.flatnonzero(active):
+            if tokens[i] < 0:
+                active[i], out.stopped_by[i] = False, Stop.EXHAUSTED
+            else:
+                out.tokens[i].append(tokens[i])
+        if control.asks and out.measured and active.any():
+            stop = active & ~control.keep_going(out.lengths, out.signals)
+            out.stopped_by[stop] = Stop.CONFIDENCE
+            active &= ~stop
+            # Dropping is decided before anyone looks at which token it is: keeping back only some
+            # tokens would bias what is sampled.
+            for i in np.flatnonzero(stop & control.drops_last):
+                out.tokens[i].pop()
+        for at, row in enumerate(rows):
+            # A row that stopped earlier cannot end in end-of-text: that would have been why.
+            if out.tokens[at] and out.tokens[at][-1] in row.eos:
+                active[at], out.stopped_by[at] = False, Stop.END_OF_TEXT
+            elif len(out.tokens[at]) >= limits[at]:
+                active[at] = False
+    return out
+
+
+def _next(
+    rows: Sequence[Row],
+    drafter: Drafter,
+    control: Control,
+    sampler: Sampler,
+    out: Drafted,
+    active: BoolArray,
+) -> list[int]:
+    """One more token per row (meaningless in rows that are not active)."""
+    contexts = [
+        row.context + tokens if on else None
+        for row, tokens, on in zip(rows, out.tokens, active, strict=True)
+    ]
+    proposal = drafter.step(contexts)
+    if proposal.logits is None:
+        assert proposal.tokens is not None, "a proposal is logits or tokens"
+        return list(proposal.tokens)
+    picked, processed = _pick(rows, proposal.logits, sampler, out, active)
+    out.measured.append(measure(proposal.logits, picked, control.signals))
+    if processed is not None:
+        out.logits.append(processed)
+    tokens: list[int] = picked.tolist()
+    return tokens
+
+
+def _pick(
+    rows: Sequence[Row], logits: torch.Tensor, sampler: Sampler, out: Drafted, active: BoolArray
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Choose each row's token; also the distribution it came from, where it is not certain."""
+    if sampler.trivial:
+        return logits.argmax(-1), None
+    done = int(out.lengths[active].max())
+    processed = sampler.process(logits.unsqueeze(1), rows, out.tokens, done)[:, 0]
+    best = processed.argmax(-1)
+    if sampler.all_greedy:
+        return best, None
+    greedy = sampler.greedy.to(logits.device)
+    one_hot = torch.full_like(processed, -torch.inf).scatter_(-1, best.unsqueeze(-1), 0.0)
+    processed = torch.where(greedy.unsqueeze(-1), one_hot, processed)
+    coins = [
+        row.random.random() if on and not row.sampling.greedy else 0.0
+        for row, on in zip(rows, active, strict=True)
+    ]
+    uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
+    return torch.where(greedy, best, sample(processed.softmax(-1), uniforms)), processed

@@ -1,0 +1,63 @@
+"""The third step of a round: put the draft before each row's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forerun.engine.drafting import Drafted
+from forerun.engine.row import Row
+from forerun.engine.sampling import Sampler
+from forerun.rules.base import AcceptanceRule
+from forerun.types import Draft, Target, Verdict
+
+
+def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: Sampler) -> Verdict:
+    """The verdict on every row, one call per distinct rule.
+
+    Args:
+        rows: the batch.
+        drafted: what was drafted.
+        logits: `(rows, K + 1, V)` the target's raw logits.
+        sampler: the rows' sampling.
+    """
+    device, width = logits.device, logits.shape[1] - 1
+    target = Target(sampler.process(logits, rows, drafted.tokens), sampler.greedy)
+    padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in drafted.tokens]
+    draft = Draft(
+        torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width),
+        torch.from_numpy(drafted.lengths).to(device),
+        torch.stack(drafted.logits[:width], dim=1) if drafted.logits and width else None,
+    )
+    uniforms = _coins(rows, drafted, width).to(device)
+    groups: dict[AcceptanceRule, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row.rule, []).append(i)
+    if len(groups) == 1:
+        return rows[0].rule.judge(draft, target, uniforms)
+    accepted = torch.empty(len(rows), dtype=torch.long, device=device)
+    following, prob = accepted.clone(), torch.zeros(draft.tokens.shape, device=device)
+    for rule, members in groups.items():
+        some = Draft(
+            draft.tokens[members],
+            draft.lengths[members],
+            None if draft.logits is None else draft.logits[members],
+        )
+        verdict = rule.judge(
+            some, Target(target.logits[members], target.greedy[members]), uniforms[members]
+        )
+        accepted[members], following[members] = verdict.accepted, verdict.next_token
+        prob[members] = verdict.accept_prob.to(prob)
+    return Verdict(accepted, following, prob)
+
+
+def _coins(rows: Sequence[Row], drafted: Drafted, width: int) -> torch.Tensor:
+    """`(rows, width + 1)` coins; each row draws as many as it needs, whoever its neighbours are."""
+    uniforms = np.zeros((len(rows), width + 1))
+    for i, row in enumerate(rows):
+        if not row.sampling.greedy:
+            *coins, last = row.random.random(len(drafted.tokens[i]) + 1)
+            uniforms[i, : len(coins)], uniforms[i, width] = coins, last
+    return torch.from_numpy(uniforms)

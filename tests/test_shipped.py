@@ -1,0 +1,185 @@
+"""The shipped pair: greedy speculation equals greedy plain decoding, token by token, in fp32.
+
+Where two texts part, both logits are recomputed; anything but a floating-point near-tie fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun import zoo
+from forerun.controllers import CONTROLLERS
+from forerun.errors import ModelError, SettingError, UnknownNameError
+from forerun.lab.audit import explain, first_difference
+from forerun.model import drafter_spec
+
+DRAFTERS = ["model", "lookup", "none"]
+SPECS = [
+    *(n for n in CONTROLLERS.names() if n != "bounded"),
+    "fixed(1)", "hf-threshold(dynamic=true)", "gammatune+(keep=false)",
+    "bounded(gammatune+,low=1,high=8)",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, forerun.Model]:
+    drafts: dict[str, Any] = {"model": None, "lookup": "lookup", "none": "none"}
+    return {name: forerun.load(draft=drafts[name], dtype="float32") for name in DRAFTERS}
+
+
+def prompts(count: int) -> list[str]:
+    """Test prompts of all families in turn."""
+    each = [zoo.prompts(f, "test") for f in zoo.families()]
+    mixed = [p for group in zip(*each, strict=False) for p in group]
+    return [p.prompt for p in mixed[:count]]
+
+
+def check_equal(model: forerun.Model, texts: list[str], spec: str, tokens: int, batch: int) -> int:
+    how: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": batch}
+    plain = model.generate(texts, plain=True, **how)
+    fast = model.generate(texts, controller=spec, **how)
+    ties = 0
+    for text, a, b in zip(texts, plain, fast, strict=True):
+        if first_difference(a.tokens, b.tokens) is not None:
+            found = explain(model, model.encode(text), a.tokens, b.tokens)
+            assert found.near_tie, f"{spec} on {text[:40]!r}: {found.message}"
+            warnings.warn(f"{spec} on {text[:40]!r}: {found.message}", stacklevel=2)
+            ties += 1
+    return ties
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_equals_plain_on_20_prompts(
+    models: dict[str, forerun.Model], drafter: str, spec: str
+) -> None:
+    assert check_equal(models[drafter], prompts(20), spec, tokens=24, batch=20) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_equals_plain_on_500_prompts(
+    models: dict[str, forerun.Model], drafter: str, spec: str
+) -> None:
+    assert check_equal(models[drafter], prompts(500), spec, tokens=48, batch=50) <= 10
+
+
+def test_a_row_does_not_depend_on_its_neighbours(models: dict[str, forerun.Model]) -> None:
+    texts = prompts(6)
+    how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "max_new_tokens": 24}
+    together = models["model"].generate(texts, **how)
+    for text, completion in zip(texts, together, strict=True):
+        assert models["model"].generate(text, **how).tokens == completion.tokens
+
+
+def test_streamed_text_is_the_decoded_text(models: dict[str, forerun.Model]) -> None:
+    model = models["model"]
+    for text in [*prompts(6), "English: Ich heiße\nGerman:"]:
+        done = model.generate(text, max_new_tokens=40, temperature=1.0, seed=1)
+        ids = model.encode(text) + done.tokens
+        whole = model.tokenizer.decode(ids, skip_special_tokens=True)
+        assert whole == model.tokenizer.decode(model.encode(text)) + done.text
+
+
+def test_stop_strings_end_the_text_before_them(models: dict[str, forerun.Model]) -> None:
+    model = models["model"]
+    free = model.generate("Once upon a time", max_new_tokens=30, ignore_eos=True)
+    stop = free.text[20:26]
+    cut = model.generate("Once upon a time", max_new_tokens=30, ignore_eos=True, stop=(stop,))
+    assert cut.finish_reason == "stop"
+    assert cut.text == free.text[: free.text.find(stop)]
+    assert stop not in cut.text
+    assert cut.tokens == free.tokens[: len(cut.tokens)]
+    never = model.generate("Once upon a time", max_new_tokens=30, ignore_eos=True, stop=("§§",))
+    assert never.text == free.text
+
+
+def test_a_full_context_is_a_defined_end(models: dict[str, forerun.Model]) -> None:
+    model = models["model"]
+    prompt = (model.encode("and the ") * 600)[: model.target.limit - 5]
+    done = model.generate([prompt], max_new_tokens=50, ignore_eos=True)[0]
+    assert done.finish_reason == "context"
+    assert len(done.tokens) == 5
+
+
+def test_prompts_and_settings_that_cannot_work(models: dict[str, forerun.Model]) -> None:
+    model = models["model"]
+    for bad, message in (
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "x " * 3000}, "the context holds"),
+        ({"prompt": "x", "temprature": 1.0}, "did you mean 'temperature'"),
+        ({"prompt": "x", "controller": "gammatun"}, "did you mean 'gammatune'"),
+        ({"prompt": "x", "controller": "gammatune(etta=1)"}, "did you mean 'eta'"),
+        ({"prompt": "x", "controller": "gammatune(high=0)"}, "high"),
+        ({"prompt": "x", "rule": "standart"}, "did you mean 'standard'"),
+        ({"prompt": "x", "rule": "exact", "temperature": 1.0}, "temperature 0"),
+        ({"prompt": "x", "temperature": -1.0}, "temperature must be"),
+    ):
+        with pytest.raises(forerun.ForerunError, match=message):
+            model.generate(**bad)  # type: ignore[call-overload]
+        assert model.target.lengths == []  # the model stays usable
+    assert len(model.generate("x", max_new_tokens=2).tokens) <= 2
+
+
+def test_two_streams_of_one_model_do_not_mix(models: dict[str, forerun.Model]) -> None:
+    model = models["model"]
+    first = model.stream("Once", max_new_tokens=20, ignore_eos=True)
+    next(first)
+    with pytest.raises(SettingError, match="still running"):
+        next(model.stream("Twice", max_new_tokens=20))
+    first.close()
+    assert model.generate("Twice", max_new_tokens=3).stats.tokens <= 3
+
+
+def test_a_draft_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    import shutil
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path / "other"
+    shutil.copytree(zoo.DRAFT, folder)
+    other = Tokenizer(models.BPE())
+    other.pre_tokenizer = pre_tokenizers.ByteLevel()
+    other.decoder = decoders.ByteLevel()
+    other.train_from_iterator(
+        ["quite different words, altogether " * 9], trainers.BpeTrainer(vocab_size=300)
+    )
+    other.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match="has another tokenizer than the target"):
+        forerun.load(draft=folder)
+
+
+def test_drafters_are_told_from_models() -> None:
+    assert drafter_spec("lookup(n=2)").n == 2  # type: ignore[attr-defined]
+    assert drafter_spec("org/some-model").path == "org/some-model"  # type: ignore[attr-defined]
+    with pytest.raises(UnknownNameError, match="did you mean 'lookup'"):
+        drafter_spec("lookupp(n=2)")
+    with pytest.raises(SettingError, match="least"):
+        drafter_spec("lookup(n=1,least=2)")
+    with pytest.raises(ModelError, match="no model folder"):
+        forerun.load(draft="./nowhere")
+
+
+def test_transformers_agrees_with_plain_decoding(models: dict[str, forerun.Model]) -> None:
+    import torch
+
+    model = models["none"]
+    hf = model.target.model  # type: ignore[attr-defined]
+    for text in prompts(4):
+        ids = model.encode(text)
+        out = hf.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=16,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        theirs = out[0, len(ids) :].tolist()
+        ours = model.generate(text, max_new_tokens=16).tokens
+        if ours != theirs:
+            assert explain(model, ids, ours, theirs).near_tie
