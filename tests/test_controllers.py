@@ -243,7 +243,7 @@ def test_learns_nothing_from_censored_rounds(spec, stop):
     controller = make(spec)
     _, state = history(controller, 1)
     after = controller.observe(state, outcome(2, 2, stop, [0.9, 0.8]))
-    assert_same(after, state, but=("rows",))
+    assert_same(after, state, but=("rounds",))
 
 
 @pytest.mark.parametrize("stop", Stop)
@@ -255,9 +255,9 @@ def test_learns_nothing_without_a_draft(spec, stop):
     for width in (0, 3):
         wide = np.zeros((1, width))
         seen = replace(outcome(0, 0, stop), accept_prob=wide, signals=Signals(wide, wide))
-        assert_same(controller.observe(state, seen), state, but=("rows",))
+        assert_same(controller.observe(state, seen), state, but=("rounds",))
     seen = replace(outcome(0, 0, stop), accept_prob=nothing, signals=Signals())
-    assert_same(controller.observe(state, seen), state, but=("rows",))
+    assert_same(controller.observe(state, seen), state, but=("rounds",))
 
 
 @pytest.mark.parametrize("spec", SPECS)
