@@ -201,6 +201,29 @@ def test_a_consumer_may_walk_away() -> None:
     assert sum(len(e.pieces) for e in made.run()) == 5
 
 
+def test_an_error_in_the_middle_leaves_the_engine_usable() -> None:
+    class Broken(ScriptedModel):
+        def feed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.broken:
+                raise RuntimeError("out of memory")
+            return super().feed(*args, **kwargs)
+
+        def join(self, *args: Any, **kwargs: Any) -> None:
+            super().join(*args, **kwargs)
+            if self.broken == "join":
+                raise RuntimeError("out of memory")
+
+    draft = Broken(NEXT)
+    run = engine(target := ScriptedModel(NEXT), draft)
+    for broken in ("join", "feed"):
+        draft.broken = broken
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run([[0], [1, 2]], max_new_tokens=3)
+        assert target.history == draft.history == []
+    draft.broken = ""
+    assert run([0], max_new_tokens=3).tokens == [1, 2, 3]
+
+
 def test_origins_and_reasons() -> None:
     wrong = NEXT.clone()
     wrong[3] = NEXT[4]  # the draft errs after token 3
@@ -270,6 +293,9 @@ def test_prompts_that_cannot_work() -> None:
         run([0, 1, 2, 3])
     with pytest.raises(PromptError, match="outside the vocabulary"):
         run([V])
+    for bad in ({"logit_bias": {V: 1.0}}, {"logit_bias": {-1: 1.0}}, {"eos": (V,)}):
+        with pytest.raises(SettingError, match=f"outside the vocabulary of {V}"):
+            run([0], **bad)
     with pytest.raises(SettingError, match="need a tokenizer"):
         run([0], stop=("x",))
     with pytest.raises(SettingError, match="batch size must be"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -141,6 +142,8 @@ def load(
     if draft is None:
         draft = zoo.DRAFT if target is None else "lookup"
     spec = drafter_spec(draft)
+    if isinstance(spec, ModelDraft) and trust_remote_code:
+        spec = replace(spec, trust_remote_code=True)
     where = zoo.TARGET if target is None else target
     runtime = RowModel(load_model(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)

@@ -69,6 +69,7 @@ class ModelDraft(DrafterSpec):
     Args:
         path: a folder or Hugging Face id; same tokenizer as the target's. A vocabulary padded to
             another size works on the shared ids.
+        trust_remote_code: run modelling code that comes with the checkpoint.
 
     Reference: Leviathan et al. 2023; Chen et al. 2023.
     """
@@ -77,15 +78,17 @@ class ModelDraft(DrafterSpec):
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
 
     path: str
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model path", self.path, "a folder or a Hugging Face id")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""
-        model = load_model(self.path, target.device, target.dtype)
+        model = load_model(self.path, target.device, target.dtype, self.trust_remote_code)
         if target_tokenizer is not None:
-            check_same_tokenizer(target_tokenizer, load_tokenizer(self.path), self.path)
+            tokenizer = load_tokenizer(self.path, self.trust_remote_code)
+            check_same_tokenizer(target_tokenizer, tokenizer, self.path)
         return ModelDrafter(RowModel(model), target.vocab_size)
 
 

@@ -78,6 +78,11 @@ class Engine:
         vocab = self.target.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise PromptError(f"the prompt holds token ids outside the vocabulary of {vocab}")
+        for token in (*sampling.logit_bias, *(sampling.eos or ())):
+            if not 0 <= token < vocab:
+                raise SettingError(
+                    f"token id {token} in logit_bias or eos is outside the vocabulary of {vocab}"
+                )
         if sampling.stop and self.tokenizer is None:
             raise SettingError("stop strings need a tokenizer")
         seed = np.random.SeedSequence().entropy if sampling.seed is None else sampling.seed
@@ -111,8 +116,7 @@ class Engine:
             while self._rows or self._waiting:
                 yield from self.step()
         finally:
-            self._waiting.clear()
-            self._keep([])
+            self._clear()
 
     def cancel(self, request: int) -> Completion | None:
         """Stop a request now; None if it is not running or waiting."""
@@ -174,6 +178,14 @@ class Engine:
         self.drafter.keep(rows)
         self._control.keep(rows)
         self._rows = [self._rows[r] for r in rows]
+        self._refresh()
+
+    def _clear(self) -> None:
+        """Drop everything, also what an error in the middle of a round or a join left behind."""
+        self._waiting.clear()
+        self._rows, self._control = [], Control()
+        self.target.keep([])
+        self.drafter.keep([])
         self._refresh()
 
     def _refresh(self) -> None:

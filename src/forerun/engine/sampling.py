@@ -74,8 +74,7 @@ class Sampling:
         low, high = self.min_new_tokens, self.max_new_tokens
         require(0 <= low <= high, "min_new_tokens", low, f"between 0 and max_new_tokens={high}")
         require(all(self.stop), "stop", self.stop, "made of non-empty strings")
-        for token, bias in self.logit_bias.items():
-            require(token >= 0, "logit_bias token", token, "a token id ≥ 0")
+        for bias in self.logit_bias.values():
             require(not math.isnan(bias) and bias < math.inf, "logit_bias", bias, "a number < inf")
 
     @property
@@ -167,7 +166,6 @@ class Sampler:
         s, context, prompt = self.rows[row], text.context, text.prompt
         vocab = logits.shape[-1]
         for token, bias in s.logit_bias.items():
-            require(token < vocab, "logit_bias token", token, f"below the vocabulary's {vocab}")
             logits[:, token] += bias
         # Without its own drafted tokens a position would be penalised for another history.
         history = [*context, *drafted]
