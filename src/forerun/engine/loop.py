@@ -151,7 +151,7 @@ class Engine:
             verify_seconds=self.target.seconds - target_before,
         )
         self._control.observe(outcome)
-        return self._report(outcome, committed, began)
+        return self._report(drafted, outcome, committed, began)
 
     def _admit(self) -> None:
         """Let waiting requests join: prefill both models up to the last prompt token."""
@@ -209,7 +209,9 @@ class Engine:
             self.target.rollback(i, len(row.context) - 1)
         return out
 
-    def _report(self, outcome: RoundOutcome, committed: Committed, began: float) -> list[Event]:
+    def _report(
+        self, drafted: Drafted, outcome: RoundOutcome, committed: Committed, began: float
+    ) -> list[Event]:
         """Let finished rows leave; one event per row."""
         rows, events = self._rows, []
         self._keep([i for i, (_, reason) in enumerate(committed) if reason is None])
@@ -227,5 +229,6 @@ class Engine:
             )
             row.first_token = row.first_token or now - row.submitted
             row.rounds.append(round_)
-            events.append(Event(row.id, pieces, round_, row.complete(reason) if reason else None))
+            done = row.complete(reason) if reason else None
+            events.append(Event(row.id, pieces, drafted.tokens[i], round_, done))
         return events

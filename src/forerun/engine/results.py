@@ -164,6 +164,8 @@ class Event:
     request: int
     """The id `Engine.submit` returned."""
     pieces: list[Piece]
+    drafted: list[int]
+    """The tokens that were drafted; `round.accepted` of them were kept."""
     round: Round
     completion: Completion | None = None
     """Set in a request's last event."""

@@ -1,0 +1,37 @@
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test lint bench docs
+
+setup: $(READY)
+
+demo: $(READY)
+	@$(PY) -m forerun.cli demo
+
+test: $(READY)
+	@$(PY) -m pytest
+
+lint: $(READY)
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m mypy
+	@$(PY) docs/generate.py --check
+
+bench: $(READY)
+	@$(PY) -m benchmarks.run all
+
+docs: $(READY)
+	@$(PY) docs/generate.py
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: forerun needs Python 3.11 or later; make setup PYTHON=/path/to/python3" >&2; \
+	  exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); the first time this takes a few minutes" >&2
+	@$(PY) -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,70 @@
+"""The command line: one file per subcommand.
+
+Heavy imports happen inside the commands, so that help, lists and cards are quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from forerun.cli.cite import cite
+from forerun.cli.demo import demo
+from forerun.cli.generate import generate
+from forerun.cli.guard import guarded
+from forerun.cli.info import info
+from forerun.cli.listing import show
+from forerun.cli.zoo import app as zoo
+
+app = typer.Typer(
+    name="forerun",
+    help="Language models that run ahead of themselves: adaptive speculative decoding, lossless "
+    "by default.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from forerun import __version__
+
+        typer.echo(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_version, is_eager=True, help="Show the version."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("generate")(generate)
+app.command("demo")(demo)
+app.command("list")(show)
+app.command("info")(info)
+app.command("cite")(cite)
+app.add_typer(zoo, name="zoo")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code and never raises.
+
+    0: done; 1: it could not be done; 2: the command or a setting is wrong; 130: interrupted.
+    """
+    return guarded(
+        lambda: app(
+            args=None if argv is None else list(argv), standalone_mode=False, prog_name="forerun"
+        )
+    )

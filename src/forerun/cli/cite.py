@@ -1,0 +1,38 @@
+"""`forerun cite`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from forerun.citations import BIBTEX
+from forerun.cli.catalog import find, names_in
+
+
+def cite(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Parts or specs, like bounded(gammatune+,high=8)."),
+    ],
+) -> None:
+    """Print BibTeX of the papers behind parts."""
+    entries: dict[str, None] = {}
+    for text in names:
+        if text in BIBTEX:
+            entries[BIBTEX[text].strip()] = None
+            continue
+        for name in names_in(text):
+            found = [card.bibtex.strip() for card in find(name)]
+            if not any(found):
+                print(f"{name}: no paper to cite", file=sys.stderr)
+            for bibtex in filter(None, found):
+                entries |= dict.fromkeys(_split(bibtex))
+    if entries:
+        typer.echo("\n\n".join(entries))
+
+
+def _split(bibtex: str) -> list[str]:
+    """Single entries, so that a shared one is printed once."""
+    return [f"@{entry.strip()}" for entry in f"\n{bibtex}".split("\n@") if entry.strip()]

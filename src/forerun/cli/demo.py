@@ -1,0 +1,54 @@
+"""`forerun demo`: three prompts, one load."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from forerun.cli.console import note, stderr, stdout
+
+BEFORE = """\
+A small draft model writes a few tokens ahead; the 12-layer target checks them all in one pass
+and keeps those it agrees with. So several tokens come for the price of one, and the text is
+exactly what the target alone would have written: each prompt below is also decoded plainly."""
+
+AFTER = """\
+Try next:
+  forerun generate "Once upon a time" --rounds      every round: drafted, kept, corrected
+  forerun generate "Once upon a time" --controller "fixed(3)" --draft lookup --compare
+  forerun list                                      the parts;  forerun info NAME  a card each
+  forerun generate PROMPT --target ID_OR_PATH       your own Hugging Face model"""
+
+FAMILIES = ("rewriting", "arithmetic", "stories")
+"""Of the shipped test prompts: easy, in between, hard to run ahead of."""
+
+
+def demo(
+    dtype: Annotated[
+        str, typer.Option(metavar="T", help="float32 shows exact equality; bfloat16 is as saved.")
+    ] = "float32",
+    device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, ...")] = None,
+) -> None:
+    """Speculative against plain decoding on three shipped prompts, with the models that ship."""
+    from forerun.cli.inputs import Request, prepare
+    from forerun.cli.play import play
+    from forerun.cli.run import load_job
+    from forerun.zoo import prompts
+
+    console = stderr()
+    note(console, Text(BEFORE))
+    job = load_job(None, None, "gammatune+", "standard", device=device, dtype=dtype)
+    for number, family in enumerate(FAMILIES, start=1):
+        chosen = prompts(family, limit=1)[0]
+        quoted = shlex.quote(f"{chosen.prompt.splitlines()[0][:32]}…")
+        title = (f"\n{number}/{len(FAMILIES)} {family}", "bold")
+        note(console, Text.assemble(title, (f"   forerun generate {quoted} --compare", "dim")))
+        if not stdout().is_terminal:
+            note(console, chosen.prompt)
+        common = {"max_new_tokens": chosen.max_new_tokens}
+        rows = prepare(job.model, [Request(chosen.prompt)], common)
+        play(job, rows, compare=True, explain=number == 1)
+    note(console, Text(f"\n{AFTER}"))

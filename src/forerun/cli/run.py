@@ -1,0 +1,139 @@
+"""Running requests: what `generate` and `demo` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from forerun.cli.console import status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from forerun import Model
+    from forerun.cli.inputs import Row
+    from forerun.controllers import LengthController
+    from forerun.engine import Completion, Event
+    from forerun.rules import AcceptanceRule
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that stays the same while requests run."""
+
+    model: Model
+    controller: LengthController
+    rule: AcceptanceRule
+    batch_size: int = 16
+    about: dict[str, Any] = field(default_factory=dict)
+    """Settings as reported in the JSON document."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Completions of one batch and the wall seconds they took together."""
+
+    completions: list[Completion]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all of them."""
+        return sum(c.stats.tokens for c in self.completions)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All output tokens over the whole time, prefill included."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def load_job(
+    target: str | None,
+    draft: str | None,
+    controller: str,
+    rule: str,
+    *,
+    batch_size: int = 16,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> Job:
+    """Check the settings, then load the models (with a spinner on terminals)."""
+    with status(f"loading {target or 'the models that ship'}"), _quiet():
+        from forerun.controllers import CONTROLLERS
+        from forerun.errors import require
+        from forerun.model import load
+        from forerun.rules import RULES
+        from forerun.runtime.load import resolve_device, resolve_dtype
+
+        require(batch_size >= 1, "batch size", batch_size, "≥ 1")
+        length, keep = CONTROLLERS.make(controller), RULES.make(rule)
+        # Mistakes that need no model are told before one is loaded.
+        resolve_device(device)
+        resolve_dtype(dtype)
+        model = load(target, draft, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    about = {
+        "target": target or "shipped",
+        "draft": draft or ("shipped" if target is None else "lookup"),
+        "controller": CONTROLLERS.text(length),
+        "rule": RULES.text(keep),
+        "lossless": keep.lossless,
+        "batch_size": batch_size,
+        "device": str(model.target.device),
+        "dtype": str(getattr(model.target, "dtype", "")).removeprefix("torch."),
+    }
+    return Job(model, length, keep, batch_size, about)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries' own chatter off the terminal while they load."""
+    import warnings
+
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    hub.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def run(
+    job: Job,
+    rows: Sequence[Row],
+    *,
+    plain: bool = False,
+    on_event: Callable[[int, Event], None] | None = None,
+) -> Timed:
+    """Generate for every row; `on_event` gets (index of the row, event) as rounds end."""
+    done: dict[int, Completion] = {}
+    began = time.perf_counter()
+    stream = job.model.stream(
+        [row.ids for row in rows],
+        controller=job.controller,
+        rule="standard" if plain else job.rule,
+        sampling=[row.sampling for row in rows],
+        batch_size=job.batch_size,
+        plain=plain,
+    )
+    try:
+        for event in stream:
+            if on_event is not None:
+                on_event(event.request, event)
+            if event.completion is not None:
+                done[event.request] = event.completion
+    finally:
+        stream.close()  # type: ignore[attr-defined]
+    return Timed([done[i] for i in sorted(done)], time.perf_counter() - began)
+
+
+def warm_up(job: Job, row: Row) -> None:
+    """A few tokens both ways, so that first-time costs fall on neither measurement."""
+    short = replace(row, sampling=replace(row.sampling, max_new_tokens=12, min_new_tokens=0))
+    run(job, [short])
+    run(job, [short], plain=True)

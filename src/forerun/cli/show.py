@@ -1,0 +1,256 @@
+"""What a reader sees: the text as it grows, a line per round, the summary."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from forerun.cli.console import (
+    STYLES,
+    Writer,
+    clean,
+    coloured,
+    legend,
+    note,
+    one_line,
+    stderr,
+    stdout,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from forerun.cli.compare import Comparison
+    from forerun.cli.inputs import Row
+    from forerun.engine import Completion, Event, Piece
+
+ENDED = {
+    "eos": "end of text",
+    "stop": "a stop string",
+    "length": "--max-new-tokens",
+    "context": "a full context",
+    "cancelled": "cancelled",
+}
+
+
+class TextView:
+    """Prints one request's text as it is written.
+
+    Args:
+        row: the request; its prompt is shown on terminals.
+        rounds: print rounds instead of the growing text; the text comes at the end.
+    """
+
+    def __init__(self, row: Row, rounds: RoundView | None = None) -> None:
+        self._out, self._rounds = stdout(), rounds
+        self._writer = Writer(self._out)
+        self._prompt = row.text
+        self._tail = ""
+        self._open = False
+
+    def begin(self) -> None:
+        """Show the prompt."""
+        if self._out.is_terminal and self._rounds is None:
+            self._writer.write(self._prompt, "dim")
+        self._open = True
+
+    def add(self, event: Event) -> None:
+        """Show what a round added."""
+        if self._rounds is not None:
+            self._rounds.add(event)
+        else:
+            self.add_pieces(event.pieces)
+
+    def end(self, pieces: Sequence[Piece]) -> None:
+        """Show what `add` did not, and end the line."""
+        if self._rounds is not None:
+            if self._out.is_terminal:
+                self._writer.write(self._prompt, "dim")
+            self.add_pieces(pieces)
+        self.close()
+
+    def close(self) -> None:
+        """End the line (also when interrupted)."""
+        self._writer.flush()
+        if self._open and (self._out.is_terminal or (self._tail and self._tail != "\n")):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        self._open = False
+
+    def add_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Write tokens in the colours of their origins."""
+        for piece in pieces:
+            self._writer.write(piece.text, STYLES[piece.origin])
+            self._tail = piece.text[-1:] or self._tail
+
+
+def show_text(row: Row, completion: Completion, bar: Console) -> None:
+    """Print a finished text; above a running progress bar, if there is one."""
+    out = stdout()
+    if not out.is_terminal:
+        print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
+        return
+    text = Text(clean(row.text), "dim")
+    text = Text.assemble(text, *((clean(p.text), STYLES[p.origin]) for p in completion.pieces))
+    (bar if bar.is_terminal else out).print(text, end="\n\n")
+
+
+class RoundView:
+    """Prints one line per round on stderr."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._err, self._tokenizer = stderr(), tokenizer
+        self._count = 0
+
+    def add(self, event: Event, request: int | None = None) -> None:
+        """Show one round."""
+        self._count += 1
+        r = event.round
+        ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)
+        row = "" if request is None else f"prompt {request + 1:<3} "
+        line = Text(
+            f"{row}round {self._count:>3}  drafted {r.drafted:>2}  accepted {r.accepted:>2}  "
+            f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  "
+        )
+        line.append_text(self._words(event.pieces, event.drafted[r.accepted :]))
+        self._err.print(line, soft_wrap=True)
+
+    def _words(self, pieces: Sequence[Piece], left: list[int]) -> Text:
+        colours = coloured(self._err)
+        words = Text()
+        for piece in pieces:
+            if piece.origin == "draft":
+                words.append(one_line(piece.text), STYLES["draft"])
+        if rejected := one_line(self._tokenizer.decode(left)) if left else "":
+            words.append(rejected if colours else f"[-{rejected}-]", "red strike")
+        for piece in pieces:
+            if piece.origin != "draft" and (text := one_line(piece.text)):
+                words.append(text if colours else f"{{+{text}+}}", STYLES[piece.origin])
+        return words
+
+
+def summary(completions: Sequence[Completion], seconds: float | None = None) -> Text:
+    """One line: tokens, rounds, acceptance, speed, where the time went, why it ended."""
+    stats = [c.stats for c in completions]
+    tokens, rounds = sum(s.tokens for s in stats), sum(s.rounds for s in stats)
+    took = sum(s.seconds for s in stats) if seconds is None else seconds
+    parts = [
+        f"{tokens} tokens in {rounds} rounds",
+        f"{tokens / rounds:.2f} per round" if rounds else "",
+        f"acceptance {_acceptance(completions)}",
+        f"{tokens / took:.0f} tokens/s" if took > 0 else "",
+        shares(completions),
+    ]
+    if len(completions) == 1:
+        parts.append(f"ended by {ENDED[completions[0].finish_reason]}")
+    else:
+        parts.insert(0, f"{len(completions)} prompts")
+    return Text(" · ".join(p for p in parts if p), "bold")
+
+
+def _acceptance(completions: Sequence[Completion]) -> str:
+    rounds = [r for c in completions for r in c.rounds]
+    judged = sum(min(r.accepted + 1, r.drafted) for r in rounds)
+    return f"{sum(r.accepted for r in rounds) / judged:.0%}" if judged else "– (nothing drafted)"
+
+
+def shares(completions: Sequence[Completion]) -> str:
+    """Where the time of the rounds went."""
+    draft = sum(c.stats.draft_seconds for c in completions)
+    verify = sum(c.stats.verify_seconds for c in completions)
+    other = sum(c.stats.other_seconds for c in completions)
+    total = draft + verify + other
+    if not total:
+        return ""
+    return f"draft {draft / total:.0%}, verify {verify / total:.0%}, else {other / total:.0%}"
+
+
+def show_legend() -> None:
+    """Say what the colours mean, where there are any."""
+    if stdout().is_terminal:
+        stderr().print()
+    if coloured(stdout()):
+        note(stderr(), legend())
+
+
+def show_summary(completions: Sequence[Completion], seconds: float | None = None) -> None:
+    """Print the summary line on stderr."""
+    note(stderr(), summary(completions, seconds))
+
+
+def show_comparison(result: Comparison) -> None:
+    """Print speed-up and whether the outputs are the same, on stderr."""
+    console = stderr()
+    low, high = min(result.ratios), max(result.ratios)
+    note(
+        console,
+        Text(
+            f"{result.speedup:.2f}× the speed of plain decoding "
+            f"({result.speculative.tokens_per_second:.0f} against "
+            f"{result.plain.tokens_per_second:.0f} tokens/s; median of {len(result.ratios)} "
+            f"paired runs, {low:.2f}–{high:.2f})",
+            "bold",
+        ),
+    )
+    note(console, _sameness(result))
+
+
+def _sameness(result: Comparison) -> Text:
+    if result.identical:
+        return Text("identical output: yes, token for token", "green")
+    if not result.must_match:
+        why = (
+            "identical output: no, and it need not be: both are draws from the same distribution"
+            if result.lossless
+            else "identical output: no; this rule is lossy, so the output may differ"
+        )
+        return Text(why, "dim")
+    lines = Text("identical output: NO", "red" if result.bug else "yellow")
+    for difference in result.differences:
+        lines.append(f"\n  prompt {difference.request + 1}: {clean(difference.message)}")
+    return lines
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """A bar over prompts, on stderr, on terminals only."""
+    bar = Progress(total)
+    try:
+        yield bar
+    finally:
+        bar.stop()
+
+
+class Progress:
+    """Counts finished prompts."""
+
+    def __init__(self, total: int) -> None:
+        from rich import progress as bars
+
+        self.console = console = stderr()
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.completed}/{task.total} prompts"),
+            bars.BarColumn(),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[speed]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            redirect_stdout=False,  # piped text must stay in the pipe
+        )
+        self._task = self._bar.add_task("", total=total, speed="")
+        self._bar.start()
+
+    def advance(self, tokens_per_second: float) -> None:
+        """One more is done."""
+        self._bar.update(self._task, advance=1, speed=f"{tokens_per_second:.0f} tokens/s")
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()

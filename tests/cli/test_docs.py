@@ -1,0 +1,56 @@
+"""The documentation says what is so: commands, examples, JSON fields."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from forerun.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = [
+    (page.name, line)
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("forerun ")
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_every_command_shown_parses(page, line):
+    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
+    command = get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    command.make_context("forerun", words)
+
+
+def test_commands_were_found():
+    assert len(COMMANDS) > 10
+
+
+def test_python_examples_run():
+    result = doctest.testfile(
+        str(ROOT / "docs" / "python.md"),
+        module_relative=False,
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+    )
+    assert result.attempted > 10
+    assert result.failed == 0
+
+
+def test_json_fields_are_described(generate):
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    document = generate("Hello", "--max-new-tokens", "4", "--json", "--compare").json
+    [completion] = document["completions"]
+    names = [*document, *completion, *completion["rounds"][0], *completion["stats"]]
+    names += [*document["compare"], *document["compare"]["plain"], *document["settings"]]
+    names += document["versions"]
+    assert [n for n in names if f"`{n}`" not in page and f'"{n}"' not in page] == []

@@ -1,0 +1,89 @@
+"""Real processes: what only shows with real pipes, terminals and signals."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+COMMAND = [sys.executable, "-m", "forerun.cli"]
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
+    "TERM": "xterm-256color",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def on_terminal(argv: list[str]) -> tuple[int, str]:
+    """Run on a pseudo-terminal; exit code and everything shown."""
+    main, other = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *argv], stdin=other, stdout=other, stderr=other, env=ENVIRONMENT
+    )
+    os.close(other)
+    shown = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # Linux reports the end of a terminal as an error
+            break
+        if not part:
+            break
+        shown += part
+    os.close(main)
+    return process.wait(), shown.decode()
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from forerun.cli import main\n"
+        "for argv in (['--help'], ['generate', '--help'], ['list', 'controllers'], "
+        "['--version']):\n"
+        "    assert main(argv) == 0\n"
+        "heavy = {'torch', 'transformers'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_terminal_shows_colours_and_prompt(pair):
+    options = [*pair.options, "--max-new-tokens", "12", "--controller", "fixed(2)"]
+    code, shown = on_terminal(["generate", "[b]Hi[/b]", *options])
+    assert code == 0
+    assert "[b]Hi[/b]" in shown
+    assert "drafted and accepted" in shown
+    assert "\x1b[1;33m" in shown, "a correction is bold yellow"
+    assert "12 tokens in" in shown
+
+
+def test_broken_pipe_is_silent():
+    process = subprocess.Popen(
+        [*COMMAND, "list", "controllers"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait() != 0
+    assert "Traceback" not in said
+    assert "error" not in said.lower()
+
+
+def test_interrupt_ends_without_a_traceback():
+    code = (
+        "import os, signal, sys\n"
+        "from forerun.cli import guard\n"
+        "def command():\n"
+        "    print('written')\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.pause()\n"
+        "sys.exit(guard.guarded(command))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "written\n", "")
