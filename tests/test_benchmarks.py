@@ -1,0 +1,50 @@
+"""The replay behind `benchmarks.sweep` counts exactly what the live engine counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.common import Task, geometric
+from benchmarks.sweep import record, replay
+
+from forerun import Model
+from forerun.drafters.model import ModelDrafter
+from forerun.testing import ScriptedModel
+from test_engine import chaotic, noisy
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    script = chaotic(31)
+    target, draft = ScriptedModel(script), ScriptedModel(noisy(script, 32, 0.4))
+    return Model(target, ModelDrafter(draft, target.vocab_size))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "fixed(0)", "fixed(3)", "hf-heuristic(length=2)", "hf-threshold(threshold=0.5)",
+        "gammatune", "gammatune(literal=true)", "gammatune+(threshold=0.5)",
+        "gammatune+(threshold=0.6,keep=false,early_stop=skip)",
+    ],
+)  # fmt: skip
+def test_replay_equals_the_live_engine(model: Any, spec: str) -> None:
+    tokens = 30
+    work = [Task("a", [1, 2], tokens), Task("b", [3], tokens), Task("a", [4, 5, 6], tokens)]
+    totals = replay(record(model, work), spec)
+    for i, task in enumerate(work):
+        live = model.generate([task.tokens], controller=spec, max_new_tokens=tokens)[0]
+        assert totals["rounds"][i] == live.stats.rounds
+        widths = torch.tensor([r.drafted + 1 for r in live.rounds]).bincount(minlength=26)
+        assert totals["widths"][i].tolist() == widths.tolist()
+        if "keep=false" not in spec:
+            assert totals["drafted"][i] == live.stats.drafted
+
+
+def test_geometric_mean_and_interval() -> None:
+    cell = geometric([1.0, 2.0, 4.0])
+    assert cell["mean"] == pytest.approx(2.0)
+    assert cell["low"] <= cell["mean"] <= cell["high"]
+    assert cell["n"] == 3
