@@ -7,12 +7,21 @@ import time
 import torch
 
 import forerun
-from benchmarks.common import Task, generate, geometric, interleaved, provenance, save, show, tasks
+from benchmarks.common import (
+    PENALTY,
+    Task,
+    geometric,
+    interleaved,
+    provenance,
+    save,
+    show,
+    tasks,
+)
 
 
 def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     """Measure and write `plain.json`."""
-    work = tasks(model, "test", prompts, tokens)
+    work = [t for t in tasks(model, "test", prompts, tokens) if t.family not in PENALTY]
     hf = model.target.model  # type: ignore[attr-defined]
 
     def transformers_generate(task: Task) -> tuple[float, list[int]]:
@@ -31,7 +40,9 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
 
     def engine(task: Task) -> tuple[float, list[int]]:
         began = time.perf_counter()
-        done = generate(model, task, None)
+        done = model.generate(
+            [task.tokens], plain=True, max_new_tokens=task.max_new_tokens, ignore_eos=True
+        )[0]
         return time.perf_counter() - began, done.tokens
 
     methods = [engine, transformers_generate]

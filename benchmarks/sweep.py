@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from benchmarks.common import Task, console, provenance, save, table, tasks
 from benchmarks.overhead import WIDTHS, forward_costs
 from forerun.controllers import CONTROLLERS
 from forerun.drafters.model import ModelDrafter
+from forerun.engine.sampling import Sampler, Sampling
+from forerun.signals import measure
 from forerun.types import FloatArray, IntArray, RoundOutcome, Signals, Stop
 
 DEPTH = 24
@@ -27,68 +30,95 @@ DEPTH = 24
 
 @dataclass(frozen=True)
 class Trace:
-    """What the draft says at every position of some greedy texts of equal length."""
+    """What the draft says at every position of some greedy texts."""
+
+    sizes: IntArray
+    """`(prompts,)` tokens of each text, at most T."""
+    budgets: IntArray
+    """`(prompts,)` tokens each text was allowed."""
 
     matches: IntArray
     """`(prompts, T)` how many tokens drafted from a position the target keeps, ≤ DEPTH."""
     top1: FloatArray
-    """`(prompts, T, DEPTH)` the draft's confidence in each."""
+    """`(prompts, T, DEPTH)` the draft's highest probability at each drafted token."""
+    chosen: FloatArray
+    """`(prompts, T, DEPTH)` the probability of the drafted token."""
+    ends: IntArray
+    """`(prompts, T)` tokens drafted up to and with the first end of text; DEPTH + 1 if none."""
 
 
 def record(model: forerun.Model, work: list[Task]) -> Trace:
     """Draft from every true prefix, as rows of one batch per prompt."""
     assert isinstance(model.drafter, ModelDrafter)
-    draft, matches, top1 = model.drafter.rows, [], []
+    draft, sizes, parts = model.drafter.rows, [], []
+    longest = max(task.max_new_tokens for task in work)
     for task in track(work, "recording", console=console, transient=True):
-        size = task.max_new_tokens
-        text = model.generate([task.tokens], plain=True, max_new_tokens=size, ignore_eos=True)[0]
+        how = Sampling(
+            max_new_tokens=task.max_new_tokens, repetition_penalty=task.repetition_penalty
+        )
+        text = model.generate([task.tokens], plain=True, sampling=how)[0]
+        size = len(text.tokens)
         known = [*task.tokens, *text.tokens]
         starts = [len(task.tokens) + p for p in range(size)]
         draft.join([known[:n] for n in starts], DEPTH)
         pieces = [[known[n - 1]] for n in starts]
-        drafted, sure = [], []
-        for _ in range(DEPTH):
+        sampler = Sampler([how] * size, [frozenset()] * size)
+        texts = [SimpleNamespace(context=known[:n], prompt=len(task.tokens)) for n in starts]
+        drafted, sure, picked = [], [], []
+        for step in range(DEPTH):
             logits = draft.feed(pieces, want="last")
-            tokens = logits.argmax(-1)
-            sure.append(logits.softmax(-1).amax(-1).double().numpy())
+            ahead = np.stack(drafted, 1).tolist() if drafted else [[]] * size
+            tokens = sampler.process(logits.unsqueeze(1), texts, ahead, step)[:, 0].argmax(-1)
+            seen = measure(logits, tokens, {"top1", "chosen"})
+            sure.append(seen["top1"])
+            picked.append(seen["chosen"])
             drafted.append(tokens.numpy())
             pieces = [[t] for t in tokens.tolist()]
         draft.keep([])
-        ahead = np.full((size, DEPTH), -1)
+        truth = np.full((size, DEPTH), -1)
         for p in range(size):
             rest = text.tokens[p : p + DEPTH]
-            ahead[p, : len(rest)] = rest
-        hit = np.stack(drafted, 1) == ahead
-        matches.append(hit.cumprod(1).sum(1))
-        top1.append(np.stack(sure, 1))
-    return Trace(np.stack(matches), np.stack(top1))
+            truth[p, : len(rest)] = rest
+        hit = np.stack(drafted, 1) == truth
+        over = np.isin(np.stack(drafted, 1), list(model.eos))
+        ends = np.where(over.any(1), over.argmax(1) + 1, DEPTH + 1)
+        fields = (hit.cumprod(1).sum(1), np.stack(sure, 1), np.stack(picked, 1), ends)
+        sizes.append(size)
+        parts.append([np.pad(f, [(0, longest - size), *[(0, 0)] * (f.ndim - 1)]) for f in fields])
+    budgets = np.array([task.max_new_tokens for task in work])
+    return Trace(np.array(sizes), budgets, *(np.stack(field) for field in zip(*parts, strict=True)))
 
 
 def replay(trace: Trace, spec: str) -> dict[str, IntArray | FloatArray]:
     """Run a controller over every prompt; rounds, drafted tokens and verify widths per prompt."""
     controller = CONTROLLERS.make(spec)
-    prompts, size = trace.matches.shape
+    size, prompts = trace.sizes, len(trace.sizes)
     rows = np.arange(prompts)
     state, at = controller.start(prompts), np.zeros(prompts, dtype=np.int64)
     totals = {"rounds": np.zeros(prompts, np.int64), "drafted": np.zeros(prompts, np.int64),
               "widths": np.zeros((prompts, DEPTH + 2), np.int64)}  # fmt: skip
     while (alive := at < size).any():
         here = np.minimum(at, size - 1)
-        room = np.maximum(size - at - 1, 0)
+        room = np.maximum(trace.budgets - at - 1, 0)
         wanted = controller.limit(state)
         limit = np.minimum(wanted, np.minimum(room, DEPTH))
         stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
         drafted, active = np.zeros(prompts, np.int64), alive & (limit > 0)
-        sure, steps = trace.top1[rows, here], drafted.copy()
+        sure, picked, steps = trace.top1[rows, here], trace.chosen[rows, here], drafted.copy()
         while active.any():
             drafted += active
             steps += active
-            signals = Signals(sure[:, : int(drafted.max())], sure[:, : int(drafted.max())])
+            depth = int(drafted.max())
+            signals = Signals(sure[:, :depth], picked[:, :depth])
             stop = active & ~controller.keep_going(state, drafted, signals)
             stopped[stop] = Stop.CONFIDENCE
+            over = active & (drafted >= trace.ends[rows, here])
             active &= ~stop & (drafted < limit)
             if controller.drops_last:
                 drafted -= stop
+                over &= ~stop
+            stopped[over] = Stop.END_OF_TEXT
+            active &= ~over
         accepted = np.minimum(drafted, trace.matches[rows, here])
         totals["rounds"] += alive
         totals["drafted"] += np.where(alive, steps, 0)
@@ -96,7 +126,7 @@ def replay(trace: Trace, spec: str) -> dict[str, IntArray | FloatArray]:
         prob = (np.arange(DEPTH) < accepted[:, None]).astype(float)
         state = controller.observe(
             state,
-            RoundOutcome(drafted, accepted, prob, stopped, Signals(sure, sure)),
+            RoundOutcome(drafted, accepted, prob, stopped, Signals(sure, picked)),
         )
         at = np.where(alive, at + accepted + 1, at)
     return totals
@@ -110,13 +140,13 @@ def seconds(totals: dict[str, Any], costs: dict[str, Any]) -> FloatArray:
 
 def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     """Record, replay a grid, write `sweep.json`."""
-    work = [Task(t.family, t.tokens, tokens) for t in tasks(model, "val", prompts, tokens)]
+    work = tasks(model, "val", prompts, tokens)
     costs = forward_costs(model)
     trace = record(model, work)
     families = np.array([t.family for t in work])
 
     def score(spec: str) -> dict[str, Any]:
-        plain = trace.matches.shape[1] * costs["target"]["1"]
+        plain = trace.sizes * costs["target"]["1"]
         speed = plain / seconds(replay(trace, spec), costs)
         per = {f: float(np.exp(np.log(speed[families == f]).mean())) for f in np.unique(families)}
         return {"spec": spec, "all": float(np.exp(np.log(speed).mean())), **per}
@@ -162,9 +192,9 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
         for best in [max(match, key=lambda r: r["all"])]
     ]
     text = (
-        f"Predicted speed-up over plain decoding on {len(work)} validation prompts of {tokens} "
-        f"tokens, at measured costs (c = {costs['ratio']:.1f}); the best four and the worst of "
-        "each grid.\n\n"
+        f"Predicted speed-up over plain decoding on {len(work)} validation prompts, at most "
+        f"{tokens} tokens each, at measured costs (c = {costs['ratio']:.1f}); the best four "
+        "and the worst of each grid.\n\n"
         + table(["setting", "all", *names], rows)
         + "\n\nThe paper's open points, over the whole GammaTune+ grid:\n\n"
         + table(["reading", "best", "mean"], open_points)

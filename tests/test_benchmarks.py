@@ -19,7 +19,9 @@ from test_engine import chaotic, noisy
 def model() -> Any:
     script = chaotic(31)
     target, draft = ScriptedModel(script), ScriptedModel(noisy(script, 32, 0.4))
-    return Model(target, ModelDrafter(draft, target.vocab_size))
+    made = Model(target, ModelDrafter(draft, target.vocab_size))
+    made.eos = frozenset({3})
+    return made
 
 
 @pytest.mark.parametrize(
@@ -31,11 +33,20 @@ def model() -> Any:
     ],
 )  # fmt: skip
 def test_replay_equals_the_live_engine(model: Any, spec: str) -> None:
-    tokens = 30
-    work = [Task("a", [1, 2], tokens), Task("b", [3], tokens), Task("a", [4, 5, 6], tokens)]
+    tokens = 40
+    work = [
+        *[Task("a", [i, 5], tokens) for i in range(7)],
+        Task("b", [3], tokens, repetition_penalty=1.5),
+        Task("a", [4, 5, 6], tokens),
+    ]
     totals = replay(record(model, work), spec)
     for i, task in enumerate(work):
-        live = model.generate([task.tokens], controller=spec, max_new_tokens=tokens)[0]
+        live = model.generate(
+            [task.tokens],
+            controller=spec,
+            max_new_tokens=tokens,
+            repetition_penalty=task.repetition_penalty,
+        )[0]
         assert totals["rounds"][i] == live.stats.rounds
         widths = torch.tensor([r.drafted + 1 for r in live.rounds]).bincount(minlength=26)
         assert totals["widths"][i].tolist() == widths.tolist()

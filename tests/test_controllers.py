@@ -543,7 +543,7 @@ def test_bounded_leaves_plain_decoding_alone_unless_told():
 
 def test_bounded_lets_the_inner_controller_learn():
     # γ̄=5 clipped to 3: a full round of 3 gives A=3+2=5, so γ̄ stays at 5.
-    controller = make("bounded(gammatune(length=5),high=3)")
+    controller = make("bounded(gammatune(length=5,delta=2),high=3)")
     state = controller.observe(controller.start(1), outcome(3, 3))
     assert state.window[0] == 5
     assert controller.limit(state).tolist() == [3]

@@ -21,6 +21,7 @@ from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import RowModel, load_model, load_tokenizer
 from forerun.runtime.base import Runtime
+from forerun.runtime.load import resolve_device
 
 DEFAULT_CONTROLLER = "gammatune+"
 DEFAULT_RULE = "standard"
@@ -128,7 +129,9 @@ def load(
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
             ``"none"``). None uses the shipped draft for the shipped target, `lookup` otherwise.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
-        dtype: "auto" (None: as saved), "float32", "bfloat16" or "float16".
+        dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
+            for the shipped pair on a CPU: there it is faster, and speculative output is exactly
+            plain output.
         trust_remote_code: run modelling code that comes with the checkpoint.
 
     Raises:
@@ -145,6 +148,8 @@ def load(
     if isinstance(spec, ModelDraft) and trust_remote_code:
         spec = replace(spec, trust_remote_code=True)
     where = zoo.TARGET if target is None else target
+    if target is None and dtype is None and resolve_device(device).type == "cpu":
+        dtype = torch.float32
     runtime = RowModel(load_model(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     return Model(runtime, spec.build(runtime, tokenizer), tokenizer)

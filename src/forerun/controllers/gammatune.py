@@ -42,16 +42,19 @@ class GammaTune(LengthController):
     Args:
         length: γ̄ of the first round, tokens, `low ≤ length ≤ high`. The paper averages over
             starts from 1 to 24; 5 is ours.
-        eta: η, weight of the newest round, in (0, 1]. The paper gives no value; ours.
-        delta: δ, tokens added to a fully accepted round, ≥ 0. The paper gives no value; ours.
+        eta: η, weight of the newest round, in (0, 1]. The paper gives no value; ours, by a sweep over
+            validation prompts (`benchmarks/results/sweep.md`).
+        delta: δ, tokens added to a fully accepted round, ≥ 0. The paper gives no value; ours, by
+            the same sweep.
         low: γ_min, tokens, ≥ 1. The paper gives no value; 1 is the smallest that can learn.
         high: γ_max, tokens. The paper gives no value; 24 is its largest starting length.
         literal: run Algorithm 1 as printed (see below).
         early_stop: what a fully accepted draft teaches that ended before γ by somebody's decision
-            (the confidence threshold of `gammatune+`, a difficult token): `"update"`: `A` as it
-            is, which is below γ and so pulls the window down (the algorithm taken at its word);
-            `"expand"`: `A + δ`, taking "all drafted were accepted" for "A = γ"; `"skip"`:
-            nothing, as a longer draft was never tried.
+            (the confidence threshold of `gammatune+`, a difficult token). The paper does not say.
+            `"expand"`: `A + δ`, taking "all drafted were accepted" for "A = γ" (the default, best
+            in the sweep); `"update"`: `A` as it is, which is below γ and so pulls the window down
+            (the algorithm taken at its word); `"skip"`: nothing, as a longer draft was never
+            tried.
 
     Deviations: the printed algorithm writes the expansion as `γ ← A + δ` and overwrites γ two
     lines later, so it has no effect; by default we follow the prose, which expands `A`
@@ -63,11 +66,11 @@ class GammaTune(LengthController):
 
     length: int = 5
     eta: float = 0.3
-    delta: float = 2
+    delta: float = 4
     low: int = 1
     high: int = 24
     literal: bool = False
-    early_stop: str = "update"
+    early_stop: str = "expand"
 
     summary: ClassVar[str] = "moving average of accepted tokens, longer when all were accepted"
     paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune)"

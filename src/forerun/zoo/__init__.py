@@ -1,0 +1,11 @@
+"""The small pair that ships with the package: weights, prompts, scoring and the recipe.
+
+Importing this module loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from forerun.zoo.promptset import DRAFT, TARGET, Prompt, card, families, prompts
+from forerun.zoo.scoring import score
+
+__all__ = ["DRAFT", "TARGET", "Prompt", "card", "families", "prompts", "score"]

@@ -1,0 +1,62 @@
+"""Writes a trained pair in the Hugging Face format, weights in bfloat16."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.zoo.recipe import Recipe
+from forerun.zoo.tokenizer import wrap
+
+
+def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Saves one model and its tokenizer to ``folder``, replacing file by file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
+        path = Path(beside)
+        model.generation_config.do_sample = False
+        model.save_pretrained(path)
+        wrap(tokenizer).save_pretrained(path)
+        _tidy(path / "config.json", drop=("_name_or_path",), dtype="bfloat16")
+        # The class every transformers release knows, so that older hosts can load it too.
+        _tidy(
+            path / "tokenizer_config.json",
+            drop=("_name_or_path", "backend", "is_local", "name_or_path"),
+            tokenizer_class="PreTrainedTokenizerFast",
+        )
+        for file in path.iterdir():
+            os.chmod(file, 0o644)
+            os.replace(file, folder / file.name)
+
+
+def _tidy(path: Path, drop: tuple[str, ...], **values: str) -> None:
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    for key in drop:
+        settings.pop(key, None)
+    settings.update(values)
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def export_pair(target: Any, draft: Any, tokenizer: Any, to: Path) -> None:
+    """Exports copies in bfloat16 to ``to``/target and ``to``/draft."""
+    for name, model in (("target", target), ("draft", draft)):
+        copied = copy.deepcopy(model).to("cpu", torch.bfloat16)
+        export_model(copied, tokenizer, to / name)
+
+
+def export_checkpoint(checkpoint: Path, tokenizer: Path, to: Path, recipe: Recipe) -> None:
+    """Exports both models of a training checkpoint."""
+    from tokenizers import Tokenizer
+
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    models = {}
+    for name, architecture in (("target", recipe.target), ("draft", recipe.draft)):
+        models[name] = architecture.build(recipe.vocab_size)
+        models[name].load_state_dict(state[name])
+    export_pair(models["target"], models["draft"], Tokenizer.from_file(str(tokenizer)), to)

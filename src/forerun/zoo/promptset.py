@@ -1,0 +1,54 @@
+"""The shipped files: paths of the weights, held-out prompts, model card."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+TARGET = _HERE / "target"
+DRAFT = _HERE / "draft"
+FOLDER = _HERE / "prompts"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out prompt; the expected text is ``prompt + answer``."""
+
+    family: str
+    split: str
+    id: str
+    prompt: str
+    answer: str
+    max_new_tokens: int
+    references: tuple[str, ...] = ()
+    """All reference translations, where there are several; without the leading space."""
+    level: str | None = None
+
+
+def families() -> tuple[str, ...]:
+    """The names of the task families."""
+    return ("stories", "translation", "arithmetic", "extraction", "rewriting", "chat")
+
+
+def prompts(family: str, split: str = "test", limit: int | None = None) -> list[Prompt]:
+    """The shipped prompts of a family, in file order; ``split`` is ``"test"`` or ``"val"``."""
+    if family not in families():
+        raise ValueError(f"unknown family {family!r}: one of {', '.join(families())}")
+    if split not in ("val", "test"):
+        raise ValueError(f"unknown split {split!r}: 'val' or 'test'")
+    if limit is not None and limit < 0:
+        raise ValueError(f"limit must not be negative, got {limit}")
+    found = []
+    for line in (FOLDER / f"{family}.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["split"] == split:
+            record["references"] = tuple(record.get("references", ()))
+            found.append(Prompt(**record))
+    return found if limit is None else found[:limit]
+
+
+def card() -> str:
+    """The model card (Markdown)."""
+    return (_HERE / "MODEL_CARD.md").read_text(encoding="utf-8")

@@ -1,0 +1,95 @@
+"""Repeat a text with one stated change; the texts are sentences of the split's own pool."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from forerun.zoo.tasks import words
+from forerun.zoo.tasks.base import Example, Pool, draw, exact_match
+
+NAME = "rewriting"
+MAX_NEW_TOKENS = 96
+matches = exact_match
+
+_SHE = {"he": "she", "him": "her", "his": "her", "himself": "herself"}
+_HE_WORDS = re.compile(r"\b(he|him|his|himself)\b", re.IGNORECASE)
+_SHE_WORDS = re.compile(r"\b(she|her|hers|herself)\b", re.IGNORECASE)
+_PLAIN_WORD = re.compile(r"\b[a-z]{3,9}\b")
+_NAME_WORD = re.compile(r"\b(?:Dorothy|Tom|Mary|" + "|".join(words.BOYS + words.GIRLS) + r")\b")
+_NEW_WORDS = (
+    words.ANIMALS
+    + words.OBJECTS
+    + words.COLORS
+    + words.JOBS
+    + ["house", "garden", "river", "mountain", "forest", "window", "street", "table"]
+)
+
+
+def replace_word(text: str, old: str, new: str) -> str:
+    """Every whole-word ``old`` becomes ``new``."""
+    return re.sub(rf"\b{re.escape(old)}\b", new, text)
+
+
+def he_to_she(text: str) -> str:
+    """he, him, his, himself become she, her, her, herself, keeping the capital."""
+
+    def swap(found: re.Match[str]) -> str:
+        word = found.group(0)
+        new = _SHE[word.lower()]
+        return new.capitalize() if word[0].isupper() else new
+
+    return _HE_WORDS.sub(swap, text)
+
+
+def apply(instruction: str, text: str) -> str:
+    """The text after the change that an instruction of this family states."""
+    if found := re.fullmatch(r'replace "(.+)" with "(.+)"\.', instruction):
+        return replace_word(text, found.group(1), found.group(2))
+    if found := re.fullmatch(r"change the name (\w+) to (\w+)\.", instruction):
+        return replace_word(text, found.group(1), found.group(2))
+    if instruction == 'change "he" to "she".':
+        return he_to_she(text)
+    if instruction == "repeat the text.":
+        return text
+    if found := re.fullmatch(r'add "(.+)" at the end\.', instruction):
+        return f"{text} {found.group(1)}"
+    raise ValueError(f"unknown instruction: {instruction!r}")
+
+
+def _instruction(rng: random.Random, text: str) -> str:
+    """A change that applies to ``text``."""
+    if _HE_WORDS.search(text) and not _SHE_WORDS.search(text) and rng.random() < 0.5:
+        return 'change "he" to "she".'
+    names = _NAME_WORD.findall(text)
+    if names and rng.random() < 0.7:
+        old = rng.choice(names)
+        new = rng.choice([n for n in words.BOYS + words.GIRLS if n != old])
+        return f"change the name {old} to {new}."
+    kind = rng.random()
+    plain = _PLAIN_WORD.findall(text)
+    if kind < 0.65 and plain:
+        old = rng.choice(plain)
+        return f'replace "{old}" with "{rng.choice([w for w in _NEW_WORDS if w != old])}".'
+    if kind < 0.85:
+        return "repeat the text."
+    ending = rng.choice(("That is all.", "Thank you.", "The end.", "Is that true?", "Good night."))
+    return f'add "{ending}" at the end.'
+
+
+def generate(rng: random.Random, sentences: list[str]) -> Example:
+    """One rewriting task on one or two of the sentences."""
+    first = rng.randrange(len(sentences))
+    text = sentences[first]
+    if len(text) < 70 and rng.random() < 0.6:
+        text = f"{text} {rng.choice(sentences)}"
+    instruction = _instruction(rng, text)
+    return Example(
+        prompt=f"Rewrite: {instruction}\nText: {text}\nResult:",
+        answer=f" {apply(instruction, text)}",
+    )
+
+
+def sample(rng: random.Random, split: str, pool: Pool) -> Example:
+    """A task of ``split`` on the pool's sentences (20 to 140 characters each)."""
+    return draw(lambda: generate(rng, pool.sentences), split)
