@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import forerun
-from benchmarks.common import generate, interleaved, provenance, save, table, tasks
+from benchmarks.common import PENALTY, generate, interleaved, provenance, save, table, tasks
 from forerun.drafters.model import ModelDrafter
 
 METHODS: list[str | None] = [None, "fixed(2)", "fixed(4)", "gammatune", "gammatune+"]
@@ -17,7 +17,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     """Measure and write `overhead.json`."""
-    work = tasks(model, "test", prompts, tokens)
+    work = [t for t in tasks(model, "test", prompts, tokens) if t.family not in PENALTY]
     for method in METHODS:
         generate(model, work[0], method)
     runs = interleaved(work, METHODS, lambda t, m: generate(model, t, m), "overhead")

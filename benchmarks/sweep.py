@@ -154,14 +154,17 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     grid = {
         "fixed": [f"fixed({n})" for n in range(13)],
         "gammatune": [
-            f"gammatune(eta={eta},delta={delta})"
-            for eta, delta in itertools.product((0.1, 0.2, 0.3, 0.5, 0.7, 1.0), (1, 2, 3, 4))
+            f"gammatune(length={length},eta={eta},delta={delta})"
+            for length, eta, delta in itertools.product(
+                (5, 7, 10), (0.1, 0.2, 0.3, 0.5, 0.7, 1.0), (1, 2, 4, 6)
+            )
         ]
         + ["gammatune(literal=true)"],
         "gammatune+": [
-            f"gammatune+(eta={eta},delta={delta},threshold={tau},keep={keep},early_stop={early})"
-            for eta, delta, tau, keep, early in itertools.product(
-                (0.1, 0.3, 0.5, 1.0), (1, 2, 4), (0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
+            f"gammatune+(length={length},eta={eta},delta={delta},threshold={tau},keep={keep},"
+            f"early_stop={early})"
+            for length, eta, delta, tau, keep, early in itertools.product(
+                (5, 7, 10), (0.1, 0.3, 0.5), (2, 4, 6), (0.2, 0.3, 0.4, 0.6),
                 ("true", "false"), ("update", "expand", "skip"),
             )
         ],

@@ -24,15 +24,17 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict
     out: dict[str, FloatArray] = {}
     if not names:
         return out
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    best = logits.amax(-1)
-    total = (logits - best.unsqueeze(-1)).exp_().sum(-1)
+    probs = logits.softmax(-1, dtype=float_type(logits))
     if "top1" in names:
-        out["top1"] = _host(total.reciprocal())
+        out["top1"] = _host(probs.amax(-1))
     if "chosen" in names:
-        picked = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        out["chosen"] = _host((picked - best).exp() / total)
+        out["chosen"] = _host(probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
     return out
+
+
+def float_type(logits: torch.Tensor) -> torch.dtype:
+    """The type probabilities are computed in: float64 if the logits are, else float32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def stack(columns: list[dict[str, FloatArray]]) -> Signals:
@@ -43,4 +45,4 @@ def stack(columns: list[dict[str, FloatArray]]) -> Signals:
 
 
 def _host(values: torch.Tensor) -> FloatArray:
-    return values.double().cpu().numpy()
+    return values.cpu().numpy().astype(np.float64)

@@ -41,9 +41,9 @@ class GammaTune(LengthController):
 
     Args:
         length: γ̄ of the first round, tokens, `low ≤ length ≤ high`. The paper averages over
-            starts from 1 to 24; 5 is ours.
-        eta: η, weight of the newest round, in (0, 1]. The paper gives no value; ours, by a sweep over
-            validation prompts (`benchmarks/results/sweep.md`).
+            starts from 1 to 24; 7 is ours (see `eta`).
+        eta: η, weight of the newest round, in (0, 1]. The paper gives no value; ours, by a
+            sweep over validation prompts (`benchmarks/results/sweep.md`).
         delta: δ, tokens added to a fully accepted round, ≥ 0. The paper gives no value; ours, by
             the same sweep.
         low: γ_min, tokens, ≥ 1. The paper gives no value; 1 is the smallest that can learn.
@@ -64,7 +64,7 @@ class GammaTune(LengthController):
     Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.1 and Algorithm 1.
     """
 
-    length: int = 5
+    length: int = 7
     eta: float = 0.3
     delta: float = 4
     low: int = 1

@@ -48,14 +48,14 @@ class GammaTunePlus(LengthController):
     Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.2.
     """
 
-    length: int = 5
+    length: int = 7
     eta: float = 0.3
     delta: float = 4
     low: int = 1
     high: int = 24
     literal: bool = False
     early_stop: str = "expand"
-    threshold: float = 0.2
+    threshold: float = 0.3
     keep: bool = True
 
     summary: ClassVar[str] = "gammatune, and stop when the drafter's top probability is low"

@@ -16,7 +16,7 @@ from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
 class _Group:
     controller: LengthController
     state: Any
-    rows: IntArray  # engine rows, in the order of the state's rows
+    rows: IntArray  # engine rows, in the order of the state's rows; rising
 
 
 class Control:
@@ -41,9 +41,9 @@ class Control:
         """Keep these rows, in this order."""
         place = {row: i for i, row in enumerate(rows)}
         for group in self._groups:
-            stay = np.array([i for i, r in enumerate(group.rows) if r in place], dtype=np.int64)
-            group.state = group.state.take(stay)
-            group.rows = np.array([place[int(r)] for r in group.rows[stay]], dtype=np.int64)
+            moved = sorted((place[int(r)], i) for i, r in enumerate(group.rows) if int(r) in place)
+            group.rows = np.array([new for new, _ in moved], dtype=np.int64)
+            group.state = group.state.take(np.array([i for _, i in moved], dtype=np.int64))
         self._groups = [g for g in self._groups if len(g.rows)]
         self._rows = len(rows)
 
@@ -66,10 +66,16 @@ class Control:
 
     def limit(self) -> IntArray:
         """`(rows,)` most tokens to draft this round."""
+        if len(self._groups) == 1:
+            alone = self._groups[0]
+            return alone.controller.limit(alone.state)
         return self._gather(np.int64, lambda g: g.controller.limit(g.state))
 
     def keep_going(self, drafted: IntArray, signals: Signals) -> BoolArray:
         """`(rows,)` whether to draft another token."""
+        if len(self._groups) == 1:
+            alone = self._groups[0]
+            return alone.controller.keep_going(alone.state, drafted, signals)
         return self._gather(
             bool,
             lambda g: g.controller.keep_going(g.state, drafted[g.rows], signals.take(g.rows)),
@@ -78,7 +84,8 @@ class Control:
     def observe(self, outcome: RoundOutcome) -> None:
         """Tell every controller what became of its rows."""
         for group in self._groups:
-            group.state = group.controller.observe(group.state, outcome.take(group.rows))
+            seen = outcome if len(self._groups) == 1 else outcome.take(group.rows)
+            group.state = group.controller.observe(group.state, seen)
 
     def _gather(self, dtype: Any, ask: Any) -> Any:
         out = np.zeros(self._rows, dtype=dtype)

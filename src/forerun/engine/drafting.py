@@ -45,22 +45,23 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
     room = np.array([row.room(drafter.limit) for row in rows])
     limits = np.minimum(wanted, room)
     out = Drafted([[] for _ in rows], np.where(room < wanted, Stop.BUDGET, Stop.LIMIT))
-    active = limits > 0
+    active, asks, names = limits > 0, control.asks, control.signals
     while active.any():
-        tokens = _next(rows, drafter, control, sampler, out, active)
+        tokens = _next(rows, drafter, names, sampler, out, active)
         for i in np.flatnonzero(active):
             if tokens[i] < 0:
                 active[i], out.stopped_by[i] = False, Stop.EXHAUSTED
             else:
                 out.tokens[i].append(tokens[i])
-        if control.asks and out.measured and active.any():
+        if asks and out.measured and active.any():
             stop = active & ~control.keep_going(out.lengths, out.signals)
             out.stopped_by[stop] = Stop.CONFIDENCE
             active &= ~stop
             # Dropping is decided before anyone looks at which token it is: keeping back only some
             # tokens would bias what is sampled.
-            for i in np.flatnonzero(stop & control.drops_last):
-                out.tokens[i].pop()
+            if stop.any():
+                for i in np.flatnonzero(stop & control.drops_last):
+                    out.tokens[i].pop()
         for at, row in enumerate(rows):
             # A row that stopped earlier cannot end in end-of-text: that would have been why.
             if out.tokens[at] and out.tokens[at][-1] in row.eos:
@@ -73,7 +74,7 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
 def _next(
     rows: Sequence[Row],
     drafter: Drafter,
-    control: Control,
+    names: frozenset[str],
     sampler: Sampler,
     out: Drafted,
     active: BoolArray,
@@ -88,7 +89,7 @@ def _next(
         assert proposal.tokens is not None, "a proposal is logits or tokens"
         return list(proposal.tokens)
     picked, processed = _pick(rows, proposal.logits, sampler, out, active)
-    out.measured.append(measure(proposal.logits, picked, control.signals))
+    out.measured.append(measure(proposal.logits, picked, names))
     if processed is not None:
         out.logits.append(processed)
     tokens: list[int] = picked.tolist()

@@ -28,7 +28,7 @@ def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: 
     padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in drafted.tokens]
     draft = Draft(
         torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width),
-        torch.from_numpy(drafted.lengths).to(device),
+        torch.tensor([len(tokens) for tokens in drafted.tokens], device=device),
         torch.stack(drafted.logits[:width], dim=1) if drafted.logits and width else None,
     )
     uniforms = _coins(rows, drafted, width).to(device)
@@ -55,6 +55,8 @@ def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: 
 
 def _coins(rows: Sequence[Row], drafted: Drafted, width: int) -> torch.Tensor:
     """`(rows, width + 1)` coins; each row draws as many as it needs, whoever its neighbours are."""
+    if all(row.sampling.greedy for row in rows):
+        return torch.zeros(len(rows), width + 1, dtype=torch.float64)
     uniforms = np.zeros((len(rows), width + 1))
     for i, row in enumerate(rows):
         if not row.sampling.greedy:

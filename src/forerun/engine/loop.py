@@ -127,6 +127,7 @@ class Engine:
                 return row.complete("cancelled")
         return None
 
+    @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every row: draft, verify, judge, commit, observe."""
         self._admit()

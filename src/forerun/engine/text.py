@@ -14,7 +14,12 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, context: list[int]) -> None:
-        self._tokenizer = tokenizer
+        # The Rust tokenizer itself, where there is one: this runs for every token.
+        self._tokenizer: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._options: dict[str, bool] = {"skip_special_tokens": True}
+        if self._tokenizer is None and tokenizer is not None:
+            self._tokenizer = tokenizer
+            self._options["clean_up_tokenization_spaces"] = False
         self._tokens = list(context[-4:])
         self._start = 0  # of the window being decoded
         self._read = len(self._tokens)  # tokens whose text was already returned
@@ -43,11 +48,7 @@ class Detokenizer:
         return self._decode(self._tokens[self._start :])[len(self._shown) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self._tokenizer.decode(tokens, **self._options))
 
 
 class StopStrings:

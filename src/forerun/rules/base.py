@@ -55,8 +55,3 @@ def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     # The first token strictly above the point, and one of positive weight: not `searchsorted`,
     # since a parallel sum may differ by rounding across tokens of weight zero.
     return (cumulative > point).view(torch.uint8).argmax(-1)
-
-
-def float_type(logits: torch.Tensor) -> torch.dtype:
-    """The type probabilities are computed in: float64 if the logits are, else float32."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -9,7 +9,8 @@ import torch
 
 from forerun.citations import bibtex
 from forerun.errors import SettingError
-from forerun.rules.base import AcceptanceRule, float_type
+from forerun.rules.base import AcceptanceRule
+from forerun.signals import float_type
 from forerun.types import Draft, Target, Verdict
 
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 
 from forerun.citations import bibtex
-from forerun.rules.base import AcceptanceRule, float_type, sample
+from forerun.rules.base import AcceptanceRule, sample
 from forerun.rules.exact import match_greedy
+from forerun.signals import float_type
 from forerun.types import Draft, Target, Verdict
 
 
