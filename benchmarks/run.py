@@ -15,7 +15,7 @@ Device = Annotated[str, typer.Option(help="cpu or cuda")]
 
 
 @app.command("speedup")
-def _speedup(prompts: int = 12, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+def _speedup(prompts: int = 10, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Speed-up over plain decoding per task family and controller (test prompts)."""
     speedup.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
 
@@ -50,7 +50,7 @@ def _all(dtype: Dtype = "float32", device: Device = "cpu"):
     model = forerun.load(dtype=dtype, device=device)
     overhead.main(model, 6, 64)
     plain.main(model, 6, 64)
-    speedup.main(model, 12, 64)
+    speedup.main(model, 10, 64)
     starting_lengths.main(model, 3, 64)
 
 

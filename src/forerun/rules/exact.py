@@ -47,6 +47,9 @@ def match_greedy(draft: Draft, logits: torch.Tensor) -> Verdict:
     """The verdict when every row decodes greedily: no softmax, no host synchronisation."""
     choice = logits.argmax(-1)
     width = draft.tokens.shape[1]
+    if width == 0:  # plain decoding: nothing to compare
+        nothing = choice.new_zeros(len(choice), 0, dtype=float_type(logits))
+        return Verdict(torch.zeros_like(draft.lengths), choice[:, 0], nothing)
     inside = torch.arange(width, device=choice.device) < draft.lengths.unsqueeze(-1)
     match = (draft.tokens == choice[:, :width]) & inside
     accepted = match.cumprod(-1).sum(-1)
