@@ -14,7 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 
 LAYERS = [
-    ["errors", "types", "citations", "registry", "signals"],
+    ["errors", "types", "citations", "registry", "signals", "checks", "confidence"],
     ["controllers", "rules"],
     ["runtime"],
     ["drafters"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -42,7 +43,15 @@ _TOKEN = re.compile(
     r"|(?P<number>[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(?![\w.]))"
     r"|(?P<name>[A-Za-z_][\w.+/-]*)|(?P<mark>[(),=]))"
 )
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "none": None}
+_WORDS: dict[str, Any] = {
+    "True": True,
+    "False": False,
+    "None": None,
+    "true": True,
+    "false": False,
+    "none": None,
+}
+_WORDS["inf"] = math.inf
 
 
 def parse(text: str) -> Spec:

@@ -1,48 +1,50 @@
-"""What a draft distribution says about its own token, in one pass over the logits."""
+"""What a distribution says about its own tokens, in one pass over the logits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 
-import numpy as np
 import torch
 
-from forerun.types import FloatArray, Signals
 
-
-def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict[str, FloatArray]:
-    """Compute the named fields of `Signals` for one drafted token per row.
+def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict[str, torch.Tensor]:
+    """Compute the named fields of `Signals` for one token per distribution.
 
     Args:
-        logits: `(rows, V)` raw draft logits (temperature 1, before any sampling transform).
-        tokens: `(rows,)` drafted token ids.
+        logits: `(..., V)` raw logits (temperature 1, before any sampling transform); −inf excludes
+            a token.
+        tokens: `(...,)` the tokens that were drafted.
         names: wanted fields.
 
     Returns:
-        `(rows,)` float64 per name, on the host.
+        `(...,)` float tensors on the logits' device, one per name.
     """
-    out: dict[str, FloatArray] = {}
     if not names:
-        return out
-    probs = logits.softmax(-1, dtype=float_type(logits))
-    if "top1" in names:
-        out["top1"] = _host(probs.amax(-1))
+        return {}
+    log = logits.log_softmax(-1, dtype=float_type(logits))
+    out: dict[str, torch.Tensor] = {}
     if "chosen" in names:
-        out["chosen"] = _host(probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
-    return out
+        out["chosen"] = log.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).exp()
+    if names & {"entropy", "normalized_entropy"}:
+        out["entropy"] = entropy(log)
+        # A vocabulary of one token has no uncertainty to normalise by.
+        most = math.log(logits.shape[-1]) or 1.0
+        out["normalized_entropy"] = (out["entropy"] / most).clamp(max=1)
+    if names & {"top1", "logit_margin", "softmax_margin"}:
+        best = log.topk(min(2, log.shape[-1]), dim=-1).values
+        out["top1"] = best[..., 0].exp()
+        second = best[..., 1] if best.shape[-1] == 2 else torch.full_like(best[..., 0], -math.inf)
+        out["logit_margin"] = best[..., 0] - second
+        out["softmax_margin"] = -torch.expm1(second - best[..., 0])
+    return {name: out[name] for name in names}
+
+
+def entropy(log_probs: torch.Tensor) -> torch.Tensor:
+    """`(...,)` Shannon entropy in nats of `(..., V)` log-probabilities; −inf counts nothing."""
+    return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
 def float_type(logits: torch.Tensor) -> torch.dtype:
     """The type probabilities are computed in: float64 if the logits are, else float32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def stack(columns: list[dict[str, FloatArray]]) -> Signals:
-    """`Signals` of `(rows, n)` from one measurement per drafted token."""
-    if not columns or not columns[0]:
-        return Signals()
-    return Signals(**{k: np.stack([c[k] for c in columns], axis=1) for k in columns[0]})
-
-
-def _host(values: torch.Tensor) -> FloatArray:
-    return values.cpu().numpy().astype(np.float64)

@@ -9,7 +9,8 @@ This module imports numpy only: controllers must not pull in torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,15 @@ class Signals:
     """Probability of the most likely token, in (0, 1]."""
     chosen: FloatArray | None = None
     """Probability of the drafted token, in [0, 1]."""
+    entropy: FloatArray | None = None
+    """Shannon entropy in nats, in [0, log |V|]."""
+    normalized_entropy: FloatArray | None = None
+    """Entropy over its maximum log |V|, in [0, 1]."""
+    logit_margin: FloatArray | None = None
+    """Logit of the most likely token less that of the second, ≥ 0 (infinite if no other is
+    possible)."""
+    softmax_margin: FloatArray | None = None
+    """(P1 − P2) / P1 of the two highest probabilities, in [0, 1]."""
 
     def take(self, rows: IntArray) -> Signals:
         """The signals of some rows only."""
@@ -122,17 +132,47 @@ class Draft:
     logits: torch.Tensor | None = None
     """`(rows, K, V)` processed logits the tokens were sampled from; None means every token was
     certain (a one-hot distribution: greedy drafts, lookup)."""
+    signals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """`(rows, K)` the fields of `Signals` that the rule asked for (`AcceptanceRule.signals`)."""
+    ranked: torch.Tensor | None = None
+    """`(rows, K, n)` the draft's most likely tokens at temperature 1, best first; at least as many
+    as the rule asked for (`AcceptanceRule.ranks`), None if nobody did."""
+
+    def take(self, rows: Sequence[int]) -> Draft:
+        """Some rows only."""
+        index = list(rows)
+        return Draft(
+            self.tokens[index],
+            self.lengths[index],
+            None if self.logits is None else self.logits[index],
+            {name: values[index] for name, values in self.signals.items()},
+            None if self.ranked is None else self.ranked[index],
+        )
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the target says about one round: position `i` follows the first `i` drafted tokens."""
+    """The target's side of one round: position `i` follows the first `i` drafted tokens."""
 
     logits: torch.Tensor
     """`(rows, K + 1, V)` after the request's sampling transform (penalties, bias, temperature,
-    top-k, ...); excluded tokens are −inf."""
+    top-k, ...); excluded tokens are −inf. Greedy rows are not divided by a temperature."""
     greedy: torch.Tensor
     """`(rows,)` bool, on the CPU: the request decodes greedily (the arg-max is the only token)."""
+    raw: torch.Tensor | None = None
+    """`(rows, K + 1, V)` before the transform, i.e. at temperature 1; None if nobody kept it."""
+    spent: torch.Tensor | None = None
+    """`(rows, 2)` float64, on the CPU: the request's summed drift so far and its tokens so far."""
+
+    def take(self, rows: Sequence[int]) -> Target:
+        """Some rows only."""
+        index = list(rows)
+        return Target(
+            self.logits[index],
+            self.greedy[index],
+            None if self.raw is None else self.raw[index],
+            None if self.spent is None else self.spent[index],
+        )
 
 
 @dataclass(frozen=True)
@@ -149,4 +189,6 @@ class Verdict:
     next_probs: torch.Tensor | None = None
     """`(rows, V)` distribution `next_token` was drawn from; None when it was certain."""
     drift: torch.Tensor | None = None
-    """`(rows, K)` total-variation distance to the target per position (lossy rules only)."""
+    """`(rows, K)` exact total-variation distance, in [0, 1], between what the rule emits at a
+    position and the target's distribution there, given the tokens before it; 0 beyond the draft's
+    length. None for lossless rules."""

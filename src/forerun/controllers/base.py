@@ -85,6 +85,21 @@ class LengthController(ABC):
         """
         return False
 
+    @property
+    def previews(self) -> bool:
+        """Whether the length is chosen by `plan`, from a preview of `limit` drafted tokens."""
+        return False
+
+    def plan(self, state: Any, drafted: IntArray, signals: Signals) -> IntArray:
+        """Asked once per round if `previews`: how many tokens to draft after all, `(rows,)`.
+
+        `drafted` `(rows,)` counts the previewed tokens and `signals` `(rows, n)` describes them.
+        Unlike `keep_going` this may depend on every previewed token, so a sampled preview is
+        thrown away and the draft drawn anew: keeping it would select among drafts by what they
+        say, and sampling would not be lossless any more.
+        """
+        return drafted
+
     @abstractmethod
     def observe(self, state: Any, outcome: RoundOutcome) -> Any:
         """The state after a round. Must not learn from `outcome.censored` rounds."""

@@ -63,6 +63,15 @@ class Bounded(LengthController):
         """As the inner controller has it."""
         return self.inner.drops_last
 
+    @property
+    def previews(self) -> bool:
+        """As the inner controller has it."""
+        return self.inner.previews
+
+    def plan(self, state: Any, drafted: IntArray, signals: Signals) -> IntArray:
+        """What the inner controller plans of the clipped preview."""
+        return self.inner.plan(state, drafted, signals)
+
     def start(self, rows: int) -> State:
         """The inner controller's state."""
         state: State = self.inner.start(rows)

@@ -1,24 +1,5 @@
-"""Checks of settings that several controllers share."""
+"""Moved."""
 
-from __future__ import annotations
+from forerun.checks import between, choice, flag, whole
 
-from numbers import Real
-
-from forerun.errors import require
-
-
-def whole(name: str, value: object, low: int = 0) -> None:
-    """Raise `SettingError` unless `value` is an integer of at least `low`."""
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    require(good, name, value, f"a whole number of at least {low}")
-
-
-def between(name: str, value: object, low: float, high: float) -> None:
-    """Raise `SettingError` unless `value` is a number in `[low, high]`."""
-    good = isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
-    require(good, name, value, f"a number between {low:g} and {high:g}")
-
-
-def flag(name: str, value: object) -> None:
-    """Raise `SettingError` unless `value` is True or False."""
-    require(isinstance(value, bool), name, value, "true or false")
+__all__ = ["between", "choice", "flag", "whole"]

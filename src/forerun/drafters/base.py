@@ -32,6 +32,8 @@ class Drafter(ABC):
     paper: ClassVar[str]
     limit: int = 1 << 30
     """Most tokens of context this drafter can follow; beyond it, rows decode plainly."""
+    has_distribution: bool = True
+    """Whether proposals are logits; rules that read the draft's distribution need them."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
 

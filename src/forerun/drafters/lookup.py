@@ -17,6 +17,8 @@ class LookupDrafter(Drafter):
     step costs a few dictionary look-ups however long the context is.
     """
 
+    has_distribution = False
+
     def __init__(self, most: int, least: int) -> None:
         self._most, self._least = most, least
         self._index: list[dict[tuple[int, ...], int]] = []

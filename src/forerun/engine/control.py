@@ -64,6 +64,17 @@ class Control:
         """`(rows,)` whether the token at which drafting stopped is left out."""
         return self._gather(bool, lambda g: np.full(len(g.rows), g.controller.drops_last))
 
+    @property
+    def previews(self) -> BoolArray:
+        """`(rows,)` whether the length is planned from a preview."""
+        return self._gather(bool, lambda g: np.full(len(g.rows), g.controller.previews))
+
+    def plan(self, drafted: IntArray, signals: Signals) -> IntArray:
+        """`(rows,)` tokens to draft after a preview."""
+        return self._gather(
+            np.int64, lambda g: g.controller.plan(g.state, drafted[g.rows], signals.take(g.rows))
+        )
+
     def limit(self) -> IntArray:
         """`(rows,)` most tokens to draft this round."""
         if len(self._groups) == 1:

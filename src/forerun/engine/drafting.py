@@ -13,8 +13,20 @@ from forerun.engine.control import Control
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
-from forerun.signals import measure, stack
+from forerun.signals import measure
 from forerun.types import BoolArray, FloatArray, IntArray, Signals, Stop
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the rows' controllers and rules want to know of the draft distributions."""
+
+    control: frozenset[str]
+    """Fields of `Signals` that controllers read, on the host."""
+    rule: frozenset[str]
+    """Fields of `Signals` that rules read, on the device."""
+    ranks: int
+    """Most likely tokens that rules read."""
 
 
 @dataclass
@@ -26,7 +38,12 @@ class Drafted:
     """`(rows,)` values of `Stop`."""
     logits: list[torch.Tensor] = field(default_factory=list)
     """Per step `(rows, V)` processed logits the tokens came from; empty where they were certain."""
-    measured: list[dict[str, FloatArray]] = field(default_factory=list)
+    measured: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Per step what rules read, `(rows,)` each."""
+    ranked: list[torch.Tensor] = field(default_factory=list)
+    """Per step `(rows, ranks)` most likely tokens, where rules read them."""
+    seen: list[dict[str, FloatArray]] = field(default_factory=list)
+    """Per step what controllers read, `(rows,)` each."""
 
     @property
     def lengths(self) -> IntArray:
@@ -36,7 +53,9 @@ class Drafted:
     @property
     def signals(self) -> Signals:
         """What the drafter said about each token, fields `(rows, steps)`."""
-        return stack(self.measured)
+        if not self.seen:
+            return Signals()
+        return Signals(**{k: np.stack([s[k] for s in self.seen], axis=1) for k in self.seen[0]})
 
 
 def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Sampler) -> Drafted:
@@ -44,16 +63,49 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
     wanted = control.limit()
     room = np.array([row.room(drafter.limit) for row in rows])
     limits = np.minimum(wanted, room)
-    out = Drafted([[] for _ in rows], np.where(room < wanted, Stop.BUDGET, Stop.LIMIT))
-    active, asks, names = limits > 0, control.asks, control.signals
+    stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
+    previews = control.previews
+    if not previews.any():
+        return _run(rows, drafter, control, sampler, limits, stopped)
+    # A greedy preview is the draft; a sampled one only says how long the draft shall be.
+    keep = sampler.all_greedy
+    out = _run(rows, drafter, control, sampler, np.where(previews | keep, limits, 0), stopped)
+    planned = np.where(previews, control.plan(out.lengths, out.signals), limits)
+    stopped = np.where(planned < out.lengths, Stop.CONFIDENCE, out.stopped_by)
+    if keep:
+        for tokens, n in zip(out.tokens, planned, strict=True):
+            del tokens[n:]
+        out.stopped_by = np.where(previews, stopped, out.stopped_by)
+        return out
+    for at in np.flatnonzero(previews).tolist():
+        drafter.rollback(at, len(rows[at].context) - 1)  # the next step feeds the last token
+    return _run(rows, drafter, control, sampler, np.minimum(planned, limits), stopped)
+
+
+def _run(
+    rows: Sequence[Row],
+    drafter: Drafter,
+    control: Control,
+    sampler: Sampler,
+    limits: IntArray,
+    stopped_by: IntArray,
+) -> Drafted:
+    """Draft up to `limits`; rows that reach them were `stopped_by`."""
+    out = Drafted([[] for _ in rows], stopped_by.copy())
+    active, asks = limits > 0, control.asks
+    wanted = Wanted(
+        control.signals,
+        frozenset().union(*(row.rule.signals for row in rows)),
+        max(row.rule.ranks for row in rows),
+    )
     while active.any():
-        tokens = _next(rows, drafter, names, sampler, out, active)
+        tokens = _next(rows, drafter, wanted, sampler, out, active)
         for i in np.flatnonzero(active):
             if tokens[i] < 0:
                 active[i], out.stopped_by[i] = False, Stop.EXHAUSTED
             else:
                 out.tokens[i].append(tokens[i])
-        if asks and out.measured and active.any():
+        if asks and out.seen and active.any():
             stop = active & ~control.keep_going(out.lengths, out.signals)
             out.stopped_by[stop] = Stop.CONFIDENCE
             active &= ~stop
@@ -74,7 +126,7 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
 def _next(
     rows: Sequence[Row],
     drafter: Drafter,
-    names: frozenset[str],
+    wanted: Wanted,
     sampler: Sampler,
     out: Drafted,
     active: BoolArray,
@@ -89,7 +141,12 @@ def _next(
         assert proposal.tokens is not None, "a proposal is logits or tokens"
         return list(proposal.tokens)
     picked, processed = _pick(rows, proposal.logits, sampler, out, active)
-    out.measured.append(measure(proposal.logits, picked, names))
+    measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
+    out.seen.append({k: measured[k].double().cpu().numpy() for k in wanted.control})
+    out.measured.append({k: measured[k] for k in wanted.rule})
+    if wanted.ranks:
+        ranks = min(wanted.ranks, proposal.logits.shape[-1])
+        out.ranked.append(proposal.logits.topk(ranks, dim=-1).indices)
     if processed is not None:
         out.logits.append(processed)
     tokens: list[int] = picked.tolist()

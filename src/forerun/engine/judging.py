@@ -24,12 +24,19 @@ def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: 
         sampler: the rows' sampling.
     """
     device, width = logits.device, logits.shape[1] - 1
-    target = Target(sampler.process(logits, rows, drafted.tokens), sampler.greedy)
+    target = Target(
+        sampler.process(logits, rows, drafted.tokens),
+        sampler.greedy,
+        logits,
+        torch.tensor([[row.drift or 0.0, row.produced] for row in rows], dtype=torch.float64),
+    )
     padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in drafted.tokens]
     draft = Draft(
         torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width),
         torch.tensor([len(tokens) for tokens in drafted.tokens], device=device),
         torch.stack(drafted.logits[:width], dim=1) if drafted.logits and width else None,
+        _signals(drafted, width),
+        torch.stack(drafted.ranked[:width], dim=1) if drafted.ranked and width else None,
     )
     uniforms = _coins(rows, drafted, width).to(device)
     groups: dict[AcceptanceRule, list[int]] = {}
@@ -39,18 +46,20 @@ def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: 
         return rows[0].rule.judge(draft, target, uniforms)
     accepted = torch.empty(len(rows), dtype=torch.long, device=device)
     following, prob = accepted.clone(), torch.zeros(draft.tokens.shape, device=device)
+    drift = torch.zeros_like(prob)
     for rule, members in groups.items():
-        some = Draft(
-            draft.tokens[members],
-            draft.lengths[members],
-            None if draft.logits is None else draft.logits[members],
-        )
-        verdict = rule.judge(
-            some, Target(target.logits[members], target.greedy[members]), uniforms[members]
-        )
+        verdict = rule.judge(draft.take(members), target.take(members), uniforms[members])
         accepted[members], following[members] = verdict.accepted, verdict.next_token
         prob[members] = verdict.accept_prob.to(prob)
-    return Verdict(accepted, following, prob)
+        if verdict.drift is not None:
+            drift[members] = verdict.drift.to(drift)
+    return Verdict(accepted, following, prob, drift=drift)
+
+
+def _signals(drafted: Drafted, width: int) -> dict[str, torch.Tensor]:
+    """`(rows, width)` what rules read."""
+    steps = drafted.measured[:width]
+    return {k: torch.stack([step[k] for step in steps], 1) for k in steps[0]} if steps else {}
 
 
 def _coins(rows: Sequence[Row], drafted: Drafted, width: int) -> torch.Tensor:

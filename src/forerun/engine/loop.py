@@ -22,7 +22,7 @@ from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import PromptError, SettingError, require
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import Runtime
-from forerun.types import RoundOutcome, Stop
+from forerun.types import RoundOutcome, Stop, Verdict
 
 Committed = list[tuple[list[Piece], FinishReason | None]]
 
@@ -85,6 +85,11 @@ class Engine:
                 )
         if sampling.stop and self.tokenizer is None:
             raise SettingError("stop strings need a tokenizer")
+        if (rule.signals or rule.ranks) and not self.drafter.has_distribution:
+            raise SettingError(
+                f"rule {type(rule).__name__} reads the draft's distribution and this drafter has "
+                "none; use a draft model, or rule 'standard'"
+            )
         seed = np.random.SeedSequence().entropy if sampling.seed is None else sampling.seed
         assert isinstance(seed, int)
         seed %= 1 << 63
@@ -141,6 +146,7 @@ class Engine:
         verdict = judge(self._rows, drafted, logits, self._sampler)
         accepted: list[int] = verdict.accepted.tolist()
         committed = self._commit(drafted, accepted, verdict.next_token.tolist())
+        drift = self._drift(verdict, drafted, committed)
 
         outcome = RoundOutcome(
             drafted=drafted.lengths,
@@ -152,7 +158,7 @@ class Engine:
             verify_seconds=self.target.seconds - target_before,
         )
         self._control.observe(outcome)
-        return self._report(drafted, outcome, committed, began)
+        return self._report(drafted, outcome, committed, drift, began)
 
     def _admit(self) -> None:
         """Let waiting requests join: prefill both models up to the last prompt token."""
@@ -210,8 +216,32 @@ class Engine:
             self.target.rollback(i, len(row.context) - 1)
         return out
 
+    def _drift(
+        self, verdict: Verdict, drafted: Drafted, committed: Committed
+    ) -> list[list[float] | None]:
+        """Per row the drift of its judged positions: what was accepted, and the first rejection.
+
+        Bonus and plain tokens are the target's own, they add none.
+        """
+        if verdict.drift is None:
+            return [None] * len(self._rows)
+        out: list[list[float] | None] = []
+        everything = verdict.drift.double().cpu().tolist()
+        for i, (row, (pieces, _)) in enumerate(zip(self._rows, committed, strict=True)):
+            judged = min(len(drafted.tokens[i]), len(pieces))
+            some = None if row.rule.lossless else everything[i][:judged]
+            out.append(some)
+            if some is not None:
+                row.drift = (row.drift or 0.0) + sum(some)
+        return out
+
     def _report(
-        self, drafted: Drafted, outcome: RoundOutcome, committed: Committed, began: float
+        self,
+        drafted: Drafted,
+        outcome: RoundOutcome,
+        committed: Committed,
+        drift: list[list[float] | None],
+        began: float,
     ) -> list[Event]:
         """Let finished rows leave; one event per row."""
         rows, events = self._rows, []
@@ -227,6 +257,7 @@ class Engine:
                 draft_seconds=outcome.draft_seconds,
                 verify_seconds=outcome.verify_seconds,
                 other_seconds=other,
+                drift=drift[i],
             )
             row.first_token = row.first_token or now - row.submitted
             row.rounds.append(round_)

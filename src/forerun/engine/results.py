@@ -48,6 +48,9 @@ class Round:
     """Wall time of the batch in the target's forward."""
     other_seconds: float
     """Wall time of the batch in everything else (sampling, judging, control, text)."""
+    drift: list[float] | None = None
+    """Under a lossy rule: the exact total-variation distance to the target at each judged position
+    that was committed (accepted tokens, and the correction after a rejection)."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; times in milliseconds."""
@@ -59,6 +62,7 @@ class Round:
             "draft_ms": round(self.draft_seconds * 1e3, 3),
             "verify_ms": round(self.verify_seconds * 1e3, 3),
             "other_ms": round(self.other_seconds * 1e3, 3),
+            "drift": None if self.drift is None else [round(d, 6) for d in self.drift],
         }
 
 
@@ -84,6 +88,11 @@ class Stats:
     acceptance_rate: float | None = None
     """Accepted / judged drafted tokens: a rejection ends the judging, so the tokens behind it are
     neither accepted nor rejected. None if nothing was drafted."""
+    drift_mean: float | None = None
+    """Under a lossy rule: total-variation distance to the target per token, in [0, 1] (bonus and
+    plain tokens count, with 0). None under a lossless one."""
+    drift_max: float | None = None
+    """Likewise the largest of one token."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,9 +121,12 @@ class Stats:
             reasons[r.stopped_by.label] = reasons.get(r.stopped_by.label, 0) + 1
         accepted = sum(r.accepted for r in rounds)
         judged = sum(min(r.accepted + 1, r.drafted) for r in rounds)
+        tokens = sum(r.committed for r in rounds)
+        drift = [d for r in rounds for d in r.drift or ()]
+        lossy = any(r.drift is not None for r in rounds)
         return cls(
             prompt_tokens=prompt_tokens,
-            tokens=sum(r.committed for r in rounds),
+            tokens=tokens,
             rounds=len(rounds),
             drafted=sum(r.drafted for r in rounds),
             accepted=accepted,
@@ -126,6 +138,8 @@ class Stats:
             seconds=total,
             stopped_by=reasons,
             acceptance_rate=accepted / judged if judged else None,
+            drift_mean=sum(drift) / max(tokens, 1) if lossy else None,
+            drift_max=max(drift, default=0.0) if lossy else None,
         )
 
 

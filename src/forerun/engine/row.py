@@ -37,6 +37,8 @@ class Row:
     submitted: float
     prefill: float = 0.0
     first_token: float = 0.0
+    drift: float | None = None
+    """Summed drift of the tokens so far; None under a lossless rule."""
     rounds: list[Round] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 

@@ -1,7 +1,7 @@
 """Acceptance rules: what to keep. torch only; one method per file."""
 
 from forerun.registry import Registry
-from forerun.rules.base import AcceptanceRule, sample
+from forerun.rules.base import AcceptanceRule, PositionRule, sample
 
 RULES = Registry(
     "rule",
@@ -9,8 +9,17 @@ RULES = Registry(
     {
         "exact": "forerun.rules.exact:Exact",
         "standard": "forerun.rules.standard:Standard",
+        "block": "forerun.rules.block:Block",
+        "ears": "forerun.rules.ears:EARS",
+        "easd": "forerun.rules.easd:EASD",
+        "cm-asd": "forerun.rules.cm_asd:CMASD",
+        "spec-verification": "forerun.rules.spec_verification:SpecVerification",
+        "typical": "forerun.rules.typical:Typical",
+        "ensemble": "forerun.rules.ensemble:Ensemble",
+        "fly": "forerun.rules.fly:FLy",
+        "budget": "forerun.rules.budget:Budget",
     },
     AcceptanceRule,
 )
 
-__all__ = ["RULES", "AcceptanceRule", "sample"]
+__all__ = ["RULES", "AcceptanceRule", "PositionRule", "sample"]

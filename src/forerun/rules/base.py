@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from forerun.rules.odds import Odds, Weighed, one_hot
 from forerun.types import Draft, Target, Verdict
 
 
@@ -26,6 +27,17 @@ class AcceptanceRule(ABC):
     lossless: ClassVar[bool]
     """Whether the output has exactly the target's distribution, whatever the draft."""
 
+    @property
+    def signals(self) -> frozenset[str]:
+        """Fields of `Signals` of the draft that the rule reads; a drafter without a distribution
+        has none and is refused."""
+        return frozenset()
+
+    @property
+    def ranks(self) -> int:
+        """How many of the draft's most likely tokens the rule reads; likewise."""
+        return 0
+
     @abstractmethod
     def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Accept a prefix of each row's draft and choose the token after it.
@@ -36,6 +48,60 @@ class AcceptanceRule(ABC):
             uniforms: `(rows, K + 1)` float64 coins in [0, 1), each row's from its own stream:
                 column `i` decides position `i`, the last column draws the next token.
         """
+
+
+class PositionRule(AcceptanceRule):
+    """A rule that decides position by position: a coin each, the first failure ends the round."""
+
+    @abstractmethod
+    def weigh(self, odds: Odds) -> Weighed:
+        """How likely each drafted token is kept, and what replaces it."""
+
+    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+        """Accept a prefix by coins, draw the next token."""
+        odds, width = Odds(draft, target), draft.tokens.shape[1]
+        if width == 0:  # plain decoding: nothing to weigh
+            nothing = target.logits.new_zeros(len(draft.lengths), 0, dtype=odds.dtype)
+            weighed = Weighed(nothing, nothing)
+        else:
+            weighed = self.weigh(odds)
+        accept = weighed.accept * odds.inside
+        accepted = (uniforms[:, :width] < accept).cumprod(-1).sum(-1)
+        probs = _following(odds, weighed, accepted)
+        drift = None if self.lossless else torch.zeros_like(accept)
+        if drift is not None and weighed.drift is not None:
+            drift = weighed.drift * odds.inside
+        if odds.all_greedy:
+            return Verdict(accepted, probs.argmax(-1), accept, drift=drift)
+        return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)
+
+
+def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
+    """`(rows, V)` distribution of the token after the accepted ones (greedy rows: one-hot, or
+    logits if all are)."""
+    draft, row = odds.draft, torch.arange(len(accepted), device=accepted.device)
+    logits = odds.target.logits[row, accepted]
+    at = accepted.clamp(max=max(odds.width - 1, 0))
+    rejected = accepted < draft.lengths
+    if weighed.barred is not None:
+        token = draft.tokens[row, at].unsqueeze(-1)
+        struck = logits.scatter(-1, token, -torch.inf)
+        logits = torch.where((rejected & weighed.barred[row, at]).unsqueeze(-1), struck, logits)
+    if odds.all_greedy:
+        return logits
+    probs = logits.softmax(-1, dtype=odds.dtype)
+    if odds.width and weighed.residual is not False:
+        if draft.logits is None:
+            residual = probs.scatter(1, draft.tokens[row, at].unsqueeze(-1), 0)
+        else:
+            residual = (probs - draft.logits[row, at].softmax(-1, dtype=probs.dtype)).clamp(min=0)
+        mass = residual.sum(-1, keepdim=True)
+        use = rejected if weighed.residual is True else rejected & weighed.residual[row, at]
+        # Rounding may leave nothing of the residual: then the target itself.
+        probs = torch.where(use.unsqueeze(-1) & (mass > 0), residual / mass, probs)
+    if odds.some_greedy:
+        probs = torch.where(odds.greedy, one_hot(logits), probs)
+    return probs
 
 
 def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

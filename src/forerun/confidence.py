@@ -1,0 +1,70 @@
+"""How sure a drafter is of its own token: the confidence score of CM-ASD."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.errors import require
+
+PARTS = {"entropy": "normalized_entropy", "margin": "logit_margin", "softmax": "softmax_margin"}
+"""Each weight and the field of `Signals` it weighs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confidence:
+    """CM-ASD's weighted score in [0, 1], from the drafter's distribution at temperature 1.
+
+    `C = λ1·C_ent + λ2·C_margin + λ3·C_soft`, with `C_ent = 1 − H / log |V|`,
+    `C_margin = σ(β·(z1 − z2))` of the two highest logits, `C_soft = (P1 − P2) / P1` of the two
+    highest probabilities. A weight of 1 and two of 0 give one confidence alone.
+
+    Works on numpy arrays and torch tensors alike.
+
+    Reference: CM-ASD, §III.B (1).
+    """
+
+    entropy: float = 1 / 3
+    margin: float = 1 / 3
+    softmax: float = 1 / 3
+    sharpness: float = 1.0
+    literal: bool = False
+
+    def __post_init__(self) -> None:
+        weights = {name: getattr(self, name) for name in PARTS}
+        for name, value in weights.items():
+            require(_number(value) and 0 <= value <= 1, name, value, "a number between 0 and 1")
+        total = sum(weights.values())
+        # Room for weights written as 0.33, 0.33, 0.34.
+        require(abs(total - 1) < 1e-6, "the sum of the weights", total, f"1 ({', '.join(PARTS)})")
+        good = _number(self.sharpness) and 0 < self.sharpness < math.inf
+        require(good, "sharpness", self.sharpness, "a number > 0")
+        require(isinstance(self.literal, bool), "literal", self.literal, "true or false")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The fields of `Signals` that count."""
+        return frozenset(field for name, field in PARTS.items() if getattr(self, name) > 0)
+
+    def score(self, **signals: Any) -> Any:
+        """`C` in [0, 1], an array like the signals.
+
+        Args:
+            signals: the fields in `reads`, as numpy arrays or torch tensors.
+        """
+        parts = []
+        if self.entropy:
+            doubt = signals["normalized_entropy"]
+            parts.append(self.entropy * (doubt if self.literal else 1 - doubt))
+        if self.margin:
+            # σ(x) for x ≥ 0, as an expression that arrays of either library understand.
+            odds = math.e ** (-self.sharpness * signals["logit_margin"])
+            parts.append(self.margin / (1 + odds))
+        if self.softmax:
+            parts.append(self.softmax * signals["softmax_margin"])
+        return sum(parts[1:], start=parts[0])
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,126 @@
+"""`adaedl`: stop drafting by an entropy bound, held to a wanted acceptance rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checks import between, flag, whole
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController, State
+from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+
+
+@dataclass(frozen=True)
+class AdaEDLState(State):
+    """State of `AdaEDL`."""
+
+    threshold: FloatArray
+    """`(rows,)` λ, the threshold in force."""
+    rate: FloatArray
+    """`(rows,)` AR, the smoothed acceptance rate."""
+
+
+@dataclass(frozen=True)
+class AdaEDL(LengthController):
+    """Stop when a lower bound on the probability of acceptance falls below a moving threshold.
+
+    *Helps* as `svip` does, and besides corrects a threshold that does not suit the pair of
+    models. *Hurts* with a drafter that is sure and wrong, and in short answers: λ moves by at
+    most `(1 − β₂)·ε`, 0.001 by default, a round, so its start matters for hundreds of rounds.
+    Drafters without probabilities (lookup) are never stopped.
+
+    Rule: stop when `1 − √(γ·H) < λ`, with H the entropy of the draft distribution in nats. After
+    a round with `n` of `d` drafted tokens accepted: `AR ← β₁·AR + (1 − β₁)·n/d`; `λ' = λ + ε` if
+    `AR < α`, else `λ − ε` if `n ≠ L`, else `λ`; `λ ← β₂·λ + (1 − β₂)·λ'`. A low rate stops
+    drafts sooner; a high one lets them run on, unless they reach L already.
+
+    Args:
+        threshold: λ of the first round, a probability in [0, 1]. The paper tries 0.3 to 0.9 and
+            settles on none; 0.6, in the middle, is ours.
+        factor: γ, in [0, 10], which turns entropy into a bound; 0.2 in the paper. 0 never stops.
+        target: α, the wanted acceptance rate in [0, 1]; 0.9 in the paper.
+        epsilon: ε, the step of λ', in [0, 1]; 0.01 in the paper.
+        beta1: β₁, weight of the past in AR, in [0, 1]; 0.5 in the paper.
+        beta2: β₂, weight of the past in λ, in [0, 1]; 0.9 in the paper.
+        length: L, the most tokens per round, ≥ 0; 20 is ours, as in `hf-threshold`.
+        keep: whether the token at which the draft stopped stays in it. The paper asks before the
+            token is drafted, which is `keep=False`; but a round may then draft nothing, `n/d` has
+            no value and a λ that is too high never falls. So the default True is ours.
+
+    Deviations: the paper gives AR no start; here it is α. λ is kept in [0, 1], or it would run
+    away where no threshold brings the wanted rate. H is taken at temperature 1 whatever the
+    request samples at. Rounds without a draft, and drafts cut short from outside with everything
+    accepted, change nothing.
+
+    Reference: Agrawal et al. 2024, §3 and Algorithm 1; α, β₁, β₂ and ε, and the form of the
+    update, are those of Draft & Verify (Zhang et al. 2023).
+    """
+
+    threshold: float = 0.6
+    factor: float = 0.2
+    target: float = 0.9
+    epsilon: float = 0.01
+    beta1: float = 0.5
+    beta2: float = 0.9
+    length: int = 20
+    keep: bool = True
+
+    summary: ClassVar[str] = "stop by an entropy bound, adapted to a wanted acceptance rate"
+    paper: ClassVar[str] = "Agrawal et al. 2024 (AdaEDL)"
+    bibtex: ClassVar[str] = bibtex("adaedl2024", "zhang2023")
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "target", "epsilon", "beta1", "beta2"):
+            between(name, getattr(self, name), 0, 1)
+        between("factor", self.factor, 0, 10)
+        whole("length", self.length)
+        flag("keep", self.keep)
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """The entropy of the draft distribution."""
+        return frozenset({"entropy"})
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether the uncertain token is left out."""
+        return not self.keep
+
+    def start(self, rows: int) -> AdaEDLState:
+        """State for `rows` new sequences."""
+        return AdaEDLState(
+            rounds=np.zeros(rows, dtype=np.int64),
+            threshold=np.full(rows, float(self.threshold)),
+            rate=np.full(rows, float(self.target)),
+        )
+
+    def limit(self, state: AdaEDLState) -> IntArray:
+        """`(rows,)` the most tokens per round."""
+        return np.full(len(state), self.length, dtype=np.int64)
+
+    def keep_going(self, state: AdaEDLState, drafted: IntArray, signals: Signals) -> BoolArray:
+        """Whether the bound on the newest token's acceptance is high enough."""
+        if signals.entropy is None:
+            return np.ones(len(drafted), dtype=bool)
+        # Rounding can leave the entropy of a one-hot distribution a little below 0.
+        bound = 1 - np.sqrt(np.maximum(self.factor * signals.entropy[:, -1], 0))
+        return bound >= state.threshold
+
+    def observe(self, state: AdaEDLState, outcome: RoundOutcome) -> AdaEDLState:
+        """Move the threshold towards the wanted acceptance rate."""
+        learn = (outcome.drafted > 0) & ~outcome.censored
+        share = outcome.accepted / np.maximum(outcome.drafted, 1)
+        rate = self.beta1 * state.rate + (1 - self.beta1) * share
+        relaxed = np.where(outcome.accepted == self.length, 0, -self.epsilon)
+        nudge = np.where(rate < self.target, self.epsilon, relaxed)
+        # β₂·λ + (1 − β₂)·(λ + nudge), written so that a nudge of 0 leaves λ exactly where it is.
+        threshold = np.clip(state.threshold + (1 - self.beta2) * nudge, 0, 1)
+        return replace(
+            state,
+            rounds=state.rounds + 1,
+            threshold=np.where(learn, threshold, state.threshold),
+            rate=np.where(learn, rate, state.rate),
+        )

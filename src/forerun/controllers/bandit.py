@@ -1,0 +1,176 @@
+"""`bandit`: try a few lengths, then play the one that pays best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checks import between, choice, whole
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController, State
+from forerun.errors import require
+from forerun.types import FloatArray, IntArray, RoundOutcome
+
+POLICIES = ("ucb", "thompson")
+REWARDS = ("throughput", "accepted", "blend")
+BLEND = 0.5
+DELTA = 0.5  # as the proof of BanditSpec's Theorem 4.3 takes it
+
+
+@dataclass(frozen=True)
+class BanditState(State):
+    """State of `Bandit`."""
+
+    pulls: IntArray
+    """`(rows, arms)` rounds that taught each arm."""
+    rewards: FloatArray
+    """`(rows, arms)` sum of their rewards."""
+
+
+@dataclass(frozen=True)
+class Bandit(LengthController):
+    """Treat some fixed lengths as the arms of a bandit.
+
+    *Helps* when nothing is known about drafter and text and neither confidence nor history can be
+    trusted: it assumes only that each length has a mean. *Hurts* in short requests, as each arm
+    must be tried and lengths that are neighbours teach each other nothing; and when difficulty
+    changes, as every round counts for ever.
+
+    Rule: play each arm once, then `argmax_i μ̂_i + r_i`, with `n_i` plays of arm i, mean reward
+    `μ̂_i`, K arms and `t = Σ n_i`. `"ucb"` (UCBSpec):
+    `r_i = ε·½·√((1 + n_i)/n_i²·(1 + 2·log(K·t²·√(1 + n_i)/δ)))`, δ = ½; `"thompson"`:
+    `r_i = ε·z_i/√n_i`, `z_i` standard normal. Ties go to the shorter length. Rewards, scaled into
+    [0, 1], with A of γ drafted tokens accepted: `"throughput"` `(A + 1) / (1 + γ·(1/c + v))`, over
+    the most an arm can have; `"accepted"` `(A + 1) / (high + 1)`; `"blend"`
+    `½·A/high + ½·A/γ`.
+
+    Args:
+        policy: `"ucb"` (BanditSpec, the default) or `"thompson"` (one of TapOut's).
+        reward: `"throughput"` (the default; BanditSpec's for lengths, see below), `"accepted"`
+            (BanditSpec's for choosing drafters; among lengths the longest always wins it) or
+            `"blend"` (TapOut's form; the equal weights are ours).
+        low: the shortest arm, tokens, ≥ 1 (BanditSpec has 0 to 4, its code 1 to 4).
+        high: L, no arm is longer, tokens, ≥ low (ours: cheap drafters want more than 4).
+        step: from arm to arm, tokens, ≥ 1 (1 in BanditSpec; 2 is ours, for K = 5 as there).
+        explore: ε, ≥ 0. BanditSpec has 1, which explores nearly evenly for hundreds of rounds;
+            0.25 is ours: in simulations the least that recovers from an unlucky first play.
+        cost: c, one target pass over one draft step, > 0, for `"throughput"` (ours: 4.2, measured
+            for the shipped pair, `benchmarks/results/overhead.md`).
+        width_cost: v, what each further token to verify adds to a target pass, in target passes,
+            ≥ 0 (ours).
+        seed: of the `"thompson"` draws, ≥ 0.
+
+    Deviations: BanditSpec's throughput is measured tokens per second of the whole batch; here it
+    is computed from the costs given, so that rows stay independent and replays are exact. One
+    bandit per row instead of one per batch. No arm of length 0: a round without a draft teaches
+    nothing. EXP3Spec, worse than UCBSpec in the paper's own experiments, is left out. TapOut's
+    arms are stop rules, ours lengths. The normal numbers are a hash of seed, round and arm: equal
+    states draw alike, also in two rows. Rounds cut short count with what was really drafted.
+
+    Reference: Hou et al. 2025, "BanditSpec", Algorithm 4 and §6.2; Sridhar et al. 2025, "TapOut".
+    """
+
+    policy: str = "ucb"
+    reward: str = "throughput"
+    low: int = 1
+    high: int = 9
+    step: int = 2
+    explore: float = 0.25
+    cost: float = 4.2
+    width_cost: float = 0.02
+    seed: int = 0
+
+    summary: ClassVar[str] = "a bandit (UCB or Thompson) over a few fixed lengths"
+    paper: ClassVar[str] = "Hou et al. 2025 (BanditSpec); Sridhar et al. 2025 (TapOut)"
+    bibtex: ClassVar[str] = bibtex("banditspec2025", "tapout2025")
+
+    def __post_init__(self) -> None:
+        choice("policy", self.policy, POLICIES)
+        choice("reward", self.reward, REWARDS)
+        whole("low", self.low, 1)
+        whole("high", self.high, 1)
+        require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
+        whole("step", self.step, 1)
+        between("explore", self.explore, 0, 1000)
+        between("cost", self.cost, 0, 1e9)
+        require(self.cost > 0, "cost", self.cost, "above 0: a draft step costs something")
+        between("width_cost", self.width_cost, 0, 1000)
+        whole("seed", self.seed)
+
+    @property
+    def arms(self) -> IntArray:
+        """`(arms,)` the lengths, ascending."""
+        return np.arange(self.low, self.high + 1, self.step, dtype=np.int64)
+
+    def start(self, rows: int) -> BanditState:
+        """State for `rows` new sequences."""
+        shape = (rows, len(self.arms))
+        return BanditState(
+            rounds=np.zeros(rows, dtype=np.int64),
+            pulls=np.zeros(shape, dtype=np.int64),
+            rewards=np.zeros(shape),
+        )
+
+    def limit(self, state: BanditState) -> IntArray:
+        """`(rows,)` the arm to play; the same state always plays the same."""
+        return self.arms[self._arm(state)]
+
+    def _arm(self, state: BanditState) -> IntArray:
+        n = np.maximum(state.pulls, 1)
+        if self.policy == "ucb":
+            t = np.maximum(state.pulls.sum(1, keepdims=True), 1)
+            log = np.log(len(self.arms) * t**2.0 * np.sqrt(1 + n) / DELTA)
+            radius = np.sqrt((1 + n) / n**2 * (1 + 2 * log)) / 2
+        else:
+            radius = normal(self.seed, state.rounds, len(self.arms)) / np.sqrt(n)
+        score = np.where(state.pulls > 0, state.rewards / n + self.explore * radius, np.inf)
+        arm: IntArray = score.argmax(1)
+        return arm
+
+    def observe(self, state: BanditState, outcome: RoundOutcome) -> BanditState:
+        """Credit the arm that was played."""
+        learn = (outcome.drafted > 0) & ~outcome.censored
+        played = np.arange(len(self.arms)) == self._arm(state)[:, None]
+        played &= learn[:, None]
+        reward = self._reward(outcome.drafted, outcome.accepted)
+        return replace(
+            state,
+            rounds=state.rounds + 1,
+            pulls=state.pulls + played,
+            rewards=state.rewards + np.where(played, reward[:, None], 0),
+        )
+
+    def _reward(self, drafted: IntArray, accepted: IntArray) -> FloatArray:
+        """`(rows,)` in [0, 1], for any length up to `high`."""
+        if self.reward == "accepted":
+            return (accepted + 1) / (self.high + 1)
+        if self.reward == "blend":
+            rate = accepted / np.maximum(drafted, 1)
+            return BLEND * accepted / self.high + (1 - BLEND) * rate
+        per_token = 1 / self.cost + self.width_cost
+        most = ((self.arms + 1) / (1 + self.arms * per_token)).max()
+        reward: FloatArray = (accepted + 1) / (1 + drafted * per_token) / most
+        return reward
+
+
+def normal(seed: int, count: IntArray, columns: int) -> FloatArray:
+    """`(rows, columns)` standard normal numbers, a function of (seed, count, column) alone.
+
+    SplitMix64 (Steele et al. 2014) of a counter, then Box–Muller.
+    """
+    column = np.arange(2 * columns, dtype=np.uint64)
+    start = mixed(np.array([seed % 2**64], dtype=np.uint64))
+    bits = mixed(mixed(start + count.astype(np.uint64))[:, None] + column)
+    uniform = ((bits >> np.uint64(11)) + np.uint64(1)) * 2.0**-53  # in (0, 1]
+    radius = np.sqrt(-2 * np.log(uniform[:, :columns]))
+    return radius * np.cos(2 * np.pi * uniform[:, columns:])
+
+
+def mixed(z: np.ndarray) -> np.ndarray:
+    """SplitMix64's output at each counter; arrays of `uint64` wrap around silently."""
+    z = (z + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,117 @@
+"""`cm-asd`: draft as many tokens as the drafter's mean confidence suggests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checks import between, flag, whole
+from forerun.citations import bibtex
+from forerun.confidence import Confidence
+from forerun.controllers.base import LengthController, State
+from forerun.errors import require
+from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+
+
+@dataclass(frozen=True)
+class CMASD(Confidence, LengthController):
+    """CM-ASD's window: the mean confidence of the drafted tokens, times the longest length.
+
+    *Helps* when the drafter's confidence predicts acceptance, like any threshold, and smoothly: one
+    doubtful token among sure ones does not end the draft. *Hurts* with an over- or under-confident
+    drafter (α then wants tuning); it has no memory, so it never learns that it is wrong, and on
+    hard text it drafts less but never 0. Drafters without probabilities (lookup) are never
+    stopped.
+
+    Rule: `k = min(k_max, max(k_min, ⌊α·C̄·k_max⌋))`, with C̄ the mean confidence
+    (`forerun.confidence`) over the next positions. The literal two-pass form drafts k_max tokens
+    to know C̄ and keeps k of them: free with a parallel drafter, k_max draft steps with an
+    autoregressive one. The incremental form, the default, stops at the first `i` with
+    `i ≥ max(k_min, ⌊α·C̄_i·k_max⌋)`, where C̄_i is the mean over the first `i` tokens.
+
+    Args:
+        alpha: α, aggressiveness, in (0, 1] (the paper gives no value; ours).
+        low: k_min, tokens, ≥ 1 (ours).
+        high: k_max, tokens, ≥ low (ours).
+        two_pass: the literal form. A sampled preview is thrown away and drawn anew, which costs
+            another k steps; otherwise the choice among drafts would make sampling lossy.
+        entropy: λ1, weight of `1 − H/log|V|`, in [0, 1] (ours: equal weights).
+        margin: λ2, weight of the logit margin, in [0, 1].
+        softmax: λ3, weight of the softmax margin, in [0, 1]; the three sum to 1.
+        sharpness: β of the logit margin's sigmoid, > 0 (ours).
+        literal: let entropy count as confidence, as printed.
+
+    Deviations: as printed the entropy term grows with uncertainty while the text says confidence;
+    `1 − H/log|V|` is used unless `literal`.
+
+    Reference: CM-ASD, §III.B (1) and (b).
+    """
+
+    alpha: float = 1.0
+    low: int = 1
+    high: int = 16
+    two_pass: bool = False
+
+    summary: ClassVar[str] = "as many tokens as the drafter's mean confidence suggests"
+    paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
+    bibtex: ClassVar[str] = bibtex("cmasd2025")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("alpha", self.alpha, 0, 1)
+        require(self.alpha > 0, "alpha", self.alpha, "above 0")
+        whole("low", self.low, 1)
+        whole("high", self.high, 1)
+        require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
+        flag("two_pass", self.two_pass)
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """What the confidence is made of."""
+        return self.reads
+
+    @property
+    def previews(self) -> bool:
+        """Only the two-pass form does."""
+        return self.two_pass
+
+    def start(self, rows: int) -> State:
+        """State for `rows` new sequences: no memory."""
+        return State(np.zeros(rows, dtype=np.int64))
+
+    def limit(self, state: State) -> IntArray:
+        """`(rows,)` k_max."""
+        return np.full(len(state), self.high, dtype=np.int64)
+
+    def plan(self, state: State, drafted: IntArray, signals: Signals) -> IntArray:
+        """k of the previewed tokens."""
+        sure = self._mean(drafted, signals)
+        return drafted if sure is None else np.minimum(drafted, self._length(sure))
+
+    def keep_going(self, state: State, drafted: IntArray, signals: Signals) -> BoolArray:
+        """Whether fewer tokens are drafted than their mean confidence suggests."""
+        sure = None if self.two_pass else self._mean(drafted, signals)
+        if sure is None:
+            return np.ones(len(drafted), dtype=bool)
+        return drafted < self._length(sure)
+
+    def observe(self, state: State, outcome: RoundOutcome) -> State:
+        """Only counts."""
+        return replace(state, rounds=state.rounds + 1)
+
+    def _mean(self, drafted: IntArray, signals: Signals) -> FloatArray | None:
+        """C̄ over the first `drafted` tokens of each row; None without a distribution."""
+        wanted = {name: getattr(signals, name) for name in self.reads}
+        if any(values is None for values in wanted.values()):
+            return None
+        score = self.score(**wanted)
+        counted = np.arange(score.shape[1]) < drafted[:, None]
+        mean: FloatArray = np.where(counted, score, 0).sum(1) / np.maximum(drafted, 1)
+        return mean
+
+    def _length(self, sure: FloatArray) -> IntArray:
+        # Rounding in a mean of ones must not cost a token.
+        wanted = np.floor(self.alpha * sure * self.high + 1e-9).astype(np.int64)
+        return np.clip(wanted, self.low, self.high)

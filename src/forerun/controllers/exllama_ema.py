@@ -1,0 +1,108 @@
+"""`exllama-ema`: just above the moving average of accepted tokens, and rest where none are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checks import between, whole
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController, State
+from forerun.errors import require
+from forerun.types import FloatArray, IntArray, RoundOutcome
+
+
+@dataclass(frozen=True)
+class ExLlamaEMAState(State):
+    """State of `ExLlamaEMA`."""
+
+    ema: FloatArray
+    """`(rows,)` moving average of the accepted tokens; γ is its ceiling."""
+    tried: IntArray
+    """`(rows,)` the last round, counted from 0, that drafted something and taught something."""
+
+
+@dataclass(frozen=True)
+class ExLlamaEMA(LengthController):
+    """Follow the accepted tokens at once, up faster than down, and stop drafting where it is vain.
+
+    *Helps* where predictable stretches alternate with unpredictable ones: the average reaches the
+    newest round and beyond, so γ grows within a round or two, and where nothing is accepted it
+    costs one probe in `probe_interval` rounds. *Hurts* where rounds vary about a steady mean,
+    which it chases: γ then follows the last round rather than the average (`gammatune` smooths
+    more).
+
+    Rule, with `a` the accepted tokens of the round, plus 1 if all were accepted:
+    `ema ← α·a + (1 − α)·ema`, with `α = α_up` if `a > ema`, else `α_down`;
+    `γ ← min(high, max(1, ⌈ema⌉))`. While `ema < skip_ema`: `γ = 0`, but `probe` in every
+    `probe_interval`-th round. An α_up above 1 overshoots on purpose.
+
+    Args:
+        length: ema of the first round, tokens, ≤ high. Ours: the ceiling, so that the first round
+            shows what can be had.
+        alpha_up: α_up, weight of a round that raises the average, in (0, 2]; 1.30 in exllamav3.
+        alpha_down: α_down, weight of a round that lowers it, in (0, 1]; 0.65 in exllamav3.
+        skip_ema: rest while the average is below this, tokens, in [0, 1000]; 0.3 in exllamav3. 0
+            never rests.
+        probe: γ of a probe, tokens, ≥ 1; 2 in exllamav3.
+        probe_interval: rounds from one probe to the next, ≥ 1; 16 in exllamav3.
+        high: the most tokens per round, ≥ 1 (`num_draft_tokens`, 4 in exllamav3).
+
+    Deviations: exllamav3 drafts one length for the whole batch, the largest any row asks for;
+    here every row has its own. Drafts cut short from outside with everything accepted change
+    nothing, and a probe that was cut like that, or for which nothing could be drafted, is
+    repeated.
+
+    Reference: `dynamic_draft_tokens` in exllamav3, `generator/generator.py` (turboderp-org).
+    """
+
+    length: int = 4
+    alpha_up: float = 1.3
+    alpha_down: float = 0.65
+    skip_ema: float = 0.3
+    probe: int = 2
+    probe_interval: int = 16
+    high: int = 4
+
+    summary: ClassVar[str] = "just above the accepted tokens; rest where none are accepted"
+    paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
+    bibtex: ClassVar[str] = bibtex("exllamav3")
+
+    def __post_init__(self) -> None:
+        for name in ("length", "probe", "probe_interval", "high"):
+            whole(name, getattr(self, name), 1)
+        require(self.length <= self.high, "length", self.length, f"at most high={self.high}")
+        between("alpha_up", self.alpha_up, 0, 2)
+        between("alpha_down", self.alpha_down, 0, 1)
+        for name in ("alpha_up", "alpha_down"):
+            value = getattr(self, name)
+            require(value > 0, name, value, "above 0, or the average never moves")
+        between("skip_ema", self.skip_ema, 0, 1000)
+
+    def start(self, rows: int) -> ExLlamaEMAState:
+        """State for `rows` new sequences."""
+        zeros = np.zeros(rows, dtype=np.int64)
+        # A start below `skip_ema` rests like any other average: the first probe is due later.
+        return ExLlamaEMAState(zeros, np.full(rows, float(self.length)), zeros.copy())
+
+    def limit(self, state: ExLlamaEMAState) -> IntArray:
+        """`(rows,)` γ = ⌈ema⌉; 0 or a probe while the average is low."""
+        gamma = np.clip(np.ceil(state.ema).astype(np.int64), 1, self.high)
+        due = state.rounds - state.tried >= self.probe_interval
+        resting = np.where(due, min(self.probe, self.high), 0)
+        return np.where(state.ema < self.skip_ema, resting, gamma)
+
+    def observe(self, state: ExLlamaEMAState, outcome: RoundOutcome) -> ExLlamaEMAState:
+        """Move the average to what was accepted."""
+        learn = (outcome.drafted > 0) & ~outcome.censored
+        seen = outcome.accepted + outcome.full
+        alpha = np.where(seen > state.ema, self.alpha_up, self.alpha_down)
+        ema = alpha * seen + (1 - alpha) * state.ema
+        return replace(
+            state,
+            rounds=state.rounds + 1,
+            ema=np.where(learn, ema, state.ema),
+            tried=np.where(learn, state.rounds, state.tried),
+        )

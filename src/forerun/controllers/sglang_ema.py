@@ -1,0 +1,153 @@
+"""`sglang-ema`: one step beyond the moving average of accepted tokens, in tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checks import between, whole
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController, State
+from forerun.errors import require
+from forerun.types import FloatArray, IntArray, RoundOutcome
+
+
+@dataclass(frozen=True)
+class SGLangEMAState(State):
+    """State of `SGLangEMA`."""
+
+    tier: IntArray
+    """`(rows,)` index into the candidate steps."""
+    ema: FloatArray
+    """`(rows,)` moving average of the accepted tokens."""
+    learned: IntArray
+    """`(rows,)` rounds that moved the average."""
+    resting: IntArray
+    """`(rows,)` the first round of the newest stretch of plain decoding, counted from 0."""
+
+
+@dataclass(frozen=True)
+class SGLangEMA(LengthController):
+    """Move between a few lengths, slowly, so that one step more than accepted is drafted.
+
+    *Helps* a server that prepares each length in advance (compiled widths, captured graphs), and
+    wherever rounds vary about a steady mean: the average is slow and γ changes at most once in
+    `update_interval` rounds. *Hurts* when predictability changes within tens of rounds, which it
+    follows too late, and in short answers, which end before the warm-up does.
+
+    Rule, with `a` the accepted tokens of the round: `ema ← (1 − α)·ema + α·a`. After the warm-up,
+    in every `update_interval`-th round, γ goes down the candidates while `ema ≤ s − ½ + down`, s
+    being the next smaller one (`½ + down` for s = 0); or else up while `ema > γ − ½ + up`. So γ
+    is about `round(ema) + 1`. After an interval at γ = 0 the smallest candidate above it is
+    tried.
+
+    Args:
+        length: γ of the first round, one of the candidates; ema starts at `length − 1`. 5, the
+            middle of the default candidates, is what SGLang falls back to.
+        candidate_steps: the lengths γ may take, ≥ 0, rising, separated by commas; 0 is plain
+            decoding. `"1,3,5,7"` in SGLang for small batches.
+        ema_alpha: α, weight of the newest round, in (0, 1]; 0.2 in SGLang.
+        update_interval: rounds between changes of γ, ≥ 1; 5 in SGLang.
+        warmup_batches: rounds before the first interval, ≥ 0; 10 in SGLang.
+        up_hysteresis: up, tokens the average must exceed its threshold by to go up, in [−10, 10];
+            0 in SGLang.
+        down_hysteresis: down, tokens added to the threshold to go down, in [−10, 10]; −0.25 in
+            SGLang.
+
+    Deviations: SGLang averages over its batch and has a set of candidates per batch size; here
+    every row has its own average and one set serves all. Its cap on falling lengths
+    (`ceiling_coeff`), off by default, is left out. Rounds without a draft, and drafts cut short
+    from outside with everything accepted, are not counted, save that plain rounds are counted to
+    end a stretch of them.
+
+    Reference: `AdaptiveStepSlot` in SGLang, `speculative/adaptive_spec_params.py`.
+    """
+
+    length: int = 5
+    candidate_steps: str = "1,3,5,7"
+    ema_alpha: float = 0.2
+    update_interval: int = 5
+    warmup_batches: int = 10
+    up_hysteresis: float = 0.0
+    down_hysteresis: float = -0.25
+
+    summary: ClassVar[str] = "one step beyond the accepted tokens, in tiers, changed slowly"
+    paper: ClassVar[str] = "SGLang 2026 (adaptive speculative decoding)"
+    bibtex: ClassVar[str] = bibtex("sglang2026")
+
+    def __post_init__(self) -> None:
+        text = self.candidate_steps
+        wanted = "rising whole numbers separated by commas"
+        good = isinstance(text, str) and all(s.strip().isdecimal() for s in text.split(","))
+        require(good, "candidate_steps", text, wanted)
+        steps = self.steps.tolist()
+        require(steps == sorted(set(steps)), "candidate_steps", text, wanted)
+        whole("length", self.length)
+        require(self.length in steps, "length", self.length, f"one of {text}")
+        between("ema_alpha", self.ema_alpha, 0, 1)
+        require(self.ema_alpha > 0, "ema_alpha", self.ema_alpha, "above 0, or nothing is learned")
+        whole("update_interval", self.update_interval, 1)
+        whole("warmup_batches", self.warmup_batches)
+        for name in ("up_hysteresis", "down_hysteresis"):
+            between(name, getattr(self, name), -10, 10)
+
+    @property
+    def steps(self) -> IntArray:
+        """The candidates, rising."""
+        return np.array([int(step) for step in self.candidate_steps.split(",")], dtype=np.int64)
+
+    @property
+    def high(self) -> int:
+        """The largest candidate."""
+        return int(self.steps[-1])
+
+    def start(self, rows: int) -> SGLangEMAState:
+        """State for `rows` new sequences."""
+        steps = self.steps
+        # Plain rounds do not move the average, so a start at 0 is that of its first probe, whose
+        # warm-up the plain rounds have served.
+        first = self.length or int(steps[min(1, len(steps) - 1)])
+        warm = 0 if self.length else self.warmup_batches
+        return SGLangEMAState(
+            rounds=np.zeros(rows, dtype=np.int64),
+            tier=np.full(rows, int(np.searchsorted(steps, self.length)), dtype=np.int64),
+            ema=np.full(rows, float(first - 1)),
+            learned=np.full(rows, warm, dtype=np.int64),
+            resting=np.full(rows, warm, dtype=np.int64),
+        )
+
+    def limit(self, state: SGLangEMAState) -> IntArray:
+        """`(rows,)` γ of the tier."""
+        return self.steps[self._tier(state)]
+
+    def observe(self, state: SGLangEMAState, outcome: RoundOutcome) -> SGLangEMAState:
+        """Move the average, and the tier when it is time."""
+        learn = (outcome.drafted > 0) & ~outcome.censored
+        ema = state.ema + self.ema_alpha * (outcome.accepted - state.ema)
+        ema = np.where(learn, ema, state.ema)
+        learned = state.learned + learn
+        since = learned - self.warmup_batches
+        due = learn & (since > 0) & (since % self.update_interval == 0)
+        tier = np.where(due, self._moved(self._tier(state), ema), state.tier)
+        rest = due & (self.steps[tier] == 0)
+        rounds = state.rounds + 1
+        resting = np.where(rest, rounds, state.resting)
+        return SGLangEMAState(rounds, tier, ema, learned, resting)
+
+    def _tier(self, state: SGLangEMAState) -> IntArray:
+        """`(rows,)` the tier in use: the next one where plain decoding has lasted an interval."""
+        rested = state.rounds - state.resting >= self.update_interval
+        probe = rested & (self.steps[state.tier] == 0)
+        return np.minimum(state.tier + probe, len(self.steps) - 1)
+
+    def _moved(self, tier: IntArray, ema: FloatArray) -> IntArray:
+        """`(rows,)` the tier the average calls for."""
+        below = self.steps[:-1]
+        # Both rise, so counting those an average exceeds is walking from tier to tier.
+        falls = np.where(below == 0, 0.5, below - 0.5) + self.down_hysteresis
+        rises = below - 0.5 + self.up_hysteresis
+        down = np.minimum(tier, np.searchsorted(falls, ema))
+        up = np.maximum(tier, np.searchsorted(rises, ema))
+        return np.where(down < tier, down, up)

@@ -1,0 +1,95 @@
+"""`svip`: stop drafting when the draft distribution is too uncertain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checks import between, flag, whole
+from forerun.citations import bibtex
+from forerun.controllers.base import LengthController, State
+from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
+
+
+@dataclass(frozen=True)
+class SVIP(LengthController):
+    """Stop at the first token whose draft distribution has a high entropy.
+
+    *Helps* when difficulty changes from token to token and the drafter knows it: entropy sees
+    the whole distribution, where `hf-threshold` sees one probability. Nothing is learned, so it
+    works from the first round. *Hurts* with a drafter that is sure and wrong, and where h does
+    not suit the pair of models: it never adapts. Drafters without probabilities (lookup) are
+    never stopped.
+
+    Rule: stop when `√(c·H) > h`, with H the entropy of the draft distribution in nats. The
+    probability of acceptance is one less the total variation distance of draft and target; by
+    Pinsker's inequality it is at least `1 − √(½·(H(draft, target) − H))`, and with the cross
+    entropy taken for a constant multiple of H that is `1 − √(c·H)`. So the rule asks for a
+    probability of at least `1 − h`.
+
+    Args:
+        threshold: h, ≥ 0 and at most 10; 0.3 in the authors' code, which with their c stops above
+            0.6 nats.
+        factor: c, in [0, 10]; 0.15 in the authors' code. 0 never stops.
+        length: the most tokens per round, ≥ 0; 40 in the authors' code.
+        keep: whether the token at which the draft stopped stays in it, as it does in the authors'
+            code. With `keep=False` a round may draft nothing.
+
+    Deviations: H is taken at temperature 1 whatever the request samples at; the authors' code,
+    which knows greedy decoding and temperature 1 only, does the same.
+
+    Reference: Zhang et al. 2024, "Draft Model Knows When to Stop"; `vanilla-sd/eval_specbench.py`
+    in the authors' repository (Geralt-Targaryen/SVIP).
+
+    >>> controller = SVIP()
+    >>> signals = Signals(entropy=np.array([[0.59], [0.61]]))
+    >>> controller.keep_going(controller.start(2), np.array([1, 1]), signals)
+    array([ True, False])
+    """
+
+    threshold: float = 0.3
+    factor: float = 0.15
+    length: int = 40
+    keep: bool = True
+
+    summary: ClassVar[str] = "stop when the entropy of the draft distribution is high"
+    paper: ClassVar[str] = "Zhang et al. 2024 (SVIP)"
+    bibtex: ClassVar[str] = bibtex("svip2024")
+
+    def __post_init__(self) -> None:
+        between("threshold", self.threshold, 0, 10)
+        between("factor", self.factor, 0, 10)
+        whole("length", self.length)
+        flag("keep", self.keep)
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """The entropy of the draft distribution."""
+        return frozenset({"entropy"})
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether the uncertain token is left out."""
+        return not self.keep
+
+    def start(self, rows: int) -> State:
+        """State for `rows` new sequences: nothing but the round count."""
+        return State(np.zeros(rows, dtype=np.int64))
+
+    def limit(self, state: State) -> IntArray:
+        """`(rows,)` the most tokens per round."""
+        return np.full(len(state), self.length, dtype=np.int64)
+
+    def keep_going(self, state: State, drafted: IntArray, signals: Signals) -> BoolArray:
+        """Whether the newest token's distribution was certain enough."""
+        if signals.entropy is None:
+            return np.ones(len(drafted), dtype=bool)
+        # Rounding can leave the entropy of a one-hot distribution a little below 0.
+        uncertainty = np.sqrt(np.maximum(self.factor * signals.entropy[:, -1], 0))
+        return uncertainty <= self.threshold
+
+    def observe(self, state: State, outcome: RoundOutcome) -> State:
+        """Count the round; there is nothing to learn."""
+        return replace(state, rounds=state.rounds + 1)

@@ -1,0 +1,87 @@
+"""`budget`: another rule, for as long as its drift stays within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from forerun.checks import between
+from forerun.errors import require
+from forerun.rules.base import AcceptanceRule, PositionRule
+from forerun.rules.odds import Odds, Weighed
+
+
+@dataclass(frozen=True)
+class Budget(PositionRule):
+    """A lossy rule whose mean drift per token never exceeds a budget.
+
+    *Helps* to use a lossy rule where its cost must be known beforehand: the summed distance of a
+    text of N tokens from the target's own distribution is at most N times the budget. *Hurts*
+    short texts: a greedy deviation costs a whole unit of drift, so the first one is allowed only
+    after `1/drift` tokens.
+
+    Rule: at each drafted position, if the mean drift of the request's tokens up to and with this
+    one would exceed the budget, the position is judged by `standard` (drift 0), else by the inner
+    rule. The decision is made before anyone looks at which token was drafted, so such a position
+    is exact.
+
+    Args:
+        rule: the lossy rule; one that decides position by position (all of ours do).
+        drift: the budget, mean total-variation distance per token, in [0, 1].
+
+    >>> from forerun.rules import RULES
+    >>> RULES.make("budget(ears(beta=0.3), drift=0.02)").drift
+    0.02
+    """
+
+    rule: AcceptanceRule
+    drift: float = 0.01
+
+    summary: ClassVar[str] = "another rule, while its mean drift stays within a budget"
+    paper: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.rule, PositionRule) and not self.rule.lossless
+        require(good, "rule", self.rule, "a lossy rule that decides position by position")
+        between("drift", self.drift, 0, 1)
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """What the inner rule reads."""
+        return self.rule.signals
+
+    @property
+    def ranks(self) -> int:
+        """What the inner rule reads."""
+        return self.rule.ranks
+
+    def weigh(self, odds: Odds) -> Weighed:
+        """The inner rule's opinion where the budget allows it, `standard`'s elsewhere."""
+        assert isinstance(self.rule, PositionRule)
+        inner = self.rule.weigh(odds)
+        drift = torch.zeros_like(inner.accept) if inner.drift is None else inner.drift
+        allowed = self._allowed(odds, drift)
+        return Weighed(
+            torch.where(allowed, inner.accept, odds.ratio),
+            torch.where(allowed, drift, torch.zeros_like(drift)),
+            ~allowed | inner.residual,
+            None if inner.barred is None else inner.barred & allowed,
+        )
+
+    def _allowed(self, odds: Odds, drift: torch.Tensor) -> torch.Tensor:
+        """`(rows, K)` bool: the running mean stays within the budget."""
+        rows, width = drift.shape
+        spent = odds.target.spent
+        if spent is None:
+            spent = torch.zeros(rows, 2, dtype=torch.float64)
+        total, tokens = spent.to(drift.device, torch.float64).unbind(-1)
+        columns = []
+        for i in range(width):
+            after = total + drift[:, i]
+            columns.append(after <= self.drift * (tokens + i + 1))
+            total = torch.where(columns[-1], after, total)
+        return torch.stack(columns, -1)

@@ -1,0 +1,55 @@
+"""`ensemble`: let the output be a mixture of target and draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from forerun.checks import between
+from forerun.citations import bibtex
+from forerun.rules.base import PositionRule
+from forerun.rules.odds import Odds, Weighed
+
+
+@dataclass(frozen=True)
+class Ensemble(PositionRule):
+    """Standard sampling from `w·target + (1 − w)·draft` instead of the target.
+
+    *Helps* when the draft is nearly as good as the target and a fixed, known share of it in the
+    output is fine. *Hurts* everywhere alike: the drift, `(1 − w)` times the distance of the two
+    models, is largest just where the draft is wrong. Greedy requests are untouched.
+
+    Rule: accept `x` with `1 − w + w·target(x)/draft(x)`; corrections come from the standard
+    residual (which is the mixture's as well), the bonus from the target. With w = 1 it is
+    `standard`.
+
+    Args:
+        weight: w, the target's share, in [0, 1] (`assistant_ensemble_weight` in `transformers`,
+            which has no default; ours).
+
+    Deviations: a token that the target excludes (top-k, bans) is never kept. `transformers` also
+    compares greedy drafts with the arg-max of the mixture; here greedy is greedy.
+
+    Reference: the static ensemble of Wang et al. 2026 (DIVERSED); `_speculative_sampling` in
+    `transformers`.
+    """
+
+    weight: float = 0.9
+
+    summary: ClassVar[str] = "sample from a mixture of target and draft"
+    paper: ClassVar[str] = "Wang et al. 2026 (DIVERSED)"
+    bibtex: ClassVar[str] = bibtex("diverse2026")
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        between("weight", self.weight, 0, 1)
+
+    def weigh(self, odds: Odds) -> Weighed:
+        """`min(1, 1 − w + w·target/draft)`."""
+        if self.weight == 1:
+            return Weighed(odds.ratio)
+        rest = 1 - self.weight
+        # min(1, 1 − w + w·r) = 1 − w + w·min(1, r).
+        return odds.relaxed(
+            lambda view: (rest + self.weight * view.ratio) * (view.target > 0).to(odds.dtype)
+        )

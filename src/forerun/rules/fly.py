@@ -1,0 +1,75 @@
+"""`fly`: forgive a mismatch if the target agrees with what the draft says after it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from forerun.checks import between, whole
+from forerun.citations import bibtex
+from forerun.rules.base import PositionRule
+from forerun.rules.odds import Odds, Weighed
+from forerun.signals import entropy
+
+
+@dataclass(frozen=True)
+class FLy(PositionRule):
+    """FLy's two tiers for greedy requests: an entropy gate, then a deferred window.
+
+    *Helps* greedy decoding with long drafts of a good drafter: one different word of the same
+    meaning no longer throws the rest of the draft away. *Hurts* where a wrong token (a digit) is
+    followed by fluent text: the target then agrees with a mistake. Short drafts gain nothing, as
+    the window must fit behind the mismatch.
+
+    Rule: a drafted token that differs from the target's arg-max is kept if the target's normalised
+    entropy there is at least θ, and the next W drafted tokens exist and all match.
+
+    Sampling requests are judged by `standard` (lossless): whether to forgive depends on tokens
+    drafted later, and the paper's experiments decode greedily.
+
+    Args:
+        entropy: θ, in [0, 1], of the entropy over `log|V|` (0.3 in the paper).
+        window: W, tokens, ≥ 0 (6 in the paper).
+        top: n ≥ 1 takes the entropy terms of the n most likely tokens only, in nats (3 in the
+            authors' code, against the same θ); 0, the default, is the paper's normalised entropy.
+
+    Reference: Li et al. 2025 (FLy), §3.
+    """
+
+    entropy: float = 0.3
+    window: int = 6
+    top: int = 0
+
+    summary: ClassVar[str] = "forgive a greedy mismatch at high entropy if the next tokens match"
+    paper: ClassVar[str] = "Li et al. 2025 (FLy)"
+    bibtex: ClassVar[str] = bibtex("fly2025")
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        between("entropy", self.entropy, 0, 10)
+        whole("window", self.window)
+        whole("top", self.top)
+
+    def weigh(self, odds: Odds) -> Weighed:
+        """`standard`, and 1 where a greedy mismatch is forgiven."""
+        match = odds.match & odds.inside
+        seen = torch.nn.functional.pad(match.cumsum(-1), (1, 0))
+        # Positions behind the end of the draft match nothing: their window does not fit.
+        until = torch.nn.functional.pad(seen, (0, self.window), mode="replicate")
+        ahead = until[:, 1 + self.window :] - seen[:, 1:]
+        forgiven = ~match & (ahead == self.window) & self._unsure(odds) & odds.greedy
+        forgiven &= odds.tokens.logits.squeeze(-1) > -torch.inf
+        sure = torch.ones_like(odds.ratio)
+        return Weighed(
+            torch.where(forgiven, sure, odds.ratio), torch.where(forgiven, sure, 1 - sure)
+        )
+
+    def _unsure(self, odds: Odds) -> torch.Tensor:
+        log = odds.target.logits[:, : odds.width].log_softmax(-1, dtype=odds.dtype)
+        if self.top:
+            best = log.topk(min(self.top, log.shape[-1]), dim=-1).values
+            return entropy(best) >= self.entropy
+        return entropy(log) >= self.entropy * math.log(log.shape[-1])

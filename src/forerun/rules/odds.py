@@ -1,0 +1,199 @@
+"""What both models say about one draft, computed when a rule asks for it, and at most once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from forerun.signals import entropy, float_type
+from forerun.types import Draft, Target
+
+
+@dataclass(frozen=True)
+class View:
+    """Probabilities of some tokens at every drafted position: of the drafted ones, or of all."""
+
+    target: torch.Tensor
+    """`(rows, K, n)` the target's, processed; greedy rows are one-hot."""
+    draft: torch.Tensor
+    """`(rows, K, n)` the draft's, processed."""
+    ratio: torch.Tensor
+    """`(rows, K, n)` `min(1, target / draft)`."""
+    logits: torch.Tensor
+    """`(rows, K, n)` the target's processed logits, also in greedy rows."""
+
+
+Chance = Callable[[View], torch.Tensor]
+"""Probability of keeping each token of a view, were it drafted; may exceed 1 (it is clipped)."""
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A rule's opinion of every drafted position, each given that all before it were kept."""
+
+    accept: torch.Tensor
+    """`(rows, K)` probability of keeping the drafted token."""
+    drift: torch.Tensor | None = None
+    """`(rows, K)` as in `Verdict`; None is 0."""
+    residual: torch.Tensor | bool = True
+    """Whether a rejected token is replaced from `max(0, target − draft)` or from the target:
+    `(rows, K)` bool, or one for all."""
+    barred: torch.Tensor | None = None
+    """`(rows, K)` bool: the drafted token is struck out of the target's distribution first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Odds:
+    """The two models' word on one draft. Everything is over the `K` drafted positions."""
+
+    draft: Draft
+    target: Target
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.draft.tokens.shape[1]
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What probabilities are computed in."""
+        return float_type(self.target.logits)
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        """Whether every row decodes greedily."""
+        return bool(self.target.greedy.all())
+
+    @cached_property
+    def greedy(self) -> torch.Tensor:
+        """`(rows, 1)` bool, on the device."""
+        greedy = self.target.greedy.to(self.target.logits.device, non_blocking=True)
+        return greedy.unsqueeze(-1)
+
+    @cached_property
+    def some_greedy(self) -> bool:
+        """Whether any row decodes greedily."""
+        return bool(self.target.greedy.any())
+
+    @cached_property
+    def inside(self) -> torch.Tensor:
+        """`(rows, K)` bool: before the end of the row's draft."""
+        place = torch.arange(self.width, device=self.draft.tokens.device)
+        return place < self.draft.lengths.unsqueeze(-1)
+
+    @cached_property
+    def match(self) -> torch.Tensor:
+        """`(rows, K)` bool: the drafted token is the target's arg-max."""
+        return self.draft.tokens == self.target.logits[:, : self.width].argmax(-1)
+
+    @cached_property
+    def ratio(self) -> torch.Tensor:
+        """`(rows, K)` `min(1, target / draft)` of the drafted tokens."""
+        if self.all_greedy:
+            return self.match.to(self.dtype)
+        log = self._log_target.gather(-1, self.draft.tokens.unsqueeze(-1))
+        if self.draft.logits is not None:
+            log = log - self._log_draft.gather(-1, self.draft.tokens.unsqueeze(-1))
+        # A token that neither model allows gives −inf + inf: not a number, and not acceptable.
+        ratio = log.squeeze(-1).clamp(max=0).exp().nan_to_num(0)
+        return self._greedy_else(self.match.to(self.dtype), ratio)
+
+    @cached_property
+    def top(self) -> torch.Tensor:
+        """`(rows, K, 1)` the target's highest probability; 1 in greedy rows."""
+        if self.all_greedy:
+            return torch.ones_like(self.ratio).unsqueeze(-1)
+        top = self._log_target.amax(-1).exp()
+        return self._greedy_else(torch.ones_like(top), top).unsqueeze(-1)
+
+    @cached_property
+    def target_entropy(self) -> torch.Tensor:
+        """`(rows, K, 1)` entropy in nats of the target's processed distribution; 0 if greedy."""
+        if self.all_greedy:
+            return torch.zeros_like(self.top)
+        nats = entropy(self._log_target)
+        return self._greedy_else(torch.zeros_like(nats), nats).unsqueeze(-1)
+
+    @cached_property
+    def best_logit(self) -> torch.Tensor:
+        """`(rows, K, 1)` the target's highest processed logit."""
+        return self.target.logits[:, : self.width].amax(-1, keepdim=True)
+
+    @cached_property
+    def tokens(self) -> View:
+        """The drafted tokens only, `n = 1`."""
+        token = self.draft.tokens.unsqueeze(-1)
+        if self.all_greedy:
+            target = self.match.unsqueeze(-1).to(self.dtype)
+        else:
+            target = self._log_target.gather(-1, token).exp()
+            target = self._greedy_else(self.match.to(self.dtype), target.squeeze(-1)).unsqueeze(-1)
+        draft = torch.ones_like(target)
+        if self.draft.logits is not None:
+            draft = self._log_draft.gather(-1, token).exp()
+        logits = self.target.logits[:, : self.width].gather(-1, token)
+        return View(target, draft, self.ratio.unsqueeze(-1), logits)
+
+    @cached_property
+    def vocabulary(self) -> View:
+        """All tokens, `n = V`; only for drafts with a distribution."""
+        logits = self.target.logits[:, : self.width]
+        target, draft = self._log_target.exp(), self._log_draft.exp()
+        if self.some_greedy:
+            target = torch.where(self.greedy.unsqueeze(-1), one_hot(logits), target)
+        tiny = torch.finfo(self.dtype).tiny
+        return View(target, draft, (target / draft.clamp(min=tiny)).clamp(max=1), logits)
+
+    def relaxed(self, chance: Chance) -> Weighed:
+        """A rule that accepts more than `ratio` and keeps the standard residual.
+
+        Where it accepts more, `draft > target` and the residual is 0, so the drift is just the
+        mass it accepts besides: `Σ_v draft(v)·(chance(v) − ratio(v))`.
+        """
+        accept = _kept(chance, self.tokens).squeeze(-1)
+        if self.draft.logits is None:
+            return Weighed(accept, (accept - self.ratio).clamp(min=0))
+        view = self.vocabulary
+        extra = (view.draft * (_kept(chance, view) - view.ratio)).sum(-1)
+        return Weighed(accept, extra.clamp(min=0))
+
+    def replaced(self, chance: Chance) -> Weighed:
+        """A rule that replaces what it rejects by a draw from the target.
+
+        With `kept(v) = draft(v)·chance(v)` of mass `m` it emits `kept + (1 − m)·target`, which is
+        `½·Σ_v |kept(v) − m·target(v)|` away from the target.
+        """
+        accept = _kept(chance, self.tokens).squeeze(-1)
+        if self.draft.logits is None:
+            drift = accept * (1 - self.tokens.target.squeeze(-1))
+        else:
+            view = self.vocabulary
+            kept = view.draft * _kept(chance, view)
+            drift = (kept - kept.sum(-1, keepdim=True) * view.target).abs().sum(-1) / 2
+        return Weighed(accept, drift, residual=False)
+
+    @cached_property
+    def _log_target(self) -> torch.Tensor:
+        return self.target.logits[:, : self.width].log_softmax(-1, dtype=self.dtype)
+
+    @cached_property
+    def _log_draft(self) -> torch.Tensor:
+        assert self.draft.logits is not None, "the drafted tokens were certain"
+        return self.draft.logits.log_softmax(-1, dtype=self.dtype)
+
+    def _greedy_else(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.greedy, one, other) if self.some_greedy else other
+
+
+def one_hot(logits: torch.Tensor) -> torch.Tensor:
+    """All mass on the arg-max."""
+    best = logits.argmax(-1, keepdim=True)
+    return torch.zeros_like(logits, dtype=float_type(logits)).scatter_(-1, best, 1)
+
+
+def _kept(chance: Chance, view: View) -> torch.Tensor:
+    # No rule keeps a token that the target excludes (top-k, bans): a hard wish stays one.
+    return chance(view).clamp(0, 1) * (view.logits > -torch.inf)

@@ -1,0 +1,54 @@
+"""`typical`: keep what is likely enough for the target's own uncertainty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from forerun.checks import between
+from forerun.citations import bibtex
+from forerun.rules.base import PositionRule
+from forerun.rules.odds import Odds, Weighed
+
+
+@dataclass(frozen=True)
+class Typical(PositionRule):
+    """Medusa's typical acceptance: a threshold on the target's probability that falls with its
+    entropy.
+
+    *Helps* sampled, open text: any plausible token is kept, without a coin and without asking how
+    likely it was for the draft, so drafts may be greedy or have no distribution. *Hurts* the
+    output's distribution, which leans towards what the draft likes; more so the lower the
+    thresholds. Greedy requests are untouched, as in Medusa.
+
+    Rule: accept `x` if `target(x) > min(ε, δ·exp(−H(target)))`, with the processed target
+    distribution; after a rejection the target is sampled.
+
+    Args:
+        epsilon: ε, in [0, 1] (0.09, `posterior_threshold` in Medusa's code).
+        delta: δ, in [0, 1] (0.3 = √0.09, `posterior_alpha` in Medusa's code).
+
+    Deviations: Medusa accepts the first token of a candidate always, since it was drawn from the
+    target; here every drafted token is the draft's, and is tested.
+
+    Reference: Cai et al. 2024 (Medusa), §2.3.1.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    summary: ClassVar[str] = "keep what is likely enough for the target's own uncertainty"
+    paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
+    bibtex: ClassVar[str] = bibtex("medusa2024")
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        between("epsilon", self.epsilon, 0, 1)
+        between("delta", self.delta, 0, 1)
+
+    def weigh(self, odds: Odds) -> Weighed:
+        """0 or 1."""
+        threshold = (self.delta * torch.exp(-odds.target_entropy)).clamp(max=self.epsilon)
+        return odds.replaced(lambda view: (view.target > threshold).to(odds.dtype))
