@@ -27,8 +27,38 @@ CASES = {
         "gammatune(early_stop='expand')",
     ],
     "gammatune+": ["gammatune+", "gammatune+(eta=0.7,threshold=0.6,keep=False)"],
+    "goodput": ["goodput", "goodput(cost=3,width_cost=0.05,high=6,damping=5,window=4)"],
+    "bandit": [
+        "bandit",
+        "bandit(policy=thompson,low=2,high=8,step=3,explore=1,seed=3)",
+        "bandit(reward=accepted,explore=0)",
+        "bandit(reward=blend,step=1)",
+    ],
+    "svip": ["svip", "svip(threshold=0.2,factor=0.1,length=6,keep=False)"],
+    "adaedl": [
+        "adaedl",
+        "adaedl(threshold=0.3,target=0.5,epsilon=0.5,beta2=0.5,length=7)",
+        "adaedl(factor=1,length=3,keep=False)",
+    ],
+    "exllama-ema": [
+        "exllama-ema",
+        "exllama-ema(length=2,skip_ema=2,probe=3,probe_interval=2,high=9)",
+        "exllama-ema(alpha_up=0.5,alpha_down=0.5,skip_ema=0)",
+    ],
+    "sglang-ema": [
+        "sglang-ema",
+        "sglang-ema(candidate_steps='0,1,3',length=3,update_interval=2,warmup_batches=1)",
+        "sglang-ema(candidate_steps='0,2,8',length=0,ema_alpha=1,update_interval=1)",
+        "sglang-ema(candidate_steps='0',length=0)",
+    ],
+    "cm-asd": [
+        "cm-asd",
+        "cm-asd(two_pass=True)",
+        "cm-asd(entropy=1,margin=0,softmax=0,literal=True,alpha=0.5,low=2,high=6)",
+    ],
     "bounded": [
         "bounded(inner=fixed(length=20),high=8)",
+        "bounded(inner=cm-asd(two_pass=True),high=4)",
         "bounded(inner=gammatune+(keep=False),low=1,high=4)",
     ],
 }
@@ -50,6 +80,78 @@ BAD = {
         "eta='x'",
     ],
     "gammatune+": ["eta=0", "threshold=2", "keep=0", "high=0"],
+    "goodput": [
+        "cost=0",
+        "cost=-1",
+        "width_cost=-1",
+        "high=0",
+        "acceptance=1.1",
+        "damping=0",
+        "window=0.5",
+    ],
+    "bandit": [
+        "policy=exp3",
+        "reward=1",
+        "low=0",
+        "low=10",
+        "high=0",
+        "step=0",
+        "explore=-1",
+        "cost=0",
+        "width_cost=-1",
+        "seed=-1",
+    ],
+    "svip": ["threshold=-1", "threshold='x'", "factor=11", "length=-1", "keep=0"],
+    "adaedl": [
+        "threshold=1.1",
+        "factor=-1",
+        "target=2",
+        "epsilon=-0.1",
+        "beta1=1.5",
+        "beta2=-1",
+        "length=-1",
+        "keep=1",
+    ],
+    "exllama-ema": [
+        "length=0",
+        "length=5",
+        "alpha_up=0",
+        "alpha_up=2.1",
+        "alpha_down=0",
+        "alpha_down=1.1",
+        "skip_ema=-1",
+        "probe=0",
+        "probe_interval=0",
+        "high=0",
+    ],
+    "sglang-ema": [
+        "length=4",
+        "length=true",
+        "candidate_steps=3",
+        "candidate_steps=''",
+        "candidate_steps='1,x'",
+        "candidate_steps='5,1'",
+        "candidate_steps='5,5'",
+        "ema_alpha=0",
+        "ema_alpha=1.1",
+        "update_interval=0",
+        "warmup_batches=-1",
+        "up_hysteresis=11",
+        "down_hysteresis='x'",
+    ],
+    "cm-asd": [
+        "alpha=0",
+        "alpha=1.1",
+        "low=0",
+        "high=0",
+        "low=9,high=8",
+        "two_pass=1",
+        "entropy=0.5",
+        "entropy=-1",
+        "margin='x'",
+        "sharpness=0",
+        "literal=1",
+    ],
     "bounded": ["inner=3", "inner=fixed,low=-1", "inner=fixed,high=-1", "inner=fixed,low=3,high=2"],
 }
 SPECS = [spec for specs in CASES.values() for spec in specs]
@@ -61,6 +163,19 @@ def make(spec: str) -> LengthController:
     return CONTROLLERS.make(spec)
 
 
+def measured(probs: np.ndarray) -> Signals:
+    """Every field, as if `1 / probs` tokens were equally likely, or two of that margin."""
+    surprise = -np.log(np.clip(probs, 1e-9, 1))
+    return Signals(
+        top1=probs,
+        chosen=probs.copy(),
+        entropy=surprise,
+        normalized_entropy=surprise / -np.log(1e-9),
+        logit_margin=9 * probs,
+        softmax_margin=-np.expm1(-9 * probs),
+    )
+
+
 def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> RoundOutcome:
     """One row's round from plain numbers."""
     width = max(drafted, 1)
@@ -70,7 +185,7 @@ def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> RoundOutcom
         np.array([accepted]),
         np.ones((1, width)),
         np.array([int(stopped_by)]),
-        Signals(probs, probs),
+        measured(probs),
     )
 
 
@@ -80,7 +195,7 @@ def random_outcome(rng: np.random.Generator, limit: np.ndarray, stops=tuple(Stop
     inside = np.arange(K) < drafted[:, None]
     probs = np.where(inside, rng.random((len(limit), K)), 0.0)
     stopped = rng.choice([int(s) for s in stops], len(limit))
-    return RoundOutcome(drafted, accepted, probs, stopped, Signals(probs, probs.copy()))
+    return RoundOutcome(drafted, accepted, probs, stopped, measured(probs))
 
 
 def arrays(part) -> dict[str, np.ndarray]:
@@ -151,7 +266,7 @@ def test_shapes_and_dtypes(spec):
             assert limit.shape == (rows,)
             assert limit.dtype == np.int64
             assert (limit >= 0).all()
-            signals = Signals(np.full((rows, 2), 0.5), np.full((rows, 2), 0.5))
+            signals = measured(np.full((rows, 2), 0.5))
             go = controller.keep_going(state, np.full(rows, 2), signals)
             assert go.shape == (rows,)
             assert go.dtype == bool
@@ -188,7 +303,7 @@ def test_rows_do_not_influence_each_other(spec):
         for whole, seen in pairs:
             assert_same(state, whole.take(only))
             np.testing.assert_array_equal(controller.limit(state), controller.limit(whole)[only])
-            part = Signals(seen.signals.top1[only], seen.signals.chosen[only])
+            part = seen.signals.take(only)
             np.testing.assert_array_equal(
                 controller.keep_going(state, seen.drafted[only], part),
                 controller.keep_going(whole, seen.drafted, seen.signals)[only],
@@ -254,7 +369,7 @@ def test_learns_nothing_without_a_draft(spec, stop):
     nothing = np.zeros((1, 0))
     for width in (0, 3):
         wide = np.zeros((1, width))
-        seen = replace(outcome(0, 0, stop), accept_prob=wide, signals=Signals(wide, wide))
+        seen = replace(outcome(0, 0, stop), accept_prob=wide, signals=measured(wide))
         assert_same(controller.observe(state, seen), state, but=("rounds",))
     seen = replace(outcome(0, 0, stop), accept_prob=nothing, signals=Signals())
     assert_same(controller.observe(state, seen), state, but=("rounds",))

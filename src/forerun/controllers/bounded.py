@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from forerun.controllers.base import LengthController, State
-from forerun.controllers.checks import whole
+from forerun.checks import whole
 from forerun.errors import require
 from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from forerun.citations import bibtex
 from forerun.controllers.base import LengthController, State
-from forerun.controllers.checks import whole
+from forerun.checks import whole
 from forerun.types import IntArray, RoundOutcome
 
 

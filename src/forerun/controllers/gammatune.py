@@ -9,7 +9,7 @@ import numpy as np
 
 from forerun.citations import bibtex
 from forerun.controllers.base import LengthController, State
-from forerun.controllers.checks import between, flag, whole
+from forerun.checks import between, flag, whole
 from forerun.errors import require
 from forerun.types import FloatArray, IntArray, RoundOutcome, Stop
 
