@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import forerun
-from benchmarks import overhead, plain, speedup, starting_lengths, sweep
+from benchmarks import cmasd, ears, easd, overhead, plain, speedup, starting_lengths, sweep
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
@@ -42,6 +42,48 @@ def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", devi
 def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device: Device = "cpu"):
     """Choose GammaTune's defaults on validation prompts (replayed, so free of noise)."""
     sweep.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("cm-asd")
+def _cmasd(
+    prompts: int = 16,
+    tokens: int = 64,
+    whole: int = 250,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
+    """CM-ASD's ablation (Table III) in kind: batch 1 and 16, quality, drift."""
+    cmasd.main(forerun.load(dtype=dtype, device=device), prompts, tokens, whole)
+
+
+@app.command("cm-asd-modes")
+def _modes(prompts: int = 100, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+    """CM-ASD's two readings and constant margins, on validation prompts."""
+    cmasd.modes(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("easd")
+def _easd(
+    calibrated: float,
+    problems: int = 500,
+    prompts: int = 30,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
+    """EASD: accuracy against target, draft, SD and majority voting; ablations; thresholds."""
+    easd.main(forerun.load(dtype=dtype, device=device), problems, calibrated, prompts)
+
+
+@app.command("ears")
+def _ears(
+    prompts: int = 4,
+    tokens: int = 64,
+    problems: int = 250,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
+    """EARS over tolerance and temperature: speed, drift, accuracy."""
+    ears.main(forerun.load(dtype=dtype, device=device), prompts, tokens, problems)
 
 
 @app.command("all")

@@ -9,11 +9,12 @@ the machine's noise.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from rich.progress import track
 
 import forerun
@@ -26,6 +27,11 @@ from forerun.signals import measure
 from forerun.types import FloatArray, IntArray, RoundOutcome, Signals, Stop
 
 DEPTH = 24
+WEIGHTS = (
+    "sharpness=1", "sharpness=0.5", "sharpness=2", "entropy=1,margin=0,softmax=0",
+    "entropy=0,margin=1,softmax=0", "entropy=0,margin=0,softmax=1",
+)  # fmt: skip
+SIGNALS = tuple(f.name for f in fields(Signals))
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,14 @@ class Trace:
 
     matches: IntArray
     """`(prompts, T)` how many tokens drafted from a position the target keeps, ≤ DEPTH."""
-    top1: FloatArray
-    """`(prompts, T, DEPTH)` the draft's highest probability at each drafted token."""
-    chosen: FloatArray
-    """`(prompts, T, DEPTH)` the probability of the drafted token."""
     ends: IntArray
     """`(prompts, T)` tokens drafted up to and with the first end of text; DEPTH + 1 if none."""
+    signals: dict[str, FloatArray]
+    """Each field of `Signals`, `(prompts, T, DEPTH)`, of each drafted token."""
+
+    def at(self, rows: IntArray, place: IntArray) -> Signals:
+        """What the draft says from one position per prompt on."""
+        return Signals(**{name: values[rows, place] for name, values in self.signals.items()})
 
 
 def record(model: forerun.Model, work: list[Task]) -> Trace:
@@ -64,14 +72,13 @@ def record(model: forerun.Model, work: list[Task]) -> Trace:
         pieces = [[known[n - 1]] for n in starts]
         sampler = Sampler([how] * size, [frozenset()] * size)
         texts = [SimpleNamespace(context=known[:n], prompt=len(task.tokens)) for n in starts]
-        drafted, sure, picked = [], [], []
+        drafted: list[Any] = []
+        seen: list[dict[str, Any]] = []
         for step in range(DEPTH):
             logits = draft.feed(pieces, want="last")
             ahead = np.stack(drafted, 1).tolist() if drafted else [[]] * size
             tokens = sampler.process(logits.unsqueeze(1), texts, ahead, step)[:, 0].argmax(-1)
-            seen = measure(logits, tokens, {"top1", "chosen"})
-            sure.append(seen["top1"])
-            picked.append(seen["chosen"])
+            seen.append(measure(logits, tokens, set(SIGNALS)))
             drafted.append(tokens.numpy())
             pieces = [[t] for t in tokens.tolist()]
         draft.keep([])
@@ -82,11 +89,14 @@ def record(model: forerun.Model, work: list[Task]) -> Trace:
         hit = np.stack(drafted, 1) == truth
         over = np.isin(np.stack(drafted, 1), list(model.eos))
         ends = np.where(over.any(1), over.argmax(1) + 1, DEPTH + 1)
-        fields = (hit.cumprod(1).sum(1), np.stack(sure, 1), np.stack(picked, 1), ends)
+        said = [torch.stack([s[name] for s in seen], 1).double().numpy() for name in SIGNALS]
+        found = (hit.cumprod(1).sum(1), ends, *said)
         sizes.append(size)
-        parts.append([np.pad(f, [(0, longest - size), *[(0, 0)] * (f.ndim - 1)]) for f in fields])
+        parts.append([np.pad(f, [(0, longest - size), *[(0, 0)] * (f.ndim - 1)]) for f in found])
     budgets = np.array([task.max_new_tokens for task in work])
-    return Trace(np.array(sizes), budgets, *(np.stack(field) for field in zip(*parts, strict=True)))
+    matches, ends, *said = (np.stack(field) for field in zip(*parts, strict=True))
+    signals = dict(zip(SIGNALS, said, strict=True))
+    return Trace(np.array(sizes), budgets, matches, ends, signals)
 
 
 def replay(trace: Trace, spec: str) -> dict[str, IntArray | FloatArray]:
@@ -104,13 +114,12 @@ def replay(trace: Trace, spec: str) -> dict[str, IntArray | FloatArray]:
         limit = np.minimum(wanted, np.minimum(room, DEPTH))
         stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
         drafted, active = np.zeros(prompts, np.int64), alive & (limit > 0)
-        sure, picked, steps = trace.top1[rows, here], trace.chosen[rows, here], drafted.copy()
+        said, steps = trace.at(rows, here), drafted.copy()
         while active.any():
             drafted += active
             steps += active
             depth = int(drafted.max())
-            signals = Signals(sure[:, :depth], picked[:, :depth])
-            stop = active & ~controller.keep_going(state, drafted, signals)
+            stop = active & ~controller.keep_going(state, drafted, upto(said, depth))
             stopped[stop] = Stop.CONFIDENCE
             over = active & (drafted >= trace.ends[rows, here])
             active &= ~stop & (drafted < limit)
@@ -119,6 +128,10 @@ def replay(trace: Trace, spec: str) -> dict[str, IntArray | FloatArray]:
                 over &= ~stop
             stopped[over] = Stop.END_OF_TEXT
             active &= ~over
+        if controller.previews and drafted.any():
+            planned = controller.plan(state, drafted, upto(said, int(drafted.max())))
+            stopped = np.where(planned < drafted, Stop.CONFIDENCE, stopped)
+            drafted = planned
         accepted = np.minimum(drafted, trace.matches[rows, here])
         totals["rounds"] += alive
         totals["drafted"] += np.where(alive, steps, 0)
@@ -126,10 +139,15 @@ def replay(trace: Trace, spec: str) -> dict[str, IntArray | FloatArray]:
         prob = (np.arange(DEPTH) < accepted[:, None]).astype(float)
         state = controller.observe(
             state,
-            RoundOutcome(drafted, accepted, prob, stopped, Signals(sure, picked)),
+            RoundOutcome(drafted, accepted, prob, stopped, said),
         )
         at = np.where(alive, at + accepted + 1, at)
     return totals
+
+
+def upto(signals: Signals, depth: int) -> Signals:
+    """The first `depth` drafted tokens only."""
+    return Signals(**{name: getattr(signals, name)[:, :depth] for name in SIGNALS})
 
 
 def seconds(totals: dict[str, Any], costs: dict[str, Any]) -> FloatArray:
@@ -169,6 +187,31 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
             )
         ],
         "hf": ["hf-heuristic", *[f"hf-threshold(threshold={t})" for t in (0.2, 0.4, 0.6)]],
+        "cm-asd": [
+            f"cm-asd(alpha={alpha},high={high},{weights})"
+            for alpha, high, weights in itertools.product(
+                (0.4, 0.6, 0.8, 1.0), (4, 6, 8, 12, 16, 24), WEIGHTS
+            )
+        ],
+        "cm-asd two-pass": [
+            f"cm-asd(alpha={alpha},high={high},two_pass=true)"
+            for alpha, high in itertools.product((0.4, 0.6, 0.8, 1.0), (4, 6, 8, 12, 16))
+        ],
+        "svip": [f"svip(threshold={t},length=24)" for t in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)],
+        "adaedl": [
+            f"adaedl(threshold={t},keep={keep})"
+            for t, keep in itertools.product((0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), ("true", "false"))
+        ],
+        "exllama-ema": [f"exllama-ema(length=4,high={n})" for n in (4, 6, 8, 12, 24)],
+        "sglang-ema": ["sglang-ema", "sglang-ema(length=4,candidate_steps='1,2,3,4,6,8,12')"],
+        "goodput": [
+            f"goodput(cost={cost},width_cost={width})"
+            for cost, width in itertools.product((3, 4.2, 6), (0.0, 0.02, 0.05))
+        ],
+        "bandit": [
+            f"bandit(policy={policy},explore={explore})"
+            for policy, explore in itertools.product(("ucb", "thompson"), (0.1, 0.25, 1.0))
+        ],
     }  # fmt: skip
     found = {
         name: sorted(
