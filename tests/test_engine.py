@@ -25,7 +25,9 @@ from forerun.types import Stop
 SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
     "hf-threshold(dynamic=True)", "gammatune", "gammatune+", "gammatune+(keep=False)",
-    "bounded(gammatune+,low=1,high=3)",
+    "bounded(gammatune+,low=1,high=3)", "svip", "adaedl(keep=False)", "exllama-ema", "sglang-ema",
+    "goodput", "bandit(policy=thompson)", "cm-asd", "cm-asd(two_pass=True)",
+    "bounded(cm-asd(two_pass=True),high=3)",
 ]  # fmt: skip
 V = 7
 NEXT = torch.eye(V).roll(1, dims=1) * 9.0  # after t comes t + 1 (mod V)
@@ -307,8 +309,21 @@ def test_exact_refuses_sampling() -> None:
         engine(ScriptedModel(NEXT))([0], rule="exact", temperature=1.0)
 
 
-@pytest.mark.parametrize("how", [{}, {"top_k": 2}, {"top_p": 0.7}, {"frequency_penalty": 0.8}])
-def test_sampled_output_has_the_targets_distribution(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("controller", "rule", "how"),
+    [
+        ("fixed(2)", "standard", {}),
+        ("fixed(2)", "standard", {"top_k": 2}),
+        ("fixed(2)", "standard", {"top_p": 0.7}),
+        ("fixed(2)", "standard", {"frequency_penalty": 0.8}),
+        ("cm-asd(two_pass=True,high=2,alpha=1)", "standard", {}),
+        ("fixed(2)", "block", {}),
+        ("fixed(2)", "easd(entropy=inf,correction=residual)", {"top_k": 2}),
+    ],
+)
+def test_sampled_output_has_the_targets_distribution(
+    controller: str, rule: str, how: dict[str, Any]
+) -> None:
     """Three tokens, 3 000 draws, every pair of settings against the exact joint distribution.
 
     Under the hypothesis the total-variation distance D of an empirical distribution over n = 27
@@ -319,7 +334,9 @@ def test_sampled_output_has_the_targets_distribution(how: dict[str, Any]) -> Non
     script = chaotic(20, vocab)
     draft = lambda context: script(context) + 1.5 * chaotic(21, vocab)(context)  # noqa: E731
     run = engine(ScriptedModel(script), ScriptedModel(draft), max_rows=250)
-    done = run([[0]] * draws, controller="fixed(2)", temperature=1.2, max_new_tokens=3, **how)
+    done = run(
+        [[0]] * draws, controller=controller, rule=rule, temperature=1.2, max_new_tokens=3, **how
+    )
     counts = np.zeros((vocab,) * 3)
     for completion in done:
         counts[tuple(completion.tokens)] += 1

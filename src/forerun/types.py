@@ -51,7 +51,8 @@ class Signals:
     """What the draft distribution says about each drafted token, at temperature 1.
 
     Each field is `(rows, n)` float64, or None when nobody asked for it (`LengthController.signals`
-    names what is wanted) or the drafter has no distribution (lookup).
+    names what is wanted) or the drafter has no distribution (lookup). Beyond a row's drafted tokens
+    everything is 0.
     """
 
     top1: FloatArray | None = None

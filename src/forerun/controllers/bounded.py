@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from forerun.controllers.base import LengthController, State
 from forerun.checks import whole
+from forerun.controllers.base import LengthController, State
 from forerun.errors import require
 from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
 from forerun.controllers.base import LengthController, State
-from forerun.checks import between, flag, whole
 from forerun.errors import require
 from forerun.types import FloatArray, IntArray, RoundOutcome, Stop
 

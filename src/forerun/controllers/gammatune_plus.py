@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from forerun.checks import between, flag
 from forerun.citations import bibtex
 from forerun.controllers.base import LengthController
-from forerun.checks import between, flag
 from forerun.controllers.gammatune import GammaTuneState, check, updated
 from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
 from forerun.controllers.base import LengthController, State
-from forerun.checks import between, flag, whole
 from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
 
 MISS_WEIGHT = 3  # of a false negative against a false positive, as transformers sets it

@@ -142,7 +142,9 @@ def _next(
         return list(proposal.tokens)
     picked, processed = _pick(rows, proposal.logits, sampler, out, active)
     measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
-    out.seen.append({k: measured[k].double().cpu().numpy() for k in wanted.control})
+    # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
+    host = {k: measured[k].double().cpu().numpy() for k in wanted.control}
+    out.seen.append({k: np.where(active, values, 0.0) for k, values in host.items()})
     out.measured.append({k: measured[k] for k in wanted.rule})
     if wanted.ranks:
         ranks = min(wanted.ranks, proposal.logits.shape[-1])

@@ -65,12 +65,13 @@ class PositionRule(AcceptanceRule):
             weighed = Weighed(nothing, nothing)
         else:
             weighed = self.weigh(odds)
-        accept = weighed.accept * odds.inside
+        # Not a product: what stands beyond a row's draft may be no number.
+        accept = torch.where(odds.inside, weighed.accept, 0)
         accepted = (uniforms[:, :width] < accept).cumprod(-1).sum(-1)
         probs = _following(odds, weighed, accepted)
         drift = None if self.lossless else torch.zeros_like(accept)
         if drift is not None and weighed.drift is not None:
-            drift = weighed.drift * odds.inside
+            drift = torch.where(odds.inside, weighed.drift, 0)
         if odds.all_greedy:
             return Verdict(accepted, probs.argmax(-1), accept, drift=drift)
         return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)
