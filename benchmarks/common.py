@@ -54,14 +54,22 @@ def tasks(model: forerun.Model, split: str, per_family: int, cap: int = 64) -> l
     ]
 
 
-def generate(model: forerun.Model, task: Task, controller: str | None) -> forerun.Completion:
-    """One timed greedy generation; `controller=None` is plain decoding through the same engine."""
+def generate(
+    model: forerun.Model, task: Task, controller: str | None, temperature: float = 0.0
+) -> forerun.Completion:
+    """One timed generation; `controller=None` is plain decoding through the same engine.
+
+    Sampled ones ignore the end of text, so that all methods write texts of one length.
+    """
     done: forerun.Completion = model.generate(
         [task.tokens],
         controller=controller or "fixed(0)",
         plain=controller is None,
         max_new_tokens=task.max_new_tokens,
         repetition_penalty=task.repetition_penalty,
+        temperature=temperature,
+        ignore_eos=temperature > 0,
+        seed=len(task.tokens),
     )[0]
     return done
 

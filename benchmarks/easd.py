@@ -46,7 +46,7 @@ class Counted(EASD):
         return verdict
 
 
-def main(model: forerun.Model, count: int, calibrated: float, speed_prompts: int) -> None:
+def main(model: forerun.Model, count: int, calibrated: float) -> None:
     """Measure and write `easd.json`."""
     work = {cell: problems(cell, count) for cell in CELLS}
     variants = {
@@ -78,7 +78,6 @@ def main(model: forerun.Model, count: int, calibrated: float, speed_prompts: int
                 shares.setdefault(name, {})[cell] = rule.penalised[0] / found[name].tokens
                 progress.advance(task)
             outcomes[cell] = found
-    speed = _speed(model, work, speed_prompts, calibrated)
     results: dict[str, Any] = {
         "accuracy": {
             cell: {
@@ -96,7 +95,6 @@ def main(model: forerun.Model, count: int, calibrated: float, speed_prompts: int
             }
             for cell, found in outcomes.items()
         },
-        "speed": speed,
     }
     made = provenance(model, problems=count, calibrated=calibrated, length=LENGTH)
     save("easd", made, results, _text(results, list(variants), count))
@@ -119,16 +117,15 @@ def _majority(draft: forerun.Model, cell: str, items: list[Any]) -> Outcome:
     return Outcome(right, texts, tokens, tokens, 0, 0.0, sum(r.seconds for r in runs))
 
 
-def _speed(
-    model: forerun.Model, work: dict[str, list[Any]], count: int, calibrated: float
-) -> dict[str, Any]:
-    """Time per token relative to SD, paired per prompt, batch 1."""
+def speed(model: forerun.Model, count: int, calibrated: float) -> None:
+    """Measure speed relative to SD, paired per prompt, batch 1; write `easd-speed.json`."""
+    work = {cell: problems(cell, count) for cell in CELLS}
     methods: list[Any] = ["standard", EASD(), EASD(entropy=calibrated)]
     limits = {cell: 96 if "arith" in cell else 48 for cell in work}
     tasks = [
         Task(cell, model.encode(p.prompt), limits[cell])
         for cell, items in work.items()
-        for p in items[:count]
+        for p in items
     ]
 
     def run(task: Task, rule: Any) -> forerun.Completion:
@@ -140,7 +137,7 @@ def _speed(
         run(tasks[0], rule)
     runs = interleaved(tasks, methods, run, "speed")
     rate = [[c.stats.seconds / c.stats.tokens for c in row] for row in runs]
-    return {
+    results = {
         name: {
             cell: geometric(
                 [r[0] / r[i] for t, r in zip(tasks, rate, strict=True) if cell in (t.family, "all")]
@@ -149,6 +146,22 @@ def _speed(
         }
         for i, name in enumerate(("SD", "EASD (τ_H = 2)", "EASD (calibrated)"))
     }
+    drift = [
+        sum((r[i].stats.drift_mean or 0) * r[i].stats.tokens for r in runs)
+        / sum(r[i].stats.tokens for r in runs)
+        for i in range(len(methods))
+    ]
+    rows = [
+        [name, *[show(cell) for cell in cells.values()], f"{d:.4f}"]
+        for (name, cells), d in zip(results.items(), drift, strict=True)
+    ]
+    text = (
+        f"Tokens per second relative to SD on {count} problems per cell, greedy, γ = 5, batch 1, "
+        "paired, geometric mean with a 95 % bootstrap interval:\n\n"
+        + table(["method", *CELLS, "all", "drift"], rows)
+    )
+    made = provenance(model, problems=count, calibrated=calibrated, length=LENGTH)
+    save("easd-speed", made, results, text)
 
 
 def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
@@ -183,9 +196,6 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
         for o in OVERLAPS
         for h in ENTROPIES
     ]
-    speed = [
-        [name, *[show(cell) for cell in cells.values()]] for name, cells in results["speed"].items()
-    ]
     shares = [f"penalised %, {c}" for c in CELLS]
     return (
         f"{count} new problems per cell, greedy, γ = 5; accuracy in percent with a 95 % Wilson "
@@ -198,6 +208,4 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
         + table(["method", *CELLS], gains)
         + "\n\nThresholds (the paper's Tables 6 and 7):\n\n"
         + table(["τ_H", "τ_O", *CELLS, *shares, "drift"], grid)
-        + "\n\nSpeed relative to SD (tokens per second, batch 1, paired, geometric mean):\n\n"
-        + table(["method", *CELLS, "all"], speed)
     )

@@ -15,9 +15,15 @@ Device = Annotated[str, typer.Option(help="cpu or cuda")]
 
 
 @app.command("speedup")
-def _speedup(prompts: int = 10, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+def _speedup(
+    prompts: int = 10,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
     """Speed-up over plain decoding per task family and controller (test prompts)."""
-    speedup.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+    speedup.main(forerun.load(dtype=dtype, device=device), prompts, tokens, temperature)
 
 
 @app.command("starting-lengths")
@@ -63,15 +69,17 @@ def _modes(prompts: int = 100, tokens: int = 64, dtype: Dtype = "float32", devic
 
 
 @app.command("easd")
-def _easd(
-    calibrated: float,
-    problems: int = 500,
-    prompts: int = 30,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-):
+def _easd(calibrated: float, problems: int = 500, dtype: Dtype = "float32", device: Device = "cpu"):
     """EASD: accuracy against target, draft, SD and majority voting; ablations; thresholds."""
-    easd.main(forerun.load(dtype=dtype, device=device), problems, calibrated, prompts)
+    easd.main(forerun.load(dtype=dtype, device=device), problems, calibrated)
+
+
+@app.command("easd-speed")
+def _easd_speed(
+    calibrated: float, problems: int = 40, dtype: Dtype = "float32", device: Device = "cpu"
+):
+    """EASD: speed relative to standard speculative decoding."""
+    easd.speed(forerun.load(dtype=dtype, device=device), problems, calibrated)
 
 
 @app.command("ears")
