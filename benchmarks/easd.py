@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 import forerun
@@ -162,6 +163,47 @@ def speed(model: forerun.Model, count: int, calibrated: float) -> None:
     )
     made = provenance(model, problems=count, calibrated=calibrated, length=LENGTH)
     save("easd-speed", made, results, text)
+
+
+def corrections(model: forerun.Model, count: int, calibrated: float) -> None:
+    """Compare what replaces a rejected token when sampling; write `easd-corrections.json`."""
+    rules = {
+        "standard": "standard",
+        "no penalty, correction=target": EASD(entropy=float("inf")),
+        "correction=target": EASD(entropy=calibrated),
+        "correction=residual": EASD(entropy=calibrated, correction="residual"),
+    }
+    results: dict[str, Any] = {}
+    progress, task = bar("corrections", 2 * len(rules) * len(CELLS))
+    with progress:
+        for temperature in (0.7, 1.0):
+            for name, rule in rules.items():
+                cells = {}
+                for cell in CELLS:
+                    outcome = solve(
+                        model, cell, problems(cell, count),
+                        controller=LENGTH, rule=rule, temperature=temperature, seed=0,
+                    )  # fmt: skip
+                    cells[cell] = outcome.to_json()
+                    progress.advance(task)
+                results[f"T={temperature}, {name}"] = cells
+    rows = [
+        [
+            name,
+            *[percent(cells[c]) for c in CELLS],
+            f"{np.mean([cells[c]['accepted_per_round'] for c in CELLS]):.2f}",
+            *[f"{cells[c]['drift_mean']:.4f}" for c in CELLS],
+        ]
+        for name, cells in results.items()
+    ]
+    text = (
+        f"{count} new problems per cell, sampled, γ = 5, τ_H = {calibrated:.2f}; accuracy in "
+        "percent with a 95 % Wilson interval; drift: mean total-variation distance to the target "
+        "per token.\n\n"
+        + table(["method", *CELLS, "accepted a round", *[f"drift, {c}" for c in CELLS]], rows)
+    )
+    made = provenance(model, problems=count, calibrated=calibrated, length=LENGTH)
+    save("easd-corrections", made, results, text)
 
 
 def _text(results: dict[str, Any], variants: list[str], count: int) -> str:

@@ -82,6 +82,14 @@ def _easd_speed(
     easd.speed(forerun.load(dtype=dtype, device=device), problems, calibrated)
 
 
+@app.command("easd-corrections")
+def _easd_corrections(
+    calibrated: float, problems: int = 500, dtype: Dtype = "float32", device: Device = "cpu"
+):
+    """EASD when sampling: a correction from the target against one from the residual."""
+    easd.corrections(forerun.load(dtype=dtype, device=device), problems, calibrated)
+
+
 @app.command("ears")
 def _ears(
     prompts: int = 4,
