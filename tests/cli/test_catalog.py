@@ -8,6 +8,7 @@ import pytest
 
 from forerun import __version__
 from forerun.cli.catalog import KINDS, cards
+from forerun.cli.info import card_lines
 
 
 def test_version_and_help(forerun):
@@ -43,7 +44,8 @@ def test_every_card_is_complete(forerun, card):
     out = forerun("info", card.name).out
     for name, _ in card.settings:
         assert name in out
-    assert ("lossless" in out) or card.kind != "rules"
+    kept = {True: "\nlossless: ", False: "\nlossy: ", None: ""}[card.lossless]
+    assert kept in out
     cited = forerun("cite", card.name)
     assert cited.code == 0
     if card.paper:
@@ -51,6 +53,32 @@ def test_every_card_is_complete(forerun, card):
     else:
         assert cited.out == ""
         assert "no paper" in cited.err
+
+
+def test_a_name_of_two_kinds_shows_both(forerun):
+    out = forerun("info", "cm-asd").out
+    assert out.startswith("cm-asd is a controller and a rule")
+    assert "cm-asd  (controller)" in out
+    assert "cm-asd  (rule)" in out
+    assert forerun("cite", "cm-asd").out.count("@") == 1
+
+
+def test_list_says_what_is_lossy(forerun):
+    lines = forerun("list", "rules").out.splitlines()[2:]
+    assert {line.split()[0]: line.split()[1] for line in lines} == {
+        card.name: "lossless" if card.lossless else "lossy" for card in cards("rules")
+    }
+
+
+@pytest.mark.parametrize("card", [c for kind in KINDS for c in cards(kind)], ids=lambda c: c.name)
+def test_cards_wrap_between_words(card):
+    whole = card_lines(card)
+    lines = card_lines(card, 80)
+    assert max(len(line) for line in lines) <= 80
+    words = [[word for line in text for word in line.plain.split()] for text in (whole, lines)]
+    assert words[0] == words[1]
+    blank = [sum(not line for line in text) for text in (whole, lines)]
+    assert blank[0] == blank[1], "paragraphs stay apart"
 
 
 def test_cite_takes_specs_and_repeats_nothing(forerun):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,16 @@ def test_terminal_shows_colours_and_prompt(pair):
     assert "drafted and accepted" in shown
     assert "\x1b[1;33m" in shown, "a correction is bold yellow"
     assert "12 tokens in" in shown
+
+
+def test_lists_fit_a_narrow_terminal():
+    code, shown = on_terminal(["list"])
+    assert code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown).replace("\r", "")
+    assert "forerun info NAME shows a part's settings" in plain
+    assert "length=" not in plain
+    assert re.search(r"^gammatune\+ +gammatune, and stop", plain, re.MULTILINE)
+    assert re.search(r"^ears +lossy +standard, with", plain, re.MULTILINE)
 
 
 def test_broken_pipe_is_silent():

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from forerun.cli.calibrate import app as calibrate
 from forerun.cli.cite import cite
 from forerun.cli.demo import demo
 from forerun.cli.generate import generate
@@ -55,6 +56,7 @@ app.command("demo")(demo)
 app.command("list")(show)
 app.command("info")(info)
 app.command("cite")(cite)
+app.add_typer(calibrate, name="calibrate")
 app.add_typer(zoo, name="zoo")
 
 

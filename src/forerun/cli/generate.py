@@ -46,7 +46,12 @@ def generate(
         ),
     ] = "gammatune+",
     rule: Annotated[
-        str, typer.Option(metavar="SPEC", help="What to keep.", rich_help_panel=SPECULATION)
+        str,
+        typer.Option(
+            metavar="SPEC",
+            help="What to keep; forerun list rules says which are lossless.",
+            rich_help_panel=SPECULATION,
+        ),
     ] = "standard",
     max_new_tokens: Annotated[
         int,

@@ -16,6 +16,9 @@ from forerun.errors import UnknownNameError
 WIDE = 400
 """Columns when nobody looks: piped lines are never wrapped."""
 
+ROOMY = 130
+"""Columns from which settings and papers fit beside the rest."""
+
 
 def show(
     what: Annotated[
@@ -27,15 +30,18 @@ def show(
     if what is not None and what not in known:
         raise UnknownNameError.among("list", what, known)
     console = stdout()
+    brief = console.is_terminal and console.width < ROOMY
     for i, kind in enumerate([what] if what else known):
         if i:
             console.print()
-        table = _models() if kind == "models" else _parts(kind)
+        table = _models() if kind == "models" else _parts(kind, brief)
         if console.is_terminal:
             console.print(table)
         else:
             for line in Console(width=WIDE).render_lines(table, pad=False):
                 print("".join(part.text for part in line).rstrip())
+    if brief and what != "models":
+        console.print(Text("\nforerun info NAME shows a part's settings and its paper.", "dim"))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -45,15 +51,18 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _parts(kind: str) -> Table:
+def _parts(kind: str, brief: bool) -> Table:
     rules = kind == "rules"
-    columns = ["name", "what", *(["lossless"] if rules else []), "settings", "paper"]
+    columns = ["name", *(["output"] if rules else []), "what"]
+    columns += [] if brief else ["settings", "paper"]
     table = _table(f"{kind}: {QUESTIONS[kind]}", *columns)
     table.columns[0].no_wrap = True
     for card in cards(kind):
-        lossless = [Text("yes" if card.lossless else "no")] if rules else []
-        row = [Text(card.name, "bold"), Text(card.summary), *lossless]
-        table.add_row(*row, Text(card.signature or "–", "cyan"), Text(card.paper or "–", "dim"))
+        kept = Text("lossless", "green") if card.lossless else Text("lossy", "yellow")
+        row = [Text(card.name, "bold"), *([kept] if rules else []), Text(card.summary)]
+        if not brief:
+            row += [Text(card.signature or "–", "cyan"), Text(card.paper or "–", "dim")]
+        table.add_row(*row)
     return table
 
 

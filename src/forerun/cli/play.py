@@ -20,6 +20,7 @@ from forerun.cli.show import (
     progress,
     show_comparison,
     show_legend,
+    show_lossy,
     show_summary,
     show_text,
 )
@@ -59,6 +60,8 @@ def play(
         if explain:
             show_legend()
         show_summary(done.completions, done.seconds if many else None)
+        if not job.rule.lossless:
+            show_lossy(job.about.get("rule", ""))
     compared = None
     if compare:
         with stderr().status("comparing") if stderr().is_terminal else nullcontext() as spinner:

@@ -114,9 +114,11 @@ class RoundView:
         r = event.round
         ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)
         row = "" if request is None else f"prompt {request + 1:<3} "
+        # Of the round's tokens, as in the summary; the target's own add none.
+        each = "" if r.drift is None else f"drift {sum(r.drift) / max(r.committed, 1):.3f}  "
         line = Text(
             f"{row}round {self._count:>3}  drafted {r.drafted:>2}  accepted {r.accepted:>2}  "
-            f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  "
+            f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  {each}"
         )
         line.append_text(self._words(event.pieces, event.drafted[r.accepted :]))
         self._err.print(line, soft_wrap=True)
@@ -145,6 +147,7 @@ def summary(completions: Sequence[Completion], seconds: float | None = None) -> 
         f"{tokens / rounds:.2f} per round" if rounds else "",
         f"acceptance {_acceptance(completions)}",
         f"{tokens / took:.0f} tokens/s" if took > 0 else "",
+        drift(completions),
         shares(completions),
     ]
     if len(completions) == 1:
@@ -158,6 +161,20 @@ def _acceptance(completions: Sequence[Completion]) -> str:
     rounds = [r for c in completions for r in c.rounds]
     judged = sum(min(r.accepted + 1, r.drafted) for r in rounds)
     return f"{sum(r.accepted for r in rounds) / judged:.0%}" if judged else "– (nothing drafted)"
+
+
+def drift(completions: Sequence[Completion]) -> str:
+    """Distance from the target's distribution under a lossy rule; nothing under a lossless one."""
+    stats = [c.stats for c in completions if c.stats.drift_mean is not None]
+    if not stats:
+        return ""
+    tokens = sum(s.tokens for s in stats)
+    mean = sum((s.drift_mean or 0.0) * s.tokens for s in stats) / max(tokens, 1)
+    return f"drift {_small(mean)} a token (max {_small(max(s.drift_max or 0.0 for s in stats))})"
+
+
+def _small(value: float) -> str:
+    return "below 0.001" if 0 < value < 0.001 else f"{value:.2g}"
 
 
 def shares(completions: Sequence[Completion]) -> str:
@@ -184,6 +201,11 @@ def show_summary(completions: Sequence[Completion], seconds: float | None = None
     note(stderr(), summary(completions, seconds))
 
 
+def show_lossy(rule: str) -> None:
+    """Say once, on stderr, what a lossy rule means."""
+    note(stderr(), Text(f"lossy rule {rule}: the text may differ from the target's own", "yellow"))
+
+
 def show_comparison(result: Comparison) -> None:
     """Print speed-up and whether the outputs are the same, on stderr."""
     console = stderr()
@@ -208,7 +230,7 @@ def _sameness(result: Comparison) -> Text:
         why = (
             "identical output: no, and it need not be: both are draws from the same distribution"
             if result.lossless
-            else "identical output: no; this rule is lossy, so the output may differ"
+            else "identical output: no, and it need not be: the rule is lossy"
         )
         return Text(why, "dim")
     lines = Text("identical output: NO", "red" if result.bug else "yellow")

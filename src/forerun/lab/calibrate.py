@@ -1,0 +1,257 @@
+"""Settings of a method, measured on a pair of models as its paper measures them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from forerun.drafters import Drafter
+from forerun.drafters.none import NullDrafter
+from forerun.engine import Sampling
+from forerun.errors import PromptError, SettingError, require
+from forerun.model import Model, Prompt
+from forerun.registry import Spec
+from forerun.runtime.base import Runtime
+from forerun.signals import entropy
+
+ELEMENTS = 1 << 25
+"""Most logits held at once, so that a large vocabulary does not fill the memory."""
+
+
+@dataclass(frozen=True)
+class Entropies:
+    """How unsure a model was over some steps, in nats."""
+
+    steps: int
+    mean: float
+    median: float
+    q95: float
+    q99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Entropies:
+        """Sum up `(n,)` float64 entropies, n ≥ 1; quantiles between two values are interpolated."""
+        ranked = values.sort().values.tolist()
+        return cls(
+            len(ranked),
+            math.fsum(ranked) / len(ranked),
+            quantile(ranked, 0.5),
+            quantile(ranked, 0.95),
+            quantile(ranked, 0.99),
+            ranked[-1],
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `easd` found."""
+
+    entropy: float
+    """τ_H in nats: the mean of the highest `top` target entropies."""
+    share: float
+    """Of all steps, the share that counts as the highest."""
+    top: int
+    """⌈share · steps⌉."""
+    prompts: int
+    target: Entropies
+    draft: Entropies | None
+    """At the same steps, less those beyond the draft's context; None if it was not read."""
+    both: float | None
+    """Share of the draft's steps at which both entropies exceed τ_H: the penalty may fire there."""
+
+    @property
+    def rule(self) -> str:
+        """The calibrated rule as a spec, τ_H to four decimals."""
+        settings: dict[str, Any] = {"entropy": round(self.entropy, 4)}
+        if self.draft is None:
+            settings |= {"overlap": 0, "draft_entropy": False}
+        return str(Spec("easd", (), settings))
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields and the spec."""
+        return {"method": "easd", "rule": self.rule, **asdict(self)}
+
+
+def easd(
+    model: Model,
+    prompts: Sequence[Prompt],
+    *,
+    share: float = 0.05,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    batch_size: int = 16,
+    target_only: bool = False,
+    progress: Callable[[str, int], None] | None = None,
+) -> Calibration:
+    """τ_H of the rule `easd`: the mean of the target's highest entropies over validation prompts.
+
+    The target decodes every prompt greedily; at each step its entropy (temperature 1, before any
+    sampling transform) is taken, and τ_H is the mean of the highest ⌈share · steps⌉ of all.
+
+    Args:
+        model: target and drafter. The drafter speeds the decoding up, which changes nothing but
+            roundings; and its entropies are taken at the same steps, to show how often both exceed
+            τ_H.
+        prompts: of the task, not those that are tested on.
+        share: of the steps, in (0, 1] (0.05 in the paper).
+        sampling: one for all prompts or one per prompt; always made greedy.
+        batch_size: prompts decoded together.
+        target_only: leave the drafter's entropies out, for `easd(overlap=0, draft_entropy=False)`.
+            So it is, too, without a drafter.
+        progress: told the phase, ``"decoding"`` or ``"reading"``, and how many prompts it has done.
+
+    Raises:
+        PromptError: no prompts, or one that is empty or does not fit.
+        SettingError: a drafter without a distribution, or a share out of range.
+
+    >>> import forerun
+    >>> found = easd(forerun.load(), ["Once upon a time"], sampling=Sampling(max_new_tokens=20))
+    >>> found.target.steps, found.top
+    (20, 1)
+
+    Reference: Su et al. 2025 (EASD), §3.6.
+    """
+    real = isinstance(share, (int, float)) and not isinstance(share, bool)
+    require(real and 0 < share <= 1, "share", share, "in (0, 1]")
+    alone = target_only or isinstance(model.drafter, NullDrafter)
+    if not alone and not model.drafter.has_distribution:
+        raise SettingError(
+            "the penalty of easd needs the draft's entropy, and this drafter has no distribution; "
+            "use a draft model, or target_only=True for easd(overlap=0,draft_entropy=False)"
+        )
+    if not prompts:
+        raise PromptError("no prompts to calibrate on")
+    tell = progress or (lambda phase, done: None)
+    texts = _decode(model, prompts, sampling, batch_size, tell)
+    of_target, of_draft = [], []
+    done = 0
+    for batch in _batches(texts, batch_size):
+        of_target.append(_of_target(model.target, batch))
+        if not alone:
+            of_draft.append(_of_draft(model.drafter, batch))
+        done += len(batch)
+        tell("reading", done)
+    target = torch.cat(of_target)
+    threshold, top = top_mean(target.tolist(), share)
+    draft = None if alone else torch.cat(of_draft)
+    both = None
+    if draft is not None:
+        known = ~draft.isnan()
+        if not known.any():
+            raise PromptError("no prompt fits the draft's context; use shorter ones")
+        both = ((target > threshold) & (draft > threshold))[known].double().mean().item()
+        draft = draft[known]
+    return Calibration(
+        threshold,
+        share,
+        top,
+        len(prompts),
+        Entropies.of(target),
+        None if draft is None else Entropies.of(draft),
+        both,
+    )
+
+
+def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:
+    """Mean of the highest ⌈share · n⌉ of n ≥ 1 values, and how many those are.
+
+    >>> top_mean([1.0, 4.0, 2.0, 3.0], 0.3)
+    (3.5, 2)
+    """
+    # As written: 0.07 · 100 is 7, although the float product exceeds it.
+    count = math.ceil(Fraction(str(share)) * len(values))
+    return math.fsum(sorted(values)[-count:]) / count, count
+
+
+def quantile(ranked: Sequence[float], q: float) -> float:
+    """Of values in ascending order, interpolated between two neighbours."""
+    place = q * (len(ranked) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+
+
+Text = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its output."""
+
+
+def _decode(
+    model: Model,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] | None,
+    batch_size: int,
+    tell: Callable[[str, int], None],
+) -> list[Text]:
+    """Greedy outputs, in the order of the prompts."""
+    ids = [model.encode(prompt) for prompt in prompts]
+    if sampling is None or isinstance(sampling, Sampling):
+        greedy: Any = replace(sampling or Sampling(), temperature=0.0)
+    else:
+        greedy = [replace(s, temperature=0.0) for s in sampling]
+    outputs: dict[int, list[int]] = {}
+    for event in model.stream(ids, sampling=greedy, batch_size=batch_size):
+        if event.completion is not None:
+            outputs[event.request] = event.completion.tokens
+            tell("decoding", len(outputs))
+    return [(prompt, outputs[i]) for prompt, i in zip(ids, sorted(outputs), strict=True)]
+
+
+def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
+    """Texts of like length together."""
+    ranked = sorted(texts, key=lambda text: (len(text[1]), len(text[0])))
+    for start in range(0, len(ranked), size):
+        yield ranked[start : start + size]
+
+
+@torch.inference_mode()
+def _of_target(target: Runtime, texts: list[Text]) -> torch.Tensor:
+    """Float64 entropies after the prompt and after each output token but the last, text by text."""
+    pieces = [[prompt[-1], *output[:-1]] for prompt, output in texts]
+    longest = max(map(len, pieces))
+    width = max(1, ELEMENTS // (len(texts) * target.vocab_size))
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    try:
+        target.join([prompt for prompt, _ in texts], longest)
+        for start in range(0, longest, width):
+            parts = [piece[start : start + width] for piece in pieces]
+            logits = target.feed(parts)
+            for row, part in enumerate(parts):
+                found[row].append(_entropy(logits[row, : len(part)]))
+    finally:
+        target.keep([])
+    return torch.cat([values for row in found for values in row])
+
+
+@torch.inference_mode()
+def _of_draft(drafter: Drafter, texts: list[Text]) -> torch.Tensor:
+    """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
+    longest = max(len(output) for _, output in texts)
+    found = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
+    try:
+        drafter.join([prompt for prompt, _ in texts], longest)
+        for step in range(longest):
+            contexts = [
+                [*prompt, *output[:step]]
+                if step < len(output) and len(prompt) + step < drafter.limit
+                else None
+                for prompt, output in texts
+            ]
+            rows = [row for row, context in enumerate(contexts) if context is not None]
+            if not rows:
+                break
+            logits = drafter.step(contexts).logits
+            assert logits is not None, "the drafter has a distribution"
+            found[rows, step] = _entropy(logits[rows])
+    finally:
+        drafter.keep([])
+    return torch.cat([found[row, : len(output)] for row, (_, output) in enumerate(texts)])
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Float64 on the CPU, in nats."""
+    return entropy(logits.log_softmax(-1, dtype=torch.float64)).cpu()
