@@ -71,7 +71,7 @@ class PositionRule(AcceptanceRule):
         probs = _following(odds, weighed, accepted)
         drift = None if self.lossless else torch.zeros_like(accept)
         if drift is not None and weighed.drift is not None:
-            drift = torch.where(odds.inside, weighed.drift, 0)
+            drift = torch.where(odds.inside, weighed.drift.clamp(0, 1), 0)  # against rounding
         if odds.all_greedy:
             return Verdict(accepted, probs.argmax(-1), accept, drift=drift)
         return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)

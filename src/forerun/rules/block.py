@@ -73,7 +73,11 @@ class Block(AcceptanceRule):
             use = (accepted < draft.lengths) & (mass[row, at] > 0)
             drawn = residual[row, at] / mass[row, at].unsqueeze(-1)
             probs = torch.where(use.unsqueeze(-1), drawn, probs)
-        return Verdict(accepted, sample(probs, uniforms[:, -1]), _reached(stop), probs)
+        chance = _reached(stop)
+        if target.greedy.any():  # as if alone: also behind what cannot be reached
+            match = match_greedy(draft, target.logits).accept_prob
+            chance = torch.where(greedy.view(-1, 1), match, chance)
+        return Verdict(accepted, sample(probs, uniforms[:, -1]), chance, probs)
 
 
 def _joint(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:

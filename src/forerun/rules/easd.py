@@ -15,6 +15,9 @@ from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.signals import entropy, float_type
 
+EMPTY = 1e-12
+"""A residual of no more mass than this is rounding."""
+
 
 @dataclass(frozen=True)
 class EASD(PositionRule):
@@ -111,7 +114,7 @@ class EASD(PositionRule):
         others = second > -torch.inf
         if logits.shape[-1] == 1:
             others = torch.zeros_like(others)
-        return fires & odds.inside & others & (odds.greedy | (odds.top.squeeze(-1) < 1))
+        return fires & odds.inside & others
 
 
 def _penalised_drift(odds: Odds, fires: torch.Tensor, residual: bool) -> torch.Tensor:
@@ -123,22 +126,33 @@ def _penalised_drift(odds: Odds, fires: torch.Tensor, residual: bool) -> torch.T
     certain = odds.tokens.target.squeeze(-1)
     if odds.draft.logits is None:
         return certain
-    out = torch.where(odds.greedy, certain, torch.zeros_like(certain))
+    drift = torch.where(odds.greedy, certain, torch.zeros_like(certain))
     where = fires & ~odds.greedy
-    target, draft = odds.vocabulary.target[where], odds.vocabulary.draft[where]
-    share = draft / (1 - target)  # of each x, for each unit of target(v)
+    # Few positions: afford float64.
+    logits = odds.target.logits[:, : odds.width][where].double()
+    target, draft = logits.softmax(-1), odds.draft.logits[where].softmax(-1, dtype=torch.float64)
+    # `1 − target(x)` has no digits left for an x that is nearly sure: the best token goes apart.
+    best = logits.argmax(-1, keepdim=True)
+    others = logits.scatter(-1, best, -torch.inf).softmax(-1)
+    scale = 1 / (1 - target).scatter(-1, best, 1)
+    drawn = draft.scatter(-1, best, 0)
     if residual:
-        emitted = _emitted_residual(target, draft, 1 / (1 - target))
+        emitted = _emitted_residual(target, draft, scale, drawn)
+        left = (others - draft).clamp(min=0)
+        mass = left.sum(-1, keepdim=True)
+        others = torch.where(mass > EMPTY, left / mass, others)
     else:
+        share = drawn * scale
         emitted = target * (share.sum(-1, keepdim=True) - share)
-    out[where] = (emitted - target).abs().sum(-1) / 2
-    return out
+    emitted = emitted + draft.gather(-1, best) * others
+    drift[where] = ((emitted - target).abs().sum(-1) / 2).to(drift.dtype)
+    return drift
 
 
 def _emitted_residual(
-    target: torch.Tensor, draft: torch.Tensor, scale: torch.Tensor
+    target: torch.Tensor, draft: torch.Tensor, scale: torch.Tensor, drawn: torch.Tensor
 ) -> torch.Tensor:
-    """`Σ_x draft(x)·norm(max(0, target·scale(x) − draft))(v)` without `x` itself, in V log V.
+    """`Σ_x drawn(x)·norm(max(0, target·scale(x) − draft))(v)` without `x` itself, in V log V.
 
     For a given `x` the tokens with a residual are those with `draft/target < scale(x)`: a prefix
     of the tokens in the order of that quotient. So the normaliser is a difference of two prefix
@@ -153,8 +167,8 @@ def _emitted_residual(
     own = (target * scale - draft).clamp(min=0)
     norm = scale * mass_target - mass_draft - own
     # Nothing left: the penalised target itself is drawn from.
-    empty = norm <= 1e-12
-    weight = torch.where(empty, torch.zeros_like(draft), draft / norm)
+    empty = norm <= EMPTY
+    weight = torch.where(empty, torch.zeros_like(draft), drawn / norm)
     # Of all x: the suffix sums of weight·scale and weight, over x by scale, seen from each v.
     by_scale = scale.argsort(-1)
     scales = scale.gather(-1, by_scale)
@@ -162,7 +176,7 @@ def _emitted_residual(
     up = _from((weight * scale).gather(-1, by_scale), first)
     down = _from(weight.gather(-1, by_scale), first)
     emitted = target * up - draft * down - weight * own
-    alone = torch.where(empty, draft * scale, torch.zeros_like(draft))
+    alone = torch.where(empty, drawn * scale, torch.zeros_like(draft))
     return emitted.clamp(min=0) + target * (alone.sum(-1, keepdim=True) - alone)
 
 
