@@ -137,15 +137,15 @@ def relative(texts: Sequence[str], greedy: Sequence[str]) -> float:
     return float(sacrebleu.corpus_bleu(list(texts), [list(greedy)]).score)
 
 
-def main(model: forerun.Model, prompts: int, cap: int, whole: int) -> None:
-    """Measure and write `cm-asd.json`."""
-    results: dict[str, Any] = {"speed": {}, "quality": _quality(model, cap, whole)}
-    for size in (1, 16):
+def main(model: forerun.Model, singles: int, prompts: int, cap: int) -> None:
+    """Measure speed at batch 1 and 16; write `cm-asd.json`."""
+    results: dict[str, Any] = {}
+    for size, count in ((1, singles), (16, prompts)):
         work = [
             Batch(family, seed, part[i : i + size])
             for seed in range(SEEDS)
             for family in zoo.families()
-            for part in [zoo.prompts(family, "test")[seed * prompts : (seed + 1) * prompts]]
+            for part in [zoo.prompts(family, "test")[seed * prompts : seed * prompts + count]]
             for i in range(0, len(part), size)
         ]
         names = list(METHODS)
@@ -154,11 +154,16 @@ def main(model: forerun.Model, prompts: int, cap: int, whole: int) -> None:
         runs = interleaved(
             work, names, lambda batch, name: execute(model, batch, name, cap), f"batch {size}"
         )
-        results["speed"][str(size)] = {
-            name: _speed(work, runs, names.index(name)) for name in names
-        }
-    made = provenance(model, prompts=prompts, cap=cap, whole=whole)
-    save("cm-asd", made, results, _text(results, prompts, whole))
+        results[str(size)] = {name: _speed(work, runs, names.index(name)) for name in names}
+    made = provenance(model, singles=singles, prompts=prompts, cap=cap)
+    save("cm-asd", made, results, _text(results, singles, prompts))
+
+
+def scores(model: forerun.Model, cap: int, whole: int) -> None:
+    """Score every variant on many test prompts; write `cm-asd-quality.json`."""
+    results = _quality(model, cap, whole)
+    made = provenance(model, cap=cap, whole=whole)
+    save("cm-asd-quality", made, results, _quality_text(results, whole))
 
 
 def _quality(model: forerun.Model, cap: int, whole: int) -> dict[str, Any]:
@@ -207,18 +212,19 @@ def _speed(work: Sequence[Batch], runs: Sequence[Sequence[Run]], index: int) -> 
     }
 
 
-def _text(results: dict[str, Any], prompts: int, whole: int) -> str:
+def _text(results: dict[str, Any], singles: int, prompts: int) -> str:
     def cell(value: dict[str, float], digits: int = 2) -> str:
         return f"{value['mean']:.{digits}f} ± {value['std']:.{digits}f}"
 
     parts = []
-    for size, methods in results["speed"].items():
+    for size, methods in results.items():
         rows = [
             [
                 name,
-                cell(m["accepted"]) if METHODS[name] else "–",
-                cell(m["draft_ms"]) if METHODS[name] else "–",
-                cell(m["rollback"]) if METHODS[name] else "–",
+                *[
+                    cell(m[k]) if METHODS[name] else "–"
+                    for k in ("accepted", "draft_ms", "rollback")
+                ],
                 cell(m["plain"]),
                 cell(m["beam"]),
                 cell(m["drift"], 3),
@@ -228,6 +234,17 @@ def _text(results: dict[str, Any], prompts: int, whole: int) -> str:
         header = ["variant", "accepted a round", "draft ms a round", "rollback rate",
                   "speed-up over plain", "over beam 5", "drift"]  # fmt: skip
         parts.append(f"Batch {size}:\n\n" + table(header, rows))
+    return (
+        f"Greedy; {SEEDS} seeds, each with its own test prompts of every family ({singles} of each "
+        f"one by one, {prompts} of each as a batch); mean ± standard deviation over seeds. "
+        "Speed-ups are of tokens per second, paired per prompt or batch, geometric means. Rollback "
+        "rate: rounds in which a drafted token was rejected. Drift: share of tokens that are not "
+        "the target's arg-max after the text before them. Quality: `cm-asd-quality`.\n\n"
+        + "\n\n".join(parts)
+    )
+
+
+def _quality_text(results: dict[str, Any], whole: int) -> str:
     families = list(zoo.families())
     scored = [f for f in families if f != "stories"]
     rows = [
@@ -237,18 +254,15 @@ def _text(results: dict[str, Any], prompts: int, whole: int) -> str:
             *[f"{q['relative'][f]:.1f}" for f in ("translation", "stories")],
             f"{np.mean([q['drift'][f] for f in families]):.3f}",
         ]
-        for name, q in results["quality"].items()
+        for name, q in results.items()
     ]
     units = [f"{f}, {'BLEU' if f == 'translation' else '% right'}" for f in scored]
     header = ["variant", *units, "relative BLEU, translation", "relative BLEU, stories", "drift"]
     return (
-        f"Greedy; {SEEDS} seeds, each with its own {prompts} test prompts of every family; mean ± "
-        "standard deviation over seeds. Speed-ups are of tokens per second, paired per prompt or "
-        "batch, geometric means. Rollback rate: rounds in which a drafted token was rejected. "
-        "Drift: share of tokens that are not the target's arg-max after the text before them.\n\n"
-        + "\n\n".join(parts)
-        + f"\n\nQuality on {whole} test prompts of every family; relative BLEU is against the "
-        "greedy target's own output:\n\n" + table(header, rows)
+        f"Greedy, {whole} test prompts of every family. Relative BLEU is against the greedy "
+        "target's own output; drift is the mean over families of the share of tokens that are not "
+        "the target's arg-max. The standard error of a share of right answers is about "
+        f"{100 * np.sqrt(0.25 / whole):.0f} points.\n\n" + table(header, rows)
     )
 
 

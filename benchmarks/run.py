@@ -52,14 +52,22 @@ def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device
 
 @app.command("cm-asd")
 def _cmasd(
+    singles: int = 5,
     prompts: int = 16,
     tokens: int = 64,
-    whole: int = 250,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
-    """CM-ASD's ablation (Table III) in kind: batch 1 and 16, quality, drift."""
-    cmasd.main(forerun.load(dtype=dtype, device=device), prompts, tokens, whole)
+    """CM-ASD's ablation (Table III) in kind: speed at batch 1 and 16, drift."""
+    cmasd.main(forerun.load(dtype=dtype, device=device), singles, prompts, tokens)
+
+
+@app.command("cm-asd-quality")
+def _cmasd_quality(
+    prompts: int = 150, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"
+):
+    """CM-ASD's ablation: quality per family."""
+    cmasd.scores(forerun.load(dtype=dtype, device=device), tokens, prompts)
 
 
 @app.command("cm-asd-modes")
@@ -91,15 +99,15 @@ def _easd_corrections(
 
 
 @app.command("ears")
-def _ears(
-    prompts: int = 4,
-    tokens: int = 64,
-    problems: int = 250,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-):
-    """EARS over tolerance and temperature: speed, drift, accuracy."""
-    ears.main(forerun.load(dtype=dtype, device=device), prompts, tokens, problems)
+def _ears(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+    """EARS over tolerance and temperature: speed and drift."""
+    ears.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("ears-accuracy")
+def _ears_accuracy(problems: int = 250, dtype: Dtype = "float32", device: Device = "cpu"):
+    """EARS over tolerance and temperature: accuracy and drift."""
+    ears.accuracy(forerun.load(dtype=dtype, device=device), problems)
 
 
 @app.command("all")

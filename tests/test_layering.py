@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {}
 """What each part of the package may import (its own modules aside)."""
 for layer in LAYERS:
     ALLOWED.update(dict.fromkeys(layer, set(ALLOWED) - {"testing"}))
-ALLOWED.update(dict.fromkeys(["types", "registry", "checks", "confidence"], {"errors"}))
+ALLOWED.update({name: {"errors"} for name in ("types", "registry", "checks", "confidence")})
 ALLOWED.update(signals={"errors", "types"})
 
 

@@ -210,7 +210,7 @@ REFERENCES: dict[str, Reference] = {
     "ears(beta=0.1)": ears(0.1),
     "ears(beta=0.7)": ears(0.7),
     "ears(beta=1)": ears(1),
-    "spec-verification": spec_verification(3, 0.5),
+    "spec-verification": spec_verification(3, 0.3),
     "spec-verification(top=2,tau=2)": spec_verification(2, 2),
     "spec-verification(top=9,tau=100)": spec_verification(9, 100),
     "spec-verification(top=1,tau=0)": spec_verification(1, 0),
