@@ -663,3 +663,65 @@ def test_bounded_lets_the_inner_controller_learn():
     assert state.window[0] == 5
     assert controller.limit(state).tolist() == [3]
     assert math.isclose(controller.observe(state, outcome(3, 0)).window[0], 3.5)
+
+
+# --- cm-asd -------------------------------------------------------------------------------------
+
+PREVIEWING = [s for s in SPECS if make(s).previews]
+
+
+def test_only_the_literal_form_previews():
+    assert PREVIEWING == [
+        "cm-asd(two_pass=True)",
+        "bounded(inner=cm-asd(two_pass=True),high=4)",
+    ]
+    assert not make("cm-asd").previews
+
+
+@pytest.mark.parametrize("spec", PREVIEWING)
+def test_plans_are_pure_and_within_the_preview(spec):
+    controller, rng = make(spec), np.random.default_rng(0)
+    for _ in range(20):
+        state, drafted = controller.start(5), rng.integers(0, 9, 5)
+        signals = measured(rng.random((5, 8)))
+        freeze(signals)
+        planned = controller.plan(state, drafted, signals)
+        assert (planned >= 0).all()
+        assert (planned <= drafted).all()
+        np.testing.assert_array_equal(planned, controller.plan(state, drafted, signals))
+        for row in range(5):
+            only = np.array([row])
+            alone = controller.plan(state.take(only), drafted[only], signals.take(only))
+            assert alone == planned[row]
+
+
+def test_cm_asd_by_hand():
+    # softmax margins alone: C = 1, .5, 0; running means 1, .75, .5; ⌊C̄·4⌋ = 4, 3, 2.
+    only = "entropy=0,margin=0,softmax=1,alpha=1,high=4"
+    margins = np.array([[1.0, 0.5, 0.0, 0.0]])
+    go = [
+        bool(
+            make(f"cm-asd({only})").keep_going(
+                State(np.zeros(1, int)), np.array([n]), Signals(softmax_margin=margins[:, :n])
+            )[0]
+        )
+        for n in (1, 2, 3)
+    ]
+    assert go == [True, True, False]  # 1 < 4, 2 < 3, but 3 ≥ 2
+    # The literal form sees all four: C̄ = 3/8, ⌊4·3/8⌋ = 1; and with low=2, 2.
+    seen = (State(np.zeros(1, int)), np.array([4]), Signals(softmax_margin=margins))
+    assert make(f"cm-asd({only},two_pass=True)").plan(*seen) == [1]
+    assert make(f"cm-asd({only},two_pass=True,low=2)").plan(*seen) == [2]
+    # α scales the reach, full confidence reaches α·k_max exactly.
+    sure = (State(np.zeros(1, int)), np.array([4]), Signals(softmax_margin=np.ones((1, 4))))
+    assert make(f"cm-asd({only},two_pass=True)").plan(*sure) == [4]
+    half = only.replace("alpha=1", "alpha=0.5")
+    assert make(f"cm-asd({half},two_pass=True)").plan(*sure) == [2]
+
+
+def test_cm_asd_entropy_as_printed_runs_ahead_where_unsure():
+    doubt = Signals(normalized_entropy=np.array([[0.9]]))
+    state, one = State(np.zeros(1, int)), np.array([1])
+    only = "entropy=1,margin=0,softmax=0"
+    assert not make(f"cm-asd({only})").keep_going(state, one, doubt)[0]
+    assert make(f"cm-asd({only},literal=True)").keep_going(state, one, doubt)[0]
