@@ -29,7 +29,7 @@ from forerun.types import FloatArray, IntArray, RoundOutcome, Signals, Stop
 DEPTH = 24
 WEIGHTS = (
     "sharpness=1", "sharpness=0.5", "sharpness=2", "entropy=1,margin=0,softmax=0",
-    "entropy=0,margin=1,softmax=0", "entropy=0,margin=0,softmax=1",
+    "entropy=0,margin=1,softmax=0", "entropy=0,margin=0,softmax=1", "literal=true",
 )  # fmt: skip
 SIGNALS = tuple(f.name for f in fields(Signals))
 
@@ -190,7 +190,7 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
         "cm-asd": [
             f"cm-asd(alpha={alpha},high={high},{weights})"
             for alpha, high, weights in itertools.product(
-                (0.4, 0.6, 0.8, 1.0), (4, 6, 8, 12, 16, 24), WEIGHTS
+                (0.4, 0.6, 0.7, 0.8, 1.0), (4, 6, 8, 10, 12, 16), WEIGHTS
             )
         ],
         "cm-asd two-pass": [
@@ -237,6 +237,13 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
         for match in [[r for r in plus if f"{key}={value}" in r["spec"]]]
         for best in [max(match, key=lambda r: r["all"])]
     ]
+    weights = [
+        [f"`{weight}`", f"`{best['spec']}`", f"{best['all']:.3f}"]
+        for weight in WEIGHTS
+        for best in [
+            max((r for r in found["cm-asd"] if weight in r["spec"]), key=lambda r: r["all"])
+        ]
+    ]
     text = (
         f"Predicted speed-up over plain decoding on {len(work)} validation prompts, at most "
         f"{tokens} tokens each, at measured costs (c = {costs['ratio']:.1f}); the best four "
@@ -244,6 +251,8 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
         + table(["setting", "all", *names], rows)
         + "\n\nThe paper's open points, over the whole GammaTune+ grid:\n\n"
         + table(["reading", "best", "mean"], open_points)
+        + "\n\nCM-ASD's confidence, the best α and k_max for each:\n\n"
+        + table(["confidence", "best", "speed-up"], weights)
     )
     save(
         "sweep", provenance(model, prompts=prompts, tokens=tokens),
