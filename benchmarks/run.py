@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 
 import forerun
-from benchmarks import cmasd, ears, easd, overhead, plain, speedup, starting_lengths, sweep
+from benchmarks import (
+    cmasd,
+    ears,
+    easd,
+    overhead,
+    plain,
+    rules,
+    speedup,
+    starting_lengths,
+    sweep,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
@@ -48,6 +58,18 @@ def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", devi
 def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device: Device = "cpu"):
     """Choose GammaTune's defaults on validation prompts (replayed, so free of noise)."""
     sweep.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("rules")
+def _rules(
+    prompts: int = 4,
+    tokens: int = 64,
+    problems: int = 250,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
+    """Every acceptance rule side by side: speed, drift, accuracy; greedy and sampled."""
+    rules.main(forerun.load(dtype=dtype, device=device), prompts, tokens, problems)
 
 
 @app.command("cm-asd")

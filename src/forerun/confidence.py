@@ -36,8 +36,8 @@ class Confidence:
         for name, value in weights.items():
             require(_number(value) and 0 <= value <= 1, name, value, "a number between 0 and 1")
         total = sum(weights.values())
-        # Room for weights written as 0.33, 0.33, 0.34.
-        require(abs(total - 1) < 1e-6, "the sum of the weights", total, f"1 ({', '.join(PARTS)})")
+        # Room for weights written as 0.3333 each.
+        require(abs(total - 1) < 1e-3, "the sum of the weights", total, f"1 ({', '.join(PARTS)})")
         good = _number(self.sharpness) and 0 < self.sharpness < math.inf
         require(good, "sharpness", self.sharpness, "a number > 0")
         require(isinstance(self.literal, bool), "literal", self.literal, "true or false")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
@@ -78,7 +79,11 @@ class Card:
 
 
 def _literal(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    # Text that a spec would not read as one word needs its quotes.
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.+/-]*", value)
+    return value if plain else repr(value)
 
 
 def registry(kind: str) -> Registry:

@@ -20,7 +20,7 @@ from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler, Sampling
 from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import PromptError, SettingError, require
-from forerun.rules.base import AcceptanceRule
+from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Runtime
 from forerun.types import RoundOutcome, Stop, Verdict
 
@@ -87,7 +87,7 @@ class Engine:
             raise SettingError("stop strings need a tokenizer")
         if (rule.signals or rule.ranks) and not self.drafter.has_distribution:
             raise SettingError(
-                f"rule {type(rule).__name__} reads the draft's distribution and this drafter has "
+                f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
                 "none; use a draft model, or rule 'standard'"
             )
         seed = np.random.SeedSequence().entropy if sampling.seed is None else sampling.seed
