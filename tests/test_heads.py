@@ -20,7 +20,6 @@ from forerun.runtime.heads import (
     default_layers,
     load_heads,
     save_heads,
-    unembedding,
 )
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.training import features as caching
@@ -354,4 +353,4 @@ def test_a_rank_above_the_width_is_refused(access, features):
 
 
 def test_shapes_of_the_unembedding(access):
-    assert unembedding(access).shape == (tiny.VOCAB, WIDTH)
+    assert access.unembedding.shape == (tiny.VOCAB, WIDTH)

@@ -145,17 +145,6 @@ class SpecBound(DrafterSpec):
 
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
     paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
-    bibtex: ClassVar[str] = """\
-@inproceedings{wen2026specbound,
-  title     = {{SpecBound}: Adaptive Bounded Self-Speculation with Layer-wise Confidence
-               Calibration},
-  author    = {Wen, Zhuofan and Feng, Yang},
-  booktitle = {Findings of the Association for Computational Linguistics: ACL 2026},
-  year      = {2026},
-  note      = {arXiv:2604.12247}
-}
-"""
-
     threshold: float = 0.7
     anneal: float = 0.5
     depth: int | None = None

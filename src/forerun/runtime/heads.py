@@ -25,12 +25,6 @@ Weights = dict[int, dict[str, torch.Tensor]]
 """Per exit layer, its tensors by name."""
 
 
-def unembedding(access: LayerAccess) -> torch.Tensor:
-    """The model's `(V, H)` unembedding matrix; heads share its device and dtype."""
-    weight: torch.Tensor = access._head.weight
-    return weight
-
-
 class TrainedHeads(ABC):
     """Exit heads with tensors of their own; as `forerun.runtime.layers.ExitHeads` wants them.
 
@@ -52,7 +46,7 @@ class TrainedHeads(ABC):
         self.layers = check_layers(list(weights), access.layers)
         """The exit layers, rising."""
         self.access, self.weights, self.about = access, weights, dict(about or {})
-        self._dtype = unembedding(access).dtype
+        self._dtype = access.unembedding.dtype
         self._used = {
             layer: {name: t if t.requires_grad else t.to(self._dtype) for name, t in own.items()}
             for layer, own in weights.items()
@@ -152,7 +146,7 @@ def save_heads(heads: TrainedHeads, folder: str | Path) -> Path:
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    vocab, hidden = unembedding(heads.access).shape
+    vocab, hidden = heads.access.unembedding.shape
     config = {
         "schema": SCHEMA,
         "kind": heads.kind,
@@ -210,7 +204,7 @@ def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
         raise ModelError(f"{folder / CONFIG}: kind must be 'light' or 'full', got {kind!r}")
     _check_fit(config, access, folder)
     weights: Weights = {}
-    device = unembedding(access).device
+    device = access.unembedding.device
     for key, tensor in tensors.items():
         layer, _, name = key.partition(".")
         if not layer.isdigit():
@@ -224,7 +218,7 @@ def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
 
 def _check_fit(config: Mapping[str, Any], access: LayerAccess, folder: Path) -> None:
     """Refuse heads made for a model of other sizes."""
-    vocab, hidden = unembedding(access).shape
+    vocab, hidden = access.unembedding.shape
     for name, what, have in (
         ("hidden_size", "hidden size", hidden),
         ("vocab_size", "vocabulary", vocab),

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from forerun.checks import choice, whole
 from forerun.errors import require
-from forerun.runtime.heads import KINDS, TrainedHeads, Weights, check_layers, unembedding
+from forerun.runtime.heads import KINDS, TrainedHeads, Weights, check_layers
 from forerun.runtime.layers import ExitHeads, LayerAccess
 from forerun.training.features import Features
 
@@ -97,7 +97,7 @@ def new_heads(access: LayerAccess, features: Features, settings: Settings) -> Tr
     require(settings.rank <= width, "rank", settings.rank, f"at most the hidden size, {width}")
     layers = check_layers(list(features.hidden), access.layers)
     make = torch.Generator().manual_seed(settings.seed)
-    device = unembedding(access).device
+    device = access.unembedding.device
     weights: Weights = {}
     start = _lens_matrix(access) if settings.head == "full" else {}
     for layer in layers:
@@ -120,7 +120,7 @@ def _lens_matrix(access: LayerAccess) -> dict[str, torch.Tensor]:
 
     Exact for an RMS norm. A layer norm also centres: nearly so, and a start is all it has to be.
     """
-    like = unembedding(access)
+    like = access.unembedding
     width = like.shape[1]
     zero = torch.zeros(1, width, dtype=like.dtype, device=like.device)
     bias = access.logits(zero)[0].float()
@@ -229,7 +229,7 @@ class _Run:
     def _learn(self, rows: torch.Tensor, factor: float) -> float:
         """One step of every layer's head; layer by layer, for the logits are large."""
         access, features = self.heads.access, self.features
-        device, dtype = unembedding(access).device, unembedding(access).dtype
+        device, dtype = access.unembedding.device, access.unembedding.dtype
         goal = features.top[rows].to(device, torch.long)
         teacher = None
         if self.settings.loss == "distill":
@@ -298,7 +298,7 @@ def evaluate(
     batch: int = 1024,
 ) -> list[LayerReport]:
     """Agreement with the last layer, and calibration, of the heads after each of `layers`."""
-    like = unembedding(access)
+    like = access.unembedding
     reports = []
     for layer in layers:
         agree, confidence = [], []

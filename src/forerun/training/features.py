@@ -222,7 +222,7 @@ def _run(access: LayerAccess, shard: list[Document], layers: Sequence[int]) -> l
 def _forward(
     access: LayerAccess, documents: list[Document], width: int, layers: Sequence[int]
 ) -> list[torch.Tensor]:
-    weight = next(access._head.parameters())
+    weight = access.unembedding
     device, dtype = weight.device, weight.dtype
     # Padding stands on the right, where no token before it sees it.
     ids = torch.tensor([d[0] + [0] * (width - len(d[0])) for d in documents], device=device)
