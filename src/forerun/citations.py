@@ -213,6 +213,16 @@ BIBTEX: dict[str, str] = {
   year    = {2025}
 }
 """,
+    "specbound2026": """\
+@inproceedings{wen2026specbound,
+  title     = {{SpecBound}: Adaptive Bounded Self-Speculation with Layer-wise Confidence
+               Calibration},
+  author    = {Wen, Zhuofan and Feng, Yang},
+  booktitle = {Findings of the Association for Computational Linguistics: ACL 2026},
+  year      = {2026},
+  note      = {arXiv:2604.12247}
+}
+""",
 }
 
 

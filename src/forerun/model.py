@@ -152,7 +152,8 @@ def load(
         dtype = torch.float32
     runtime = RowModel(load_model(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
-    return Model(runtime, spec.build(runtime, tokenizer), tokenizer)
+    drafter = spec.build(runtime, tokenizer)
+    return Model(drafter.target or runtime, drafter, tokenizer)
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

@@ -17,6 +17,7 @@ from forerun.cli.generate import generate
 from forerun.cli.guard import guarded
 from forerun.cli.info import info
 from forerun.cli.listing import show
+from forerun.cli.train_exits import train_exits
 from forerun.cli.zoo import app as zoo
 
 app = typer.Typer(
@@ -56,6 +57,7 @@ app.command("demo")(demo)
 app.command("list")(show)
 app.command("info")(info)
 app.command("cite")(cite)
+app.command("train-exits")(train_exits)
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(zoo, name="zoo")
 

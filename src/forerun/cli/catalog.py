@@ -20,7 +20,11 @@ QUESTIONS = {
     "drafters": "who runs ahead?",
 }
 
-_DRAFTER_PAPERS = {"model": ("leviathan2023", "chen2023"), "lookup": ("saxena2023",)}
+_DRAFTER_PAPERS = {
+    "model": ("leviathan2023", "chen2023"),
+    "lookup": ("saxena2023",),
+    "specbound": ("specbound2026",),
+}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ DRAFTERS = Registry(
     {
         "model": "forerun.drafters.model:ModelDraft",
         "lookup": "forerun.drafters.lookup:Lookup",
+        "specbound": "forerun.drafters.specbound:SpecBound",
         "none": "forerun.drafters.none:NoDraft",
     },
 )

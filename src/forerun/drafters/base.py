@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from forerun.types import Stop
+
 if TYPE_CHECKING:
     import torch
+
+    from forerun.runtime.base import Runtime
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,9 @@ class Proposal:
     """`(rows, V)` raw logits over the target's vocabulary."""
     tokens: Sequence[int] | None = None
     """`(rows,)` token ids; -1 where the drafter has nothing to propose."""
+    ended: Sequence[Stop | None] | None = None
+    """`(rows,)` why the drafter ends a row's draft here; None in a row that goes on, or None if all
+    do. It must be decided before anyone knows which token would be drawn, or samples are biased."""
 
 
 class Drafter(ABC):
@@ -36,6 +43,8 @@ class Drafter(ABC):
     """Whether proposals are logits; rules that read the draft's distribution need them."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
+    target: Runtime | None = None
+    """The runtime to verify with, if it is one this drafter made because it shares it."""
 
     @abstractmethod
     def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:

@@ -99,10 +99,11 @@ def _run(
         max(row.rule.ranks for row in rows),
     )
     while active.any():
-        tokens = _next(rows, drafter, wanted, sampler, out, active)
+        tokens, ended = _next(rows, drafter, wanted, sampler, out, active)
         for i in np.flatnonzero(active):
             if tokens[i] < 0:
-                active[i], out.stopped_by[i] = False, Stop.EXHAUSTED
+                why = ended[i]
+                active[i], out.stopped_by[i] = False, Stop.EXHAUSTED if why is None else why
             else:
                 out.tokens[i].append(tokens[i])
         if asks and out.seen and active.any():
@@ -130,16 +131,24 @@ def _next(
     sampler: Sampler,
     out: Drafted,
     active: BoolArray,
-) -> list[int]:
-    """One more token per row (meaningless in rows that are not active)."""
+) -> tuple[list[int], list[Stop | None]]:
+    """One more token per row, -1 if it has none, and why the drafter ended it, if it says so.
+
+    Both are meaningless in rows that are not active.
+    """
     contexts = [
         row.context + tokens if on else None
         for row, tokens, on in zip(rows, out.tokens, active, strict=True)
     ]
     proposal = drafter.step(contexts)
+    ended = list(proposal.ended or [None] * len(rows))
+    # A row that ends here draws nothing: neither a token nor a coin.
+    active = active & np.array([why is None for why in ended])
+    if not active.any():
+        return [-1] * len(rows), ended
     if proposal.logits is None:
         assert proposal.tokens is not None, "a proposal is logits or tokens"
-        return list(proposal.tokens)
+        return [t if on else -1 for t, on in zip(proposal.tokens, active, strict=True)], ended
     picked, processed = _pick(rows, proposal.logits, sampler, out, active)
     measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
     # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
@@ -151,8 +160,7 @@ def _next(
         out.ranked.append(proposal.logits.topk(ranks, dim=-1).indices)
     if processed is not None:
         out.logits.append(processed)
-    tokens: list[int] = picked.tolist()
-    return tokens
+    return [t if on else -1 for t, on in zip(picked.tolist(), active, strict=True)], ended
 
 
 def _pick(

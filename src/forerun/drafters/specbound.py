@@ -1,0 +1,220 @@
+"""The target drafts for itself: early exits under an annealed threshold, bounded and cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from forerun.checks import between, whole
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+from forerun.errors import SettingError, require
+from forerun.runtime.base import Runtime
+from forerun.runtime.exits import ExitModel
+from forerun.runtime.layers import ExitHeads, LogitLens
+from forerun.types import Stop
+
+
+def temperature(layer: int, layers: int, anneal: float) -> float:
+    """`T_ℓ = 1 + a · (1 − ℓ/L)`, the annealed temperature of the exit at layer ℓ (eq. 1).
+
+    >>> temperature(3, 12, anneal=0.4)
+    1.3
+    """
+    return 1.0 + anneal * (1.0 - layer / layers)
+
+
+class SpecBoundDrafter(Drafter):
+    """Steps the target's own shallow layers; made by `SpecBound.build`.
+
+    Args:
+        rows: the target; it keeps the states, and the engine verifies with it.
+        heads: what turns shallow hidden states into logits.
+        layers: exit layers in use, rising, each with a head.
+        threshold: τ.
+        anneal: a.
+        width: W, tokens per round.
+    """
+
+    def __init__(
+        self,
+        rows: ExitModel,
+        heads: ExitHeads,
+        layers: tuple[int, ...],
+        threshold: float,
+        anneal: float,
+        width: int,
+    ) -> None:
+        self.rows, self.heads, self.layers = rows, heads, layers
+        self.target: Runtime = rows
+        self._threshold, self._anneal, self._width = threshold, anneal, width
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Wall time in the shallow layers and exit heads."""
+        return self.rows.draft_seconds
+
+    def rollback(self, row: int, length: int) -> None:
+        """Drop the states of what was rejected."""
+        self.rows.rollback(row, length)
+
+    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
+        """Logits of the exit each row's newest token took; rows that took none end as difficult."""
+        if len(contexts) != len(self.rows.lengths):
+            raise SettingError(
+                "specbound drafts with the layers of its own runtime; verify with that one: "
+                "Engine(drafter.target, drafter)"
+            )
+        ended: list[Stop | None] = [None] * len(contexts)
+        asked: list[Sequence[int] | None] = list(contexts)
+        for row, (context, covered) in enumerate(zip(contexts, self.rows.lengths, strict=True)):
+            # All but one token of the text is covered; what is beyond was drafted this round.
+            if context is not None and len(context) - 1 - covered >= self._width:
+                asked[row], ended[row] = None, Stop.EXHAUSTED
+        out: torch.Tensor | None = None
+
+        def leave(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
+            nonlocal out
+            logits = self.heads.logits(layer, hidden)
+            if out is None:
+                out = logits.new_zeros(len(contexts), logits.shape[-1])
+            sure: list[bool] = self._confident(layer, logits).tolist()
+            here = [i for i, yes in enumerate(sure) if yes]
+            out[[rows[i] for i in here]] = logits[here]
+            if layer == self.layers[-1]:
+                for row, yes in zip(rows, sure, strict=True):
+                    ended[row] = None if yes else Stop.DIFFICULT
+            return sure
+
+        if any(context is not None for context in asked):
+            self.rows.climb(asked, self.layers, leave)
+        if out is None:
+            return Proposal(tokens=[-1] * len(contexts), ended=ended)
+        return Proposal(logits=out, ended=ended)
+
+    def _confident(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
+        """`(n,)` whether the annealed top-1 probability reaches τ (eq. 2)."""
+        heat = temperature(layer, self.rows.access.layers, self._anneal)
+        return (logits.float() / heat).softmax(-1).amax(-1) >= self._threshold
+
+
+@dataclass(frozen=True)
+class SpecBound(DrafterSpec):
+    """SpecBound: the target's own shallow layers draft; no draft model, no second cache.
+
+    Each token climbs the target's layers and exits at the first exit layer that is sure of what
+    comes next. Its hidden state is kept, and verification only runs the layers that are missing, so
+    nothing is computed twice. A token that no exit layer is sure of is *difficult*: drafting ends
+    at once, and verification decodes it along with the rest. Output is the target's own, exactly.
+
+    When it helps: large, deep targets on text with easy stretches, with trained exit heads. When it
+    hurts: shallow targets, or ones whose vocabulary projection costs as much as some layers (every
+    exit layer that is asked costs one), and untrained heads (the logit lens is rarely sure early).
+
+    Rule: at exit layer ℓ of L, logits `z_ℓ` become `z_ℓ / T_ℓ` with `T_ℓ = 1 + a · (1 − ℓ/L)`
+    (eq. 1); exit at the first exit layer `ℓ ≤ D` with `max softmax(z_ℓ / T_ℓ) ≥ τ` (eq. 2); else
+    the token is difficult (stop "difficult"). After W drafted tokens drafting ends.
+
+    Args:
+        threshold: τ, ≥ 0; 0 exits at the first exit layer, above 1 never. The default 0.7 is ours,
+            to be tuned (the paper's values are not in its text).
+        anneal: a, ≥ 0; the higher, the surer a shallow layer must be; 0 switches annealing off. The
+            default 0.5 is ours, to be tuned.
+        depth: D, deepest layer a draft may reach, 1 ≤ D < L; none: half of the layers. Ours, to be
+            tuned.
+        width: W, most tokens drafted per round, ≥ 1. The default 6 is ours, to be tuned. It holds
+            beside the length controller's limit; reaching it stops with "exhausted", as a bound of
+            the drafter's and not the controller's decision, so controllers do not learn from it.
+            `fixed(W)` leaves the length to SpecBound alone.
+        layers: exit layers: a number k for every k-th counted down from D, or text like "2,4,6".
+            None: every layer that has a trained head, or k = 2 without any. Those beyond D are not
+            used; a token that no exit up to D took goes no deeper than the last of them.
+        exits: a folder of trained exit heads; none or empty uses the target's own norm and
+            unembedding at every layer (the logit lens).
+
+    Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
+    decides where to exit. Verification also feeds the last drafted token, from the embedding up,
+    for the bonus token that the paper's round does without. With sampling, controllers that preview
+    (`cm-asd(two_pass=True)`) make the preview's work a loss, as with any drafter.
+
+    Reference: Wen and Feng 2026, SpecBound: Adaptive Bounded Self-Speculation with Layer-wise
+    Confidence Calibration, sections 2.2 and 2.3.
+    """
+
+    summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
+    paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
+    threshold: float = 0.7
+    anneal: float = 0.5
+    depth: int | None = None
+    width: int = 6
+    layers: int | str | None = None
+    exits: str = ""
+
+    def __post_init__(self) -> None:
+        between("specbound threshold", self.threshold, 0.0, float("inf"))
+        between("specbound anneal", self.anneal, 0.0, 1e6)
+        whole("specbound width", self.width, 1)
+        if self.depth is not None:
+            whole("specbound depth", self.depth, 1)
+        if isinstance(self.layers, str):
+            _listed(self.layers)
+        elif self.layers is not None:
+            whole("specbound layers", self.layers, 1)
+        require(
+            self.exits is None or isinstance(self.exits, str),
+            "specbound exits", self.exits, "a folder of exit heads, or none",
+        )  # fmt: skip
+
+    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
+
+        Raises:
+            UnsupportedModelError: the target's family has no layer-by-layer access.
+            SettingError: depth or exit layers that the target or the heads do not have.
+        """
+        if getattr(target, "model", None) is None:
+            raise SettingError("specbound needs a target that is a Hugging Face model")
+        rows = ExitModel(target.model)
+        heads: ExitHeads = LogitLens(rows.access)
+        if self.exits:
+            from forerun.runtime.heads import load_heads
+
+            heads = load_heads(self.exits, rows.access)
+        layers = self._exits(rows.access.layers, tuple(heads.layers))
+        return SpecBoundDrafter(rows, heads, layers, self.threshold, self.anneal, self.width)
+
+    def _exits(self, layers: int, heads: tuple[int, ...]) -> tuple[int, ...]:
+        """Exit layers in use for a target of so many layers with heads at `heads`."""
+        depth = max(1, layers // 2) if self.depth is None else self.depth
+        require(
+            1 <= depth < layers, "specbound depth", depth, f"between 1 and {layers - 1}, below the "
+            f"target's {layers} layers",
+        )  # fmt: skip
+        chosen: tuple[int, ...]
+        if isinstance(self.layers, str):
+            chosen = _listed(self.layers)
+            if missing := [layer for layer in chosen if layer not in heads]:
+                have = ", ".join(map(str, heads))
+                raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
+        elif self.layers is None and self.exits:
+            chosen = heads
+        else:
+            every = 2 if self.layers is None else self.layers
+            chosen = tuple(layer for layer in range(depth, 0, -every) if layer in heads)
+        used = tuple(sorted({layer for layer in chosen if layer <= depth}))
+        if not used:
+            raise SettingError(
+                f"no exit layer up to depth {depth}; raise depth or name layers among "
+                f"{', '.join(map(str, heads))}"
+            )
+        return used
+
+
+def _listed(text: str) -> tuple[int, ...]:
+    """Layers from text like "2,4,6"."""
+    words = [word.strip() for word in text.split(",")]
+    good = all(word.isdecimal() and int(word) >= 1 for word in words)
+    require(good, "specbound layers", text, 'a whole number or text like "2,4,6"')
+    return tuple(map(int, words))

@@ -1,0 +1,312 @@
+"""A target whose shallow layers draft: one cache, and a small table of unfinished hidden states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from forerun.errors import PromptError
+from forerun.runtime.layer_cache import LayerCache
+from forerun.runtime.layers import LayerAccess
+from forerun.runtime.model import RowModel
+
+Leave = Callable[[int, list[int], torch.Tensor], list[bool]]
+"""`(depth, rows, hidden (n, H) of each row's newest token)` to which of the rows leave there."""
+
+
+@dataclass
+class Work:
+    """What decoding cost, prompts left out. Plain decoding: L passes, 1 projection per token."""
+
+    draft_passes: int = 0
+    """Positions × layers run while drafting."""
+    verify_passes: int = 0
+    """Positions × layers run while verifying: what drafting had left to do."""
+    draft_calls: int = 0
+    """Layers run while drafting, however many positions at once: how often weights were read."""
+    verify_calls: int = 0
+    """Layers run while verifying."""
+    exit_projections: int = 0
+    """Hidden states of shallow layers turned into logits."""
+    projections: int = 0
+    """Hidden states of the last layer turned into logits."""
+
+    @property
+    def passes(self) -> int:
+        """Positions × layers altogether."""
+        return self.draft_passes + self.verify_passes
+
+
+@dataclass
+class _Pending:
+    """A row's tokens beyond what its cache covers, and how deep each has come.
+
+    Depths never rise along the row: whatever runs deeper takes all earlier tokens along.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        del self.tokens[length:], self.depths[length:]
+
+
+Span = tuple[int, int, int]
+"""`(row, first pending token, how many)`."""
+
+
+@dataclass
+class _Batch:
+    """Hidden states on their way through the layers together."""
+
+    spans: list[Span]
+    positions: torch.Tensor
+    mask: torch.Tensor
+    where: tuple[torch.Tensor, torch.Tensor]
+    """Rows `(n, 1)` and slots `(n, width)` of the state table."""
+    hidden: torch.Tensor
+    """`(n, width, H)`, padded on the right."""
+
+
+class ExitModel(RowModel):
+    """A target that also drafts: SpecBound's bounded speculation with cached states.
+
+    `climb` takes each row's newest token through the first layers and leaves it where it exits.
+    Its hidden state stays *pending*, in a table of `(rows, drafted + 1, H)`, the only extra memory:
+    keys and values go where they belong, in the one cache. A later token that goes deeper takes
+    the pending ones along, for it needs their keys there. `feed` recognises pending tokens, brings
+    all to the same depth and then through the remaining layers together, so that each token it is
+    fed passes each layer exactly once. With nothing pending, it is a plain `RowModel`.
+
+    Args:
+        model: a causal language model of a family with layer-by-layer access.
+
+    Raises:
+        UnsupportedModelError: it has none, or a row cache cannot serve it.
+
+    Reference: Wen and Feng 2026, SpecBound, section 2.3.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.access = LayerAccess(model.eval())
+        super().__init__(model)
+        self._layer_cache = LayerCache()
+        self.cache = self._layer_cache
+        self.work = Work()
+        self.draft_seconds = 0.0
+        """Wall time spent in `climb` so far; `seconds` is that of `feed`."""
+        self._pending: list[_Pending] = []
+        self._states = torch.empty(0, 0, self.access.width, dtype=self.dtype, device=self.device)
+        self._batch: _Batch | None = None
+
+    @property
+    def pending(self) -> list[list[int]]:
+        """Per row the depths its pending tokens have come to."""
+        return [list(row.depths) for row in self._pending]
+
+    def join(self, prompts: Sequence[Sequence[int]], room: int = 0) -> None:
+        """Add a row per prompt and cover each but for its last token."""
+        self._pending.extend(_Pending() for _ in prompts)
+        super().join(prompts, room)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; pending tokens are dropped (between rounds: none)."""
+        super().keep(rows)
+        self._pending = [_Pending() for _ in rows]
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget what a row holds beyond `length` tokens, pending or covered."""
+        self._pending[row].cut(max(length - self.lengths[row], 0))
+        super().rollback(row, length)
+
+    @torch.inference_mode()
+    def climb(
+        self, contexts: Sequence[Sequence[int] | None], depths: Sequence[int], leave: Leave
+    ) -> None:
+        """Take the newest token of each row up from the embedding until it leaves.
+
+        Args:
+            contexts: per row all its tokens; None leaves the row alone.
+            depths: where it may leave, rising; beyond the last nothing goes.
+            leave: asked at each of these depths about the rows still climbing; see `Leave`.
+
+        Raises:
+            PromptError: a context is longer than the model's.
+        """
+        began = time.perf_counter()
+        rows = [row for row, context in enumerate(contexts) if context is not None]
+        pieces = [list((contexts[row] or ())[self.lengths[row] :]) for row in rows]
+        self._take(rows, pieces, fresh=1)
+        at = 0
+        for depth in depths if rows else ():
+            self._sweep(rows, at, depth, drafting=True)
+            at, batch = depth, self._batch
+            assert batch is not None
+            assert [span[0] for span in batch.spans] == rows
+            ends = torch.tensor([count - 1 for *_, count in batch.spans], device=self.device)
+            newest = batch.hidden[torch.arange(len(rows), device=self.device), ends]
+            self.work.exit_projections += len(rows)
+            gone = leave(depth, rows, newest)
+            rows = [row for row, left in zip(rows, gone, strict=True) if not left]
+            if not rows:
+                break
+        self._store()
+        self.draft_seconds += time.perf_counter() - began
+
+    @torch.inference_mode()
+    def feed(
+        self,
+        pieces: Sequence[Sequence[int]],
+        first: int = 0,
+        want: Literal["all", "last", "none"] = "all",
+    ) -> torch.Tensor:
+        """Feed each row its next tokens and cover them; what is pending of them is only finished.
+
+        Arguments and result as for `RowModel.feed`. Pending tokens that are not fed are dropped.
+        """
+        counts = [len(piece) for piece in pieces]
+        chosen = range(first, first + len(pieces))
+        if want != "none":
+            self.work.projections += sum(counts) if want == "all" else sum(map(bool, counts))
+        if not any(self._pending[row].tokens for row in chosen):
+            if want != "none":  # prompts are fed without asking for logits; they are not counted
+                self.work.verify_passes += self.access.layers * sum(counts)
+                self.work.verify_calls += self.access.layers * any(counts)
+            return super().feed(pieces, first, want)
+        began = time.perf_counter()
+        self._take(list(chosen), [list(piece) for piece in pieces])
+        rows = [row for row in chosen if self._pending[row].tokens]
+        self._sweep(rows, 0, self.access.layers, drafting=False)
+        logits = self._finish(rows, first, counts, want)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - began
+        self.forwards += 1
+        return logits
+
+    def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:
+        """Make each row's pending tokens its piece: what is known keeps its depth.
+
+        The last `fresh` tokens start anew even if they are known.
+        """
+        for row, piece in zip(rows, pieces, strict=True):
+            if self.lengths[row] + len(piece) > self.limit:
+                longest = self.lengths[row] + len(piece)
+                raise PromptError(
+                    f"{longest} tokens do not fit the model's context of {self.limit}"
+                )
+        self._batch = None
+        for row, piece in zip(rows, pieces, strict=True):
+            held = self._pending[row]
+            most, same = min(len(held.tokens), len(piece) - fresh), 0
+            while same < most and held.tokens[same] == piece[same]:
+                same += 1
+            held.cut(same)
+            held.tokens += piece[same:]
+            held.depths += [0] * (len(piece) - same)
+
+    def _sweep(self, rows: list[int], first: int, last: int, drafting: bool) -> None:
+        """Take all pending tokens of these rows that lie between the depths to depth `last`.
+
+        Tokens lie at different depths; the deeper ones wait until the others have reached them.
+        """
+        at = first
+        while at < last:
+            spans, until = [], last
+            for row in rows:
+                depths = self._pending[row].depths
+                if count := depths.count(at):
+                    # Depths never rise: all tokens at the smallest depth stand at the end.
+                    spans.append((row, len(depths) - count, count))
+                until = min([until, *(depth for depth in depths if depth > at)])
+            if spans:
+                batch = self._gather(spans, at)
+                batch.hidden = self.access.run(
+                    batch.hidden, at, until, batch.mask, batch.positions, self.cache
+                )
+                for row, begin, _ in spans:
+                    depths = self._pending[row].depths
+                    depths[begin:] = [until] * (len(depths) - begin)
+                self._count(sum(count for *_, count in spans), until - at, drafting)
+            at = until
+
+    def _count(self, tokens: int, layers: int, drafting: bool) -> None:
+        if drafting:
+            self.work.draft_passes += tokens * layers
+            self.work.draft_calls += layers
+        else:
+            self.work.verify_passes += tokens * layers
+            self.work.verify_calls += layers
+
+    def _gather(self, spans: list[Span], depth: int) -> _Batch:
+        """The batch of these tokens at `depth`: the one under way if it is the same, else new."""
+        if self._batch is not None and self._batch.spans == spans:
+            return self._batch
+        self._store()
+        rows, begins, counts = ([span[i] for span in spans] for i in range(3))
+        width = max(counts)
+        self._reserve(max(begins) + width)
+        starts = [self.lengths[row] + begin for row, begin in zip(rows, begins, strict=True)]
+        columns = self._layer_cache.open(rows, starts, width, self.device)
+        slots = torch.tensor(begins, device=self.device).unsqueeze(1)
+        where = (
+            torch.tensor(rows, device=self.device).unsqueeze(1),
+            slots + torch.arange(width, device=self.device),
+        )
+        positions = self._positions(starts, width)
+        if depth == 0:
+            tokens = [
+                self._pending[r].tokens[b : b + width] for r, b in zip(rows, begins, strict=True)
+            ]
+            padded = [[*some, *[0] * (width - len(some))] for some in tokens]
+            hidden = self.access.embed(torch.tensor(padded, device=self.device), positions)
+        else:
+            hidden = self._states[where]
+            if min(counts) < width:
+                # What stands in padding is left over; through more and more layers it may overflow,
+                # and a masked NaN still spoils attention.
+                ends = torch.tensor(counts, device=self.device).view(-1, 1, 1)
+                beyond = torch.arange(width, device=self.device).view(1, -1, 1) >= ends
+                hidden = hidden.masked_fill(beyond, 0.0)
+        self._batch = _Batch(spans, positions, self._mask(starts, width, columns), where, hidden)
+        return self._batch
+
+    def _store(self) -> None:
+        """Put the states under way back into the table."""
+        if self._batch is not None:
+            self._states[self._batch.where] = self._batch.hidden
+            self._batch = None
+
+    def _reserve(self, slots: int) -> None:
+        """Make room for `slots` states in every row; contents are kept."""
+        old = self._states
+        if slots > old.shape[1] or len(self.lengths) > old.shape[0]:
+            rows, slots = max(len(self.lengths), old.shape[0]), max(slots, old.shape[1])
+            self._states = old.new_zeros(rows, slots, old.shape[2])
+            self._states[: old.shape[0], : old.shape[1]] = old
+
+    def _finish(
+        self, rows: list[int], first: int, counts: list[int], want: Literal["all", "last", "none"]
+    ) -> torch.Tensor:
+        """Cover what has passed all layers and turn it into logits."""
+        for row in rows:
+            self.lengths[row] += len(self._pending[row].tokens)
+            self._pending[row].cut(0)
+        batch, self._batch = self._batch, None
+        if batch is None or want == "none":
+            return torch.empty(0, device=self.device)
+        hidden = batch.hidden
+        if want == "last":
+            ends = torch.tensor([count - 1 for *_, count in batch.spans], device=self.device)
+            hidden = hidden[torch.arange(len(rows), device=self.device), ends]
+        logits = self.access.logits(hidden)
+        if len(rows) == len(counts):
+            return logits
+        spread = logits.new_zeros(len(counts), *logits.shape[1:])
+        spread[[row - first for row in rows]] = logits
+        return spread

@@ -1,0 +1,258 @@
+"""Exit heads with weights: what the model would say if it stopped after a layer.
+
+The heads without weights are `forerun.runtime.layers.LogitLens`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from forerun.errors import ModelError, SettingError
+from forerun.runtime.layers import LayerAccess
+
+WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
+SCHEMA = 1
+
+Weights = dict[int, dict[str, torch.Tensor]]
+"""Per exit layer, its tensors by name."""
+
+
+class TrainedHeads(ABC):
+    """Exit heads with tensors of their own; as `forerun.runtime.layers.ExitHeads` wants them.
+
+    Args:
+        access: the model.
+        weights: per exit layer (counted from 1) its tensors by name, on the model's device. Tensors
+            that require a gradient are used as they are, others in the model's dtype.
+        about: where the heads come from (target, training); kept by `save_heads`.
+
+    Raises:
+        SettingError: no layers, or layers the model does not have.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self, access: LayerAccess, weights: Weights, about: Mapping[str, Any] | None = None
+    ) -> None:
+        self.layers = check_layers(list(weights), access.layers)
+        """The exit layers, rising."""
+        self.access, self.weights, self.about = access, weights, dict(about or {})
+        self._dtype = access.unembedding.dtype
+        self._used = {
+            layer: {name: t if t.requires_grad else t.to(self._dtype) for name, t in own.items()}
+            for layer, own in weights.items()
+        }
+
+    @abstractmethod
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the model would say if it stopped after `layer` layers.
+
+        Args:
+            layer: one of `layers`.
+            hidden: `(..., H)`, the output of that many layers, before the final norm.
+
+        Returns:
+            `(..., V)`, in the model's dtype.
+
+        Raises:
+            SettingError: there is no head after that layer.
+        """
+
+    def _of(self, layer: int) -> dict[str, torch.Tensor]:
+        if layer not in self._used:
+            have = ", ".join(map(str, self.layers))
+            raise SettingError(f"no exit head after layer {layer}; there are heads after {have}")
+        return self._used[layer]
+
+
+class LightHeads(TrainedHeads):
+    """An affine correction of the hidden state, then the model's own norm and unembedding.
+
+    `s · logits(h + A·h + b)`, with `A` a matrix `weight (H, H)` or the product
+    `up (H, R) · down (R, H)`, `bias (H,)` and `scale (1,)`. With `A = b = 0` and `s = 1` it is the
+    logit lens, which is where training begins: what a layer already says right has not to be learnt
+    again, and weight decay pulls towards it. The norm fixes the size of what is unembedded, so how
+    sure a head is needs a number of its own, the scale.
+    """
+
+    kind = "light"
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of the corrected hidden state."""
+        own = self._of(layer)
+        x = hidden.to(own["bias"].dtype)
+        if "weight" in own:
+            x = x + F.linear(x, own["weight"], own["bias"])
+        else:
+            x = x + F.linear(F.linear(x, own["down"]), own["up"], own["bias"])
+        return self.access.logits(x.to(self._dtype)) * own["scale"].to(self._dtype)
+
+
+class FullHeads(TrainedHeads):
+    """An LM head per exit layer: `weight (V, H)`, `bias (V,)`, on hidden states of unit RMS."""
+
+    kind = "full"
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of this layer's own head."""
+        own = self._of(layer)
+        unit = F.rms_norm(hidden.float(), hidden.shape[-1:], eps=1e-6)
+        return F.linear(unit.to(own["bias"].dtype), own["weight"], own["bias"]).to(self._dtype)
+
+
+KINDS: dict[str, type[TrainedHeads]] = {"light": LightHeads, "full": FullHeads}
+"""Heads that are trained, by the name of their kind."""
+
+
+def check_layers(layers: Sequence[int], most: int) -> tuple[int, ...]:
+    """The exit layers, rising; raises `SettingError` unless each is in 1…`most` and there once."""
+    found = tuple(sorted(layers))
+    if not found:
+        raise SettingError(f"no exit layers; name some of 1 to {most}")
+    wrong = [n for n in found if not 1 <= n <= most]
+    if wrong:
+        raise SettingError(f"exit layer {wrong[0]} does not exist; the model's are 1 to {most}")
+    if len(set(found)) < len(found):
+        raise SettingError(f"exit layers must differ, got {', '.join(map(str, layers))}")
+    return found
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """About six exit layers, evenly spaced, of a model of `count` layers; never the last.
+
+    >>> default_layers(12), default_layers(32), default_layers(2)
+    ((2, 4, 6, 8, 10), (5, 10, 15, 20, 25, 30), (1,))
+    """
+    step = max(1, count // 6)
+    return tuple(range(step, count, step))
+
+
+def save_heads(heads: TrainedHeads, folder: str | Path) -> Path:
+    """Write `exits.safetensors` and `exits.json` to `folder` (made if missing); returns it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab, hidden = heads.access.unembedding.shape
+    config = {
+        "schema": SCHEMA,
+        "kind": heads.kind,
+        "layers": list(heads.layers),
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "model_layers": heads.access.layers,
+        **heads.about,
+    }
+    tensors = {
+        f"{layer}.{name}": tensor.detach().cpu().contiguous()
+        for layer, own in heads.weights.items()
+        for name, tensor in own.items()
+    }
+    # Written beside, then renamed: an interrupted save leaves the old heads or the new ones.
+    beside = folder / f"{WEIGHTS}.tmp"
+    save_file(tensors, beside, metadata={"format": "pt"})
+    os.chmod(beside, 0o644)
+    os.replace(beside, folder / WEIGHTS)
+    text = json.dumps(config, indent=1, ensure_ascii=False, allow_nan=False)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    return folder
+
+
+def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
+    """Read heads that `save_heads` wrote, onto the model's device and in its dtype.
+
+    Args:
+        path: the folder (or one of its two files).
+        access: the model they are for.
+
+    Raises:
+        ModelError: files missing or damaged, or heads of another model; says which and what to do.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(path).expanduser()
+    if folder.name in (WEIGHTS, CONFIG):
+        folder = folder.parent
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"no exit heads at {str(path)!r}: {name} is missing; train some with "
+                "forerun train-exits -o FOLDER"
+            )
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"the exit heads in {str(folder)!r} are damaged: {reason}") from error
+    if not isinstance(config, dict) or config.get("kind") not in KINDS:
+        kind = config.get("kind") if isinstance(config, dict) else None
+        raise ModelError(f"{folder / CONFIG}: kind must be 'light' or 'full', got {kind!r}")
+    _check_fit(config, access, folder)
+    weights: Weights = {}
+    device = access.unembedding.device
+    for key, tensor in tensors.items():
+        layer, _, name = key.partition(".")
+        if not layer.isdigit():
+            raise ModelError(f"{folder / WEIGHTS}: unknown tensor {key!r}; train the heads again")
+        weights.setdefault(int(layer), {})[name] = tensor.to(device)
+    _check_shapes(config, weights, folder)
+    known = {"schema", "kind", "layers", "hidden_size", "vocab_size", "model_layers"}
+    about = {key: value for key, value in config.items() if key not in known}
+    return KINDS[config["kind"]](access, weights, about)
+
+
+def _check_fit(config: Mapping[str, Any], access: LayerAccess, folder: Path) -> None:
+    """Refuse heads made for a model of other sizes."""
+    vocab, hidden = access.unembedding.shape
+    for name, what, have in (
+        ("hidden_size", "hidden size", hidden),
+        ("vocab_size", "vocabulary", vocab),
+        ("model_layers", "number of layers", access.layers),
+    ):
+        if config.get(name) != have:
+            raise ModelError(
+                f"the exit heads in {str(folder)!r} are for another model"
+                f"{' (' + str(config['target']) + ')' if config.get('target') else ''}: their "
+                f"{what} is {config.get(name)}, this model's is {have}; train heads for it with "
+                "forerun train-exits"
+            )
+
+
+def _check_shapes(config: Mapping[str, Any], weights: Weights, folder: Path) -> None:
+    """Refuse tensors that are not what the configuration says."""
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    where = folder / WEIGHTS
+    if sorted(weights) != config.get("layers"):
+        raise ModelError(f"{where}: heads after {sorted(weights)}, {CONFIG} says "
+                         f"{config.get('layers')}; train the heads again")  # fmt: skip
+    for layer, own in weights.items():
+        if config["kind"] == "full":
+            wanted = {"weight": (vocab, hidden), "bias": (vocab,)}
+        elif "weight" in own:
+            wanted = {"weight": (hidden, hidden), "bias": (hidden,)}
+        else:
+            rank = own["down"].shape[0] if "down" in own else 0
+            wanted = {"down": (rank, hidden), "up": (hidden, rank), "bias": (hidden,)}
+        if config["kind"] == "light":
+            wanted["scale"] = (1,)
+        found = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        if found != wanted:
+            raise ModelError(
+                f"{where}: the head after layer {layer} has tensors {found}, expected {wanted}; "
+                "train the heads again"
+            )

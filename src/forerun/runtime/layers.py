@@ -1,0 +1,193 @@
+"""Layer-by-layer access to stock Hugging Face models: embed, run some layers, norm and unembed.
+
+Nothing of a model is copied: its own modules are called, one by one, as its own forward calls them.
+A family is a line in a table that says where these modules are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from forerun.errors import UnsupportedModelError
+from forerun.runtime.support import PROBE_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the modules of a model family are, and what its layers call their cache."""
+
+    body: str
+    """The decoder stack inside the causal language model."""
+    embed: str
+    stack: str
+    norm: str
+    places: str | None = None
+    """A learned table of positions added to the embeddings; None: the positions are rotary."""
+    cache: str = "past_key_values"
+
+
+_LLAMA = Family("model", "embed_tokens", "layers", "norm")
+FAMILIES = {
+    "gemma": _LLAMA,
+    "gpt2": Family("transformer", "wte", "h", "ln_f", places="wpe"),
+    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", cache="layer_past"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "phi3": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+"""Model types with layer-by-layer access."""
+
+_UNCALLABLE = "the layers of this {} model cannot be called one by one: {}"
+
+
+class LayerAccess:
+    """The layers of one model, callable one by one.
+
+    Layers are counted as depths: depth 0 is the embedding, depth `ℓ` the hidden state after `ℓ`
+    decoder layers and before the final norm. `run(hidden, a, b)` takes depth `a` to depth `b`.
+
+    Args:
+        model: a causal language model of a family in `FAMILIES`.
+
+    Raises:
+        UnsupportedModelError: the family has no adapter (those that have one are named), or layer
+            by layer it does not give what its own forward gives.
+    """
+
+    def __init__(self, model: Any) -> None:
+        kind = model.config.get_text_config(decoder=True).model_type
+        if kind not in FAMILIES:
+            raise UnsupportedModelError(
+                f"{kind} models have no layer-by-layer access, which early exits need; "
+                f"these have: {', '.join(FAMILIES)}"
+            )
+        self._family = family = FAMILIES[kind]
+        try:
+            body = getattr(model, family.body)
+            self._embed = getattr(body, family.embed)
+            self._stack = getattr(body, family.stack)
+            self._norm = getattr(body, family.norm)
+            self._places = getattr(body, family.places) if family.places else None
+            self._rotary = None if family.places else body.rotary_emb
+        except AttributeError as error:  # another version may keep its modules elsewhere
+            raise UnsupportedModelError(_UNCALLABLE.format(kind, error)) from error
+        self._head = model.get_output_embeddings()
+        self._turned: tuple[torch.Tensor, Any] | None = None
+        self.layers: int = len(self._stack)
+        """Decoder layers L."""
+        self.width: int = int(self._embed.weight.shape[1])
+        """Length H of a hidden state."""
+        _prove(self, model, kind)
+
+    @property
+    def unembedding(self) -> torch.Tensor:
+        """The model's `(V, H)` unembedding matrix."""
+        weight: torch.Tensor = self._head.weight
+        return weight
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Depth 0, `(n, width, H)`, of token ids at positions, `(n, width)` each."""
+        hidden: torch.Tensor = self._embed(ids)
+        return hidden if self._places is None else hidden + self._places(positions)
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        first: int,
+        last: int,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """Take hidden states from depth `first` to depth `last`.
+
+        Args:
+            hidden: `(n, width, H)` at depth `first`.
+            first: depth of `hidden`, 0 ≤ first ≤ last.
+            last: depth wanted, ≤ `layers`.
+            mask: additive `(n, 1, width, columns)` over the columns the cache returns; None hides
+                none of them.
+            positions: `(n, width)`; as long as the same tensor is given, rotary embeddings are
+                computed once.
+            cache: keys and values go there and come from there; None keeps none.
+
+        Returns:
+            `(n, width, H)` at depth `last`.
+        """
+        how: dict[str, Any] = {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "use_cache": cache is not None,
+            self._family.cache: cache,
+        }
+        if self._rotary is not None:
+            if self._turned is None or self._turned[0] is not positions:
+                self._turned = positions, self._rotary(hidden, position_ids=positions)
+            how["position_embeddings"] = self._turned[1]
+        for layer in self._stack[first:last]:
+            hidden = layer(hidden, **how)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and unembedding of hidden states `(..., H)`: `(..., V)` logits.
+
+        At depth `layers` these are the model's own; at any other depth, the logit lens.
+        """
+        return self._head(self._norm(hidden))
+
+
+class ExitHeads(Protocol):
+    """What turns the hidden states of shallow layers into logits."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Depths that have a head, rising."""
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` logits from hidden states `(..., H)` at depth `layer`."""
+
+
+class LogitLens:
+    """The model's own norm and unembedding as the head of every layer: nothing to train.
+
+    Reference: nostalgebraist 2020, interpreting GPT: the logit lens.
+    """
+
+    def __init__(self, access: LayerAccess) -> None:
+        self._access = access
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Every depth but the last, which is the model itself."""
+        return tuple(range(1, self._access.layers))
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` logits from hidden states `(..., H)`."""
+        return self._access.logits(hidden)
+
+
+@torch.inference_mode()
+def _prove(access: LayerAccess, model: Any, kind: str) -> None:
+    """Three tokens through the layers and through the model: another version may call them anew."""
+    device = model.device
+    ids = torch.arange(1, 4, device=device).unsqueeze(0)
+    positions = torch.arange(3, device=device).unsqueeze(0)
+    mask = torch.full((3, 3), torch.finfo(model.dtype).min, device=device, dtype=model.dtype)
+    try:
+        hidden = access.run(
+            access.embed(ids, positions), 0, access.layers, mask.triu(1)[None, None], positions
+        )
+        got, wanted = access.logits(hidden), model(input_ids=ids).logits
+        worst = float(((got - wanted).abs().max() / (wanted.abs().max() + 1e-6)).float())
+    except Exception as error:  # whatever it is, this model's layers cannot be called one by one
+        raise UnsupportedModelError(_UNCALLABLE.format(kind, error)) from error
+    if not worst <= (PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1):
+        raise UnsupportedModelError(
+            f"the layers of this {kind} model, called one by one, differ from the model by "
+            f"{worst:.1e} (relative)"
+        )

@@ -1,0 +1,1 @@
+"""Training of what a drafter needs beside the model."""
