@@ -20,18 +20,20 @@ from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
 
-DRAFTERS = ["model", "lookup", "none"]
+DRAFTERS = ["model", "lookup", "specbound", "none"]
 SPECS = [
     *(n for n in CONTROLLERS.names() if n != "bounded"),
-    "fixed(1)", "hf-threshold(dynamic=true)", "gammatune+(keep=false)",
+    "fixed(1)", "hf-threshold(dynamic=true)", "gammatune+(keep=false)", "cm-asd(two_pass=true)",
     "bounded(gammatune+,low=1,high=8)",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, forerun.Model]:
-    drafts: dict[str, Any] = {"model": None, "lookup": "lookup", "none": "none"}
-    return {name: forerun.load(draft=drafts[name], dtype="float32") for name in DRAFTERS}
+    return {
+        name: forerun.load(draft=None if name == "model" else name, dtype="float32")
+        for name in DRAFTERS
+    }
 
 
 def prompts(count: int) -> list[str]:
