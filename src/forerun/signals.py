@@ -31,12 +31,14 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict
         # A vocabulary of one token has no uncertainty to normalise by.
         most = math.log(logits.shape[-1]) or 1.0
         out["normalized_entropy"] = (out["entropy"] / most).clamp(max=1)
-    if names & {"top1", "logit_margin", "softmax_margin"}:
+    if names & {"logit_margin", "softmax_margin"}:
         best = log.topk(min(2, log.shape[-1]), dim=-1).values
-        out["top1"] = best[..., 0].exp()
         second = best[..., 1] if best.shape[-1] == 2 else torch.full_like(best[..., 0], -math.inf)
+        out["top1"] = best[..., 0].exp()
         out["logit_margin"] = best[..., 0] - second
         out["softmax_margin"] = -torch.expm1(second - best[..., 0])
+    elif "top1" in names:
+        out["top1"] = log.amax(-1).exp()
     return {name: out[name] for name in names}
 
 

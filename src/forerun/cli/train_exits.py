@@ -282,7 +282,8 @@ def _finish(
         print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
         return
     _show(training)
-    note(stderr(), f"saved to {out} ({decimal(size)}); use it with --exits {out}")
+    spec = f"specbound(exits='{out}')"
+    note(stderr(), f'saved to {out} ({decimal(size)}); use it with --draft "{spec}"')
 
 
 def _show(training: dict[str, Any]) -> None:

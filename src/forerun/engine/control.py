@@ -65,6 +65,11 @@ class Control:
         return self._gather(bool, lambda g: np.full(len(g.rows), g.controller.drops_last))
 
     @property
+    def any_previews(self) -> bool:
+        """Whether any row's length is planned from a preview."""
+        return any(g.controller.previews for g in self._groups)
+
+    @property
     def previews(self) -> BoolArray:
         """`(rows,)` whether the length is planned from a preview."""
         return self._gather(bool, lambda g: np.full(len(g.rows), g.controller.previews))

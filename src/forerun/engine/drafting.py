@@ -64,9 +64,9 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
     room = np.array([row.room(drafter.limit) for row in rows])
     limits = np.minimum(wanted, room)
     stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
-    previews = control.previews
-    if not previews.any():
+    if not control.any_previews:
         return _run(rows, drafter, control, sampler, limits, stopped)
+    previews = control.previews
     # A greedy preview is the draft; a sampled one only says how long the draft shall be.
     keep = sampler.all_greedy
     out = _run(rows, drafter, control, sampler, np.where(previews | keep, limits, 0), stopped)

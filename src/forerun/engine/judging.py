@@ -28,7 +28,7 @@ def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: 
         sampler.process(logits, rows, drafted.tokens),
         sampler.greedy,
         logits,
-        torch.tensor([[row.drift or 0.0, row.produced] for row in rows], dtype=torch.float64),
+        _spent(rows),
     )
     padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in drafted.tokens]
     draft = Draft(
@@ -54,6 +54,13 @@ def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: 
         if verdict.drift is not None:
             drift[members] = verdict.drift.to(drift)
     return Verdict(accepted, following, prob, drift=drift)
+
+
+def _spent(rows: Sequence[Row]) -> torch.Tensor | None:
+    """`(rows, 2)` summed drift and tokens so far; None if no row's rule is lossy."""
+    if all(row.rule.lossless for row in rows):
+        return None
+    return torch.tensor([[row.drift or 0.0, row.produced] for row in rows], dtype=torch.float64)
 
 
 def _signals(drafted: Drafted, width: int) -> dict[str, torch.Tensor]:
