@@ -67,7 +67,7 @@ class Gain:
 
     def __init__(self, access: LayerAccess, gains: Sequence[float]) -> None:
         self._lens, self._gains = LogitLens(access), itertools.cycle(gains)
-        self.layers = self._lens.layers
+        self.layers, self.tokens = self._lens.layers, None
         self.asked: list[int] = []
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -363,6 +363,35 @@ def test_the_draft_is_the_exit_heads_distribution_without_annealing() -> None:
     assert proposal.ended == [None]
 
 
+class Few(LogitLens):
+    """The logit lens of some tokens only."""
+
+    def __init__(self, access: LayerAccess, tokens: Sequence[int]) -> None:
+        super().__init__(access)
+        self.tokens = torch.tensor(tokens)
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(layer, hidden)[..., self.tokens]
+
+
+def test_heads_of_few_tokens_draft_those_alone() -> None:
+    rows = ExitModel(MODEL)
+    drafter = SpecBoundDrafter(rows, Few(rows.access, [3, 8, 40]), (2,), 0.0, 0.0, 4)
+    contexts = [*texts(6, 9)]
+    rows.join(contexts)
+    proposal = drafter.step(contexts)
+    assert isinstance(proposal.logits, torch.Tensor)
+    for context, logits in zip(contexts, proposal.logits, strict=True):
+        hidden = forward(MODEL, context).hidden_states[2][0, -1]
+        wanted = LogitLens(rows.access).logits(2, hidden).detach()
+        assert logits.isfinite().nonzero().flatten().tolist() == [3, 8, 40]
+        close(logits[[3, 8, 40]], wanted[[3, 8, 40]])
+    rows.keep([])
+    fast = Model(rows, drafter)
+    got = fast.generate(texts(6, 9), controller="fixed(3)", max_new_tokens=12, ignore_eos=True)
+    assert [c.tokens for c in got] == plainly(MODEL, texts(6, 9), max_new_tokens=12)
+
+
 # Sampling
 
 
@@ -382,7 +411,8 @@ def branches(drafter: SpecBoundDrafter, context: list[int], width: int) -> Itera
             return
         assert proposal.logits is not None
         for token, p in enumerate(proposal.logits[0].double().softmax(-1).tolist()):
-            yield from walk([*tokens, token], weight * p, [*logits, proposal.logits[0]])
+            if p > 0:
+                yield from walk([*tokens, token], weight * p, [*logits, proposal.logits[0]])
 
     yield from walk([], 1.0, [])
 
@@ -391,8 +421,9 @@ def branches(drafter: SpecBoundDrafter, context: list[int], width: int) -> Itera
     ("threshold", "drafted"), [(0.0, {2}), (0.6, {1, 2}), (0.7, {1, 2}), (1.01, {0})]
 )
 @pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("few", [False, True])
 def test_sampling_is_lossless_by_enumeration(
-    threshold: float, drafted: set[int], rule: str
+    threshold: float, drafted: set[int], rule: str, few: bool
 ) -> None:
     """All drafts of up to two tokens over a vocabulary of five, and every way to judge each.
 
@@ -404,6 +435,8 @@ def test_sampling_is_lossless_by_enumeration(
     fast = specbound(model, threshold=threshold, anneal=0.3, depth=1, width=width)
     rows, drafter, context = fast.target, fast.drafter, [0, 2, 0]
     assert isinstance(drafter, SpecBoundDrafter)
+    if few:
+        drafter.heads = Few(drafter.rows.access, [0, 2, 3])
     rows.join([context])
     law: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
     lengths = set()

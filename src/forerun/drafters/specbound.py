@@ -79,10 +79,10 @@ class SpecBoundDrafter(Drafter):
             nonlocal out
             logits = self.heads.logits(layer, hidden)
             if out is None:
-                out = logits.new_zeros(len(contexts), logits.shape[-1])
+                out = logits.new_zeros(len(contexts), self.rows.vocab_size)
             sure: list[bool] = self._confident(layer, logits).tolist()
             here = [i for i, yes in enumerate(sure) if yes]
-            out[[rows[i] for i in here]] = logits[here]
+            out[[rows[i] for i in here]] = self._spread(logits[here])
             if layer == self.layers[-1]:
                 for row, yes in zip(rows, sure, strict=True):
                     ended[row] = None if yes else Stop.DIFFICULT
@@ -93,6 +93,14 @@ class SpecBoundDrafter(Drafter):
         if out is None:
             return Proposal(tokens=[-1] * len(contexts), ended=ended)
         return Proposal(logits=out, ended=ended)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(n, V)` logits: −inf for tokens that the heads cannot say."""
+        if self.heads.tokens is None:
+            return logits
+        everything = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
+        everything[:, self.heads.tokens] = logits
+        return everything
 
     def _confident(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """`(n,)` whether the annealed top-1 probability reaches τ (eq. 2)."""
