@@ -269,6 +269,27 @@ def test_a_difficult_token_costs_what_plain_decoding_costs() -> None:
     assert (work.draft_passes, work.exit_projections, work.projections) == (9 * 3, 9 * 2, 10)
 
 
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 1.01])
+def test_statistics_count_layer_passes_of_each_request(threshold: float) -> None:
+    """Batched or alone; what is committed passes each layer once, what is rejected at most so."""
+    fast = specbound(calm(), threshold=threshold, depth=3)
+    how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
+    together = fast.generate(texts(7, 5, 9), **how)
+    work = fast.target.work  # type: ignore[attr-defined]
+    assert sum(c.stats.layer_passes or 0 for c in together) == work.passes
+    assert sum(c.stats.exit_projections or 0 for c in together) == work.exit_projections
+    for prompt, done in zip(texts(7, 5, 9), together, strict=True):
+        stats = fast.generate([prompt], **how)[0].stats
+        assert stats.layer_passes == done.stats.layer_passes
+        assert stats.exit_projections == done.stats.exit_projections
+        assert stats.layer_passes == LAYERS * (stats.drafted + stats.rounds)
+        for r in done.rounds:
+            assert r.layer_passes == LAYERS * (r.drafted + 1)
+            assert r.to_json()["layer_passes"] == r.layer_passes
+    plain = fast.generate(texts(7), plain=True, max_new_tokens=3)[0]
+    assert plain.stats.layer_passes is None
+
+
 def test_a_known_token_may_be_climbed_again() -> None:
     rows, context = ExitModel(MODEL), texts(5)[0]
     rows.join([context])

@@ -56,6 +56,11 @@ class SpecBoundDrafter(Drafter):
         """Wall time in the shallow layers and exit heads."""
         return self.rows.draft_seconds
 
+    @property
+    def counts(self) -> Sequence[tuple[int, int]]:
+        """Layer passes and exit projections per row."""
+        return self.rows.counts
+
     def rollback(self, row: int, length: int) -> None:
         """Drop the states of what was rejected."""
         self.rows.rollback(row, length)
