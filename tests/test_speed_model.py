@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_specbound import LAYERS, calm, specbound, texts
 
 from forerun.errors import SettingError
 from forerun.lab.speed_model import Shape, expected_tokens, round_passes, speedup
+from test_specbound import LAYERS, calm, specbound, texts
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
