@@ -22,6 +22,7 @@ from forerun.model import Model
 from forerun.rules import RULES
 from forerun.runtime import RowModel
 from forerun.runtime.exits import ExitModel
+from forerun.runtime.heads import LightHeads, save_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
 from forerun.types import Draft, Target
@@ -662,6 +663,29 @@ def test_loading_by_name(tmp_path: Any) -> None:
     assert [c.tokens for c in loaded.generate(prompts, **how)] == wanted
     assert [c.tokens for c in loaded.generate(prompts, plain=True, **how)] == wanted
     assert loaded.target.draft_seconds > 0
+
+    heads = tmp_path / "heads"
+    access = loaded.target.access
+    weights = {
+        layer: {"weight": torch.zeros(32, 32), "bias": torch.zeros(32), "scale": torch.ones(1)}
+        for layer in (1, 3, 4)
+    }
+    found = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
+    save_heads(LightHeads(access, weights, {"settings": found}), heads)
+    tuned = forerun.model.load(str(tmp_path), exits=heads)
+    assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
+    assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]
+    assert [c.tokens for c in tuned.generate(prompts, **how)] == wanted
+    own = forerun.model.load(str(tmp_path), "specbound(threshold=0.6,depth=3)", exits=heads)
+    assert own.drafter.layers == (1, 3)  # type: ignore[attr-defined]
+    assert (own.drafter._threshold, own.drafter._width) == (0.6, 3)  # type: ignore[attr-defined]
+    with pytest.raises(SettingError, match="exit heads are for the drafter specbound"):
+        forerun.model.load(str(tmp_path), "lookup", exits=heads)
+    with pytest.raises(SettingError, match="given twice"):
+        forerun.model.load(str(tmp_path), "specbound(exits='there')", exits=heads)
+    save_heads(LightHeads(access, weights, {"settings": {"treshold": 2}}), heads)
+    with pytest.raises(SettingError, match="the settings kept in"):
+        forerun.model.load(str(tmp_path), exits=heads)
     assert DRAFTERS.text(SpecBound(depth=4, layers="2,4")) == "specbound(depth=4,layers='2,4')"
 
 

@@ -289,8 +289,7 @@ def _finish(
         print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
         return
     _show(training)
-    spec = f"specbound(exits='{out}')"
-    note(stderr(), f'saved to {out} ({decimal(size)}); use it with --draft "{spec}"')
+    note(stderr(), f"saved to {out} ({decimal(size)}); use them with --exits {out}")
 
 
 def _show(training: dict[str, Any]) -> None:
