@@ -5,6 +5,7 @@ Where two texts part, both logits are recomputed; anything but a floating-point 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,7 @@ from forerun.controllers import CONTROLLERS
 from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
+from forerun.training.features import fingerprint
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
 SPECS = [
@@ -67,6 +69,20 @@ def check_equal(model: forerun.Model, plain: list[Any], spec: str, tokens: int, 
             warnings.warn(f"{spec} on {text[:40]!r}: {found.message}", stacklevel=2)
             ties += 1
     return ties
+
+
+def test_shipped_exit_heads_are_specbounds_default() -> None:
+    model = forerun.load(draft="specbound", dtype="float32")
+    found = json.loads((zoo.EXITS / "exits.json").read_text())["settings"]
+    drafter: Any = model.drafter
+    assert drafter.heads.kind == "light"
+    assert ",".join(map(str, drafter.layers)) == found["layers"]
+    assert sum(f.stat().st_size for f in zoo.EXITS.iterdir()) < 8e6
+    lens: Any = forerun.load(draft="specbound(exits='')", dtype="float32").drafter
+    assert lens.heads.tokens is None
+    assert lens.layers == (2, 4, 6)
+    target = drafter.rows.model
+    assert fingerprint(target) == drafter.heads.about["fingerprint"]
 
 
 @pytest.mark.filterwarnings("default::UserWarning")

@@ -186,6 +186,20 @@ def save_heads(heads: TrainedHeads, folder: str | Path) -> Path:
     return folder
 
 
+def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
+    """Put what was found for exit heads beside them: `specbound` takes it as its defaults.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(folder) / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) | {"settings": dict(settings)}
+    text = json.dumps(config, indent=1, ensure_ascii=False, allow_nan=False)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
 def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
     """Read heads that `save_heads` wrote, onto the model's device and in its dtype.
 

@@ -1,0 +1,283 @@
+"""The sweep: what is replayed is what decoding does, count for count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.drafters import DRAFTERS
+from forerun.drafters.specbound import SpecBound, SpecBoundDrafter
+from forerun.engine import Sampling
+from forerun.errors import SettingError
+from forerun.lab import sweep
+from forerun.lab.exit_costs import ExitCosts, _fit, measure
+from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay, total
+from forerun.lab.sweep import Search, untuned
+from forerun.model import Model
+from forerun.runtime import RowModel
+from forerun.runtime.exits import ExitModel, Work
+from forerun.runtime.heads import LightHeads
+from forerun.runtime.layers import LayerAccess, LogitLens
+from tiny import build, texts
+
+LAYERS = 6
+EXITS = tuple(range(1, LAYERS))
+
+
+def calm(scale: float = 0.25) -> Any:
+    """A random model whose layers after the first change little: shallow exits are often right."""
+    model = build("llama", num_hidden_layers=LAYERS)
+    for path, weight in model.named_parameters():
+        if ".0." not in path and path.split(".")[-2] in ("o_proj", "down_proj"):
+            weight.data *= scale
+    return model
+
+
+MODEL = calm()
+PROMPTS = texts(5, 1, 9, 14)
+
+
+def light(access: LayerAccess) -> LightHeads:
+    """Heads with random corrections at some layers."""
+    width = access.width
+    own = {
+        layer: {
+            "weight": 0.05 * torch.randn(width, width),
+            "bias": torch.zeros(width),
+            "scale": torch.tensor([1.0 + 0.1 * layer]),
+        }
+        for layer in (1, 2, 4)
+    }
+    return LightHeads(access, own)
+
+
+def written(sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[Text]:
+    plain = Model(RowModel(MODEL), DRAFTERS.make("none").build(None, None))
+    plain.eos = eos
+    return [
+        Text(p, plain.generate([p], sampling=sampling)[0].tokens, sampling, eos) for p in PROMPTS
+    ]
+
+
+def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tuple[int, int]]]:
+    """What decoding takes: the model's counters, and drafted and accepted of every round."""
+    rows = ExitModel(MODEL)
+    drafter = SpecBoundDrafter(
+        rows, heads or LogitLens(rows.access), setting.layers, setting.threshold, setting.anneal,
+        setting.width,
+    )  # fmt: skip
+    model = Model(rows, drafter)
+    model.eos = text.eos
+    done = model.generate(
+        [text.prompt], controller=f"fixed({setting.width})", sampling=text.sampling
+    )[0]
+    assert done.tokens == text.output
+    return rows.work, [(r.drafted, r.accepted) for r in done.rounds]
+
+
+SAMPLINGS = [
+    Sampling(max_new_tokens=24, ignore_eos=True),
+    Sampling(max_new_tokens=24, repetition_penalty=1.5, min_new_tokens=6),
+]
+EOS = frozenset(range(3, 30))
+"""So many tokens end the text that drafts, right and wrong ones, run into them."""
+
+
+@pytest.fixture(scope="module", params=SAMPLINGS, ids=["greedy", "penalties and end of text"])
+def recorded(request: pytest.FixtureRequest) -> Exits:
+    eos = frozenset() if request.param.ignore_eos else EOS
+    rows = ExitModel(MODEL)
+    return Exits(rows, LogitLens(rows.access), EXITS, written(request.param, eos))
+
+
+made = st.builds(
+    Setting,
+    layers=st.sets(st.sampled_from(EXITS), min_size=1).map(lambda s: tuple(sorted(s))),
+    threshold=st.sampled_from([0.0, 0.15, 0.3, 0.6, 0.85, 1.01]),
+    anneal=st.sampled_from(ANNEALS),
+    width=st.integers(1, 7),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(setting=made, text=st.integers(0, len(PROMPTS) - 1))
+def test_every_round_and_every_counter_is_that_of_decoding(
+    recorded: Exits, setting: Setting, text: int
+) -> None:
+    work, rounds = live(setting, recorded.texts[text])
+    replayed = list(replay(recorded, text, setting))
+    assert [(c.drafted, c.accepted) for c in replayed] == [
+        (drafted, accepted) for drafted, accepted in rounds
+    ]  # fmt: skip
+    assert total(recorded, text, setting).work() == work
+
+
+def test_trained_heads_that_know_some_tokens_only() -> None:
+    rows = ExitModel(MODEL)
+    few = light(rows.access)
+    heads = LightHeads(rows.access, few.weights, tokens=torch.arange(40, 90))
+    recorded = Exits(rows, heads, heads.layers, written(SAMPLINGS[0]))
+    for setting in (Setting((1, 4), 0.3, 0.5, 4), Setting((2,), 0.0, 0.0, 3)):
+        for number, text in enumerate(recorded.texts):
+            assert total(recorded, number, setting).work() == live(setting, text, heads)[0]
+
+
+def test_a_prefix_is_run_once_whatever_asks_for_it(recorded: Exits) -> None:
+    setting = Setting((1, 3), 0.3, 0.25, 5)
+    once = [total(recorded, n, setting) for n in range(len(PROMPTS))]
+    asked = recorded.asked
+    assert [total(recorded, n, setting) for n in range(len(PROMPTS))] == once
+    assert recorded.asked == asked
+
+
+def test_sampled_text_is_replayed_as_it_is_distributed() -> None:
+    sampling = Sampling(temperature=1.0, top_k=12, max_new_tokens=8, ignore_eos=True)
+    setting = Setting((1, 3), 0.35, 0.25, 4)
+    rows = ExitModel(MODEL)
+    spec = SpecBoundDrafter(
+        rows, LogitLens(rows.access), setting.layers, setting.threshold, setting.anneal,
+        setting.width,
+    )  # fmt: skip
+    fast, count = Model(rows, spec), 80
+    plain = Model(RowModel(MODEL), DRAFTERS.make("none").build(None, None))
+    hows = [replace(sampling, seed=seed) for seed in range(2 * count)]
+    done = fast.generate([PROMPTS[2]] * count, controller="fixed(4)", sampling=hows[:count])
+    outputs = plain.generate([PROMPTS[2]] * count, sampling=hows[count:])
+    made = [Text(PROMPTS[2], c.tokens, sampling) for c in outputs]
+    recorded = Exits(ExitModel(MODEL), LogitLens(rows.access), (1, 3), made, seed=5)
+    counts = [total(recorded, n, setting) for n in range(count)]
+    for ours, theirs in (
+        ([c.rounds for c in counts], [c.stats.rounds for c in done]),
+        ([c.drafted for c in counts], [c.stats.drafted for c in done]),
+    ):
+        spread = np.sqrt((np.var(ours) + np.var(theirs)) / count)
+        assert abs(np.mean(ours) - np.mean(theirs)) < 4 * spread
+    assert 0 < sum(c.accepted for c in counts) < sum(c.drafted for c in counts)
+
+
+def test_what_cannot_be_replayed_is_said(recorded: Exits) -> None:
+    with pytest.raises(SettingError, match="cannot be replayed"):
+        total(recorded, 0, Setting((1, LAYERS), 0.5, 0.5, 3))
+    with pytest.raises(SettingError, match="cannot be replayed"):
+        total(recorded, 0, Setting((1,), 0.5, 0.1, 3))
+    with pytest.raises(SettingError, match="a runtime of their own"):
+        Exits(recorded.rows, recorded.heads, EXITS, recorded.texts)
+
+
+def costs(**changed: Any) -> ExitCosts:
+    """A machine where a layer takes a second however wide, and a projection half of one."""
+    ones = [0.0, *[1.0] * 20]
+    made = ExitCosts(ones, [0.5 * one for one in ones], 0.5, 0.0, 0.0, 0.0, LAYERS + 0.5)
+    return replace(made, **changed)
+
+
+def test_costs_weigh_counts() -> None:
+    counts = Counts([0, 6, 2], [0, 0, 4], [0, 0, 1], exits=3, gathers=2, steps=1)
+    made = replace(costs(gather=0.1, step=0.01, round=0.001), layer=[0.0, 1.0, 1.5])
+    assert made.parts(counts) == pytest.approx(
+        {
+            "shallow layers": 6 + 2 * 1.5,
+            "exit heads": 1.5,
+            "remaining layers": 4 * 1.5,
+            "last projection": 0.5,
+            "everything else": 0.211,
+        }
+    )
+    assert made.seconds(counts) == pytest.approx(sum(made.parts(counts).values()))
+
+
+def test_fixed_costs_are_found_in_spite_of_disturbance() -> None:
+    made = np.random.default_rng(1)
+    counts = [[float(made.integers(1, 4)), float(made.integers(0, 5)), 1.0] for _ in range(80)]
+    seconds = [3.0 * a + 0.5 * b + 2.0 for a, b, _ in counts]
+    seconds[7] += 50.0
+    found = _fit(list(zip(counts, seconds, strict=True)))
+    assert found == pytest.approx([3.0, 0.5, 2.0])
+    less = [value - 3.0 * (a + 1.0) for value, (a, *_) in zip(seconds, counts, strict=True)]
+    assert min(_fit(list(zip(counts, less, strict=True)))) == 0.0
+
+
+def test_the_search_finds_what_a_full_search_finds(recorded: Exits) -> None:
+    found = Search(recorded, costs(), width=3)
+    best = found.run(40, seed=3)
+    assert found.score(best) == max(found.scores.values()) == found.score(found.best())
+    for change in found._around(best):
+        assert found.score(change) <= found.score(best)
+    assert found.top(3)[0] == best
+    assert len({(s.layers, s.width) for s in found.top(5)}) == 5
+    again = Search(recorded, costs(), width=3)
+    assert again.run(40, seed=3) == best
+    assert again.scores == found.scores
+
+
+def test_no_draft_costs_what_plain_decoding_does_and_the_exit_asked(recorded: Exits) -> None:
+    never = Setting((2,), 1.01, 0.0, 3)
+    found = Search(recorded, costs(exit=0.0))
+    assert found.score(never) == pytest.approx(1.0)
+    asked = Search(recorded, costs(exit=1.0))
+    assert asked.score(never) < 1.0
+
+
+def test_sensitivity_changes_one_thing(recorded: Exits) -> None:
+    found = Search(recorded, costs(), width=4)
+    of = Setting((2, 4), 0.3, 0.5, 2)
+    around = found.sensitivity(of)
+    assert list(around) == ["threshold", "anneal", "depth", "width", "layers"]
+    assert dict(around["threshold"])[0.3] == found.score(of)
+    assert dict(around["anneal"])[0.5] == found.score(of)
+    assert dict(around["depth"])[4] == found.score(of)
+    assert dict(around["width"])[2] == found.score(of)
+    assert [v for v, _ in around["layers"]] == ["+1", "-2", "+3", "-4", "+5"]
+    assert dict(around["depth"])[1] == found.score(replace(of, layers=(1,)))
+    with pytest.raises(SettingError, match="no parameter 'colour'"):
+        found.changes(of, "colour")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_untuned_is_what_the_drafter_does_without_settings(tmp_path: Any, trained: bool) -> None:
+    from forerun.runtime.heads import save_heads
+
+    target = RowModel(MODEL)
+    access = LayerAccess(MODEL)
+    where = str(save_heads(light(access), tmp_path)) if trained else ""
+    built: Any = SpecBound(exits=where).build(target, None)
+    layers = light(access).layers if trained else EXITS
+    assert untuned(layers, LAYERS, trained) == Setting(
+        built.layers, built._threshold, built._anneal, built._width
+    )
+    assert untuned((5,), LAYERS, True) is None
+
+
+def test_settings_are_specs_that_load() -> None:
+    setting = Setting((1, 4), 0.35, 0.75, 5)
+    made: Any = DRAFTERS.make(setting.spec(""))
+    built = made.build(RowModel(MODEL), None)
+    assert (built.layers, built._threshold, built._anneal, built._width) == ((1, 4), 0.35, 0.75, 5)
+    assert SpecBound(**setting.settings()) == SpecBound(0.35, 0.75, 4, 5, "1,4")
+
+
+def test_measured_and_confirmed_on_a_tiny_model() -> None:
+    model = Model(RowModel(MODEL), DRAFTERS.make("none").build(None, None))
+    rows = ExitModel(MODEL)
+    heads = LogitLens(rows.access)
+    short = replace(SAMPLINGS[0], max_new_tokens=10)
+    made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))
+    assert [t.output for t in made] == [t.output for t in written(short)[:2]]
+    found = measure(model, rows, heads, EXITS, made, 4)
+    assert len(found.layer) == len(found.project) == 6
+    assert min(*found.layer[1:], *found.project[1:], found.exit, found.plain) > 0
+    search = Search(Exits(ExitModel(MODEL), heads, EXITS, made), found, 4)
+    settings = [Setting((1,), 0.2, 0.0, 4), Setting((5,), 0.0, 0.0, 2)]
+    live_ = sweep.confirm(model, rows, heads, search, settings)
+    assert {c.setting for c in live_} == set(settings)
+    assert live_[0].speedup.mean >= live_[1].speedup.mean
+    assert all(c.same == 2 and c.speedup.low <= c.speedup.mean <= c.speedup.high for c in live_)
+    for c in live_:
+        rounds = search.counts(c.setting).rounds
+        assert c.per_round == pytest.approx(sum(len(t.output) for t in made) / rounds)
