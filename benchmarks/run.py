@@ -14,6 +14,7 @@ from benchmarks import (
     overhead,
     plain,
     rules,
+    specbound,
     speedup,
     starting_lengths,
     sweep,
@@ -52,6 +53,12 @@ def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device:
 def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Share of a round spent outside model forwards, and the cost of one forward by width."""
     overhead.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("specbound")
+def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
+    """SpecBound on the shipped target: variants, modes, latencies, counts, peers (test prompts)."""
+    specbound.main(prompts, tokens, mode_prompts)
 
 
 @app.command("sweep")

@@ -53,21 +53,23 @@ def held(access, tmp_path_factory):
     return collect(access, documents(30, seed=2), [1, 2], tmp_path_factory.mktemp("held"))
 
 
-def some_heads(access, kind, rank=0, dtype=torch.float32) -> TrainedHeads:
+def some_heads(access, kind, rank=0, dtype=torch.float32, tokens=None) -> TrainedHeads:
+    said = tiny.VOCAB if tokens is None else len(tokens)
+
     def noise(*shape):
         return (torch.randn(*shape) * 0.1).to(dtype)
 
     weights = {}
     for layer in (1, 2):
         if kind == "full":
-            weights[layer] = {"weight": noise(tiny.VOCAB, WIDTH), "bias": noise(tiny.VOCAB)}
+            weights[layer] = {"weight": noise(said, WIDTH), "bias": noise(said)}
         elif rank:
             weights[layer] = {"down": noise(rank, WIDTH), "up": noise(WIDTH, rank)}
         else:
             weights[layer] = {"weight": noise(WIDTH, WIDTH)}
         if kind == "light":
             weights[layer] |= {"bias": noise(WIDTH), "scale": 1 + noise(1)}
-    return KINDS[kind](access, weights, {"target": "tiny", "training": {"epochs": 3}})
+    return KINDS[kind](access, weights, {"target": "tiny", "training": {"epochs": 3}}, tokens)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
@@ -100,8 +102,9 @@ def test_the_lens_after_the_last_layer_is_the_model(access, model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "rank"), [("light", 0), ("light", 4), ("full", 0)])
-def test_saved_and_loaded_bit_for_bit(access, tmp_path, kind, rank, dtype):
-    heads = some_heads(access, kind, rank, dtype)
+@pytest.mark.parametrize("tokens", [None, torch.tensor([0, 3, 50, 96])], ids=["all", "some"])
+def test_saved_and_loaded_bit_for_bit(access, tmp_path, kind, rank, dtype, tokens):
+    heads = some_heads(access, kind, rank, dtype, tokens)
     save_heads(heads, tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {WEIGHTS, CONFIG}
     again = load_heads(tmp_path / "new", access)
@@ -113,9 +116,12 @@ def test_saved_and_loaded_bit_for_bit(access, tmp_path, kind, rank, dtype):
     hidden = torch.randn(2, 3, WIDTH)
     with torch.inference_mode():
         logits = heads.logits(2, hidden)
-        assert logits.shape == (2, 3, tiny.VOCAB)
+        assert logits.shape == (2, 3, tiny.VOCAB if tokens is None else 4)
         assert logits.dtype == torch.float32
-        assert torch.equal(logits, load_heads(tmp_path / "new" / WEIGHTS, access).logits(2, hidden))
+        again = load_heads(tmp_path / "new" / WEIGHTS, access)
+        assert torch.equal(logits, again.logits(2, hidden))
+        assert (tokens is None) == (again.tokens is None)
+        assert tokens is None or torch.equal(tokens, again.tokens)
 
 
 def test_heads_run_in_the_models_dtype(access, tmp_path):
@@ -166,6 +172,12 @@ def test_damaged_files_are_refused(access, tmp_path):
     ):
         with pytest.raises(ModelError, match=what):
             load_heads(damaged(CONFIG, json.dumps({**config, **change}).encode()), access)
+    few = some_heads(access, "light", tokens=torch.tensor([1, 5, 7]))
+    good = save_heads(few, tmp_path / "few")
+    config = json.loads((good / CONFIG).read_text())
+    for change in ({"tokens": 4}, {"tokens": None}):
+        with pytest.raises(ModelError, match="'tokens' should be"):
+            load_heads(damaged(CONFIG, json.dumps({**config, **change}).encode()), access)
 
 
 def test_wrong_layers_are_refused(access):
@@ -180,12 +192,20 @@ def test_wrong_layers_are_refused(access):
     assert default_layers(3) == (1, 2)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(rank=4), Settings(head="full")])
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(), Settings(rank=4), Settings(head="full"), Settings(vocab=9),
+     Settings(head="full", vocab=9)],
+)  # fmt: skip
 def test_training_begins_at_the_logit_lens(access, features, settings):
     heads = new_heads(access, features, settings)
     hidden = features.hidden[2][:50].float()
     with torch.no_grad():
         lens, own = access.logits(hidden), heads.logits(2, hidden)
+    if settings.vocab:
+        counts = torch.bincount(features.top.long(), minlength=tiny.VOCAB)
+        assert counts[heads.tokens].sum() == counts.sort(descending=True).values[:9].sum()
+        lens = lens[:, heads.tokens]
     assert torch.allclose(lens, own, atol=1e-4)
 
 
@@ -196,8 +216,10 @@ def test_training_begins_at_the_logit_lens(access, features, settings):
         Settings(batch=256, epochs=6, loss="distill"),
         Settings(batch=256, epochs=6, rank=16),
         Settings(batch=256, epochs=6, head="full"),
+        Settings(batch=256, epochs=6, vocab=60),
+        Settings(batch=256, epochs=6, vocab=60, loss="distill"),
     ],
-    ids=lambda s: f"{s.head}-{s.loss}-{s.rank}",
+    ids=lambda s: f"{s.head}-{s.loss}-{s.rank}-{s.vocab}",
 )
 def test_training_beats_the_lens_on_held_out_text(access, features, held, settings):
     before = evaluate(access, LogitLens(access), held, [1, 2])
@@ -214,9 +236,19 @@ def test_training_beats_the_lens_on_held_out_text(access, features, held, settin
         assert tensor.grad is None
 
 
+@pytest.mark.parametrize("loss", ["hard", "distill"])
+def test_heads_of_few_tokens_are_unsure_where_the_target_says_another(access, features, held, loss):
+    heads = train(access, features, Settings(batch=256, epochs=12, vocab=12, loss=loss))
+    with torch.no_grad():
+        sure = heads.logits(2, held.hidden[2].float()).softmax(-1).amax(-1)
+    inside = torch.isin(held.top.long(), heads.tokens)
+    assert 0.1 < inside.float().mean() < 0.9
+    assert sure[~inside].mean() < sure[inside].mean()
+
+
 def test_calibration_of_a_known_case(access, held):
     class Sure:
-        layers = (1,)
+        layers, tokens = (1,), None
 
         def logits(self, layer, hidden):
             out = torch.zeros(len(hidden), tiny.VOCAB)
@@ -337,8 +369,9 @@ def test_the_fingerprint_tells_models_apart(model):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"head": "heavy"}, {"loss": "soft"}, {"rank": -1}, {"epochs": 0}, {"batch": 8},
-        {"minutes": 0}, {"rate": -1.0}, {"head": "full", "rank": 4}, {"minutes": float("nan")},
+        {"head": "heavy"}, {"loss": "soft"}, {"rank": -1}, {"vocab": -1}, {"epochs": 0},
+        {"batch": 8}, {"minutes": 0}, {"rate": -1.0}, {"head": "full", "rank": 4},
+        {"minutes": float("nan")},
     ],
     ids=str,
 )  # fmt: skip
@@ -348,6 +381,8 @@ def test_bad_settings_are_refused(wrong):
 
 
 def test_a_rank_above_the_width_is_refused(access, features):
+    with pytest.raises(SettingError, match="at most the model's vocabulary, 97, got 98"):
+        new_heads(access, features, Settings(vocab=98))
     with pytest.raises(SettingError, match="at most the hidden size, 32, got 33"):
         new_heads(access, features, Settings(rank=33))
 

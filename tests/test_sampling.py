@@ -80,6 +80,15 @@ def test_penalties_count_the_output_and_the_tokens_drafted_before_each_position(
         torch.testing.assert_close(step[0], expected[i])
 
 
+def test_a_row_that_drafted_nothing_beside_one_that_did() -> None:
+    """Its position is never used, but it must not disturb the others (it once raised)."""
+    both = Sampler([Sampling(repetition_penalty=1.5)] * 2, [frozenset()] * 2)
+    alone = Sampler([Sampling(repetition_penalty=1.5)], [frozenset()])
+    logits, text = torch.randn(2, 1, 8), SimpleNamespace(context=[1, 2], prompt=2)
+    got = both.process(logits, [text, text], [[], [5]], first=1)
+    assert torch.equal(got[1:], alone.process(logits[1:], [text], [[5]], first=1))
+
+
 def test_bias_and_minimum_length() -> None:
     settings = Sampling(temperature=1.0, logit_bias={3: 2.5, 4: -torch.inf}, min_new_tokens=2)
     got = transform(torch.zeros(3, V), settings, context=[1, 1], prompt=2, drafted=[5, 5])

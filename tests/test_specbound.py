@@ -22,6 +22,7 @@ from forerun.model import Model
 from forerun.rules import RULES
 from forerun.runtime import RowModel
 from forerun.runtime.exits import ExitModel
+from forerun.runtime.heads import LightHeads, save_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
 from forerun.types import Draft, Target
@@ -67,7 +68,7 @@ class Gain:
 
     def __init__(self, access: LayerAccess, gains: Sequence[float]) -> None:
         self._lens, self._gains = LogitLens(access), itertools.cycle(gains)
-        self.layers = self._lens.layers
+        self.layers, self.tokens = self._lens.layers, None
         self.asked: list[int] = []
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -269,6 +270,27 @@ def test_a_difficult_token_costs_what_plain_decoding_costs() -> None:
     assert (work.draft_passes, work.exit_projections, work.projections) == (9 * 3, 9 * 2, 10)
 
 
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 1.01])
+def test_statistics_count_layer_passes_of_each_request(threshold: float) -> None:
+    """Batched or alone; what is committed passes each layer once, what is rejected at most so."""
+    fast = specbound(calm(), threshold=threshold, depth=3)
+    how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
+    together = fast.generate(texts(7, 5, 9), **how)
+    work = fast.target.work  # type: ignore[attr-defined]
+    assert sum(c.stats.layer_passes or 0 for c in together) == work.passes
+    assert sum(c.stats.exit_projections or 0 for c in together) == work.exit_projections
+    for prompt, done in zip(texts(7, 5, 9), together, strict=True):
+        stats = fast.generate([prompt], **how)[0].stats
+        assert stats.layer_passes == done.stats.layer_passes
+        assert stats.exit_projections == done.stats.exit_projections
+        assert stats.layer_passes == LAYERS * (stats.drafted + stats.rounds)
+        for r in done.rounds:
+            assert r.layer_passes == LAYERS * (r.drafted + 1)
+            assert r.to_json()["layer_passes"] == r.layer_passes
+    plain = fast.generate(texts(7), plain=True, max_new_tokens=3)[0]
+    assert plain.stats.layer_passes is None
+
+
 def test_a_known_token_may_be_climbed_again() -> None:
     rows, context = ExitModel(MODEL), texts(5)[0]
     rows.join([context])
@@ -363,6 +385,35 @@ def test_the_draft_is_the_exit_heads_distribution_without_annealing() -> None:
     assert proposal.ended == [None]
 
 
+class Few(LogitLens):
+    """The logit lens of some tokens only."""
+
+    def __init__(self, access: LayerAccess, tokens: Sequence[int]) -> None:
+        super().__init__(access)
+        self.tokens = torch.tensor(tokens)
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(layer, hidden)[..., self.tokens]
+
+
+def test_heads_of_few_tokens_draft_those_alone() -> None:
+    rows = ExitModel(MODEL)
+    drafter = SpecBoundDrafter(rows, Few(rows.access, [3, 8, 40]), (2,), 0.0, 0.0, 4)
+    contexts = [*texts(6, 9)]
+    rows.join(contexts)
+    proposal = drafter.step(contexts)
+    assert isinstance(proposal.logits, torch.Tensor)
+    for context, logits in zip(contexts, proposal.logits, strict=True):
+        hidden = forward(MODEL, context).hidden_states[2][0, -1]
+        wanted = LogitLens(rows.access).logits(2, hidden).detach()
+        assert logits.isfinite().nonzero().flatten().tolist() == [3, 8, 40]
+        close(logits[[3, 8, 40]], wanted[[3, 8, 40]])
+    rows.keep([])
+    fast = Model(rows, drafter)
+    got = fast.generate(texts(6, 9), controller="fixed(3)", max_new_tokens=12, ignore_eos=True)
+    assert [c.tokens for c in got] == plainly(MODEL, texts(6, 9), max_new_tokens=12)
+
+
 # Sampling
 
 
@@ -382,7 +433,8 @@ def branches(drafter: SpecBoundDrafter, context: list[int], width: int) -> Itera
             return
         assert proposal.logits is not None
         for token, p in enumerate(proposal.logits[0].double().softmax(-1).tolist()):
-            yield from walk([*tokens, token], weight * p, [*logits, proposal.logits[0]])
+            if p > 0:
+                yield from walk([*tokens, token], weight * p, [*logits, proposal.logits[0]])
 
     yield from walk([], 1.0, [])
 
@@ -391,8 +443,9 @@ def branches(drafter: SpecBoundDrafter, context: list[int], width: int) -> Itera
     ("threshold", "drafted"), [(0.0, {2}), (0.6, {1, 2}), (0.7, {1, 2}), (1.01, {0})]
 )
 @pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("few", [False, True])
 def test_sampling_is_lossless_by_enumeration(
-    threshold: float, drafted: set[int], rule: str
+    threshold: float, drafted: set[int], rule: str, few: bool
 ) -> None:
     """All drafts of up to two tokens over a vocabulary of five, and every way to judge each.
 
@@ -404,6 +457,8 @@ def test_sampling_is_lossless_by_enumeration(
     fast = specbound(model, threshold=threshold, anneal=0.3, depth=1, width=width)
     rows, drafter, context = fast.target, fast.drafter, [0, 2, 0]
     assert isinstance(drafter, SpecBoundDrafter)
+    if few:
+        drafter.heads = Few(drafter.rows.access, [0, 2, 3])
     rows.join([context])
     law: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
     lengths = set()
@@ -608,6 +663,29 @@ def test_loading_by_name(tmp_path: Any) -> None:
     assert [c.tokens for c in loaded.generate(prompts, **how)] == wanted
     assert [c.tokens for c in loaded.generate(prompts, plain=True, **how)] == wanted
     assert loaded.target.draft_seconds > 0
+
+    heads = tmp_path / "heads"
+    access = loaded.target.access
+    weights = {
+        layer: {"weight": torch.zeros(32, 32), "bias": torch.zeros(32), "scale": torch.ones(1)}
+        for layer in (1, 3, 4)
+    }
+    found = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
+    save_heads(LightHeads(access, weights, {"settings": found}), heads)
+    tuned = forerun.model.load(str(tmp_path), exits=heads)
+    assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
+    assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]
+    assert [c.tokens for c in tuned.generate(prompts, **how)] == wanted
+    own = forerun.model.load(str(tmp_path), "specbound(threshold=0.6,depth=3)", exits=heads)
+    assert own.drafter.layers == (1, 3)  # type: ignore[attr-defined]
+    assert (own.drafter._threshold, own.drafter._width) == (0.6, 3)  # type: ignore[attr-defined]
+    with pytest.raises(SettingError, match="exit heads are for the drafter specbound"):
+        forerun.model.load(str(tmp_path), "lookup", exits=heads)
+    with pytest.raises(SettingError, match="given twice"):
+        forerun.model.load(str(tmp_path), "specbound(exits='there')", exits=heads)
+    save_heads(LightHeads(access, weights, {"settings": {"treshold": 2}}), heads)
+    with pytest.raises(SettingError, match="the settings kept in"):
+        forerun.model.load(str(tmp_path), exits=heads)
     assert DRAFTERS.text(SpecBound(depth=4, layers="2,4")) == "specbound(depth=4,layers='2,4')"
 
 

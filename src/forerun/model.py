@@ -15,6 +15,7 @@ from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
+from forerun.drafters.specbound import SpecBound
 from forerun.engine import Completion, Engine, Event, Sampling
 from forerun.errors import SettingError, UnknownNameError
 from forerun.registry import Spec, parse
@@ -118,6 +119,7 @@ def load(
     target: str | Path | None = None,
     draft: str | Path | DrafterSpec | None = None,
     *,
+    exits: str | Path | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
@@ -128,6 +130,7 @@ def load(
         target: a folder or Hugging Face id; None loads the pair that ships with forerun.
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
             ``"none"``). None uses the shipped draft for the shipped target, `lookup` otherwise.
+        exits: a folder of exit heads for `specbound`, which is then the default for `draft`.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
@@ -143,8 +146,8 @@ def load(
     'length'
     """
     if draft is None:
-        draft = zoo.DRAFT if target is None else "lookup"
-    spec = drafter_spec(draft)
+        draft = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
+    spec = _with_exits(drafter_spec(draft), exits, shipped=target is None)
     if isinstance(spec, ModelDraft) and trust_remote_code:
         spec = replace(spec, trust_remote_code=True)
     where = zoo.TARGET if target is None else target
@@ -169,6 +172,18 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
         if "(" in text or ("/" not in text and name.isalpha() and len(name) < 12):
             raise UnknownNameError.among("drafter (nor a model folder)", name, DRAFTERS.names())
     return ModelDraft(text)
+
+
+def _with_exits(spec: DrafterSpec, exits: str | Path | None, shipped: bool) -> DrafterSpec:
+    if not isinstance(spec, SpecBound):
+        if exits is not None:
+            raise SettingError("exit heads are for the drafter specbound; leave draft out")
+        return spec
+    if exits is not None:
+        if spec.exits not in (None, str(exits)):
+            raise SettingError(f"exit heads are given twice: {str(exits)!r} and {spec.exits!r}")
+        return replace(spec, exits=str(exits))
+    return replace(spec, exits=str(zoo.EXITS)) if shipped and spec.exits is None else spec
 
 
 def _samplings(

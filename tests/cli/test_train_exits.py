@@ -39,7 +39,7 @@ def test_summary_and_files(train, text, tmp_path):
     assert result.code == 0
     first, last = result.err.splitlines()
     assert re.match(r"features of 1,\d\d\d positions after 2 layers: \d+\.\d kB in ", first)
-    assert re.match(r"saved to .*exits \(\d\.\d kB\); use it with --draft ", last)
+    assert re.match(r"saved to .*exits \(\d\.\d kB\); use them with --exits ", last)
     assert "held-out positions" in result.out
     assert re.search(r"^ +1( +[\d.]+ %){4}$", result.out, re.MULTILINE)
     assert "\x1b" not in result.out

@@ -37,6 +37,15 @@ def generate(
             rich_help_panel=MODELS,
         ),
     ] = None,
+    exits: Annotated[
+        Text,
+        typer.Option(
+            metavar="DIR",
+            help="Exit heads for --draft specbound, made by train-exits. Default: the shipped ones "
+            "for the shipped target, else the model's own head at every layer.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
     controller: Annotated[
         str,
         typer.Option(
@@ -241,6 +250,7 @@ def generate(
         controller,
         rule,
         batch_size=batch_size,
+        exits=exits,
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,

@@ -57,6 +57,7 @@ def load_job(
     rule: str,
     *,
     batch_size: int = 16,
+    exits: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     trust_remote_code: bool = False,
@@ -74,10 +75,17 @@ def load_job(
         # Mistakes that need no model are told before one is loaded.
         resolve_device(device)
         resolve_dtype(dtype)
-        model = load(target, draft, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = load(
+            target,
+            draft,
+            exits=exits,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
     about = {
         "target": target or "shipped",
-        "draft": draft or ("shipped" if target is None else "lookup"),
+        "draft": draft or ("specbound" if exits else "shipped" if target is None else "lookup"),
         "controller": CONTROLLERS.text(length),
         "rule": RULES.text(keep),
         "lossless": keep.lossless,

@@ -62,6 +62,12 @@ def train_exits(
     rank: Annotated[
         int, typer.Option(metavar="R", help="Of light heads: small for large models; 0 is full.")
     ] = 0,
+    vocab: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="The heads say only the N most frequent tokens: cheaper; 0 is all."
+        ),
+    ] = 0,
     loss: Annotated[
         str,
         typer.Option(
@@ -128,7 +134,7 @@ def train_exits(
 
     from forerun.training.exit_heads import Settings
 
-    settings = Settings(head, rank, loss, epochs, minutes, batch, lr, seed)
+    settings = Settings(head, rank, vocab, loss, epochs, minutes, batch, lr, seed)
 
     from forerun.cli.exit_texts import open_source
 
@@ -159,6 +165,7 @@ def train_exits(
             f"{access.layers - 1}"
         )
     require(rank <= access.width, "rank", rank, f"at most the hidden size, {access.width}")
+    require(vocab <= len(access.unembedding), "vocab", vocab, "at most the model's vocabulary")
     identity = fingerprint(model)
     began = time.perf_counter()
     try:
@@ -282,8 +289,7 @@ def _finish(
         print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
         return
     _show(training)
-    spec = f"specbound(exits='{out}')"
-    note(stderr(), f'saved to {out} ({decimal(size)}); use it with --draft "{spec}"')
+    note(stderr(), f"saved to {out} ({decimal(size)}); use them with --exits {out}")
 
 
 def _show(training: dict[str, Any]) -> None:

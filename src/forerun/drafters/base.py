@@ -46,6 +46,12 @@ class Drafter(ABC):
     target: Runtime | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 
+    @property
+    def counts(self) -> Sequence[tuple[int, int]] | None:
+        """Per row, prompts left out: positions × layers of the target run so far, and shallow
+        hidden states turned into logits; None from drafters that do not run the target's layers."""
+        return None
+
     @abstractmethod
     def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
         """Propose the next token of each row.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,11 @@ class SpecBoundDrafter(Drafter):
         """Wall time in the shallow layers and exit heads."""
         return self.rows.draft_seconds
 
+    @property
+    def counts(self) -> Sequence[tuple[int, int]]:
+        """Layer passes and exit projections per row."""
+        return self.rows.counts
+
     def rollback(self, row: int, length: int) -> None:
         """Drop the states of what was rejected."""
         self.rows.rollback(row, length)
@@ -79,10 +84,10 @@ class SpecBoundDrafter(Drafter):
             nonlocal out
             logits = self.heads.logits(layer, hidden)
             if out is None:
-                out = logits.new_zeros(len(contexts), logits.shape[-1])
+                out = logits.new_zeros(len(contexts), self.rows.vocab_size)
             sure: list[bool] = self._confident(layer, logits).tolist()
             here = [i for i, yes in enumerate(sure) if yes]
-            out[[rows[i] for i in here]] = logits[here]
+            out[[rows[i] for i in here]] = self._spread(logits[here])
             if layer == self.layers[-1]:
                 for row, yes in zip(rows, sure, strict=True):
                     ended[row] = None if yes else Stop.DIFFICULT
@@ -93,6 +98,14 @@ class SpecBoundDrafter(Drafter):
         if out is None:
             return Proposal(tokens=[-1] * len(contexts), ended=ended)
         return Proposal(logits=out, ended=ended)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(n, V)` logits: −inf for tokens that the heads cannot say."""
+        if self.heads.tokens is None:
+            return logits
+        everything = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
+        everything[:, self.heads.tokens] = logits
+        return everything
 
     def _confident(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """`(n,)` whether the annealed top-1 probability reaches τ (eq. 2)."""
@@ -118,21 +131,22 @@ class SpecBound(DrafterSpec):
     the token is difficult (stop "difficult"). After W drafted tokens drafting ends.
 
     Args:
-        threshold: τ, ≥ 0; 0 exits at the first exit layer, above 1 never. The default 0.7 is ours,
-            to be tuned (the paper's values are not in its text).
-        anneal: a, ≥ 0; the higher, the surer a shallow layer must be; 0 switches annealing off. The
-            default 0.5 is ours, to be tuned.
-        depth: D, deepest layer a draft may reach, 1 ≤ D < L; none: half of the layers. Ours, to be
-            tuned.
-        width: W, most tokens drafted per round, ≥ 1. The default 6 is ours, to be tuned. It holds
-            beside the length controller's limit; reaching it stops with "exhausted", as a bound of
-            the drafter's and not the controller's decision, so controllers do not learn from it.
-            `fixed(W)` leaves the length to SpecBound alone.
+        threshold: τ, ≥ 0; 0 exits at the first exit layer, above 1 never. Like the other four, the
+            value found for the exit heads if they come with one (`forerun sweep specbound`), else
+            ours, for the paper's are not in its text: here 0.7.
+        anneal: a, ≥ 0; the higher, the surer a shallow layer must be; 0 switches annealing off.
+            Else 0.5.
+        depth: D, deepest layer a draft may reach, 1 ≤ D < L. Else half of the layers.
+        width: W, most tokens drafted per round, ≥ 1. Else 6. It holds beside the length
+            controller's limit; reaching it stops with "exhausted", as a bound of the drafter's and
+            not the controller's decision, so controllers do not learn from it. `fixed(W)` leaves
+            the length to SpecBound alone.
         layers: exit layers: a number k for every k-th counted down from D, or text like "2,4,6".
-            None: every layer that has a trained head, or k = 2 without any. Those beyond D are not
+            Else every layer that has a trained head, or k = 2 without any. Those beyond D are not
             used; a token that no exit up to D took goes no deeper than the last of them.
-        exits: a folder of trained exit heads; none or empty uses the target's own norm and
-            unembedding at every layer (the logit lens).
+        exits: a folder of trained exit heads; empty uses the target's own norm and unembedding at
+            every layer (the logit lens). None: the heads that ship, for the shipped target; the
+            logit lens for others.
 
     Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
     decides where to exit. Verification also feeds the last drafted token, from the embedding up,
@@ -145,17 +159,20 @@ class SpecBound(DrafterSpec):
 
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
     paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
-    threshold: float = 0.7
-    anneal: float = 0.5
+    threshold: float | None = None
+    anneal: float | None = None
     depth: int | None = None
-    width: int = 6
+    width: int | None = None
     layers: int | str | None = None
-    exits: str = ""
+    exits: str | None = None
 
     def __post_init__(self) -> None:
-        between("specbound threshold", self.threshold, 0.0, float("inf"))
-        between("specbound anneal", self.anneal, 0.0, 1e6)
-        whole("specbound width", self.width, 1)
+        if self.threshold is not None:
+            between("specbound threshold", self.threshold, 0.0, float("inf"))
+        if self.anneal is not None:
+            between("specbound anneal", self.anneal, 0.0, 1e6)
+        if self.width is not None:
+            whole("specbound width", self.width, 1)
         if self.depth is not None:
             whole("specbound depth", self.depth, 1)
         if isinstance(self.layers, str):
@@ -178,12 +195,28 @@ class SpecBound(DrafterSpec):
             raise SettingError("specbound needs a target that is a Hugging Face model")
         rows = ExitModel(target.model)
         heads: ExitHeads = LogitLens(rows.access)
+        chosen = self
         if self.exits:
             from forerun.runtime.heads import load_heads
 
-            heads = load_heads(self.exits, rows.access)
-        layers = self._exits(rows.access.layers, tuple(heads.layers))
-        return SpecBoundDrafter(rows, heads, layers, self.threshold, self.anneal, self.width)
+            heads = trained = load_heads(self.exits, rows.access)
+            chosen = self._tuned(trained.about.get("settings") or {})
+        layers = chosen._exits(rows.access.layers, tuple(heads.layers))
+        settings = (
+            default if value is None else value
+            for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
+        )
+        return SpecBoundDrafter(rows, heads, layers, *settings)  # type: ignore[arg-type]
+
+    def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
+        """These settings where given, those found for the exit heads elsewhere."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        if own["layers"] is not None or own["depth"] is not None:  # they belong together
+            found = {k: v for k, v in found.items() if k not in ("layers", "depth")}
+        try:
+            return SpecBound(**{**found, **{k: v for k, v in own.items() if v is not None}})
+        except (SettingError, TypeError) as error:
+            raise SettingError(f"the settings kept in {self.exits!r} are wrong: {error}") from error
 
     def _exits(self, layers: int, heads: tuple[int, ...]) -> tuple[int, ...]:
         """Exit layers in use for a target of so many layers with heads at `heads`."""

@@ -140,6 +140,7 @@ class Engine:
             return []
         began, target_before = time.perf_counter(), self.target.seconds
         drafter_before = self.drafter.seconds
+        counts_before = list(self.drafter.counts or ())
 
         drafted = draft(self._rows, self.drafter, self._control, self._sampler)
         logits = self._verify(drafted)
@@ -147,6 +148,12 @@ class Engine:
         accepted: list[int] = verdict.accepted.tolist()
         committed = self._commit(drafted, accepted, verdict.next_token.tolist())
         drift = self._drift(verdict, drafted, committed)
+        counts = [
+            (passes - before, exits - asked)
+            for (passes, exits), (before, asked) in zip(
+                self.drafter.counts or (), counts_before, strict=True
+            )
+        ]
 
         outcome = RoundOutcome(
             drafted=drafted.lengths,
@@ -158,7 +165,7 @@ class Engine:
             verify_seconds=self.target.seconds - target_before,
         )
         self._control.observe(outcome)
-        return self._report(drafted, outcome, committed, drift, began)
+        return self._report(drafted, outcome, committed, drift, counts, began)
 
     def _admit(self) -> None:
         """Let waiting requests join: prefill both models up to the last prompt token."""
@@ -241,6 +248,7 @@ class Engine:
         outcome: RoundOutcome,
         committed: Committed,
         drift: list[list[float] | None],
+        counts: list[tuple[int, int]],
         began: float,
     ) -> list[Event]:
         """Let finished rows leave; one event per row."""
@@ -258,6 +266,8 @@ class Engine:
                 verify_seconds=outcome.verify_seconds,
                 other_seconds=other,
                 drift=drift[i],
+                layer_passes=counts[i][0] if counts else None,
+                exit_projections=counts[i][1] if counts else None,
             )
             row.first_token = row.first_token or now - row.submitted
             row.rounds.append(round_)

@@ -51,6 +51,11 @@ class Round:
     drift: list[float] | None = None
     """Under a lossy rule: the exact total-variation distance to the target at each judged position
     that was committed (accepted tokens, and the correction after a rejection)."""
+    layer_passes: int | None = None
+    """Positions × layers of the target, drafting included, if the drafter runs the target's layers
+    (early exits); plain decoding takes one per layer and token."""
+    exit_projections: int | None = None
+    """Likewise, hidden states of shallow layers turned into logits."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; times in milliseconds."""
@@ -63,6 +68,8 @@ class Round:
             "verify_ms": round(self.verify_seconds * 1e3, 3),
             "other_ms": round(self.other_seconds * 1e3, 3),
             "drift": None if self.drift is None else [round(d, 6) for d in self.drift],
+            "layer_passes": self.layer_passes,
+            "exit_projections": self.exit_projections,
         }
 
 
@@ -93,6 +100,11 @@ class Stats:
     plain tokens count, with 0). None under a lossless one."""
     drift_max: float | None = None
     """Likewise the largest of one token."""
+    layer_passes: int | None = None
+    """Positions × layers of the target after the prompt, drafting included; None unless the drafter
+    runs the target's layers. Over `tokens`, it compares with the number of layers."""
+    exit_projections: int | None = None
+    """Likewise, hidden states of shallow layers turned into logits."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,6 +136,8 @@ class Stats:
         tokens = sum(r.committed for r in rounds)
         drift = [d for r in rounds for d in r.drift or ()]
         lossy = any(r.drift is not None for r in rounds)
+        passes = [r.layer_passes for r in rounds if r.layer_passes is not None]
+        exits = [r.exit_projections for r in rounds if r.exit_projections is not None]
         return cls(
             prompt_tokens=prompt_tokens,
             tokens=tokens,
@@ -140,6 +154,8 @@ class Stats:
             acceptance_rate=accepted / judged if judged else None,
             drift_mean=sum(drift) / max(tokens, 1) if lossy else None,
             drift_max=max(drift, default=0.0) if lossy else None,
+            layer_passes=sum(passes) if passes else None,
+            exit_projections=sum(exits) if exits else None,
         )
 
 

@@ -172,7 +172,7 @@ class Sampler:
         known = len(context) + first
         produced = torch.zeros(vocab, device=logits.device)
         if known > prompt:
-            tokens = torch.tensor(history[prompt:known], device=logits.device)
+            tokens = torch.tensor(history[prompt:known], dtype=torch.long, device=logits.device)
             produced += tokens.bincount(minlength=vocab)
         seen = produced.clone()
         seen[torch.tensor(history[: min(prompt, known)], device=logits.device)] += 1

@@ -100,6 +100,9 @@ class ExitModel(RowModel):
         self.work = Work()
         self.draft_seconds = 0.0
         """Wall time spent in `climb` so far; `seconds` is that of `feed`."""
+        self.counts: list[tuple[int, int]] = []
+        """Per row, since it joined and without its prompt: positions × layers, and hidden states of
+        shallow layers turned into logits."""
         self._pending: list[_Pending] = []
         self._states = torch.empty(0, 0, self.access.width, dtype=self.dtype, device=self.device)
         self._batch: _Batch | None = None
@@ -112,12 +115,14 @@ class ExitModel(RowModel):
     def join(self, prompts: Sequence[Sequence[int]], room: int = 0) -> None:
         """Add a row per prompt and cover each but for its last token."""
         self._pending.extend(_Pending() for _ in prompts)
+        self.counts.extend((0, 0) for _ in prompts)
         super().join(prompts, room)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; pending tokens are dropped (between rounds: none)."""
         super().keep(rows)
         self._pending = [_Pending() for _ in rows]
+        self.counts = [self.counts[row] for row in rows]
 
     def rollback(self, row: int, length: int) -> None:
         """Forget what a row holds beyond `length` tokens, pending or covered."""
@@ -150,7 +155,7 @@ class ExitModel(RowModel):
             assert [span[0] for span in batch.spans] == rows
             ends = torch.tensor([count - 1 for *_, count in batch.spans], device=self.device)
             newest = batch.hidden[torch.arange(len(rows), device=self.device), ends]
-            self.work.exit_projections += len(rows)
+            self._count(rows, exits=1)
             gone = leave(depth, rows, newest)
             rows = [row for row, left in zip(rows, gone, strict=True) if not left]
             if not rows:
@@ -175,7 +180,8 @@ class ExitModel(RowModel):
             self.work.projections += sum(counts) if want == "all" else sum(map(bool, counts))
         if not any(self._pending[row].tokens for row in chosen):
             if want != "none":  # prompts are fed without asking for logits; they are not counted
-                self.work.verify_passes += self.access.layers * sum(counts)
+                for row, count in zip(chosen, counts, strict=True):
+                    self._count([row], verify=self.access.layers * count)
                 self.work.verify_calls += self.access.layers * any(counts)
             return super().feed(pieces, first, want)
         began = time.perf_counter()
@@ -229,19 +235,24 @@ class ExitModel(RowModel):
                 batch.hidden = self.access.run(
                     batch.hidden, at, until, batch.mask, batch.positions, self.cache
                 )
-                for row, begin, _ in spans:
+                layers = until - at
+                for row, begin, count in spans:
                     depths = self._pending[row].depths
                     depths[begin:] = [until] * (len(depths) - begin)
-                self._count(sum(count for *_, count in spans), until - at, drafting)
+                    passes = count * layers
+                    self._count([row], **{"draft" if drafting else "verify": passes})
+                self.work.draft_calls += layers * drafting
+                self.work.verify_calls += layers * (not drafting)
             at = until
 
-    def _count(self, tokens: int, layers: int, drafting: bool) -> None:
-        if drafting:
-            self.work.draft_passes += tokens * layers
-            self.work.draft_calls += layers
-        else:
-            self.work.verify_passes += tokens * layers
-            self.work.verify_calls += layers
+    def _count(self, rows: list[int], draft: int = 0, verify: int = 0, exits: int = 0) -> None:
+        """So much was done in each of these rows."""
+        for row in rows:
+            passes, projections = self.counts[row]
+            self.counts[row] = passes + draft + verify, projections + exits
+        self.work.draft_passes += draft * len(rows)
+        self.work.verify_passes += verify * len(rows)
+        self.work.exit_projections += exits * len(rows)
 
     def _gather(self, spans: list[Span], depth: int) -> _Batch:
         """The batch of these tokens at `depth`: the one under way if it is the same, else new."""

@@ -20,6 +20,7 @@ from forerun.runtime.layers import LayerAccess
 
 WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
 SCHEMA = 1
+TOKENS = "tokens"
 
 Weights = dict[int, dict[str, torch.Tensor]]
 """Per exit layer, its tensors by name."""
@@ -33,6 +34,9 @@ class TrainedHeads(ABC):
         weights: per exit layer (counted from 1) its tensors by name, on the model's device. Tensors
             that require a gradient are used as they are, others in the model's dtype.
         about: where the heads come from (target, training); kept by `save_heads`.
+        tokens: `(n,)` ids of the only tokens the heads can say, on the model's device; None: the
+            whole vocabulary. A shallow exit costs a projection onto them, and most of what it is
+            sure of is frequent (Zhao et al. 2025, FR-Spec); what is verified is not affected.
 
     Raises:
         SettingError: no layers, or layers the model does not have.
@@ -41,11 +45,17 @@ class TrainedHeads(ABC):
     kind: ClassVar[str]
 
     def __init__(
-        self, access: LayerAccess, weights: Weights, about: Mapping[str, Any] | None = None
+        self,
+        access: LayerAccess,
+        weights: Weights,
+        about: Mapping[str, Any] | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> None:
         self.layers = check_layers(list(weights), access.layers)
         """The exit layers, rising."""
         self.access, self.weights, self.about = access, weights, dict(about or {})
+        self.tokens = tokens
+        self._rows = None if tokens is None else access.unembedding_of(tokens)
         self._dtype = access.unembedding.dtype
         self._used = {
             layer: {name: t if t.requires_grad else t.to(self._dtype) for name, t in own.items()}
@@ -61,7 +71,7 @@ class TrainedHeads(ABC):
             hidden: `(..., H)`, the output of that many layers, before the final norm.
 
         Returns:
-            `(..., V)`, in the model's dtype.
+            `(..., n)` for the n `tokens`, or all, in the model's dtype.
 
         Raises:
             SettingError: there is no head after that layer.
@@ -94,11 +104,13 @@ class LightHeads(TrainedHeads):
             x = x + F.linear(x, own["weight"], own["bias"])
         else:
             x = x + F.linear(F.linear(x, own["down"]), own["up"], own["bias"])
-        return self.access.logits(x.to(self._dtype)) * own["scale"].to(self._dtype)
+        x, rows = x.to(self._dtype), self._rows
+        logits = self.access.logits(x) if rows is None else self.access.logits_of(x, rows)
+        return logits * own["scale"].to(self._dtype)
 
 
 class FullHeads(TrainedHeads):
-    """An LM head per exit layer: `weight (V, H)`, `bias (V,)`, on hidden states of unit RMS."""
+    """An LM head per exit layer: `weight (n, H)`, `bias (n,)`, on hidden states of unit RMS."""
 
     kind = "full"
 
@@ -154,6 +166,7 @@ def save_heads(heads: TrainedHeads, folder: str | Path) -> Path:
         "hidden_size": hidden,
         "vocab_size": vocab,
         "model_layers": heads.access.layers,
+        "tokens": None if heads.tokens is None else len(heads.tokens),
         **heads.about,
     }
     tensors = {
@@ -161,6 +174,8 @@ def save_heads(heads: TrainedHeads, folder: str | Path) -> Path:
         for layer, own in heads.weights.items()
         for name, tensor in own.items()
     }
+    if heads.tokens is not None:
+        tensors[TOKENS] = heads.tokens.to("cpu", torch.int32)
     # Written beside, then renamed: an interrupted save leaves the old heads or the new ones.
     beside = folder / f"{WEIGHTS}.tmp"
     save_file(tensors, beside, metadata={"format": "pt"})
@@ -205,15 +220,32 @@ def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
     _check_fit(config, access, folder)
     weights: Weights = {}
     device = access.unembedding.device
+    tokens = _tokens(tensors.pop(TOKENS, None), config, folder)
     for key, tensor in tensors.items():
         layer, _, name = key.partition(".")
         if not layer.isdigit():
             raise ModelError(f"{folder / WEIGHTS}: unknown tensor {key!r}; train the heads again")
         weights.setdefault(int(layer), {})[name] = tensor.to(device)
     _check_shapes(config, weights, folder)
-    known = {"schema", "kind", "layers", "hidden_size", "vocab_size", "model_layers"}
+    known = {"schema", "kind", "layers", "hidden_size", "vocab_size", "model_layers", "tokens"}
     about = {key: value for key, value in config.items() if key not in known}
-    return KINDS[config["kind"]](access, weights, about)
+    chosen = None if tokens is None else tokens.to(device)
+    return KINDS[config["kind"]](access, weights, about, chosen)
+
+
+def _tokens(
+    found: torch.Tensor | None, config: Mapping[str, Any], folder: Path
+) -> torch.Tensor | None:
+    """The ids of the tokens the heads can say, if they are what the configuration promises."""
+    count = config.get("tokens")
+    if found is None and count is None:
+        return None
+    if found is not None and found.shape == (count,):
+        ids = found.long()
+        if len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < config["vocab_size"]:
+            return ids
+    raise ModelError(f"{folder / WEIGHTS}: {TOKENS!r} should be {count} token ids below "
+                     f"{config['vocab_size']}; train the heads again")  # fmt: skip
 
 
 def _check_fit(config: Mapping[str, Any], access: LayerAccess, folder: Path) -> None:
@@ -235,7 +267,7 @@ def _check_fit(config: Mapping[str, Any], access: LayerAccess, folder: Path) -> 
 
 def _check_shapes(config: Mapping[str, Any], weights: Weights, folder: Path) -> None:
     """Refuse tensors that are not what the configuration says."""
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    vocab, hidden = config.get("tokens") or config["vocab_size"], config["hidden_size"]
     where = folder / WEIGHTS
     if sorted(weights) != config.get("layers"):
         raise ModelError(f"{where}: heads after {sorted(weights)}, {CONFIG} says "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.support import PROBE_TOLERANCE
@@ -41,6 +42,9 @@ FAMILIES = {
     "qwen3": _LLAMA,
 }
 """Model types with layer-by-layer access."""
+
+Unembedding = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight and bias of some tokens."""
 
 _UNCALLABLE = "the layers of this {} model cannot be called one by one: {}"
 
@@ -140,6 +144,15 @@ class LayerAccess:
         """
         return self._head(self._norm(hidden))
 
+    def logits_of(self, hidden: torch.Tensor, rows: Unembedding) -> torch.Tensor:
+        """As `logits`, for some tokens only: `(..., n)` with `rows` from `unembedding_of`."""
+        return F.linear(self._norm(hidden), *rows)
+
+    def unembedding_of(self, tokens: torch.Tensor) -> Unembedding:
+        """The unembedding of these token ids alone: weight `(n, H)`, and bias `(n,)` if any."""
+        bias = self._head.bias
+        return self.unembedding[tokens].detach(), None if bias is None else bias[tokens].detach()
+
 
 class ExitHeads(Protocol):
     """What turns the hidden states of shallow layers into logits."""
@@ -148,8 +161,12 @@ class ExitHeads(Protocol):
     def layers(self) -> tuple[int, ...]:
         """Depths that have a head, rising."""
 
+    @property
+    def tokens(self) -> torch.Tensor | None:
+        """`(n,)` ids of the tokens the heads can say; None: the whole vocabulary."""
+
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` logits from hidden states `(..., H)` at depth `layer`."""
+        """`(..., n)` logits of `tokens` from hidden states `(..., H)` at depth `layer`."""
 
 
 class LogitLens:
@@ -157,6 +174,8 @@ class LogitLens:
 
     Reference: nostalgebraist 2020, interpreting GPT: the logit lens.
     """
+
+    tokens: torch.Tensor | None = None
 
     def __init__(self, access: LayerAccess) -> None:
         self._access = access

@@ -41,6 +41,9 @@ class Settings:
         head: "light" (an affine map before the model's own norm and unembedding) or "full" (an LM
             head per layer).
         rank: of the light map, ≥ 1; 0 is a full matrix.
+        vocab: the heads can say only the so many tokens that the last layer says most often; 0: all
+            of them. Asking an exit then costs less. Where the last layer says another token, they
+            learn to be unsure: the goal is then every one of theirs alike.
         loss: "hard" (cross-entropy to the last layer's arg-max) or "distill" (forward KL from its
             distribution). Hard heads say how likely the last layer is to agree, which is what an
             exit by confidence asks, and agree more often; distilled ones are as unsure as the last
@@ -57,6 +60,7 @@ class Settings:
 
     head: str = "light"
     rank: int = 0
+    vocab: int = 0
     loss: str = "hard"
     epochs: int = 4
     minutes: float | None = None
@@ -68,6 +72,7 @@ class Settings:
         choice("head", self.head, list(KINDS))
         choice("loss", self.loss, ["hard", "distill"])
         whole("rank", self.rank)
+        whole("vocab", self.vocab)
         whole("epochs", self.epochs, 1)
         whole("batch", self.batch, BLOCK)
         whole("seed", self.seed)
@@ -99,7 +104,10 @@ def new_heads(access: LayerAccess, features: Features, settings: Settings) -> Tr
     make = torch.Generator().manual_seed(settings.seed)
     device = access.unembedding.device
     weights: Weights = {}
+    tokens = frequent(features.top, settings.vocab, len(access.unembedding)).to(device)
     start = _lens_matrix(access) if settings.head == "full" else {}
+    if settings.vocab:
+        start = {name: tensor[tokens] for name, tensor in start.items()}
     for layer in layers:
         if settings.head == "full":
             own = {name: tensor.clone() for name, tensor in start.items()}
@@ -111,7 +119,18 @@ def new_heads(access: LayerAccess, features: Features, settings: Settings) -> Tr
         if settings.head == "light":
             own |= {"bias": torch.zeros(width), "scale": torch.ones(1)}
         weights[layer] = {n: t.to(device, torch.float32).requires_grad_() for n, t in own.items()}
-    return KINDS[settings.head](access, weights)
+    return KINDS[settings.head](access, weights, tokens=tokens if settings.vocab else None)
+
+
+def frequent(top: torch.Tensor, count: int, vocab: int) -> torch.Tensor:
+    """Ids, rising, of the `count` most frequent tokens in `top`; raises if there are not so many.
+
+    >>> frequent(torch.tensor([4, 4, 0, 2, 2, 1]), 2, vocab=5).tolist()
+    [2, 4]
+    """
+    require(count <= vocab, "vocab", count, f"at most the model's vocabulary, {vocab}")
+    seen = torch.bincount(top.long(), minlength=vocab)
+    return seen.argsort(descending=True, stable=True)[:count].sort().values
 
 
 @torch.no_grad()
@@ -179,7 +198,7 @@ def train(
         layer: {name: tensor.detach().to(torch.bfloat16) for name, tensor in own.items()}
         for layer, own in heads.weights.items()
     }
-    return type(heads)(access, done)
+    return type(heads)(access, done, tokens=heads.tokens)
 
 
 class _Run:
@@ -189,6 +208,12 @@ class _Run:
         self.heads, self.features, self.settings = heads, features, settings
         self.key = f"{features.key} {asdict(settings)}"
         self.step, self.elapsed = 0, 0.0
+        vocab = len(heads.access.unembedding)
+        self._places = torch.arange(vocab, device=heads.access.unembedding.device)
+        """Per token its place among those the heads can say, −1 if it is none of them."""
+        if heads.tokens is not None:
+            self._places = torch.full_like(self._places, -1)
+            self._places[heads.tokens] = torch.arange(len(heads.tokens), device=heads.tokens.device)
         width = heads.access.width
         base = settings.rate or 0.25 / width
         groups = []
@@ -230,21 +255,22 @@ class _Run:
         """One step of every layer's head; layer by layer, for the logits are large."""
         access, features = self.heads.access, self.features
         device, dtype = access.unembedding.device, access.unembedding.dtype
-        goal = features.top[rows].to(device, torch.long)
+        goal = self._places[features.top[rows].to(device, torch.long)]
         teacher = None
         if self.settings.loss == "distill":
             with torch.no_grad():
                 last = features.last[rows].to(device, dtype)
-                teacher = access.logits(last).float().log_softmax(-1)
+                teacher = self._teach(access.logits(last).float().softmax(-1))
         total = 0.0
         for layer in self.heads.layers:
             hidden = features.hidden[layer][rows].to(device, torch.float32)
             logits = self.heads.logits(layer, hidden).float()
-            if teacher is None:
-                loss = F.cross_entropy(logits, goal)
+            said = logits.log_softmax(-1)
+            if teacher is not None:
+                loss = F.kl_div(said, teacher, reduction="batchmean")
             else:
-                student = logits.log_softmax(-1)
-                loss = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+                known = said.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+                loss = -torch.where(goal >= 0, known, said.mean(-1)).mean()
             own = list(self.heads.weights[layer].values())
             # Of these alone: the model's own weights are frozen and get no gradient.
             for tensor, slope in zip(own, torch.autograd.grad(loss, own), strict=True):
@@ -255,6 +281,13 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total / len(self.heads.layers)
+
+    def _teach(self, last: torch.Tensor) -> torch.Tensor:
+        """The last layer's probabilities over the heads' tokens; the rest is spread evenly."""
+        if self.heads.tokens is None:
+            return last
+        known = last[:, self.heads.tokens]
+        return known + (1 - known.sum(-1, keepdim=True)).clamp(min=0) / known.shape[-1]
 
     def save(self, path: Path) -> None:
         """Beside, then renamed: there is never half a checkpoint."""
@@ -304,7 +337,8 @@ def evaluate(
         agree, confidence = [], []
         for at in range(0, features.count, batch):
             hidden = features.hidden[layer][at : at + batch].to(like.device, like.dtype)
-            top, token = heads.logits(layer, hidden).float().softmax(-1).max(-1)
+            top, place = heads.logits(layer, hidden).float().softmax(-1).max(-1)
+            token = place if heads.tokens is None else heads.tokens[place]
             confidence.append(top.cpu())
             agree.append(token.cpu() == features.top[at : at + batch])
         right, sure = torch.cat(agree).double(), torch.cat(confidence).double()

@@ -9,6 +9,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 TARGET = _HERE / "target"
 DRAFT = _HERE / "draft"
+EXITS = _HERE / "exits"
 FOLDER = _HERE / "prompts"
 
 

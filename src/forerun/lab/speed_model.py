@@ -1,0 +1,108 @@
+"""How fast early exits can be: SpecBound's own model, and one that counts projections too.
+
+Wen and Feng 2026, SpecBound, appendix B. The paper counts decoder layers and nothing else: all
+tokens of a draft leave at the depth bound, and every draft is as long as the width bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.checks import between, whole
+from forerun.errors import require
+
+
+def round_passes(width: int, depth: int, layers: int) -> float:
+    """Target passes of a round of `width` drafted tokens: `w · D/L + (L − D)/L` (eq. 3).
+
+    Args:
+        width: w, tokens drafted, ≥ 0.
+        depth: D, the layer they exit at, 1 ≤ D ≤ L.
+        layers: L.
+
+    >>> round_passes(width=6, depth=8, layers=32)
+    2.25
+    """
+    whole("width", width)
+    whole("layers", layers, 1)
+    require(1 <= depth <= layers, "depth", depth, f"between 1 and {layers}")
+    return width * depth / layers + (layers - depth) / layers
+
+
+def expected_tokens(rate: float, width: int) -> float:
+    """Tokens a round commits in the mean: `(1 − r^(w+1)) / (1 − r)` (eq. 4).
+
+    Args:
+        rate: r, probability that a drafted token is kept given that all before it were, in [0, 1].
+        width: w, tokens drafted, ≥ 0.
+
+    >>> expected_tokens(0.5, 2)
+    1.75
+    """
+    between("rate", rate, 0.0, 1.0)
+    whole("width", width)
+    return float(sum(rate**i for i in range(width + 1)))
+
+
+def speedup(rate: float, width: int, depth: int, layers: int) -> float:
+    """Speed-up over plain decoding: eq. 4 over eq. 3 (eq. 5).
+
+    >>> round(speedup(0.9, width=6, depth=8, layers=32), 2)
+    2.32
+    """
+    return expected_tokens(rate, width) / round_passes(width, depth, layers)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target as early exits see it, in units of the time of one of its layers for one token.
+
+    Args:
+        layers: L.
+        projection: one projection onto the vocabulary.
+        exit_projection: one projection at an exit, cheaper if its head says few tokens.
+        widening: what each further token adds to a layer or projection it shares; 0 where reading
+            the weights is all that costs, as on a GPU at batch 1.
+    """
+
+    layers: int
+    projection: float = 0.0
+    exit_projection: float = 0.0
+    widening: float = 0.0
+
+    @classmethod
+    def of(
+        cls, layers: int, hidden: int, inner: int, vocab: int, keys: float = 1.0, said: int = 0
+    ) -> Shape:
+        """The shape of a gated transformer, costs by its weights.
+
+        Args:
+            layers, hidden, inner, vocab: L, H, the inner size of the feed-forward part, V.
+            keys: heads of keys and values over heads of queries.
+            said: tokens an exit head can say; 0: all V.
+
+        >>> Shape.of(32, 4096, 11008, 32000).projection < 0.65
+        True
+        """
+        layer = (2 + 2 * keys) * hidden**2 + 3 * hidden * inner
+        return cls(layers, hidden * vocab / layer, hidden * (said or vocab) / layer)
+
+    def plain(self) -> float:
+        """One token of plain decoding, in layers."""
+        return self.layers + self.projection
+
+    def layers_of(
+        self, calls: float, passes: float, rounds: float, projections: float, exits: float
+    ) -> float:
+        """Time of counted work at batch 1, in layers.
+
+        Args:
+            calls: layers run, however many tokens at once (`Work.draft_calls + verify_calls`).
+            passes: tokens × layers (`Work.passes`).
+            rounds: verifications, one projection call each.
+            projections: tokens × projections of the last layer (`Work.projections`).
+            exits: projections at exits (`Work.exit_projections`).
+        """
+        run = calls + self.widening * (passes - calls)
+        said = rounds + self.widening * (projections - rounds)
+        return run + self.projection * said + self.exit_projection * exits
