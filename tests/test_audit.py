@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forerun.lab.audit import explain, first_difference
+from forerun.drafters.model import ModelDrafter
+from forerun.engine import Sampling
+from forerun.errors import PromptError, SettingError
+from forerun.lab.audit import Kind, audit, checks, explain, first_difference
+from forerun.lab.peers import Peer, PeerOutput
+from forerun.model import Model
 from forerun.runtime import RowModel
+from forerun.testing import ScriptedModel
 from tiny import build, texts
 
 
@@ -59,3 +71,253 @@ def test_two_tokens_of_equal_weight_are_a_near_tie() -> None:
     with torch.no_grad():
         head[other] = head[worse]
     assert not explain(SimpleNamespace(target=RowModel(model)), prompt, [worse], [other]).near_tie
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_first_difference_ends_the_common_prefix(a: list[int], b: list[int]) -> None:
+    at = first_difference(a, b)
+    if at is None:
+        assert a == b
+    else:
+        assert a[:at] == b[:at]
+        assert a[at : at + 1] != b[at : at + 1]
+
+
+# ---- penalties
+
+
+def test_a_tie_that_a_penalty_makes_is_seen_through_the_penalty() -> None:
+    table = torch.zeros(4, 4)
+    table[:, 1], table[:, 2] = 2.0, 1.0  # token 1 stands in the prompt; halved, it ties with 2
+    model = SimpleNamespace(target=ScriptedModel(table))
+    assert not explain(model, [1], [1], [2]).near_tie
+    assert explain(model, [1], [1], [2], Sampling(repetition_penalty=2.0)).near_tie
+    found = explain(model, [1], [1], [2], Sampling(repetition_penalty=1.9))
+    assert not found.near_tie
+    assert found.margin == pytest.approx(2 / 1.9 - 1)
+
+
+def test_a_ban_of_the_end_is_seen() -> None:
+    table = torch.tensor([[0.0, 5.0, 3.0]]).repeat(3, 1)
+    model = SimpleNamespace(target=ScriptedModel(table), eos=frozenset({1}))
+    # 1 is the best, but no end of text is allowed yet, so who wrote it is wrong by any measure.
+    found = explain(model, [0], [1], [2], Sampling(min_new_tokens=4))
+    assert not found.near_tie
+    assert found.to_json()["margin"] is None
+
+
+# ---- planted bugs, and what is none
+
+
+class Wrapped:
+    """A runtime with a fault; everything else is the runtime's own."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Off(Wrapped):
+    """One token's logit is off in passes of some shape."""
+
+    def __init__(self, inner: Any, token: int, by: float, when: Callable[[int, int], bool]) -> None:
+        super().__init__(inner)
+        self.token, self.by, self.when = token, by, when
+
+    def feed(self, pieces: Any, first: int = 0, want: Any = "all") -> torch.Tensor:
+        logits = self.inner.feed(pieces, first, want)
+        if self.when(len(pieces), max(map(len, pieces))):
+            logits = logits.clone()
+            logits[..., self.token] += self.by
+        return logits
+
+
+class Forgetful(Wrapped):
+    """Rolling back leaves the first rejected token where the right one should come."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.fed: dict[int, tuple[int, list[int]]] = {}
+        self.stale: dict[int, int] = {}
+
+    def feed(self, pieces: Any, first: int = 0, want: Any = "all") -> torch.Tensor:
+        starts = self.inner.lengths
+        pieces = [
+            [self.stale.pop(row, p[0]), *p[1:]] if p else p
+            for row, p in enumerate(pieces, start=first)
+        ]
+        self.fed |= {row: (starts[row], p) for row, p in enumerate(pieces, start=first)}
+        return self.inner.feed(pieces, first, want)
+
+    def rollback(self, row: int, length: int) -> None:
+        start, piece = self.fed[row]
+        if length - start < len(piece):
+            self.stale[row] = piece[length - start]
+        self.inner.rollback(row, length)
+
+    def keep(self, rows: Any) -> None:
+        self.fed, self.stale = {}, {}  # rows are only compared alone here
+        self.inner.keep(rows)
+
+
+def pair(fault: Callable[[RowModel], Any] = lambda rows: rows) -> Model:
+    """A tiny target with a fault, and a draft that is often wrong."""
+    target = build("llama")
+    draft = build("llama")
+    with torch.no_grad():
+        noise = torch.randn(draft.get_output_embeddings().weight.shape) * 0.3
+        draft.get_output_embeddings().weight += noise
+    return Model(fault(RowModel(target)), ModelDrafter(RowModel(draft), 97))
+
+
+PROMPTS = texts(5, 9, 3, 7)
+SHORT = [Sampling(max_new_tokens=12, ignore_eos=True)] * 4
+
+
+def kinds(model: Model, **how: Any) -> dict[str, set[str]]:
+    """The kinds found by each check."""
+    found: dict[str, set[str]] = {}
+    for c in audit(model, PROMPTS, SHORT, controller="fixed(3)", **how):
+        found.setdefault(c.check, set()).add(c.kind.value)
+    assert model.target.lengths == []
+    return found
+
+
+def test_a_sound_runtime_is_identical_in_every_check() -> None:
+    model = pair()
+    found = kinds(model, batch_size=3)
+    assert found == {
+        "speculative": {"identical"},
+        "speculative, batch of 3": {"identical"},
+        "plain, batch of 3": {"identical"},
+    }
+    assert set(kinds(model)) == {"speculative"}
+    done = model.generate(PROMPTS[0], controller="fixed(3)", max_new_tokens=12, ignore_eos=True)
+    assert 0 < done.stats.accepted < done.stats.drafted  # so that both were put to the test
+
+
+def test_a_rollback_that_forgets_is_a_bug() -> None:
+    found = [
+        c
+        for c in audit(pair(Forgetful), PROMPTS, SHORT, controller="fixed(3)")
+        if c.kind != Kind.IDENTICAL
+    ]
+    assert found
+    for comparison in found:
+        assert comparison.kind == Kind.BUG
+        assert comparison.difference is not None
+        assert comparison.difference.margin > comparison.difference.bound
+        a, b = comparison.outputs
+        assert a[: comparison.difference.position] == b[: comparison.difference.position]
+
+
+def favourite(model: Model) -> int:
+    """The token a target writes most."""
+    done = model.generate(PROMPTS, plain=True, max_new_tokens=12, ignore_eos=True)
+    return Counter(t for completion in done for t in completion.tokens).most_common(1)[0][0]
+
+
+def test_a_logit_off_in_verify_passes_only_is_a_bug() -> None:
+    """Also where the recomputation shares the fault: shapes may not disagree that much."""
+    token = favourite(pair())
+    wide = lambda rows, width: width > 1  # noqa: E731
+    model = pair(lambda rows: Off(rows, token, -3.0, wide))
+    found = [c for c in audit(model, PROMPTS, SHORT, controller="fixed(3)") if c.difference]
+    assert found
+    for c in found:
+        assert c.kind == Kind.BUG
+        assert c.difference is not None
+    assert any(c.difference and c.difference.spread > c.difference.ceiling for c in found)
+    assert any("between shapes" in c.difference.message for c in found if c.difference)
+
+
+def test_a_logit_off_in_batches_only_is_found_in_batches_only() -> None:
+    token = favourite(pair())
+    found = kinds(
+        pair(lambda rows: Off(rows, token, -3.0, lambda count, width: count > 1)), batch_size=4
+    )
+    assert found["speculative"] == {"identical"}
+    assert "bug" in found["speculative, batch of 4"]
+    assert "bug" in found["plain, batch of 4"]
+    assert "near-tie" not in set().union(*found.values())
+
+
+@pytest.mark.parametrize(("roundings", "kind"), [(3.0, Kind.NEAR_TIE), (1e5, Kind.BUG)])
+def test_a_tie_up_to_rounding_is_a_near_tie(roundings: float, kind: Kind) -> None:
+    """The best token has an equal twin, and verify passes prefer the twin by a few roundings."""
+    target = build("llama")
+    best = greedy(target, PROMPTS[0], 1)[0]
+    twin = (best + 1) % 97
+    head = target.get_output_embeddings().weight
+    with torch.no_grad():
+        head[twin] = head[best]
+    logits = target(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    by = roundings * float(logits.detach().abs().max()) * torch.finfo(torch.float32).eps
+    rows = Off(RowModel(target), twin, by, lambda count, width: width > 1)
+    model = Model(rows, ModelDrafter(RowModel(build("llama", seed=3)), 97))
+    (found,) = audit(model, PROMPTS[:1], SHORT[:1], controller="fixed(3)")
+    assert found.kind == kind
+    assert found.difference is not None
+    assert found.difference.position == 0
+    assert set(found.difference.tokens) == {best, twin}
+
+
+# ---- peers
+
+
+class Scripted(Peer):
+    """Says what it is told."""
+
+    def __init__(self, name: str, outputs: list[list[int]], plain: str | None = None) -> None:
+        self.name, self.outputs, self.plain = name, outputs, plain
+
+    def available(self) -> None:
+        return None
+
+    def generate(self, prompts: Any, max_new_tokens: int, repetition_penalty: float = 1.0) -> Any:
+        assert max_new_tokens == 12
+        return PeerOutput([self.outputs[PROMPTS.index(p)] for p in prompts], 0.0)
+
+
+def test_a_peer_is_compared_with_plain_and_with_its_own_plain() -> None:
+    model = pair()
+    samplings = [Sampling(max_new_tokens=12, repetition_penalty=1.1)] * 4
+    right = [c.tokens for c in model.generate(PROMPTS, plain=True, sampling=samplings)]
+    wrong = [[*tokens[:5], (tokens[5] + 1) % 97] for tokens in right]
+    peers = [Scripted("a", right), Scripted("a-fast", wrong, plain="a")]
+    assert checks(1, peers)[1:] == [("a", "plain"), ("a-fast", "plain"), ("a-fast", "a")]
+    found = list(audit(model, PROMPTS, samplings, controller="fixed(3)", peers=peers))
+    assert [(c.check, c.against) for c in found[:4]] == checks(1, peers)
+    assert {c.kind for c in found if c.check != "a-fast"} == {Kind.IDENTICAL}
+    fast = [c for c in found if c.check == "a-fast"]
+    assert {c.kind for c in fast} == {Kind.DIFFERS}  # not a bug of ours
+    assert all(c.difference and c.difference.position == 5 for c in fast)
+
+
+# ---- what cannot be audited
+
+
+def test_what_cannot_be_audited_is_refused() -> None:
+    model = pair()
+    with pytest.raises(SettingError, match="drift meter"):
+        audit(model, PROMPTS, rule="typical")
+    with pytest.raises(SettingError, match="one per prompt"):
+        audit(model, PROMPTS, SHORT[:1])
+    with pytest.raises(SettingError, match="batch size"):
+        audit(model, PROMPTS, batch_size=0)
+    with pytest.raises(PromptError, match="no prompts"):
+        audit(model, [])
+    peer = Scripted("a", [])
+    with pytest.raises(SettingError, match="with a peer"):
+        audit(model, PROMPTS, SHORT, peers=[peer])  # ignore_eos
+    audit(model, PROMPTS, [Sampling(temperature=0.7, top_p=0.9)] * 4, peers=[peer])
+
+
+def test_walking_away_leaves_the_model_usable() -> None:
+    model = pair()
+    run = audit(model, PROMPTS, SHORT, controller="fixed(3)", batch_size=4)
+    next(run)
+    run.close()  # type: ignore[attr-defined]
+    assert kinds(model)["speculative"] == {"identical"}

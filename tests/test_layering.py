@@ -19,7 +19,7 @@ LAYERS = [
     ["runtime"],
     ["drafters"],
     ["engine"],
-    ["testing", "training", "zoo"],
+    ["testing", "training", "zoo", "settings"],
     ["model"],
     ["lab", "hosts", "serve"],
     ["cli"],

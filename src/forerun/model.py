@@ -23,6 +23,7 @@ from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import RowModel, load_model, load_tokenizer
 from forerun.runtime.base import Runtime
 from forerun.runtime.load import resolve_device
+from forerun.settings import Settings, resolve
 
 DEFAULT_CONTROLLER = "gammatune+"
 DEFAULT_RULE = "standard"
@@ -33,8 +34,15 @@ Prompt = str | Sequence[int]
 class Model:
     """A target with a drafter, ready to generate. Made by `load`."""
 
-    def __init__(self, target: Runtime, drafter: Drafter, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        target: Runtime,
+        drafter: Drafter,
+        tokenizer: Any = None,
+        settings: Settings | None = None,
+    ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.settings = settings or Settings()
         self.eos = _end_of_text(target, tokenizer)
 
     @overload
@@ -65,8 +73,8 @@ class Model:
         self,
         prompt: str | Sequence[Prompt],
         *,
-        controller: str | LengthController = DEFAULT_CONTROLLER,
-        rule: str | AcceptanceRule = DEFAULT_RULE,
+        controller: str | LengthController | None = None,
+        rule: str | AcceptanceRule | None = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
         batch_size: int = 16,
         plain: bool = False,
@@ -77,7 +85,8 @@ class Model:
         Args:
             prompt: text, token ids, or a list of either.
             controller: how far to run ahead: a spec like ``"gammatune(eta=0.3)"`` or an object.
-            rule: what to keep, likewise.
+                None is that of the settings the model was loaded with, or else `gammatune+`.
+            rule: what to keep, likewise; None is that of the settings, or else `standard`.
             sampling: one for all prompts or one per prompt; or give its fields as keywords
                 (`temperature`, `max_new_tokens`, `seed`, `stop`, ...).
             batch_size: prompts decoded together.
@@ -93,6 +102,10 @@ class Model:
         """
         prompts: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
         samplings = _samplings(sampling, settings, len(prompts))
+        if controller is None:
+            controller = self.settings.controller or DEFAULT_CONTROLLER
+        if rule is None:
+            rule = self.settings.rule or DEFAULT_RULE
         length, keep = CONTROLLERS.make(controller), RULES.make(rule)
         drafter = NoDraft().build(None, None) if plain else self.drafter
         if self.target.lengths:
@@ -120,6 +133,7 @@ def load(
     draft: str | Path | DrafterSpec | None = None,
     *,
     exits: str | Path | None = None,
+    settings: str | Path | Settings | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
@@ -129,8 +143,11 @@ def load(
     Args:
         target: a folder or Hugging Face id; None loads the pair that ships with forerun.
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
-            ``"none"``). None uses the shipped draft for the shipped target, `lookup` otherwise.
+            ``"none"``). None uses that of `settings`, or else the shipped draft for the shipped
+            target, `lookup` otherwise.
         exits: a folder of exit heads for `specbound`, which is then the default for `draft`.
+        settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
+            and rule where no argument gives them.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
@@ -140,13 +157,16 @@ def load(
     Raises:
         ModelError: a model that is missing, corrupt, unsupported, or a draft with another
             tokenizer.
-        SettingError: a device, dtype or drafter that does not exist.
+        SettingError: a device, dtype or drafter that does not exist, or settings that cannot be
+            read.
 
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'
     """
+    chosen = resolve(settings)
     if draft is None:
-        draft = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
+        default = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
+        draft = chosen.drafter or default
     spec = _with_exits(drafter_spec(draft), exits, shipped=target is None)
     if isinstance(spec, ModelDraft) and trust_remote_code:
         spec = replace(spec, trust_remote_code=True)
@@ -156,7 +176,7 @@ def load(
     runtime = RowModel(load_model(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(runtime, tokenizer)
-    return Model(drafter.target or runtime, drafter, tokenizer)
+    return Model(drafter.target or runtime, drafter, tokenizer, chosen)
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

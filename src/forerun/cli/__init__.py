@@ -10,14 +10,20 @@ from typing import Annotated
 
 import typer
 
+from forerun.cli.audit import audit
+from forerun.cli.bench import app as bench
 from forerun.cli.calibrate import app as calibrate
 from forerun.cli.cite import cite
+from forerun.cli.costs import costs
 from forerun.cli.demo import demo
 from forerun.cli.generate import generate
 from forerun.cli.guard import guarded
 from forerun.cli.info import info
 from forerun.cli.listing import show
+from forerun.cli.record import record
+from forerun.cli.replay import replay
 from forerun.cli.train_exits import train_exits
+from forerun.cli.tune import tune
 from forerun.cli.zoo import app as zoo
 
 app = typer.Typer(
@@ -57,6 +63,12 @@ app.command("demo")(demo)
 app.command("list")(show)
 app.command("info")(info)
 app.command("cite")(cite)
+app.command("record")(record)
+app.command("costs")(costs)
+app.command("replay")(replay)
+app.command("tune")(tune)
+app.command("audit")(audit)
+app.add_typer(bench, name="bench")
 app.command("train-exits")(train_exits)
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(zoo, name="zoo")

@@ -47,21 +47,30 @@ def generate(
         ),
     ] = None,
     controller: Annotated[
-        str,
+        Text,
         typer.Option(
             metavar="SPEC",
-            help="How far to run ahead, like gammatune(eta=0.3).",
+            help="How far to run ahead, like gammatune(eta=0.3). Default: gammatune+.",
             rich_help_panel=SPECULATION,
         ),
-    ] = "gammatune+",
+    ] = None,
     rule: Annotated[
-        str,
+        Text,
         typer.Option(
             metavar="SPEC",
-            help="What to keep; forerun list rules says which are lossless.",
+            help="What to keep; forerun list rules says which are lossless. Default: standard.",
             rich_help_panel=SPECULATION,
         ),
-    ] = "standard",
+    ] = None,
+    settings: Annotated[
+        Text,
+        typer.Option(
+            metavar="FILE",
+            help="Controller, rule and draft from a file of forerun tune, where no option gives "
+            "them.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int,
         typer.Option(
@@ -249,6 +258,7 @@ def generate(
         draft,
         controller,
         rule,
+        settings=settings,
         batch_size=batch_size,
         exits=exits,
         device=device,

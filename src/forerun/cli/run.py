@@ -53,25 +53,33 @@ class Timed:
 def load_job(
     target: str | None,
     draft: str | None,
-    controller: str,
-    rule: str,
+    controller: str | None,
+    rule: str | None,
     *,
+    settings: str | None = None,
     batch_size: int = 16,
     exits: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> Job:
-    """Check the settings, then load the models (with a spinner on terminals)."""
+    """Check the settings, then load the models (with a spinner on terminals).
+
+    What is None comes from the file `settings`, or is the default.
+    """
     with status(f"loading {target or 'the models that ship'}"), _quiet():
         from forerun.controllers import CONTROLLERS
         from forerun.errors import require
-        from forerun.model import load
+        from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, load
         from forerun.rules import RULES
         from forerun.runtime.load import resolve_device, resolve_dtype
+        from forerun.settings import resolve
 
         require(batch_size >= 1, "batch size", batch_size, "≥ 1")
-        length, keep = CONTROLLERS.make(controller), RULES.make(rule)
+        chosen = resolve(settings, controller=controller, rule=rule, draft=draft)
+        length = CONTROLLERS.make(chosen.controller or DEFAULT_CONTROLLER)
+        keep = RULES.make(chosen.rule or DEFAULT_RULE)
+        draft = chosen.drafter
         # Mistakes that need no model are told before one is loaded.
         resolve_device(device)
         resolve_dtype(dtype)

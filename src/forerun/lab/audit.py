@@ -2,21 +2,39 @@
 
 A verify pass multiplies matrices of another shape than a one-token pass, so the same logits come
 out a few roundings apart. Where the two best tokens are closer than that, either may win and the
-texts part. That is all that may ever differ: `explain` recomputes both.
+texts part. That is all that may ever differ: `explain` recomputes both, `audit` looks for such
+places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from math import inf, isfinite
 from typing import Any
 
 import torch
 
+from forerun.controllers import LengthController
+from forerun.engine import Sampling
+from forerun.engine.sampling import Sampler
+from forerun.errors import PromptError, SettingError, require
+from forerun.lab.peers import Peer
+from forerun.model import Model
+from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Runtime
 
 SAFETY = 4.0
 """A margin within this many times the observed spread of the logits counts as a near-tie."""
+CEILING = {torch.bfloat16: 8.0, torch.float16: 16.0}
+"""Most roundings of the largest logit that shapes may put two logits apart; more is no rounding.
+The shipped pair's are at most 1.6 apart in bfloat16."""
+CEILING_WIDE = 128.0
+"""The same in float32 and above, where long sums round as coarsely as their results: 5.5 apart for
+the shipped pair, and growing with width and depth."""
+WIDTHS = (1, 2, 3, 5, 9, 17, 512)
+"""Tokens fed in one pass to recompute a place; all of a context that is shorter."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,10 @@ class Difference:
     """How much a logit's difference may move between shapes: measured at this very prefix, and
     never less than rounding the largest logit in the model's dtype."""
     near_tie: bool
+    spread: float = 0.0
+    """How much the difference of the two logits really moved between the shapes."""
+    ceiling: float = inf
+    """Most that roundings can move it; a larger `spread` is a bug, whatever the margin."""
 
     @property
     def message(self) -> str:
@@ -40,8 +62,25 @@ class Difference:
         kind = "a floating-point near-tie" if self.near_tie else "NOT a near-tie: this is a bug"
         return (
             f"differs from output token {self.position} on ({self.tokens[0]} / {self.tokens[1]}): "
-            f"{kind} (margin {self.margin:.2e}, bound {self.bound:.2e})"
+            f"{kind} ({self.reason})"
         )
+
+    @property
+    def reason(self) -> str:
+        """The figures that decided."""
+        if None in self.tokens:
+            return "one ends where the other goes on"
+        if self.spread > self.ceiling:
+            return (
+                f"the logits move by {self.spread:.2e} between shapes, roundings by "
+                f"{self.ceiling:.2e} at most"
+            )
+        return f"margin {self.margin:.2e}, bound {self.bound:.2e}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields; None for what is not finite."""
+        out = asdict(self)
+        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in out.items()}
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -52,7 +91,14 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def explain(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Difference:
+def explain(
+    model: Any,
+    prompt: Sequence[int],
+    a: Sequence[int],
+    b: Sequence[int],
+    sampling: Sampling | None = None,
+    rows: int = 1,
+) -> Difference:
     """Recompute the logits at the first difference in several shapes and classify it.
 
     Args:
@@ -60,37 +106,258 @@ def explain(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int
         prompt: token ids.
         a: one greedy output.
         b: the other; they must differ.
+        sampling: the penalties and biases both were made with.
+        rows: also recompute in batches of so many rows, ≥ 1.
     """
     at = first_difference(a, b)
     assert at is not None, "the outputs are equal"
     left = a[at] if at < len(a) else None
     right = b[at] if at < len(b) else None
     if left is None or right is None:  # one ended although the other went on: never a rounding
-        return Difference(at, (left, right), float("inf"), 0.0, False)
-    shapes = [
-        _logits(model.target, [*prompt, *a[:at]], width).double()
-        for width in (1, 2, 3, 5, 9, 17)
-        if width <= len(prompt) + at
+        return Difference(at, (left, right), inf, 0.0, False)
+    context = [*prompt, *a[:at]]
+    transform = _Transform(model, context, len(prompt), sampling or Sampling())
+    raw = [
+        _logits(model.target, context, width, count).double()
+        for count in sorted({1, rows})
+        for width in sorted({min(width, len(context)) for width in WIDTHS})
     ]
+    shapes = [transform(logits) for logits in raw]
     gaps = torch.stack([logits[left] - logits[right] for logits in shapes])
-    size = max(float(logits.abs().max()) for logits in shapes)
-    rounding = size * torch.finfo(_dtype(model.target)).eps
-    bound = SAFETY * max(float(gaps.max() - gaps.min()), rounding)
+    spread = float(gaps.max() - gaps.min())
+    eps, most = _precision(model.target)
+    rounding = max(float(logits.abs().max()) for logits in raw) * eps
+    ceiling = most * rounding
+    bound = min(SAFETY * max(spread, rounding), ceiling)
     margin = float(gaps.abs().min())
     best = shapes[0].max()
     tied_at_top = all(float(best - shapes[0][t]) <= bound for t in (left, right))
-    return Difference(at, (left, right), margin, bound, margin <= bound and tied_at_top)
+    near = margin <= bound and tied_at_top and spread <= ceiling
+    return Difference(at, (left, right), margin, bound, near, spread, ceiling)
 
 
-def _logits(target: Runtime, context: list[int], width: int) -> torch.Tensor:
+class _Transform:
+    """A request's penalties and biases at one place."""
+
+    def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
+        self.context, self.prompt = context, prompt
+        eos = frozenset(sampling.eos) if sampling.eos is not None else getattr(model, "eos", ())
+        self._sampler = Sampler([replace(sampling, temperature=0.0)], [frozenset(eos)])
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._sampler.process(logits.view(1, 1, -1), [self], [[]])[0, 0]
+
+
+@torch.inference_mode()
+def _logits(target: Runtime, context: list[int], width: int, rows: int = 1) -> torch.Tensor:
     """The logits after `context` when its last `width` tokens are fed in one pass."""
-    target.join([context[: len(context) - width + 1]])
-    row = len(target.lengths) - 1
+    first = len(target.lengths)
     try:
-        return target.feed([context[target.lengths[row] :]], first=row, want="last")[0]
+        target.join([context[: len(context) - width + 1]] * rows)
+        piece = context[target.lengths[first] :]
+        return target.feed([piece] * rows, first=first, want="last")[0]
     finally:
-        target.keep(list(range(row)))
+        target.keep(list(range(first)))
 
 
-def _dtype(target: Any) -> torch.dtype:
-    return getattr(target, "dtype", torch.float32)
+def _precision(target: Any) -> tuple[float, float]:
+    """Relative rounding of the products, and how many of them shapes may make at most."""
+    dtype = getattr(target, "dtype", torch.float32)
+    eps, most = torch.finfo(dtype).eps, CEILING.get(dtype, CEILING_WIDE)
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 2.0**-10, CEILING[torch.float16]  # TF32 keeps ten bits
+    return eps, most
+
+
+class Kind(StrEnum):
+    """What became of one comparison."""
+
+    IDENTICAL = "identical"
+    NEAR_TIE = "near-tie"
+    BUG = "bug"
+    DIFFERS = "differs"  # by more than a near-tie, but a peer took part, so it is not called ours
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two greedy outputs of one prompt."""
+
+    prompt: int
+    """Index of the prompt."""
+    check: str
+    """How the first was made, e.g. ``"speculative"``."""
+    against: str
+    """How the second was made, e.g. ``"plain"``."""
+    outputs: tuple[list[int], list[int]]
+    kind: Kind
+    difference: Difference | None = None
+    """None if they are identical."""
+
+
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+def checks(batch_size: int = 1, peers: Sequence[Peer] = ()) -> list[tuple[str, str]]:
+    """What `audit` compares for each prompt: (check, against)."""
+    found = [(SPECULATIVE, PLAIN)]
+    if batch_size > 1:
+        found += [
+            (_together(SPECULATIVE, batch_size), PLAIN),
+            (_together(PLAIN, batch_size), PLAIN),
+        ]
+    names = [peer.name for peer in peers]
+    for peer in peers:
+        found.append((peer.name, PLAIN))
+        if peer.plain in names:
+            found.append((peer.name, peer.plain))
+    return found
+
+
+def audit(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling] | None = None,
+    *,
+    controller: str | LengthController = "gammatune+",
+    rule: str | AcceptanceRule = "standard",
+    batch_size: int = 1,
+    peers: Sequence[Peer] = (),
+) -> Iterator[Comparison]:
+    """Decode greedily in several ways and classify every first difference.
+
+    Everything is compared with plain decoding of the prompt on its own: speculative decoding on its
+    own, and speculative and plain decoding in ragged batches. A peer is compared with that, too,
+    and with the same peer's plain decoding.
+
+    Args:
+        model: target and drafter, not generating.
+        prompts: token ids.
+        samplings: one per prompt, always made greedy; None takes the default of 128 tokens.
+        controller: how far to run ahead.
+        rule: what to keep; a lossless one.
+        batch_size: prompts in a ragged batch; 1 leaves the batches out.
+        peers: others on the same weights, all `available`.
+
+    Yields:
+        Comparisons as they are made, those of `checks` for every prompt.
+
+    Raises:
+        SettingError: a lossy rule, or a setting that a peer does not know.
+        PromptError: no prompts.
+
+    >>> import forerun
+    >>> model = forerun.load()
+    >>> [c.kind.value for c in audit(model, [model.encode("Once upon a time")])]
+    ['identical']
+    """
+    keep = RULES.make(rule)
+    check_lossless(keep)
+    require(batch_size >= 1, "batch size", batch_size, "≥ 1")
+    if not prompts:
+        raise PromptError("no prompts to audit")
+    greedy = [replace(s, temperature=0.0) for s in samplings or [Sampling()] * len(prompts)]
+    if len(greedy) != len(prompts):
+        raise SettingError(f"{len(greedy)} samplings for {len(prompts)} prompts; one per prompt")
+    if peers:
+        for sampling in greedy:
+            _check_common(sampling)
+    return _Auditor(model, prompts, greedy, controller, keep, batch_size, peers).run()
+
+
+def check_lossless(rule: str | AcceptanceRule) -> None:
+    """Raise `SettingError` if a rule may change the text."""
+    made = RULES.make(rule)
+    if not made.lossless:
+        raise SettingError(
+            f"an audit is for lossless rules, and {RULES.text(made)} changes the text on purpose; "
+            "how much is told by the drift meter: drift_mean and drift_max of forerun generate "
+            "--rule ... --json"
+        )
+
+
+def _check_common(sampling: Sampling) -> None:
+    common = Sampling(
+        max_new_tokens=sampling.max_new_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+    )
+    # Temperature 0 leaves the truncations without effect.
+    if replace(sampling, top_k=0, top_p=1.0, min_p=0.0) != common:
+        raise SettingError(
+            "with a peer, prompts may set max_new_tokens and repetition_penalty only, "
+            f"got {sampling}"
+        )
+
+
+def _together(name: str, batch_size: int) -> str:
+    return f"{name}, batch of {batch_size}"
+
+
+@dataclass(frozen=True)
+class _Auditor:
+    model: Model
+    prompts: Sequence[Sequence[int]]
+    samplings: Sequence[Sampling]
+    controller: str | LengthController
+    rule: AcceptanceRule
+    batch_size: int
+    peers: Sequence[Peer]
+
+    def run(self) -> Iterator[Comparison]:
+        everything = range(len(self.prompts))
+        for start in everything[:: self.batch_size]:
+            group = everything[start : start + self.batch_size]
+            outputs: dict[int, list[int]] = {}
+            for prompt in group:
+                outputs[prompt] = self._decode([prompt], plain=True)[0]
+                yield self._compare(
+                    prompt, SPECULATIVE, self._decode([prompt])[0], PLAIN, outputs[prompt]
+                )
+                yield from self._peers(prompt, outputs[prompt])
+            if self.batch_size == 1:
+                continue
+            for name in (SPECULATIVE, PLAIN):
+                texts = self._decode(group, plain=name == PLAIN)
+                for prompt, text in zip(group, texts, strict=True):
+                    check = _together(name, self.batch_size)
+                    yield self._compare(
+                        prompt, check, text, PLAIN, outputs[prompt], rows=len(group)
+                    )
+
+    def _peers(self, prompt: int, plain: list[int]) -> Iterator[Comparison]:
+        how = self.samplings[prompt]
+        texts = {PLAIN: plain}
+        for peer in self.peers:
+            done = peer.generate([self.prompts[prompt]], how.max_new_tokens, how.repetition_penalty)
+            texts[peer.name] = done.tokens[0]
+        for check, against in checks(peers=self.peers)[1:]:
+            yield self._compare(
+                prompt, check, texts[check], against, texts[against], otherwise=Kind.DIFFERS
+            )
+
+    def _decode(self, group: Sequence[int], *, plain: bool = False) -> list[list[int]]:
+        done = self.model.generate(
+            [self.prompts[i] for i in group],
+            sampling=[self.samplings[i] for i in group],
+            controller=self.controller,
+            rule="standard" if plain else self.rule,
+            batch_size=len(group),
+            plain=plain,
+        )
+        return [completion.tokens for completion in done]
+
+    def _compare(
+        self,
+        prompt: int,
+        check: str,
+        a: list[int],
+        against: str,
+        b: list[int],
+        rows: int = 1,
+        otherwise: Kind = Kind.BUG,
+    ) -> Comparison:
+        if a == b:
+            return Comparison(prompt, check, against, (a, b), Kind.IDENTICAL)
+        found = explain(self.model, self.prompts[prompt], a, b, self.samplings[prompt], rows)
+        kind = Kind.NEAR_TIE if found.near_tie else otherwise
+        return Comparison(prompt, check, against, (a, b), kind, found)

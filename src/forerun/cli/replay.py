@@ -1,0 +1,283 @@
+"""`forerun replay`: what any controller would do on a recorded trace, and how fast."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from forerun.cli.console import note, status, stderr, stdout
+from forerun.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from forerun.controllers import LengthController
+    from forerun.lab.costs import Cell
+    from forerun.lab.trace import Trace
+    from forerun.types import FloatArray
+
+SCHEMA = 1
+COSTS = "Costs"
+OUTPUT = "Output"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One controller over the trace."""
+
+    controller: str
+    groups: dict[str, dict[str, Any]]
+    """`forerun.lab.replay.summarise`, with `share` of each bound if they were asked for."""
+
+
+def replay(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="A file of forerun record.")],
+    costs: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|c=10,slope=0.02",
+            help="What a round costs: a file of forerun costs, or made up: c draft steps per "
+            "target pass, slope and fixed in target passes.",
+            rich_help_panel=COSTS,
+        ),
+    ],
+    controller: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Like gammatune(eta=0.3); repeatable. Default: all that are registered.",
+        ),
+    ] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only prompts of this family; repeatable."),
+    ] = None,
+    batch: Annotated[
+        int,
+        typer.Option(
+            metavar="B", help="Choose the costs nearest to this batch.", rich_help_panel=COSTS
+        ),
+    ] = 1,
+    context: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="And of those nearest to this context.", rich_help_panel=COSTS
+        ),
+    ] = 128,
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds",
+            metavar="",
+            help="Also show the share of what is possible: of the clairvoyant oracle, and of the "
+            "best that sees only what a controller sees.",
+        ),
+    ] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="CSV",
+            help="Also save a table, a row per controller and family.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            metavar="",
+            help="Print one JSON document and nothing else.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+) -> None:
+    """Predict speed, rounds and drafted tokens of controllers without running a model.
+
+    Exact for greedy traces: counts are those of the live engine.
+    """
+    from forerun.cli.costs import check_output
+    from forerun.controllers import CONTROLLERS
+    from forerun.lab.costs import Costs
+    from forerun.lab.trace import Trace
+
+    made = [CONTROLLERS.make(spec) for spec in dict.fromkeys(controller or _registered())]
+    if output is not None:
+        check_output(output)
+    cell = Costs.find(costs).at(batch, context)
+    texts = _of(Trace.read(trace), family or [])
+    limits = _bounds(texts, cell) if bounds else {}
+    found: list[Result] = []
+    try:
+        for one in _watched(made):
+            found.append(_result(texts, cell, one, limits))
+    except KeyboardInterrupt:
+        if found:
+            note(stderr(), f"interrupted after {len(found)} of {len(made)} controllers")
+            _tell(found, texts, cell, output, as_json)
+        raise
+    _tell(found, texts, cell, output, as_json)
+
+
+def _registered() -> list[str]:
+    """Controllers that need no settings."""
+    from forerun.controllers import CONTROLLERS
+
+    def ready(name: str) -> bool:
+        return all(
+            f.default is not MISSING or f.default_factory is not MISSING or not f.init
+            for f in fields(CONTROLLERS.load(name))
+        )
+
+    return [name for name in CONTROLLERS.names() if ready(name)]
+
+
+def _of(trace: Trace, families: Sequence[str]) -> Trace:
+    known = list(dict.fromkeys(trace.families))
+    for name in families:
+        if name not in known:
+            raise UnknownNameError.among("family of the trace", name, known)
+    if not families:
+        return trace
+    return trace.take([i for i, name in enumerate(trace.families) if name in families])
+
+
+def _bounds(trace: Trace, cell: Cell) -> dict[str, FloatArray]:
+    """`(prompts,)` seconds of each bound."""
+    from forerun.lab.bounds import oracle
+    from forerun.lab.informed import informed
+
+    with status("finding the bounds"):
+        return {
+            "oracle": oracle(trace, cell).seconds,
+            "informed": informed(trace, cell).seconds,
+        }
+
+
+def _watched(controllers: list[LengthController]) -> Iterable[LengthController]:
+    """All of them, with a bar on stderr, on terminals only."""
+    from rich.progress import track
+
+    console = stderr()
+    return track(
+        controllers, "replaying", console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def _result(
+    trace: Trace, cell: Cell, controller: LengthController, limits: dict[str, FloatArray]
+) -> Result:
+    from forerun.controllers import CONTROLLERS
+    from forerun.lab.replay import geometric, replay, summarise
+
+    found = replay(trace, controller, cell)
+    groups = summarise(trace, found, cell.batch)
+    for name, group in groups.items():
+        chosen = [name in ("all", family) for family in trace.families]
+        if limits:
+            group["share"] = {
+                bound: geometric((seconds / found.seconds)[chosen])
+                for bound, seconds in limits.items()
+            }
+    return Result(CONTROLLERS.text(controller), groups)
+
+
+def _tell(found: list[Result], trace: Trace, cell: Cell, output: str | None, as_json: bool) -> None:
+    if output is not None:
+        _write_csv(found, output)
+    if as_json:
+        _print_json(found, trace, cell)
+        return
+    _show(sorted(found, key=lambda r: -r.groups["all"]["speedup"]["mean"]), trace, cell)
+    if output is not None:
+        note(stderr(), f"saved to {output}")
+
+
+def _print_json(found: list[Result], trace: Trace, cell: Cell) -> None:
+    from dataclasses import asdict
+
+    document = {
+        "schema": SCHEMA,
+        "cell": {**asdict(cell), "ratio": cell.ratio},
+        "controllers": [{"controller": r.controller, "families": r.groups} for r in found],
+        "trace": trace.about,
+    }
+    print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
+
+
+def _write_csv(found: list[Result], output: str) -> None:
+    """A row per controller and family; intervals as NAME_low and NAME_high."""
+    rows = []
+    for result in found:
+        for family, group in result.groups.items():
+            row: dict[str, Any] = {"controller": result.controller, "family": family}
+            shares = {f"share_of_{k}": v for k, v in group.get("share", {}).items()}
+            for key, value in {**group, **shares}.items():
+                if key == "share":
+                    continue
+                if isinstance(value, dict):
+                    row |= {key: value["mean"], f"{key}_low": value["low"]}
+                    row[f"{key}_high"] = value["high"]
+                else:
+                    row[key] = value
+            rows.append(row)
+    with open(output, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _show(found: list[Result], trace: Trace, cell: Cell) -> None:
+    """The summary, for people: the best controller first."""
+    console = stdout()
+    size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
+    note(console, f"{size}; c = {cell.ratio:.2f}, batch {cell.batch}, context {cell.context}\n")
+    first = found[0].groups["all"]
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("controller", header_style="dim", overflow="fold")
+    heads = ["speed-up", "tokens/s", "rounds", "drafted", "wasted"]
+    for name in [*heads, *first.get("share", {})]:
+        table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+    for result in found:
+        group = result.groups["all"]
+        table.add_row(
+            result.controller,
+            Text(_half(group["speedup"]), "bold"),
+            f"{group['tokens_per_second']['mean']:,.1f}",
+            *(f"{group[name]:,}" for name in heads[2:]),
+            *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
+        )
+    console.print(table)
+    families = [name for name in found[0].groups if name != "all"]
+    if len(families) > 1:
+        note(console, "\nspeed-up by family")
+        table = Table(box=None, pad_edge=False, show_edge=False)
+        table.add_column("controller", header_style="dim", overflow="fold")
+        for name in families:
+            table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+        for result in found:
+            cells = [_half(result.groups[name]["speedup"]) for name in families]
+            table.add_row(result.controller, *cells)
+        console.print(table)
+    if "share" in first:
+        note(console, f"\n{', '.join(first['share'])}: share of the speed of that bound")
+    note(console, Text("\n± is half of the 95 % interval over prompts", "dim"))
+    capped = [r.controller for r in found if r.groups["all"]["capped"]]
+    if capped:
+        note(
+            console,
+            f"not exact for {', '.join(capped)}: drafts of more than the trace's {trace.depth} "
+            "tokens were cut; record with a larger --depth",
+        )
+
+
+def _half(value: dict[str, float]) -> str:
+    return f"{value['mean']:.2f} ±{(value['high'] - value['low']) / 2:.2f}"

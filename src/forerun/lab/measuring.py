@@ -1,0 +1,205 @@
+"""Timing a pair of models and the engine around them, for a table of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+
+from forerun.checks import whole
+from forerun.drafters.model import ModelDrafter
+from forerun.errors import SettingError, require
+from forerun.lab.costs import REPEATS, WIDTHS, Cell, Costs, Spread
+from forerun.lab.provenance import identity, machine
+from forerun.model import Model
+from forerun.runtime.base import Runtime
+
+WARM = 3
+"""Turns that are not counted."""
+LIVE = (0, 2, 6)
+"""Tokens drafted per round in the live runs that the engine's own work is told from."""
+LIVE_TOKENS = 24
+LIVE_TURNS = 3
+
+
+def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> Costs:
+    """A table of measured cells, at least one, with its provenance."""
+    about = {
+        "target": identity(model.target),
+        "draft": identity(_drafter(model).rows),
+        "repeats": repeats,
+        **machine(model.target),
+    }
+    return Costs(tuple(c for c, _ in found), about, tuple(s for _, s in found))
+
+
+def cells(
+    model: Model,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (128,),
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = REPEATS,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[Cell, Spread]]:
+    """Measure cell by cell; whoever walks away keeps what is complete.
+
+    A draft step and the target's pass at every width are timed in turns, so that a machine that
+    gets slower favours none; medians count. What the engine adds per round and per drafted token
+    is told from short live runs, whose time outside both models is taken as a line.
+
+    Args:
+        model: a target and a draft model, not generating.
+        batches: rows, ≥ 1 each.
+        contexts: tokens before those fed, ≥ 1 each.
+        widths: tokens fed to the target per row; 1 is always among them.
+        repeats: timings of each, ≥ 1.
+        progress: told the turns done, of `repeats` per cell.
+
+    Raises:
+        SettingError: no draft model, a number out of range, or a context that does not fit.
+    """
+    drafter = _drafter(model)
+    if model.target.lengths:
+        raise SettingError("a stream of this model is still running; finish or close it first")
+    wide = sorted({1, *widths})
+    for name, numbers in (("batch", batches), ("context", contexts), ("widths", wide)):
+        require(bool(numbers), name, numbers, "at least one")
+        for number in numbers:
+            whole(name, number, 1)
+    whole("repeats", repeats, 1)
+    longest, room = max(contexts), min(model.target.limit, drafter.limit)
+    more = max(wide[-1], LIVE_TOKENS) + 1
+    if longest + more > room:
+        raise SettingError(
+            f"a context of {longest} and {more} tokens more do not fit the models' {room}; use a "
+            "smaller --context or --widths"
+        )
+    return _cells(model, drafter, list(product(batches, contexts)), wide, repeats, progress)
+
+
+def _drafter(model: Model) -> ModelDrafter:
+    if not isinstance(model.drafter, ModelDrafter):
+        raise SettingError(
+            "measuring costs needs a draft model, and this model's drafter is a "
+            f"{type(model.drafter).__name__}; give --draft ID_OR_PATH"
+        )
+    return model.drafter
+
+
+def _cells(
+    model: Model,
+    drafter: ModelDrafter,
+    wanted: Sequence[tuple[int, int]],
+    widths: Sequence[int],
+    repeats: int,
+    progress: Callable[[int], None] | None,
+) -> Iterator[tuple[Cell, Spread]]:
+    done = 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done)
+
+    for batch, context in wanted:
+        prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
+        draft, verify = _forwards(model.target, drafter.rows, prompts, widths, repeats, tell)
+        other = _others(model, prompts)
+        fixed, work = line({n: float(np.median(times)) for n, times in other.items()})
+        seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
+        cell = Cell(float(np.median(draft)) + work, seconds, fixed, batch, context)
+        spread = Spread(
+            _range(draft),
+            tuple(_range(verify[w]) for w in widths),
+            work,
+            tuple((n, float(np.median(t)), *_range(t)) for n, t in other.items()),
+        )
+        yield cell, spread
+
+
+def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
+    """`batch` prompts whose rows cover `context` tokens and are fed the next."""
+    random = np.random.default_rng(0)
+    found: list[list[int]] = random.integers(0, vocab, (batch, context + 1)).tolist()
+    return found
+
+
+def _forwards(
+    target: Runtime,
+    rows: Runtime,
+    prompts: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    repeats: int,
+    tell: Callable[[], None],
+) -> tuple[list[float], dict[int, list[float]]]:
+    """Seconds of draft steps, and of the target's passes by width."""
+    draft: list[float] = []
+    verify: dict[int, list[float]] = {width: [] for width in widths}
+    covered = len(prompts[0]) - 1
+
+    def timed(runtime: Runtime, width: int) -> float:
+        before = runtime.seconds
+        runtime.feed([list(prompt[-1:]) * width for prompt in prompts])
+        for row in range(len(prompts)):
+            runtime.rollback(row, covered)
+        return runtime.seconds - before
+
+    try:
+        for runtime in (target, rows):
+            runtime.join(prompts, widths[-1])
+        for turn in range(WARM + repeats):
+            step, passes = timed(rows, 1), {width: timed(target, width) for width in widths}
+            if turn >= WARM:
+                draft.append(step)
+                for width, seconds in passes.items():
+                    verify[width].append(seconds)
+                tell()
+    finally:
+        for runtime in (target, rows):
+            runtime.keep([])
+    return draft, verify
+
+
+def _others(model: Model, prompts: Sequence[Sequence[int]]) -> dict[int, list[float]]:
+    """Seconds of live rounds outside both models, by tokens drafted in every row."""
+    out: dict[int, list[float]] = {n: [] for n in LIVE}
+    for turn in range(LIVE_TURNS):
+        for n in LIVE:
+            done = model.generate(
+                prompts,
+                controller=f"fixed({n})",
+                plain=n == 0,
+                batch_size=len(prompts),
+                max_new_tokens=LIVE_TOKENS,
+                ignore_eos=True,
+            )
+            # Rounds of the whole batch; the first is a warm-up, as is the first turn.
+            together = list(zip(*(c.rounds for c in done), strict=False))[1:]
+            if turn:
+                out[n] += [r[0].other_seconds for r in together if all(s.drafted == n for s in r)]
+    return {n: times for n, times in out.items() if times}
+
+
+def line(points: dict[int, float]) -> tuple[float, float]:
+    """Intercept and slope, neither below 0, of the least-squares line through `{x: y}`.
+
+    >>> line({0: 1.0, 2: 2.0, 4: 3.0})
+    (1.0, 0.5)
+    >>> line({0: 2.0, 2: 1.0})
+    (1.5, 0.0)
+    """
+    x, y = np.array(list(points), dtype=float), np.array(list(points.values()))
+    spread = float(((x - x.mean()) ** 2).sum())
+    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread if spread else 0.0
+    slope = max(slope, 0.0)
+    start = float(y.mean() - slope * x.mean())
+    if start < 0:
+        return 0.0, float((x * y).sum() / (x * x).sum())
+    return start, slope
+
+
+def _range(times: Sequence[float]) -> tuple[float, float]:
+    low, high = np.quantile(times, [0.1, 0.9])
+    return float(low), float(high)

@@ -1,0 +1,80 @@
+"""Where figures come from: the models, the machine, the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from hashlib import file_digest, sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import zoo
+
+HASHED = 4 << 30
+"""Weights files of more bytes than this are not read in full to name a model."""
+
+
+def machine(runtime: Any) -> dict[str, Any]:
+    """Date, device, dtype, CPU, threads and versions."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": str(runtime.device),
+        "dtype": str(getattr(runtime, "dtype", "")).removeprefix("torch."),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("forerun", "torch", "transformers")},
+        },
+    }
+
+
+def identity(runtime: Any) -> dict[str, Any]:
+    """Name and hash of a model.
+
+    The name is ``"shipped"``, a Hugging Face id, or that of the folder, without the way to it. The
+    hash is SHA-256 over the safetensors files in the order of their names; `hashed` says so with
+    ``"weights"``. Of more than 4 GiB only `config.json` and the first file are read
+    (``"config and first shard"``); of a model that is in no folder here nothing is.
+    """
+    name = str(getattr(getattr(runtime, "model", None), "name_or_path", "") or "")
+    folder = _folder(name)
+    shipped = folder is not None and folder in (zoo.TARGET, zoo.DRAFT)
+    said = "shipped" if shipped else (Path(name).name if Path(name).is_dir() else name)
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    if folder is None or not files:
+        return {"name": said or "unnamed", "sha256": None, "hashed": None}
+    hashed = "weights"
+    if sum(file.stat().st_size for file in files) > HASHED:
+        files, hashed = [folder / "config.json", files[0]], "config and first shard"
+    digest = sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(file_digest(file, "sha256").digest())
+    return {"name": said, "sha256": digest.hexdigest(), "hashed": hashed}
+
+
+def _folder(name: str) -> Path | None:
+    """Where a model's files are on this machine, if they are."""
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils import cached_file
+
+    try:
+        config = cached_file(name, "config.json", local_files_only=True)
+    except OSError:
+        return None
+    return None if config is None else Path(config).parent
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} × {os.cpu_count()}"

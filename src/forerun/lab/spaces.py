@@ -1,0 +1,129 @@
+"""What `forerun tune` searches: the values each parameter of a controller may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers from `low` to `high`."""
+
+    low: int
+    high: int
+    log: bool = False
+
+    def suggest(self, trial: Any, name: str, depth: int) -> int:
+        """A value of an optuna trial."""
+        return int(trial.suggest_int(name, self.low, self.high, log=self.log))
+
+    def values(self, depth: int) -> list[Any] | None:
+        """All of them; None if there is no end."""
+        return list(range(self.low, self.high + 1))
+
+
+@dataclass(frozen=True)
+class Tokens(Whole):
+    """Tokens of a draft: none beyond the depth of a trace, where nothing can be told apart."""
+
+    def suggest(self, trial: Any, name: str, depth: int) -> int:
+        """A value of an optuna trial."""
+        low, high = self._ends(depth)
+        return int(trial.suggest_int(name, low, high))
+
+    def values(self, depth: int) -> list[Any] | None:
+        """All of them."""
+        low, high = self._ends(depth)
+        return list(range(low, high + 1))
+
+    def _ends(self, depth: int) -> tuple[int, int]:
+        return min(self.low, depth), min(self.high, depth)
+
+
+@dataclass(frozen=True)
+class Real:
+    """Numbers from `low` to `high`, to three digits."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def suggest(self, trial: Any, name: str, depth: int) -> float:
+        """A value of an optuna trial."""
+        return float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.3g}")
+
+    def values(self, depth: int) -> list[Any] | None:
+        """None: there is no end of them."""
+        return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values."""
+
+    choices: tuple[Any, ...]
+
+    def suggest(self, trial: Any, name: str, depth: int) -> Any:
+        """A value of an optuna trial."""
+        return trial.suggest_categorical(name, self.choices)
+
+    def values(self, depth: int) -> list[Any] | None:
+        """All of them."""
+        return list(self.choices)
+
+
+Space = Mapping[str, Whole | Real | Choice]
+"""The values each parameter may take."""
+
+_SWITCH = Choice((False, True))
+_ETA, _DELTA = Real(0.02, 1), Real(0, 12)
+COSTS: Space = {"cost": Real(1, 100, log=True), "width_cost": Real(0, 0.5)}
+"""Of controllers that are told what a draft step and a wider pass cost."""
+_LADDERS = Choice(("1,3,5,7", "0,1,3,5,7", "1,2,3,5,8,12", "0,1,2,3,5,8,13,20", "1,5,9,13,17"))
+SPACES: Mapping[str, Space] = {
+    "fixed": {"length": Tokens(0, 64)},
+    "hf-heuristic": {"length": Tokens(1, 32), "up": Whole(0, 8), "down": Whole(0, 8)},
+    "hf-threshold": {"threshold": Real(0, 1), "dynamic": _SWITCH, "length": Tokens(1, 32)},
+    "gammatune": {
+        "length": Tokens(1, 8), "eta": _ETA, "delta": _DELTA, "high": Tokens(8, 32),
+    },
+    "gammatune+": {
+        "length": Tokens(1, 8), "eta": _ETA, "delta": _DELTA, "high": Tokens(8, 32),
+        "early_stop": Choice(("expand", "update", "skip")), "threshold": Real(0, 1),
+        "keep": _SWITCH,
+    },
+    "goodput": {
+        **COSTS, "high": Tokens(4, 32), "acceptance": Real(0, 1), "damping": Real(1, 1000, True),
+        "window": Real(5, 1000, True),
+    },
+    "bandit": {
+        "policy": Choice(("ucb", "thompson")), "reward": Choice(("throughput", "blend")),
+        "low": Tokens(1, 4), "high": Tokens(4, 32), "step": Whole(1, 6), "explore": Real(0, 1),
+        **COSTS,
+    },
+    "svip": {"threshold": Real(0.01, 1.5), "length": Tokens(1, 40), "keep": _SWITCH},
+    "adaedl": {
+        "threshold": Real(0, 1), "factor": Real(0.01, 2, True), "target": Real(0, 1),
+        "epsilon": Real(0, 0.2), "beta1": Real(0, 0.99), "beta2": Real(0, 0.99),
+        "length": Tokens(1, 32), "keep": _SWITCH,
+    },
+    "exllama-ema": {
+        "length": Tokens(1, 4), "alpha_up": Real(0.05, 2), "alpha_down": Real(0.05, 1),
+        "skip_ema": Real(0, 1), "probe": Tokens(1, 4), "probe_interval": Whole(4, 64, True),
+        "high": Tokens(4, 32),
+    },
+    "sglang-ema": {
+        "candidate_steps": _LADDERS, "ema_alpha": Real(0.02, 1), "update_interval": Whole(1, 10),
+        "warmup_batches": Whole(0, 20), "up_hysteresis": Real(-1, 1),
+        "down_hysteresis": Real(-1, 1),
+    },
+    "cm-asd": {
+        "alpha": Real(0.05, 1), "low": Tokens(1, 4), "high": Tokens(4, 32),
+        "sharpness": Real(0.1, 10, True),
+    },
+}  # fmt: skip
+"""What is searched, by controller: the settings that matter, in the part of their documented range
+that can be of use. Left out are settings another one makes redundant (`factor` of svip), forms as
+printed in a paper (`literal`) and seeds. A controller that is not here has nothing to search."""

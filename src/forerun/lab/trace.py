@@ -1,0 +1,317 @@
+"""What a draft says at every position of some texts: recorded once, replayed under any controller.
+
+On disk a trace is one Parquet file, a row per committed position (docs/trace.md). This module
+imports neither torch nor, before a file is touched, pyarrow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import MissingExtraError, SettingError
+from forerun.types import BoolArray, FloatArray, IntArray, Signals
+
+SCHEMA = 1
+SIGNALS = tuple(f.name for f in fields(Signals))
+KEY = b"forerun.trace"
+"""Of the file's metadata: JSON with `schema` and `about`."""
+
+_PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}
+_WHOLE = {"token": "tokens", "matches": "matches", "ends": "ends"}
+_REAL = ("target_top1", "target_entropy", "top5_overlap")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the draft says at every position of some texts. Arrays are padded with 0 to T positions.
+
+    Position p of a text is where its token p is still to come: what is drafted there continues the
+    prompt and `tokens[:p]`. Drafted token i is on the true path while i ≤ matches: for
+    i < matches it equals `tokens[p + i]`. Real numbers carry float32 precision.
+    """
+
+    families: tuple[str, ...]
+    """Per prompt."""
+    ids: tuple[str, ...]
+    """Per prompt."""
+    sizes: IntArray
+    """`(prompts,)` committed tokens of each text, 1 ≤ sizes ≤ T."""
+    budgets: IntArray
+    """`(prompts,)` tokens each text was allowed."""
+    prompt_tokens: IntArray
+    """`(prompts,)` tokens of the prompt."""
+    tokens: IntArray
+    """`(prompts, T)` the target's own output."""
+    draft_tokens: IntArray
+    """`(prompts, T, K)` the run drafted from each true prefix."""
+    matches: IntArray
+    """`(prompts, T)` how many tokens of the run the target keeps, 0..K."""
+    ends: IntArray
+    """`(prompts, T)` tokens drafted up to and with the first end of text; K + 1 if none."""
+    accept_prob: FloatArray
+    """`(prompts, T, K)` probability under the rule `standard` of keeping the token given that all
+    before it were kept; 0 beyond the first miss and beyond the text."""
+    signals: dict[str, FloatArray]
+    """Every field of `Signals`, `(prompts, T, K)`."""
+    target_top1: FloatArray
+    """`(prompts, T)` the target's highest probability, at temperature 1 before any transform."""
+    target_entropy: FloatArray
+    """`(prompts, T)` likewise its entropy in nats."""
+    top5_overlap: FloatArray
+    """`(prompts, T)` share of the target's five likeliest tokens that are among the draft's."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Provenance: models, hashes, sampling, depth, seed, versions, date."""
+
+    @property
+    def prompts(self) -> int:
+        """How many texts."""
+        return len(self.sizes)
+
+    @property
+    def depth(self) -> int:
+        """K, the tokens drafted from each position."""
+        return int(self.draft_tokens.shape[2])
+
+    @property
+    def valid(self) -> BoolArray:
+        """`(prompts, T)` which positions are text and not padding."""
+        inside: BoolArray = np.arange(self.tokens.shape[1]) < self.sizes[:, None]
+        return inside
+
+    def at(self, rows: IntArray, place: IntArray) -> Signals:
+        """What the draft says from one position of each of some texts: fields `(rows, K)`."""
+        return Signals(**{name: values[rows, place] for name, values in self.signals.items()})
+
+    def take(self, index: Sequence[int] | IntArray | BoolArray) -> Trace:
+        """Some prompts only: their numbers, in the wanted order, or a mask."""
+        chosen = np.arange(self.prompts)[index if isinstance(index, np.ndarray) else list(index)]
+        arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
+        return replace(
+            self,
+            families=tuple(self.families[i] for i in chosen),
+            ids=tuple(self.ids[i] for i in chosen),
+            signals={name: values[chosen] for name, values in self.signals.items()},
+            **arrays,
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Save as Parquet; the file appears whole or not at all.
+
+        Raises:
+            MissingExtraError: pyarrow is not installed.
+            OSError: the file cannot be written.
+        """
+        arrow, parquet = _arrow()
+        inside, where = self.valid, Path(path)
+        prompt, position = np.nonzero(inside)
+        values: dict[str, Any] = {
+            "family": arrow.array(self.families).dictionary_encode().take(arrow.array(prompt)),
+            "prompt_id": arrow.array(self.ids).take(arrow.array(prompt)),
+            "prompt": prompt,
+            "position": position,
+            **{name: getattr(self, here)[prompt] for name, here in _PER_PROMPT.items()},
+            **{name: getattr(self, here)[inside] for name, here in _WHOLE.items()},
+            **{name: getattr(self, name)[inside] for name in _REAL},
+            "draft_tokens": self.draft_tokens[inside],
+            "accept_prob": self.accept_prob[inside],
+            **{name: self.signals[name][inside] for name in SIGNALS},
+        }
+        schema = _schema(arrow, self.depth)
+        head = json.dumps({"schema": SCHEMA, "about": self.about}, ensure_ascii=False)
+        table = arrow.table(
+            {name: _column(arrow, values[name], kind) for name, kind in schema.items()}
+        ).replace_schema_metadata({KEY: head.encode()})
+        beside = where.with_name(f".{where.name}.part")
+        try:
+            parquet.write_table(table, beside, compression="zstd", write_page_checksum=True)
+            beside.replace(where)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Trace:
+        """Load what `write` saved.
+
+        Raises:
+            MissingExtraError: pyarrow is not installed.
+            SettingError: not a trace, of another schema, or damaged.
+            OSError: the file cannot be read.
+        """
+        arrow, parquet = _arrow()
+        source = arrow.BufferReader(Path(path).read_bytes())
+        try:
+            table = parquet.read_table(source, page_checksum_verification=True)
+            table.validate(full=True)
+            names = table.column_names
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise SettingError(f"{path} is not a readable Parquet file: {reason}") from error
+        about = _about(path, table)
+        depth = _check_columns(path, arrow, table, names)
+        single = ("prompt", "position", *_PER_PROMPT, *_WHOLE, *_REAL)
+        flat = {name: table[name].to_numpy() for name in single}
+        starts = np.flatnonzero(flat["position"] == 0)
+        sizes = np.diff([*starts, len(table)]).astype(np.int64)
+        order = np.repeat(np.arange(len(sizes)), sizes)
+        whole = (
+            len(table) > 0
+            and len(order) == len(table)
+            and np.array_equal(flat["prompt"], order)
+            and np.array_equal(flat["position"], np.arange(len(order)) - starts[order])
+        )
+        if not whole:
+            raise SettingError(f"{path} is a damaged trace: its positions are not in order")
+        inside = np.arange(sizes.max()) < sizes[:, None]
+
+        def spread(values: Any, kind: Any) -> Any:
+            out = np.zeros((*inside.shape, *values.shape[1:]), dtype=kind)
+            out[inside] = values
+            return out
+
+        def runs(name: str, kind: Any) -> Any:
+            return spread(_inner(table[name]).to_numpy().reshape(-1, depth), kind)
+
+        first = arrow.array(starts)
+        return cls(
+            families=tuple(table["family"].take(first).to_pylist()),
+            ids=tuple(table["prompt_id"].take(first).to_pylist()),
+            sizes=sizes,
+            draft_tokens=runs("draft_tokens", np.int64),
+            accept_prob=runs("accept_prob", np.float64),
+            signals={name: runs(name, np.float64) for name in SIGNALS},
+            about=about,
+            **{here: flat[name][starts].astype(np.int64) for name, here in _PER_PROMPT.items()},
+            **{here: spread(flat[name], np.int64) for name, here in _WHOLE.items()},
+            **{name: spread(flat[name], np.float64) for name in _REAL},
+        )
+
+
+_ARRAYS = ("sizes", "draft_tokens", "accept_prob", *_PER_PROMPT.values(), *_WHOLE.values(), *_REAL)
+
+
+def concatenate(traces: Sequence[Trace]) -> Trace:
+    """All prompts of some traces in one; `about` is the first one's.
+
+    Raises:
+        SettingError: no traces, or traces of different depths.
+    """
+    if not traces:
+        raise SettingError("no traces to put together")
+    depths = sorted({trace.depth for trace in traces})
+    if len(depths) > 1:
+        raise SettingError(f"traces of different depths cannot be put together: {depths}")
+    longest = max(trace.tokens.shape[1] for trace in traces)
+
+    def joined(values: list[Any]) -> Any:
+        return np.concatenate([_padded(v, longest) for v in values])
+
+    return replace(
+        traces[0],
+        families=tuple(name for trace in traces for name in trace.families),
+        ids=tuple(name for trace in traces for name in trace.ids),
+        signals={name: joined([t.signals[name] for t in traces]) for name in SIGNALS},
+        **{name: joined([getattr(t, name) for t in traces]) for name in _ARRAYS},
+    )
+
+
+def check_writable(path: str | Path) -> None:
+    """Tell now what writing a trace would tell after the work.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+        SettingError: not a place for a file.
+    """
+    _arrow()
+    where = Path(path)
+    if where.is_dir():
+        raise SettingError(f"{where} is a folder; name a file, like trace.parquet")
+    if not where.absolute().parent.is_dir():
+        raise SettingError(f"{where}: there is no folder {where.parent}")
+
+
+def _padded(values: Any, longest: int) -> Any:
+    """`(prompts, T, ...)` with T made `longest`; `(prompts,)` as it is."""
+    if values.ndim == 1:
+        return values
+    return np.pad(values, [(0, 0), (0, longest - values.shape[1]), *[(0, 0)] * (values.ndim - 2)])
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError.of("pyarrow", "lab") from error
+    return pyarrow, pyarrow.parquet
+
+
+def _about(path: str | Path, table: Any) -> dict[str, Any]:
+    """The provenance in a file's metadata, its schema checked."""
+    head = (table.schema.metadata or {}).get(KEY)
+    if head is None:
+        raise SettingError(f"{path} is not a trace; make one with forerun record")
+    try:
+        found = json.loads(head)
+        schema, about = found["schema"], dict(found["about"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingError(f"{path} is a damaged trace: its provenance cannot be read") from error
+    if schema != SCHEMA:
+        raise SettingError(
+            f"{path} has trace schema {schema!r} and this forerun reads {SCHEMA}; record it again"
+        )
+    return about
+
+
+def _schema(arrow: Any, depth: int) -> dict[str, Any]:
+    """The columns and their types, as docs/trace.md describes them."""
+    text, whole, real = (
+        arrow.dictionary(arrow.int32(), arrow.string()),
+        arrow.int32(),
+        arrow.float32(),
+    )
+    return {
+        "family": text,
+        "prompt_id": arrow.string(),
+        **dict.fromkeys(("prompt", "position", *_PER_PROMPT, *_WHOLE), whole),
+        **dict.fromkeys(_REAL, real),
+        "draft_tokens": arrow.list_(whole, depth),
+        **dict.fromkeys(("accept_prob", *SIGNALS), arrow.list_(real, depth)),
+    }
+
+
+def _column(arrow: Any, values: Any, kind: Any) -> Any:
+    """A column of a type; values `(rows, K)` for a list."""
+    if not isinstance(values, np.ndarray):
+        return values
+    if values.ndim == 1:
+        return arrow.array(values.astype(kind.to_pandas_dtype()))
+    flat = arrow.array(values.astype(kind.value_type.to_pandas_dtype()).reshape(-1))
+    return arrow.FixedSizeListArray.from_arrays(flat, type=kind)
+
+
+def _inner(column: Any) -> Any:
+    """The numbers in a column of lists; any other column itself."""
+    return column.combine_chunks().flatten() if hasattr(column.type, "list_size") else column
+
+
+def _check_columns(path: str | Path, arrow: Any, table: Any, names: Sequence[str]) -> int:
+    """Raise `SettingError` unless the columns are those of a trace; K."""
+    first = table.schema.field("draft_tokens").type if "draft_tokens" in names else None
+    depth = getattr(first, "list_size", 1)
+    for name, kind in _schema(arrow, depth).items():
+        fault = None
+        if name not in names:
+            fault = "is missing"
+        elif table[name].type != kind:
+            fault = f"is of type {table[name].type}, not {kind}"
+        elif table[name].null_count or _inner(table[name]).null_count:
+            fault = "has gaps"
+        if fault:
+            raise SettingError(f"{path} is a damaged trace: column {name!r} {fault}")
+    return int(depth)

@@ -1,0 +1,153 @@
+"""The small file of settings that `forerun tune` writes and `generate` and `load` take.
+
+::
+
+    {"schema": 1, "controller": "gammatune(eta=0.2)", "rule": null, "draft": null, "exits": null,
+     "about": {...}}
+
+Every key but `schema` may be left out or null: then it is not decided here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.controllers import CONTROLLERS
+from forerun.errors import SettingError, UnknownNameError
+from forerun.registry import parse
+
+SCHEMA = 1
+_TEXTS = ("controller", "rule", "draft", "exits")
+_EXITING = "specbound"
+"""The drafter that takes exit heads."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run uses besides its prompts and models; None is left to whoever runs.
+
+    Args:
+        controller: the spec of a controller.
+        rule: the spec of an acceptance rule.
+        draft: a model or the spec of a drafter.
+        exits: a folder of trained exit heads, for the drafter specbound; in a file, relative to
+            the file's own folder.
+        about: how the settings were made; nothing reads it.
+
+    Raises:
+        SettingError: a controller or rule that cannot be made, or exit heads for another drafter.
+    """
+
+    controller: str | None = None
+    rule: str | None = None
+    draft: str | None = None
+    exits: str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise SettingError(f"{name} must be text or null, got {value!r}")
+        if not isinstance(self.about, Mapping):
+            raise SettingError(f"about must be an object, got {self.about!r}")
+        if self.controller is not None:
+            CONTROLLERS.make(self.controller)
+        if self.rule is not None:
+            from forerun.rules import RULES
+
+            RULES.make(self.rule)
+        _ = self.drafter
+
+    @property
+    def drafter(self) -> str | None:
+        """What to give as `draft` to `forerun.load`: the draft, with the exit heads in its spec."""
+        if self.exits is None:
+            return self.draft
+        draft = self.draft or _EXITING
+        if draft.partition("(")[0].strip() != _EXITING:
+            raise SettingError(f"exits are for the drafter {_EXITING}, not for {draft!r}")
+        spec = parse(draft)
+        if "exits" in spec.kwargs:
+            raise SettingError(f"exits are given twice: in draft {draft!r} and on their own")
+        return str(replace(spec, kwargs={**spec.kwargs, "exits": self.exits}))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Settings:
+        """Load a file.
+
+        Raises:
+            SettingError: not such a file, of another schema, with an unknown key (its nearest is
+                named) or with a value that cannot be used.
+            OSError: the file cannot be read.
+        """
+        where = Path(path)
+        try:
+            found = json.loads(where.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SettingError(f"{path} is not a settings file: {error}") from error
+        if not isinstance(found, dict) or "schema" not in found:
+            raise SettingError(f'{path} is not a settings file; it needs "schema": {SCHEMA}')
+        if found["schema"] != SCHEMA:
+            raise SettingError(
+                f"{path} has settings schema {found['schema']!r} and this forerun reads {SCHEMA}"
+            )
+        known = ["schema", *_TEXTS, "about"]
+        for key in found:
+            if key not in known:
+                raise UnknownNameError.among(f"key in {path}", key, known)
+        given = {key: found[key] for key in known[1:] if found.get(key) is not None}
+        if isinstance(given.get("exits"), str) and given["exits"]:
+            given["exits"] = str(where.parent / given["exits"])
+        try:
+            return cls(**given)
+        except SettingError as error:
+            raise type(error)(f"{path}: {error}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Save as a file that `read` loads; `OSError` if it cannot be written."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        texts = {name: getattr(self, name) for name in _TEXTS}
+        value = {"schema": SCHEMA, **texts, "about": dict(self.about)}
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)
+
+
+def resolve(
+    settings: Settings | str | Path | None = None,
+    *,
+    controller: str | None = None,
+    rule: str | None = None,
+    draft: str | None = None,
+) -> Settings:
+    """What is in force: each option that was given, else the one of `settings`, else None.
+
+    Args:
+        settings: from a file, or the file's path.
+        controller: as given by the user, None if he gave none.
+        rule: likewise.
+        draft: likewise; with one given, the exit heads of the file are not used either.
+
+    Raises:
+        SettingError, OSError: as `Settings.read`.
+
+    >>> tuned = Settings(controller="fixed(3)", rule="exact")
+    >>> resolve(tuned, controller="fixed(8)").controller, resolve(tuned).rule
+    ('fixed(8)', 'exact')
+    """
+    if isinstance(settings, (str, Path)):
+        settings = Settings.read(settings)
+    base = settings or Settings()
+    return replace(
+        base,
+        controller=base.controller if controller is None else controller,
+        rule=base.rule if rule is None else rule,
+        draft=base.draft if draft is None else draft,
+        exits=base.exits if draft is None else None,
+    )

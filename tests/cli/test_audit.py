@@ -1,0 +1,223 @@
+"""`forerun audit`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forerun.cli.audit import summary
+from forerun.cli.prompts import find_prompts, read_prompts
+from forerun.errors import PromptError, SettingError, UnknownNameError
+from forerun.zoo import families
+from forerun.zoo import prompts as shipped
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(
+        '"Hello there"\n\n{"prompt": "Good day", "max_new_tokens": 3, "temperature": 0.7}\n'
+        '{"tokens": [5, 6, 7], "repetition_penalty": 1.3}\n'
+    )
+    return str(path)
+
+
+@pytest.fixture
+def audit(forerun, pair, prompts):
+    """`forerun audit` on the tiny pair and three prompts."""
+
+    def run(*argv: str):
+        given = [] if "--prompts" in argv else ["--prompts", prompts]
+        return forerun("audit", *pair.options, "--max-new-tokens", "8", *given, *argv)
+
+    return run
+
+
+def plant(monkeypatch, near_tie: bool = False):
+    """Speculative text gets a wrong third token."""
+    from forerun.lab import audit as lab
+
+    own, told = lab._Auditor._decode, lab.explain
+
+    def decode(self, group, *, plain=False):
+        texts = own(self, group, plain=plain)
+        if not plain:
+            texts = [[*t[:2], (t[2] + 1) % 200, *t[3:]] for t in texts]
+        return texts
+
+    monkeypatch.setattr(lab._Auditor, "_decode", decode)
+    if near_tie:
+        monkeypatch.setattr(lab, "explain", lambda *a: replace(told(*a), near_tie=True))
+
+
+def test_identical(audit):
+    result = audit("--batch-size", "2", "--controller", "fixed(3)")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[-1] == "9 of 9 identical, 0 near-ties, 0 bugs"
+    assert [line.split()[-4:] for line in lines[1:4]] == [["3", "3", "0", "0"]] * 3
+    assert lines[2].startswith("speculative, batch of 2")
+    assert audit("--batch-size", "1").out.splitlines()[-1].startswith("3 of 3 identical")
+
+
+def test_a_bug_is_shown_and_is_exit_code_1(audit, monkeypatch):
+    plant(monkeypatch)
+    result = audit("--batch-size", "1", "--limit", "2")
+    assert (result.code, result.err) == (1, "")
+    assert result.out.splitlines()[-1] == "0 of 2 identical, 0 near-ties, 2 bugs"
+    assert "bug  line 1: speculative leaves plain at output token 2 (margin" in result.out
+    assert "… Hello there" in result.out
+    assert "bug  line 3:" in result.out
+    assert "\x1b" not in result.out
+
+
+def test_a_near_tie_is_no_failure(audit, monkeypatch):
+    plant(monkeypatch, near_tie=True)
+    result = audit("--batch-size", "1")
+    assert result.code == 0
+    assert result.out.splitlines()[-1] == "0 of 3 identical, 3 near-ties, 0 bugs"
+
+
+def test_json(audit, monkeypatch, prompts):
+    document = audit("--json", "--peer", "transformers").json
+    assert document["schema"] == 1
+    assert document["complete"]
+    assert document["bugs"] == document["near_ties"] == document["differ"] == 0
+    assert document["compared"] == document["identical"] == 3 * len(document["checks"]) == 24
+    assert document["differences"] == []
+    assert document["settings"]["prompts"] == prompts
+    assert document["settings"]["controller"].startswith("gammatune+")
+    assert {"check": "transformers", "against": "plain"}.items() <= document["checks"][1].items()
+    assert "torch" in document["versions"]
+    plant(monkeypatch)
+    result = audit("--json", "--batch-size", "1", "--limit", "1")
+    assert result.code == 1
+    (told,) = result.json["differences"]
+    assert (told["kind"], told["position"], told["family"], told["id"]) == (
+        "bug", 2, "mine", "line 1",
+    )  # fmt: skip
+    assert told["margin"] > told["bound"] > 0
+    assert told["text"]["before"].startswith("Hello there")
+    assert told["outputs"][0][:2] == told["outputs"][1][:2]
+
+
+def test_an_interrupt_reports_what_was_compared(audit, monkeypatch):
+    from forerun.lab import audit as lab
+
+    own = lab._Auditor._compare
+
+    def compare(self, prompt, *args, **how):
+        if prompt == 2:
+            raise KeyboardInterrupt
+        return own(self, prompt, *args, **how)
+
+    monkeypatch.setattr(lab._Auditor, "_compare", compare)
+    result = audit("--batch-size", "1")
+    assert result.code == 130
+    assert result.out.splitlines()[-1] == "2 of 2 identical, 0 near-ties, 0 bugs"
+    assert "interrupted; this is what was compared" in result.err
+    result = audit("--batch-size", "1", "--json")
+    assert (result.code, result.json["complete"], result.json["compared"]) == (130, False, 2)
+
+
+def test_a_peer_that_cannot_run_is_named(audit):
+    result = audit("--peer", "transformers", "--draft", "lookup", "--json")
+    assert result.code == 0
+    assert "transformers-assisted(heuristic,tokens=5) is left out: the drafter" in result.err
+    assert {c["check"] for c in result.json["checks"]} >= {"speculative", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--rule", "typical"], 2, "drift meter"),
+        (["--rule", "typicl"], 2, "did you mean 'typical'"),
+        (["--controller", "gammatun"], 2, "did you mean 'gammatune'"),
+        (["--peer", "transformer"], 2, "did you mean 'transformers'"),
+        (["--prompts", "builtin:storie"], 2, "did you mean 'stories'"),
+        (["--prompts", "/no/such.jsonl"], 1, "No such file"),
+        (["--split", "train"], 2, "split must be val or test"),
+        (["--limit", "0"], 2, "limit must be"),
+        (["--max-new-tokens", "0"], 2, "max_new_tokens must be"),
+        (["--batch-size", "0"], 2, "batch size must be"),
+        (["--target", "/no/model"], 1, "no model folder"),
+    ],
+)
+def test_mistakes_are_one_line(audit, argv, code, words):
+    result = audit(*argv)
+    assert (result.code, result.out) == (code, "")
+    assert words in result.error
+
+
+def test_own_models_want_own_prompts(forerun, pair):
+    result = forerun("audit", *pair.options)
+    assert (result.code, "give --prompts FILE" in result.error) == (2, True)
+
+
+def test_a_peer_wants_settings_it_knows(audit, tmp_path):
+    path = tmp_path / "stops.jsonl"
+    path.write_text('{"prompt": "Hello", "stop": "x"}\n')
+    assert "with a peer" in audit("--prompts", str(path), "--peer", "transformers").error
+    assert audit("--prompts", str(path)).code == 0
+
+
+def test_the_shipped_pair(forerun):
+    argv = ["--split", "val", "--limit", "6", "--max-new-tokens", "8", "--device", "cpu"]
+    result = forerun("audit", *argv, "--prompts", "builtin:all", "--batch-size", "3", "--json")
+    assert result.code == 0
+    assert result.json["compared"] == 18
+    assert result.json["bugs"] == 0
+
+
+def test_summary_of_nothing():
+    assert summary([]) == "0 of 0 identical, 0 near-ties, 0 bugs"
+
+
+# ---- the prompts of the lab's commands
+
+
+def test_shipped_prompts_come_in_turns_and_capped():
+    found = find_prompts("builtin:all", "val", 8, 20)
+    assert [f.family for f in found] == [*families(), *families()[:2]]
+    assert found == find_prompts("builtin", "val", 8, 20)
+    assert [f.id for f in found[:6]] == [shipped(f, "val")[0].id for f in families()]
+    own = {p.id: p for f in families() for p in shipped(f, "val")}
+    for f in found:
+        limit = own[f.id].max_new_tokens
+        assert f.request.settings["max_new_tokens"] == min(20, limit)
+        penalty = 1.2 if f.family == "stories" else 1.0
+        assert f.request.settings["repetition_penalty"] == penalty
+    everything = find_prompts("builtin:chat", "test")
+    assert [f.id for f in everything] == [p.id for p in shipped("chat", "test")]
+    assert everything[0].request.settings["max_new_tokens"] == own["chat-val-000"].max_new_tokens
+
+
+def test_prompts_of_a_file(pair, prompts):
+    import forerun
+
+    model = forerun.load(pair.target, pair.draft, device="cpu")
+    rows = read_prompts(prompts, model, cap=8)
+    assert [(r.family, r.id, r.max_new_tokens) for r in rows] == [
+        ("mine", "line 1", 8), ("mine", "line 3", 3), ("mine", "line 4", 8),
+    ]  # fmt: skip
+    assert [r.repetition_penalty for r in rows] == [1.0, 1.0, 1.3]
+    assert rows[0].ids == model.encode("Hello there")
+    assert rows[2].ids == [5, 6, 7]
+    assert read_prompts(prompts, model, limit=1)[0].max_new_tokens == 128
+
+
+def test_prompts_that_cannot_be_read(pair, tmp_path):
+    import forerun
+
+    model = forerun.load(pair.target, pair.draft, device="cpu")
+    path = tmp_path / "bad.jsonl"
+    for line, kind, words in (
+        ("", PromptError, "holds no prompts"),
+        ('"fine"\n""', PromptError, "line 2: the prompt is empty"),
+        ('{"prompt": "x", "max_new_tokens": "3"}', SettingError, "max_new_tokens must be an int"),
+        ('{"prompt": "x", "temprature": 1}', UnknownNameError, "did you mean 'temperature'"),
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(kind, match=words):
+            read_prompts(str(path), model, cap=4)

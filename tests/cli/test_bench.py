@@ -1,0 +1,247 @@
+"""`forerun bench` and `forerun bench compare` on the tiny pair."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+
+from forerun.cli.bench import app
+from forerun.cli.bench_inputs import split_names
+from forerun.cli.guard import guarded
+from forerun.lab.methods import Ours
+
+from .conftest import Result
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('"Hello"\n"Good day"\n{"prompt": "Once", "max_new_tokens": 3}\n{"tokens": [5]}')
+    return str(path)
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    monkeypatch.delenv("FORERUN_DEBUG", raising=False)
+
+    def run(*argv: str) -> Result:
+        capsys.readouterr()
+        code = guarded(lambda: app(args=list(argv), standalone_mode=False, prog_name="bench"))
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return Result(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def bench(command, pair, prompts, tmp_path):
+    """Two controllers, four prompts, a few tokens."""
+
+    def run(*argv: str, folder: str = "out") -> Result:
+        given = {
+            "--prompt-file": prompts, "--max-new-tokens": "6", "--controllers": "fixed(2);svip",
+            "-o": str(tmp_path / folder),
+        }  # fmt: skip
+        rest = [word for key, value in given.items() if key not in argv for word in (key, value)]
+        return command(*pair.options, *rest, *argv)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "mark", "parts"),
+    [
+        ("a;b(x=1,y=2); c", ";", ["a", "b(x=1,y=2)", "c"]),
+        ("a(b(1,2),c=3),d,,d", ",", ["a(b(1,2),c=3)", "d"]),
+        ("", ",", []),
+    ],
+)
+def test_names_are_split_outside_brackets(text, mark, parts):
+    assert split_names(text, mark) == parts
+
+
+def test_results_report_and_plots(bench, tmp_path):
+    result = bench("--peers", "transformers,vllm", "--batch", "1,2")
+    assert result.code == 0
+    lines = result.err.splitlines()
+    assert lines[0].startswith("skipped vllm: no Python named for it")
+    assert lines[1].startswith("report: ")
+    assert len(lines) == 2
+    assert re.search(r"^fixed\(2\) +1 +\d+\.\d\d \[[\d.]+, [\d.]+\] +\d+ +100 %$", result.out, re.M)
+    made = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert made["complete"]
+    assert [m["name"] for m in made["methods"]] == ["plain", "fixed(2)", "svip", "transformers"]
+    counts = {b: sum(s["batch"] == b for s in made["samples"]) for b in (1, 2)}
+    assert counts == {1: 4 * 4, 2: 4 * 2}
+    assert {tuple(s["identical"]) for s in made["samples"]} == {(True,), (True, True)}
+    assert all(max(s["tokens"]) <= 6 for s in made["samples"])
+    assert made["settings"]["families"] == ["mine"]
+    assert str(tmp_path) not in json.dumps(made)
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert names == {
+        "results.json", "report.html", "speedup.png", "prompts.png", "accepted.png", "batch.png",
+    }  # fmt: skip
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "vllm" in page
+    assert "no Python named for it" in page
+
+
+def test_the_summary_as_a_document(bench):
+    result = bench("--json")
+    document = result.json
+    assert document["schema"] == 1
+    assert "samples" not in document
+    cells = {(c["family"], c["method"]) for c in document["summary"]}
+    assert cells == {(f, m) for f in ("mine", "all") for m in ("plain", "fixed(2)", "svip")}
+    made = document["provenance"][0]
+    assert {"cpu", "threads", "versions", "date"} <= made.keys()
+    assert made["target"]["sha256"] != made["draft"]["sha256"]
+
+
+def test_rules_and_sampling(bench):
+    document = bench("--rules", "standard;ears", "--temperature", "0.8", "--json").json
+    assert [m["name"] for m in document["methods"]] == [
+        "plain", "fixed(2)", "svip", "fixed(2) + ears", "svip + ears",
+    ]  # fmt: skip
+    assert [m.get("lossless") for m in document["methods"]] == [None, True, True, False, False]
+    assert {c["identical"] for c in document["summary"]} == {None}
+
+
+def test_sampled_peers_are_skipped_with_the_reason(bench):
+    document = bench("--peers", "transformers", "--temperature", "1", "--json").json
+    assert document["skipped"][0]["name"] == "transformers"
+    assert "greedily" in document["skipped"][0]["reason"]
+
+
+def test_shipped_families(command, pair, tmp_path):
+    result = command(
+        *pair.options, "--families", "translation", "--split", "val", "--prompts", "1",
+        "--max-new-tokens", "3", "--controllers", "fixed(1)", "-o", str(tmp_path), "--json",
+    )  # fmt: skip
+    assert result.json["settings"]["families"] == ["translation"]
+
+
+def test_interrupted_and_gone_on_with(bench, tmp_path, monkeypatch):
+    runs = 0
+    real = Ours.run
+
+    def stops(self, tasks):
+        nonlocal runs
+        runs += 1
+        if runs > 3 + 7:  # the warm-up, two prompts by three methods, and one more
+            raise KeyboardInterrupt
+        return real(self, tasks)
+
+    monkeypatch.setattr(Ours, "run", stops)
+    result = bench()
+    assert result.code == 130
+    assert result.err.splitlines() == ["interrupted; the same command goes on from here"]
+    path = tmp_path / "out" / "results.json"
+    before = json.loads(path.read_text())
+    assert not before["complete"]
+    assert len(before["samples"]) == 6
+    assert "This run was interrupted" in (tmp_path / "out" / "report.html").read_text()
+    monkeypatch.setattr(Ours, "run", real)
+    assert bench().code == 0
+    after = json.loads(path.read_text())
+    assert after["complete"]
+    assert after["samples"][:6] == before["samples"]
+    assert len(after["samples"]) == 12
+    other = bench("--seed", "5")
+    assert other.code == 2
+    assert "name another folder" in other.error
+
+
+def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    from forerun.engine import Sampling
+    from forerun.lab import informed, shares
+    from forerun.lab.costs import Cell, Costs
+    from forerun.lab.record import Task, record
+    from forerun.model import load
+
+    model = load(pair.target, pair.target, device="cpu")
+    how = Sampling(max_new_tokens=8)
+    tasks = [Task("a", str(i), [5 + i, 9], how) for i in range(3)]
+    record(model, tasks, depth=4).write(tmp_path / "t.parquet")
+    Costs((Cell.synthetic(5),)).write(tmp_path / "c.json")
+    few = informed.GRID[:8]
+    monkeypatch.setattr(shares, "informed", lambda t, c: informed.informed(t, c, specs=few))
+    given = ["--trace", str(tmp_path / "t.parquet"), "--costs", str(tmp_path / "c.json")]
+    document = bench(*given, "--json").json
+    cells = document["shares"]["cells"]
+    assert {(c["family"], c["controller"]) for c in cells} == {
+        (f, c) for f in ("a", "all") for c in ("fixed(2)", "svip")
+    }
+    assert all(0 < c["oracle"]["high"] <= 1 + 1e-9 for c in cells)
+    assert (tmp_path / "out" / "oracle.png").is_file()
+
+
+def test_compare(bench, command, tmp_path):
+    bench()
+    bench("--controllers", "fixed(2)", folder="other")
+    one, other = str(tmp_path / "out"), str(tmp_path / "other" / "results.json")
+    result = command("compare", one, other)
+    assert (result.code, result.err) == (0, "")
+    assert "fixed(2)" in result.out
+    assert "svip" not in result.out
+    assert "4 cells beyond noise" in result.out
+    assert "wrote other texts" not in result.out
+    cells = command("compare", one, one, "--json").json["cells"]
+    assert {c["verdict"] for c in cells} == {"within noise"}
+    assert {c["same_text"] for c in cells} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--batch", "0"], 2, "--batch wants sizes"),
+        (["--batch", "1,x"], 2, "--batch wants sizes"),
+        (["--batch", "8"], 1, "do not fill a batch of 8"),
+        (["--prompts", "0"], 2, "prompts must be"),
+        (["--max-new-tokens", "0"], 2, "max_new_tokens must be"),
+        (["--temperature", "-1"], 2, "temperature must be"),
+        (["--controllers", "gammatun"], 2, "did you mean 'gammatune'"),
+        (["--controllers", ";"], 2, "controllers must be"),
+        (["--rules", "standart"], 2, "did you mean 'standard'"),
+        (["--peers", "transformer"], 2, "did you mean 'transformers'"),
+        (["--peers", "transformers(x=1)"], 2, "unknown setting of peer"),
+        (["--peer-python", "vllm"], 2, "--peer-python wants"),
+        (["--trace", "x"], 2, "together with --costs"),
+        (["--trace", "/no/t", "--costs", "/no/c"], 1, "No such file"),
+        (["--target", "/no/model"], 1, "no model folder"),
+        (["--prompt-file", "/no/file"], 1, "No such file"),
+    ],
+)
+def test_mistakes_are_one_line(bench, tmp_path, argv, code, words):
+    result = bench(*argv)
+    assert result.code == code
+    assert words in result.error
+    assert result.out == ""
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_mistakes_in_families_and_folders(command, pair, tmp_path):
+    given = [*pair.options, "-o", str(tmp_path / "x")]
+    assert "did you mean 'stories'" in command(*given, "--families", "storys").error
+    assert "split must be" in command(*given, "--split", "train").error
+    assert "give -o DIR" in command(*pair.options).error
+    (tmp_path / "x").write_text("")
+    assert "-o must be a folder" in command(*given).error
+
+
+def test_mistakes_of_compare(command, tmp_path):
+    assert command("compare", "/no/a", "/no/b").code == 1
+    (tmp_path / "results.json").write_text("{}")
+    assert "no results file" in command("compare", str(tmp_path), str(tmp_path)).error
+
+
+def test_prompts_from_stdin(bench, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO('"Hi"\n'))
+    document = bench("--prompt-file", "-", "--json").json
+    assert document["settings"]["families"] == ["stdin"]

@@ -1,0 +1,186 @@
+"""`forerun record`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from forerun import zoo
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(
+        '"Hello"\n{"prompt": "Good day", "max_new_tokens": 3, "temperature": 0.7}\n'
+        '{"tokens": [5, 6, 7], "seed": 40, "ignore_eos": true}\n'
+    )
+    return str(path)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "trace.parquet"
+
+
+@pytest.fixture
+def record(forerun, pair, prompts, out):
+    """`forerun record` on the tiny pair and three prompts."""
+
+    def run(*argv: str):
+        given = [] if "--prompts" in argv else ["--prompts", prompts]
+        short = [] if "--max-new-tokens" in argv else ["--max-new-tokens", "6"]
+        return forerun("record", *pair.options, *given, *short, "-o", str(out), *argv)
+
+    return run
+
+
+def read(path):
+    from forerun.lab.trace import Trace
+
+    return Trace.read(path)
+
+
+def test_summary(record, out):
+    result = record("--depth", "4")
+    assert (result.code, result.err) == (0, f"saved to {out}\n")
+    assert re.search(r"^mine +3 +\d+ +[\d.]+ % +\d\.\d\d$", result.out, re.MULTILINE)
+    assert "of 4 drafted kept" in result.out
+    assert re.search(r"writing the texts took [\d.]+ s: [\d.]+ times plain", result.out)
+    trace = read(out)
+    assert (trace.families, trace.ids) == (("mine",) * 3, ("line 1", "line 2", "line 3"))
+    assert trace.depth == 4
+    assert trace.budgets.tolist() == [6, 3, 6]
+    assert trace.about["sampling"] == {
+        "temperature": "0.0 … 0.0", "seed": "0 … 40", "max_new_tokens": "6 … 6",
+        "ignore_eos": "False … True",
+    }  # fmt: skip
+
+
+def test_document(record, out, pair, tmp_path):
+    result = record("--json", "--limit", "2", "--seed", "5")
+    assert (result.code, result.err) == (0, "")
+    document, about = result.json, read(out).about
+    assert (document["schema"], document["about"]) == (1, about)
+    assert document["families"]["mine"]["prompts"] == 2
+    assert 0 <= document["families"]["mine"]["first_kept"] <= 1
+    assert (about["prompts"], about["limit"], about["seed"]) == ("mine.jsonl", 2, 5)
+    assert (about["target"]["name"], about["draft"]["name"]) == ("target", "draft")
+    assert str(tmp_path) not in result.out
+    assert pair.target not in result.out
+
+
+def test_texts_are_those_of_generate(record, generate, out):
+    record()
+    trace = read(out)
+    settings = ["--max-new-tokens", "6", "--draft", "none", "--json"]
+    done = generate("Hello", "--seed", "0", *settings).json["completions"][0]
+    assert trace.tokens[0, : trace.sizes[0]].tolist() == done["tokens"]
+    settings = [*settings[2:], "--max-new-tokens", "3", "--temperature", "0.7"]
+    done = generate("Good day", "--seed", "1", *settings).json["completions"][0]
+    assert trace.tokens[1, : trace.sizes[1]].tolist() == done["tokens"]
+
+
+def test_shipped_prompts(forerun, out):
+    options = ["--device", "cpu", "--max-new-tokens", "4", "--json", "-o", str(out), "--prompts"]
+    document = forerun("record", *options, "builtin:all", "--limit", "2").json
+    trace = read(out)
+    assert set(trace.families) == set(zoo.families())
+    assert {f["prompts"] for f in document["families"].values()} == {2}
+    assert set(trace.ids) <= {p.id for f in zoo.families() for p in zoo.prompts(f, "val")}
+    penalties = trace.about["sampling"]["repetition_penalty"]
+    assert (penalties["stories"], penalties["chat"]) == (1.2, 1.0)
+    assert trace.budgets.max() == 4
+
+    more = ["--split", "test", "--limit", "1", "--repetition-penalty", "1.1"]
+    about = forerun("record", *options, "builtin:stories", *more).json["about"]
+    assert (about["split"], about["sampling"]["repetition_penalty"]) == ("test", 1.1)
+    assert set(read(out).ids) <= {p.id for p in zoo.prompts("stories", "test")}
+
+
+def test_the_file_s_own_settings_come_first(record):
+    options = ["--temperature", "0.5", "--repetition-penalty", "1.3", "--json"]
+    sampling = record(*options).json["about"]["sampling"]
+    assert sampling["temperature"] == "0.5 … 0.5"  # the second line's is 0.7
+    assert sampling["repetition_penalty"] == 1.3
+
+
+def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch):
+    from forerun.lab import record as lab
+
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    real = lab._listen
+    monkeypatch.setattr(lab, "_listen", interrupted)
+    result = record("--batch-size", "1", "--json")
+    assert (result.code, result.out) == (130, "")
+    assert result.err == f"interrupted; {out} holds 2 of 3 prompts\n"
+    trace = read(out)
+    assert (trace.prompts, trace.about["complete"]) == (2, False)
+
+    out.unlink()
+    monkeypatch.setattr(lab, "_listen", real)
+    record()
+    whole = read(out)
+    assert trace.draft_tokens.tolist() == whole.take([0, 1]).draft_tokens[:, :6].tolist()
+
+    out.unlink()
+    monkeypatch.setattr(lab, "_listen", interrupted)
+    calls[:] = [None, None]
+    result = record()
+    assert (result.code, out.exists()) == (130, False)
+    assert result.err == "interrupted before the first batch was complete; nothing is saved\n"
+
+
+def test_mistakes(record, out, tmp_path, monkeypatch):
+    for options, message in (
+        (["--depth", "0"], "depth must be a whole number of at least 1"),
+        (["--limit", "0"], "limit must be"),
+        (["--seed", "-1"], "seed must be"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["--batch-size", "0"], "batch size must be"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--prompts", "builtin:storys"], "did you mean 'stories'"),
+        (["--prompts", "builtin:chat", "--split", "train"], "split must be val or test"),
+        (["-o", str(tmp_path)], "is a folder; name a file"),
+        (["-o", str(tmp_path / "none" / "t")], "there is no folder"),
+        (["--draft", "lookup"], "recording needs a draft model, and --draft lookup is none"),
+    ):
+        result = record(*options)
+        assert (result.code, message in result.error) == (2, True), result.err
+    result = record("--prompts", str(tmp_path / "none.jsonl"))
+    assert (result.code, "No such file" in result.error) == (1, True)
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps("a" * 200))
+    result = record("--prompts", str(long))
+    assert (result.code, "the context holds 128" in result.error) == (1, True)
+    assert not out.exists()
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = record()
+    assert (result.code, "pip install 'forerun[lab]'" in result.error) == (1, True)
+    assert not out.exists()
+
+
+def test_own_target_needs_a_draft(forerun, pair, prompts, out):
+    result = forerun("record", "--target", pair.target, "--prompts", prompts, "-o", str(out))
+    assert (result.code, result.error) == (
+        2, "error: recording needs a draft model; give --draft ID_OR_PATH",
+    )  # fmt: skip
+
+
+def test_help(forerun):
+    result = forerun("record", "--help")
+    assert "Interrupted, it keeps the prompts that are complete." in result.out
+    assert result.err == ""

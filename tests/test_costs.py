@@ -1,0 +1,211 @@
+"""Tables of costs: made up, measured, saved."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun import Model
+from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.model import ModelDrafter
+from forerun.errors import SettingError, UnknownNameError
+from forerun.lab.costs import Cell, Costs, Spread
+from forerun.lab.measuring import cells, line
+from forerun.runtime import RowModel
+from tiny import LIMIT, build
+
+MEASURED = Cell(0.1, ((1, 1.0), (2, 1.1), (4, 1.5)), 0.05, batch=2, context=512)
+
+
+def test_verify_is_linear_in_between_and_beyond() -> None:
+    assert MEASURED.verify_seconds([1, 2, 3, 4, 6]) == pytest.approx([1.0, 1.1, 1.3, 1.5, 1.9])
+    assert MEASURED.verify_seconds(3) == pytest.approx(1.3)
+    assert Cell(0.1, ((1, 2.0),)).verify_seconds([1, 9]).tolist() == [2.0, 2.0]
+
+
+def test_noise_does_not_make_wide_passes_free() -> None:
+    cell = Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1)))
+    assert cell.verify_seconds(40) == pytest.approx(1.1)
+
+
+def test_plain_and_ratio() -> None:
+    assert pytest.approx(1.05) == MEASURED.plain
+    assert pytest.approx(10) == MEASURED.ratio
+
+
+@given(
+    c=st.floats(0.1, 100), slope=st.floats(0, 1), fixed=st.floats(0, 1), unit=st.floats(1e-4, 10),
+    width=st.integers(1, 64),
+)  # fmt: skip
+def test_made_up_cells(c: float, slope: float, fixed: float, unit: float, width: int) -> None:
+    cell = Cell.synthetic(c, slope, fixed, unit)
+    assert cell.verify_seconds(width) == pytest.approx(unit * (1 + slope * (width - 1)))
+    assert cell.ratio == pytest.approx(c)
+    assert cell.plain == pytest.approx(unit * (1 + fixed))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"verify": ((2, 1.0),)}, "rising from 1"),
+        ({"verify": ((1, 1.0), (3, 1.0), (2, 1.0))}, "rising from 1"),
+        ({"verify": ()}, "rising from 1"),
+        ({"verify": ((1, 0.0),)}, r"verify\(1\) must be a number of seconds above 0"),
+        ({"draft": 0.0}, "draft must be"),
+        ({"draft": float("nan")}, "draft must be"),
+        ({"fixed": -1.0}, "fixed must be"),
+        ({"batch": 0}, "batch must be"),
+    ],
+)
+def test_cells_that_make_no_sense(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        Cell(**{"draft": 0.1, "verify": ((1, 1.0),), **settings})
+
+
+def test_the_nearest_cell() -> None:
+    table = Costs(
+        tuple(Cell(0.1, ((1, 1.0),), batch=b, context=n) for b in (1, 4, 16) for n in (128, 512))
+    )
+    found = [table.at(b, n) for b, n in ((1, 128), (3, 200), (100, 5000), (2, 300))]
+    where = [(cell.batch, cell.context) for cell in found]
+    # 2 is as far from 1 as from 4, in ratio; the first wins.
+    assert where == [(1, 128), (4, 128), (16, 512), (1, 512)]
+
+
+def test_files_hold_everything(tmp_path: Any) -> None:
+    spread = Spread((0.09, 0.11), ((0.9, 1.2), (1.0, 1.2), (1.4, 1.6)), 0.01, ((0, 0.1, 0.0, 0.2),))
+    for table in (Costs((MEASURED,), {"by": "hand"}, (spread,)), Costs((MEASURED,), {"x": [1]})):
+        table.write(tmp_path / "costs.json")
+        assert Costs.read(tmp_path / "costs.json") == table
+        assert Costs.find(str(tmp_path / "costs.json")) == table
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not a table of costs"),
+        ("[]", "not a table of costs"),
+        ('{"schema": 1}', "not a table of costs"),
+        ('{"schema": 2, "cells": []}', "costs schema 2"),
+        ('{"schema": 1, "cells": [{}], "about": {}}', "damaged"),
+        ('{"schema": 1, "cells": 3, "about": {}}', "damaged"),
+        ('{"schema": 1, "cells": [], "about": {}}', "cells must be"),
+        (
+            json.dumps({"schema": 1, "about": {}, "cells": [
+                {"draft": -1, "verify": [[1, 1]], "fixed": 0, "batch": 1, "context": 1,
+                 "spread": None}]}),
+            "draft must be",
+        ),
+    ],
+)  # fmt: skip
+def test_files_that_are_none(tmp_path: Any, text: str, says: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=says):
+        Costs.read(path)
+
+
+def test_made_up_in_one_line() -> None:
+    assert Costs.find("c=10, slope=0.02,fixed=0.1").at() == Cell.synthetic(10, 0.02, 0.1)
+    with pytest.raises(UnknownNameError, match="did you mean 'slope'"):
+        Costs.find("c=10,slop=1")
+    for text, says in (
+        ("slope=1", "c=RATIO"), ("c=ten", "c must be a number"), ("c=1,c=2", "given once"),
+        ("c=-4", "c must be above 0"),
+    ):  # fmt: skip
+        with pytest.raises(SettingError, match=says):
+            Costs.find(text)
+    with pytest.raises(OSError, match="nowhere"):
+        Costs.find("nowhere.json")
+
+
+@given(
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.lists(st.integers(0, 9), min_size=2, max_size=5, unique=True),
+)
+def test_a_line_is_found_again(start: float, slope: float, places: list[int]) -> None:
+    found = line({x: start + slope * x for x in places})
+    assert found == pytest.approx((start, slope), abs=1e-9)
+
+
+@given(st.dictionaries(st.integers(0, 9), st.floats(0, 1), min_size=1))
+def test_lines_are_never_negative(points: dict[int, float]) -> None:
+    assert min(line(points)) >= 0
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    target = RowModel(build("llama", num_hidden_layers=2))
+    draft = RowModel(build("llama", seed=1, num_hidden_layers=1))
+    return Model(target, ModelDrafter(draft, target.vocab_size))
+
+
+def test_measuring(model: Model) -> None:
+    done: list[int] = []
+    table = Costs.measure(model, [1, 2], [8, 16], widths=[4, 2], repeats=3, progress=done.append)
+    assert [(c.batch, c.context) for c in table.cells] == [(1, 8), (1, 16), (2, 8), (2, 16)]
+    assert done == list(range(1, 13))
+    for cell, spread in zip(table.cells, table.spread, strict=True):
+        assert [width for width, _ in cell.verify] == [1, 2, 4]
+        for (_, median), (low, high) in zip(cell.verify, spread.verify, strict=True):
+            assert 0 < low <= median <= high
+        low, high = spread.draft
+        assert low <= cell.draft - spread.work <= high
+        assert [drafted for drafted, *_ in spread.other] == [0, 2, 6]
+        medians = {drafted: median for drafted, median, _, _ in spread.other}
+        assert line(medians) == pytest.approx((cell.fixed, spread.work))
+    assert table.about["repeats"] == 3
+    assert {"target", "draft", "cpu", "versions"} <= table.about.keys()
+    assert model.target.lengths == [], "the caches are empty again"
+    assert model.drafter.rows.lengths == []  # type: ignore[attr-defined]
+
+
+def test_forwards_are_timed_where_they_are_said_to_be(model: Model, monkeypatch: Any) -> None:
+    fed: list[tuple[int, int, int]] = []
+    real = RowModel.feed
+
+    def feed(self: RowModel, pieces: Any, *rest: Any, **named: Any) -> Any:
+        if self is model.target:
+            fed.append((len(pieces), self.lengths[0], len(pieces[0])))
+        return real(self, pieces, *rest, **named)
+
+    monkeypatch.setattr(RowModel, "feed", feed)
+    list(cells(model, [2], [10], widths=[1, 3], repeats=2))
+    assert fed.count((2, 10, 3)) >= 5  # two timings and the warm-up, each on a context of 10
+    assert fed.count((2, 10, 1)) >= 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"contexts": [LIMIT - 10]}, "do not fit"),
+        ({"batches": [0]}, "batch must be"),
+        ({"batches": []}, "batch must be"),
+        ({"widths": [0]}, "widths must be"),
+        ({"repeats": 0}, "repeats must be"),
+    ],
+)
+def test_measuring_what_cannot_be_measured(
+    model: Model, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SettingError, match=says):
+        cells(model, **{"contexts": [8], **settings})
+    other = Model(model.target, LookupDrafter(3, 1))
+    with pytest.raises(SettingError, match="needs a draft model"):
+        cells(other, contexts=[8])
+
+
+def test_an_interruption_leaves_the_model_usable(model: Model) -> None:
+    def stop(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(cells(model, contexts=[8], repeats=2, progress=stop))
+    assert model.target.lengths == []
+    assert np.isfinite(Costs.measure(model, contexts=[8], repeats=1).at().ratio)

@@ -1,0 +1,297 @@
+"""Replay counts exactly what the live engine counts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import forerun
+from forerun import Model, zoo
+from forerun.controllers import CONTROLLERS, State
+from forerun.controllers.fixed import FixedLength
+from forerun.drafters.model import ModelDrafter
+from forerun.engine import Sampling
+from forerun.errors import SettingError
+from forerun.lab.costs import Cell
+from forerun.lab.record import Task, parts
+from forerun.lab.replay import Replay, Rounds, geometric, rate, replay, stream, summarise
+from forerun.lab.trace import Trace, concatenate
+from forerun.testing import ScriptedModel
+from forerun.types import RoundOutcome, Stop
+from test_engine import chaotic, noisy
+
+CLOCK: set[str] = {"auto"}
+"""Controllers that look at the clock: live they see another one than in a replay."""
+NESTED = {"bounded": ["bounded(gammatune+,high=3)", "bounded(cm-asd(two_pass=true),high=6)"]}
+SETTINGS = {
+    "fixed": ["fixed(0)", "fixed(1)", "fixed(40)"],
+    "hf-heuristic": ["hf-heuristic(length=2,high=5)"],
+    "hf-threshold": ["hf-threshold(threshold=0.7)", "hf-threshold(dynamic=true,history=20)"],
+    "gammatune": ["gammatune(literal=true)", "gammatune(length=20,eta=0.7)"],
+    "gammatune+": ["gammatune+(threshold=0.6,keep=false,early_stop=skip)"],
+    "goodput": ["goodput(cost=20,width_cost=0)", "goodput(cost=1.2)"],
+    "bandit": ["bandit(policy=thompson)"],
+    "svip": ["svip(keep=false,threshold=0.2)"],
+    "adaedl": ["adaedl(keep=false,threshold=0.8)"],
+    "exllama-ema": ["exllama-ema(skip_ema=2,probe_interval=3)"],
+    "sglang-ema": ["sglang-ema(length=0,candidate_steps='0,2,6',warmup_batches=0)"],
+    "cm-asd": ["cm-asd(alpha=1,high=16)", "cm-asd(high=16,two_pass=true)"],
+}
+SPECS = [
+    spec
+    for name in CONTROLLERS.names()
+    if name not in CLOCK
+    for spec in NESTED.get(name, [name, *SETTINGS.get(name, [])])
+]
+CELL = Cell.synthetic(10, slope=0.02, fixed=0.1)
+
+
+def recorded(model: Model, tasks: list[Task], depth: int = 40) -> Trace:
+    return concatenate([part.trace for part in parts(model, tasks, depth=depth)])
+
+
+def live(model: Model, tasks: list[Task], spec: str, rows: int = 16) -> list[Any]:
+    prompts, sampling = [t.tokens for t in tasks], [t.sampling for t in tasks]
+    return model.generate(prompts, controller=spec, sampling=sampling, batch_size=rows)
+
+
+def history(trace: Trace, spec: str) -> list[list[tuple[int, ...]]]:
+    """`(drafted, accepted, why it stopped)` of every round of every prompt."""
+    rounds: list[list[tuple[int, ...]]] = [[] for _ in range(trace.prompts)]
+
+    def watch(now: Rounds) -> None:
+        told = zip(now.drafted, now.accepted, now.stopped_by, strict=True)
+        for i, what in zip(now.prompt, told, strict=True):
+            rounds[i].append(tuple(map(int, what)))
+
+    replay(trace, spec, CELL, watch)
+    return rounds
+
+
+def agree(model: Model, tasks: list[Task], trace: Trace, spec: str, rows: int) -> None:
+    found, told = replay(trace, spec, CELL), history(trace, spec)
+    assert not found.capped.any(), "the trace is too shallow for an exact replay"
+    for i, done in enumerate(live(model, tasks, spec, rows)):
+        assert told[i] == [(r.drafted, r.accepted, int(r.stopped_by)) for r in done.rounds]
+        stats = done.stats
+        counts = (stats.rounds, stats.drafted, stats.accepted, stats.tokens)
+        ours = (found.rounds[i], found.drafted[i], found.accepted[i], found.committed[i])
+        assert ours == counts
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Any:
+    script = chaotic(31)
+    target, draft = ScriptedModel(script), ScriptedModel(noisy(script, 32, 0.4))
+    model = Model(target, ModelDrafter(draft, target.vocab_size))
+    model.eos = frozenset({3})
+    prompts = [[i, 5] for i in range(7)] + [[3], [4, 5, 6]]
+    tasks = [
+        Task("ab"[i % 2], str(i), ids, Sampling(max_new_tokens=40, repetition_penalty=penalty))
+        for i, ids in enumerate(prompts)
+        for penalty in [1.5 if i == 7 else 1.0]
+    ]
+    return model, tasks, recorded(model, tasks)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    model = forerun.load(device="cpu")
+    tasks = []
+    for family in zoo.families():
+        prompt = zoo.prompts(family, "val", limit=1)[0]
+        how = Sampling(
+            max_new_tokens=min(16, prompt.max_new_tokens),
+            repetition_penalty=1.2 if family == "stories" else 1.0,
+        )
+        tasks.append(Task(family, prompt.id, model.encode(prompt.prompt), how))
+    return model, tasks, recorded(model, tasks, depth=16)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_scripted_rounds_are_those_of_the_live_engine(scripted: Any, spec: str) -> None:
+    agree(*scripted, spec, rows=16)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [s if s in CONTROLLERS.names() else pytest.param(s, marks=pytest.mark.slow) for s in SPECS],
+)
+def test_shipped_rounds_are_those_of_the_live_engine(shipped: Any, spec: str) -> None:
+    agree(*shipped, spec, rows=1)
+
+
+def test_every_controller_is_replayed_or_said_to_look_at_the_clock() -> None:
+    tested = {spec.partition("(")[0] for spec in SPECS}
+    assert set(CONTROLLERS.names()) - tested <= CLOCK
+
+
+def test_a_prompt_does_not_depend_on_the_others(scripted: Any) -> None:
+    _, _, trace = scripted
+    for spec in ("gammatune+", "goodput", "hf-threshold(dynamic=true)"):
+        whole = replay(trace, spec, CELL)
+        for i in range(trace.prompts):
+            alone = replay(trace.take([i]), spec, CELL)
+            for f in fields(Replay):
+                assert getattr(alone, f.name)[0] == getattr(whole, f.name)[i], f.name
+
+
+def test_seconds_are_those_of_steps_widths_and_rounds(scripted: Any) -> None:
+    _, _, trace = scripted
+    for spec in ("fixed(3)", "gammatune+(keep=false)", "cm-asd(two_pass=true)"):
+        seconds, steps = np.zeros(trace.prompts), np.zeros(trace.prompts, dtype=int)
+
+        def watch(now: Rounds, seconds: Any = seconds, steps: Any = steps) -> None:
+            verify = 1 + 0.02 * now.drafted
+            seconds[now.prompt] += now.steps / 10 + verify + 0.1
+            steps[now.prompt] += now.steps
+            assert (now.steps >= now.drafted).all()
+            assert (now.accepted <= now.drafted).all()
+
+        found = replay(trace, spec, CELL, watch)
+        assert found.seconds == pytest.approx(seconds)
+        assert found.steps.tolist() == steps.tolist()
+    assert (replay(trace, "cm-asd(two_pass=true)", CELL).wasted >= 0).all()
+
+
+def test_plain_decoding_has_a_speedup_of_one(scripted: Any) -> None:
+    found = replay(scripted[2], "fixed(0)", CELL)
+    assert found.speedup == pytest.approx(1.0)
+    assert found.rounds.tolist() == found.committed.tolist() == scripted[2].sizes.tolist()
+
+
+def test_dropped_and_previewed_tokens_cost_their_steps(scripted: Any) -> None:
+    """A greedy preview is kept as far as planned; a dropped token was drafted all the same."""
+    _, _, trace = scripted
+    dropped = replay(trace, "gammatune+(threshold=0.6,keep=false)", CELL)
+    assert (dropped.steps > dropped.drafted).any()
+    preview = replay(trace, "cm-asd(high=12,two_pass=true)", CELL)
+    assert (preview.steps > preview.drafted).any()
+
+
+class Clockwork(FixedLength):
+    """Notes the clock that it is shown."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def observe(self, state: State, outcome: RoundOutcome) -> State:
+        self.seen.append((outcome.drafted, outcome.draft_seconds, outcome.verify_seconds))
+        return super().observe(state, outcome)
+
+
+def test_controllers_see_the_clock_of_each_prompt(scripted: Any) -> None:
+    Clockwork.seen.clear()
+    found = replay(scripted[2], Clockwork(3), CELL)
+    assert len(Clockwork.seen) == found.rounds.max()
+    for drafted, draft, verify in Clockwork.seen:
+        assert draft == pytest.approx(drafted / 10)
+        assert verify == pytest.approx(1 + 0.02 * drafted)
+
+
+def test_a_draft_that_would_go_beyond_the_trace_is_cut_and_counted(scripted: Any) -> None:
+    model, tasks, deep = scripted
+    shallow = recorded(model, tasks, depth=4)
+    found = replay(shallow, "fixed(9)", CELL)
+    assert found.capped.any()
+    assert not replay(shallow, "fixed(4)", CELL).capped.any()
+    assert found.drafted.tolist() == replay(deep, "fixed(4)", CELL).drafted.tolist()
+    # Cut from outside, so a full round teaches nothing.
+    seen = history(shallow, "fixed(9)")
+    assert {why for rounds in seen for _, _, why in rounds} <= {
+        Stop.EXHAUSTED,
+        Stop.BUDGET,
+        Stop.END_OF_TEXT,
+    }
+
+
+def test_one_stream_carries_the_state_on(scripted: Any) -> None:
+    _, _, trace = scripted
+    order = np.array([[0, 1, 2, 3], [3, 2, 1, 0]])
+    both = stream(trace, "gammatune(length=1)", CELL, order)
+    assert both.rounds.shape == order.shape
+    fresh = replay(trace, "gammatune(length=1)", CELL)
+    first = fresh.take(order[:, 0])
+    assert both.take((slice(None), 0)).seconds.tolist() == first.seconds.tolist()
+    assert both.drafted.tolist() != fresh.drafted[order].tolist()
+    for row, one in zip(order, (both.take(0), both.take(1)), strict=True):
+        alone = stream(trace, "gammatune(length=1)", CELL, row)
+        assert alone.seconds.tolist() == one.seconds.tolist()
+    # Without a memory it makes no difference.
+    forgetful = stream(trace, "svip", CELL, order)
+    assert forgetful.drafted.tolist() == replay(trace, "svip", CELL).drafted[order].tolist()
+
+
+@pytest.mark.parametrize("order", [[], [[[0]]], [0.5], [-1], [99]])
+def test_orders_that_cannot_be_served(scripted: Any, order: Any) -> None:
+    with pytest.raises(SettingError, match="order must be"):
+        stream(scripted[2], "fixed", CELL, order)
+
+
+def test_sampled_replay_is_distributed_as_the_live_engine() -> None:
+    """Mean accepted per round of many texts; each test below raises a false alarm in 1 of 10⁵.
+
+    The seeds are fixed, so it is one draw of many: z is standard normal if all is well.
+    """
+    script = chaotic(5)
+    model = Model(ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 6, 0.7)), 7))
+    model.eos = frozenset()
+    tasks = [
+        Task("a", str(i), [1, 2], Sampling(max_new_tokens=12, temperature=1.0, seed=i))
+        for i in range(150)
+    ]
+    trace = recorded(model, tasks, depth=6)
+    again = [replace(t, sampling=replace(t.sampling, seed=10_000 + i)) for i, t in enumerate(tasks)]
+    for spec in (
+        "fixed(4)",
+        "gammatune(length=2,high=6)",
+        "gammatune+(threshold=0.3,length=4,high=6)",
+    ):
+        found, done = replay(trace, spec, CELL), live(model, again, spec)
+        for ours, theirs in (
+            (found.rounds, [c.stats.rounds for c in done]),
+            (found.drafted, [c.stats.drafted for c in done]),
+            (found.accepted, [c.stats.accepted for c in done]),
+        ):
+            spread = np.sqrt((np.var(ours) + np.var(theirs)) / len(done))
+            assert abs(np.mean(ours) - np.mean(theirs)) < 4.42 * spread
+
+
+def test_a_sampled_preview_is_drawn_anew() -> None:
+    script = chaotic(5)
+    model = Model(ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 6, 0.7)), 7))
+    model.eos = frozenset()
+    how = Sampling(max_new_tokens=12, temperature=1.0, seed=1)
+    trace = recorded(model, [Task("a", "1", [1, 2], how)], depth=12)
+
+    def watch(now: Rounds) -> None:
+        preview = np.minimum(8, 12 - now.at - 1)
+        assert now.steps.tolist() == (preview + now.drafted).tolist()
+
+    replay(trace, "cm-asd(high=8,two_pass=true)", CELL, watch)
+
+
+def test_intervals() -> None:
+    found = geometric([1.0, 2.0, 4.0])
+    assert found["mean"] == pytest.approx(2.0)
+    assert found["low"] <= found["mean"] <= found["high"]
+    total = rate([10, 30], [1.0, 1.0])
+    assert (total["mean"], total["low"], total["high"], total["n"]) == (20.0, 10.0, 30.0, 2)
+    with pytest.raises(SettingError, match="prompts must be at least one"):
+        geometric([])
+
+
+def test_summary_of_families(scripted: Any) -> None:
+    _, _, trace = scripted
+    found = replay(trace, "gammatune", CELL)
+    groups = summarise(trace, found)
+    assert list(groups) == ["all", "a", "b"]
+    for key in ("prompts", "tokens", "rounds", "drafted", "accepted", "wasted", "seconds"):
+        assert groups["all"][key] == pytest.approx(groups["a"][key] + groups["b"][key])
+    a = np.array(trace.families) == "a"
+    mean = float(np.exp(np.log(found.speedup[a]).mean()))
+    assert groups["a"]["speedup"]["mean"] == pytest.approx(mean)
+    twice = summarise(trace, found, batch=2)["all"]["tokens_per_second"]["mean"]
+    assert twice == pytest.approx(2 * groups["all"]["tokens_per_second"]["mean"])
