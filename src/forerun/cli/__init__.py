@@ -22,6 +22,7 @@ from forerun.cli.info import info
 from forerun.cli.listing import show
 from forerun.cli.record import record
 from forerun.cli.replay import replay
+from forerun.cli.sweep import app as sweep
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
 from forerun.cli.zoo import app as zoo
@@ -67,6 +68,7 @@ app.command("record")(record)
 app.command("costs")(costs)
 app.command("replay")(replay)
 app.command("tune")(tune)
+app.add_typer(sweep, name="sweep")
 app.command("audit")(audit)
 app.add_typer(bench, name="bench")
 app.command("train-exits")(train_exits)
