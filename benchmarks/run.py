@@ -61,6 +61,12 @@ def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
     specbound.main(prompts, tokens, mode_prompts)
 
 
+@app.command("specbound-sweep")
+def _specbound_sweep(limit: int = 6, budget: int = 400):
+    """SpecBound's settings on validation prompts (`forerun sweep specbound`), and their curves."""
+    specbound.sweep(limit, budget)
+
+
 @app.command("sweep")
 def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device: Device = "cpu"):
     """Choose GammaTune's defaults on validation prompts (replayed, so free of noise)."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from benchmarks.common import (
     tasks,
 )
 from forerun import zoo
+from forerun.cli import main as cli
 from forerun.lab.speed_model import Shape, speedup
 from forerun.runtime.layers import LayerAccess
 
@@ -112,6 +115,65 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     made = provenance(plain, prompts=prompts, tokens=tokens, mode_prompts=mode_prompts)
     save("specbound", made, results, text(results, len(work), plain))
     plots(results)
+
+
+def sweep(limit: int, budget: int) -> None:
+    """`forerun sweep specbound` on validation text, with light heads and with the logit lens."""
+    found: dict[str, Any] = {}
+    for name, exits in (("light", str(zoo.EXITS)), ("lens", "")):
+        with redirect_stdout(StringIO()) as out:
+            argv = ["sweep", "specbound", "--exits", exits, "--limit", str(limit)]
+            if cli([*argv, "--budget", str(budget), "--dtype", "float32", "--json"]):
+                raise SystemExit(1)
+        found[name] = json.loads(out.getvalue())
+        about = found[name]["about"]
+        found[name]["settings"] = about.pop("settings")
+        about.pop("exits")
+    names = {"light": "light heads", "lens": "logit lens"}
+    best = [
+        [names[n], f"`{d['settings']}`", f"{d['about']['predicted']:.2f}",
+         show(d["confirmed"][0]["speedup"]), f"{d['confirmed'][0]['tokens_per_round']:.2f}",
+         *[f"{share:.0%}" for share in d["time"].values()]]
+        for n, d in found.items()
+    ]  # fmt: skip
+    text = (
+        f"`forerun sweep specbound` on {found['light']['about']['prompts_used']} validation "
+        "prompts: settings found by exact replay of counts, speed-up predicted from the cost of "
+        "each piece and confirmed live; where the time goes.\n\n"
+        + table(
+            ["", "best", "predicted", "live", "tokens per round", *found["light"]["time"]], best
+        )
+        + "\n\nSensitivity around the best (predicted): ![](specbound-sensitivity.png)"
+    )
+    save("specbound-sweep", provenance(forerun.load(), limit=limit, budget=budget), found, text)
+    sensitivity(found["light"])
+
+
+def sensitivity(found: dict[str, Any]) -> None:
+    """The paper's Figure 3, of predicted speed-ups."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, 4, figsize=(12, 3), sharey=True, layout="constrained")
+    labels = ("threshold τ", "anneal a", "depth D", "width W")
+    for axis, name, label in zip(axes, ("threshold", "anneal", "depth", "width"), labels,
+                                 strict=True):  # fmt: skip
+        values, scores = zip(*found["sensitivity"][name], strict=True)
+        axis.plot(values, scores, marker="o", markersize=3)
+        axis.axvline(found["settings"][name], color="grey", linewidth=1, linestyle=":")
+        axis.axhline(1.0, color="black", linewidth=1, linestyle="--")
+        axis.set(xlabel=label)
+    axes[0].set_ylabel("predicted speed-up")
+    figure.suptitle("SpecBound with light heads, validation text: one setting at a time")
+    figure.savefig(RESULTS / "specbound-sensitivity.png", dpi=120)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def zoo_settings() -> dict[str, Any]:
@@ -310,11 +372,7 @@ def text(results: dict[str, Any], work: int, plain: forerun.Model) -> str:
 
 def plots(results: dict[str, Any]) -> None:
     """Per-prompt distribution, as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
     seen = results["per prompt"]
     axes.hist(seen, bins=np.arange(0.7, max(seen) + 0.1, 0.05), color="#4c72b0")

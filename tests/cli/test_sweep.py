@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 
 import pytest
 
-from forerun.cli import sweep
 from forerun.cli.guard import guarded
 from forerun.model import load
 from forerun.runtime.heads import save_heads
 from forerun.runtime.layers import LayerAccess
 
+sweep = import_module("forerun.cli.sweep")
 FAST = ("--budget", "6", "--max-new-tokens", "6", "--width", "3", "--confirm", "1")
 LINES = [{"prompt": "Goats eat"}, {"prompt": "The hut", "max_new_tokens": 4}, {"tokens": [5, 6]}]
 
