@@ -23,6 +23,14 @@ from forerun.model import drafter_spec
 from forerun.training.features import fingerprint
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
+EVERY = "2,3,4,5,6,8,10"
+EXITS = [
+    "specbound", "specbound(exits='')", "specbound(anneal=1.0)", "specbound(width=64)",
+    f"specbound(depth=11,layers='{EVERY}')", "specbound(depth=3)", "specbound(threshold=0.2)",
+    f"specbound(threshold=0.0,depth=11,layers='{EVERY}',width=64)",
+    "specbound(exits='',depth=11,layers=1,width=2)",
+]  # fmt: skip
+"""Options of early exits."""
 SPECS = [
     *(n for n in CONTROLLERS.names() if n != "bounded"),
     "fixed(1)", "hf-threshold(dynamic=true)", "gammatune+(keep=false)", "cm-asd(two_pass=true)",
@@ -102,6 +110,20 @@ def test_greedy_equals_plain_on_500_prompts(
     models: dict[str, forerun.Model], plain: Any, drafter: str, spec: str
 ) -> None:
     assert check_equal(models[drafter], plain(500, 48, 50), spec, tokens=48, batch=50) <= 10
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.parametrize("spec", EXITS)
+@pytest.mark.parametrize(
+    ("count", "tokens", "batch"),
+    [(20, 24, 20), pytest.param(500, 48, 50, marks=pytest.mark.slow)],
+)
+def test_every_option_of_early_exits_equals_plain(
+    plain: Any, spec: str, count: int, tokens: int, batch: int
+) -> None:
+    model = forerun.load(draft=spec, dtype="float32")
+    ties = check_equal(model, plain(count, tokens, batch), "fixed(64)", tokens, batch)
+    assert ties <= max(2, count // 50)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(models: dict[str, forerun.Model]) -> None:

@@ -1,0 +1,190 @@
+"""How much of what is possible each controller reaches, by replay of recorded traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+import forerun
+from benchmarks.common import RESULTS, console, geometric, provenance, save, show, table
+from forerun.controllers import CONTROLLERS
+from forerun.lab.bounds import best_fixed, oracle
+from forerun.lab.costs import Cell, Costs
+from forerun.lab.informed import Study
+from forerun.lab.replay import replay, stream
+from forerun.lab.trace import Trace
+from forerun.lab.tune import tune
+
+RATIOS = (2, 5, 10, 20, 40)
+SLOPE = 0.02
+"""What each further token adds to a target pass, for the made-up costs."""
+STREAMS = 16
+"""Orders of all prompts, each served as one stream."""
+PRIORS = (1, 2, 3, 4, 5, 7, 10, 14, 20, 28, 40, 80)
+"""Twelve cost ratios to start from, for `auto`."""
+AUTO = "auto"
+
+
+def main(val: Path, test: Path, costs: Path, budget: int, name: str) -> None:
+    """Tune on one trace, judge on the other, in every cell; write `shares-NAME.json`."""
+    searched, judged = Trace.read(val), Trace.read(test)
+    measured = Costs.read(costs).at(1, 128)
+    cells = {f"measured, c = {measured.ratio:.1f}": measured} | {
+        f"c = {c}": Cell.synthetic(c, SLOPE) for c in RATIOS
+    }
+    study = Study(judged)
+    results: dict[str, Any] = {}
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("cells", total=len(cells))
+        for label, cell in cells.items():
+            results[label] = one(searched, judged, study, cell, budget)
+            progress.advance(bar)
+    made = provenance(
+        forerun.load(), val=searched.about, test=judged.about, costs=str(measured), budget=budget
+    )
+    save(f"shares-{name}", made, results, text(results, judged))
+    plot(results, name)
+
+
+def one(val: Trace, test: Trace, study: Study, cell: Cell, budget: int) -> dict[str, Any]:
+    """One cell: every controller at its default and as tuned on `val`, against the bounds."""
+    names = [n for n in CONTROLLERS.names() if n not in ("bounded", AUTO)]
+    tuned = tune(val, cell, names, budget=budget)
+    specs = {AUTO: AUTO}
+    for found in tuned.found:
+        specs[f"{found.name}, default"] = found.default
+        specs[f"{found.name}, tuned"] = found.best
+    bounds = {
+        "oracle": oracle(test, cell).seconds,
+        "informed": study.informed(cell).best.seconds,
+        "best fixed": best_fixed(test, cell).overall.seconds,
+    }
+    order = np.stack([np.random.default_rng(s).permutation(test.prompts) for s in range(STREAMS)])
+    out: dict[str, Any] = {"bounds": {}, "controllers": {}}
+    plain = replay(test, "fixed(0)", cell).seconds
+    families = families_of(test)
+    for label, limit in bounds.items():
+        out["bounds"][label] = {f: geometric(plain[at] / limit[at]) for f, at in families.items()}
+    own = replay(test, AUTO, cell).seconds
+    mixed = {}
+    for label, spec in specs.items():
+        took = replay(test, spec, cell).seconds
+        served = stream(test, spec, cell, order).seconds
+        mixed[label] = served.sum(1)
+        out["controllers"][label] = {
+            "spec": spec,
+            "speedup": {f: geometric(plain[at] / took[at]) for f, at in families.items()},
+            "slowest": float((plain / took).min()),
+            **{
+                bound: {f: geometric(limit[at] / took[at]) for f, at in families.items()}
+                for bound, limit in bounds.items()
+            },
+            "auto over it": {f: geometric(took[at] / own[at]) for f, at in families.items()},
+        }
+    for label, totals in mixed.items():
+        cell_ = out["controllers"][label]
+        cell_["mixed"] = float(plain.sum() / totals.mean())
+        cell_["auto over it, mixed"] = geometric(totals / mixed[AUTO])
+    starts = [replay(test, f"auto(prior={p})", cell).seconds for p in PRIORS]
+    speeds = [float(np.exp(np.log(plain / s).mean())) for s in starts]
+    out["priors"] = {
+        "speedups": dict(zip(map(str, PRIORS), speeds, strict=True)),
+        "spread": float(np.std(speeds) / np.mean(speeds)),
+    }
+    return out
+
+
+def families_of(trace: Trace) -> dict[str, Any]:
+    """Where each family's prompts are, and all of them."""
+    names = np.array(trace.families)
+    return {f: names == f for f in dict.fromkeys(trace.families)} | {"all": names == names}
+
+
+def text(results: dict[str, Any], trace: Trace) -> str:
+    """A table per cell, and what `auto` is against the rest."""
+    families = list(families_of(trace))
+    parts = [
+        f"{trace.prompts} test prompts; tuned: by `forerun tune` on validation prompts in the same "
+        "cell. Speed-up over plain decoding, geometric mean over prompts; shares of the oracle and "
+        f"of the informed bound; mixed: {STREAMS} streams of all prompts in random order, one "
+        "controller state going on through each. Made-up costs: each further token adds "
+        f"{SLOPE:.0%} to a target pass."
+    ]
+    for label, cell in results.items():
+        rows = [
+            [f"*{n}*", *[f"{b[f]['mean']:.2f}" for f in families],
+             f"{share(cell, n, 'oracle'):.3f}", f"{share(cell, n, 'informed'):.3f}", "", ""]
+            for n, b in cell["bounds"].items()
+        ]  # fmt: skip
+        found = sorted(cell["controllers"].items(), key=lambda c: -c[1]["speedup"]["all"]["mean"])
+        rows += [
+            [f"**{n}**" if n == AUTO else n, *[f"{c['speedup'][f]['mean']:.2f}" for f in families],
+             f"{c['oracle']['all']['mean']:.3f}", f"{c['informed']['all']['mean']:.3f}",
+             f"{c['mixed']:.2f}", show(c["auto over it"]["all"]) if n != AUTO else ""]
+            for n, c in found
+        ]  # fmt: skip
+        head = ["", *families, "of oracle", "of informed", "mixed", "auto over it"]
+        parts += [f"### {label}", table(head, rows)]
+    return "\n\n".join([*parts[:1], verdict(results, families), *parts[1:]])
+
+
+def share(cell: dict[str, Any], bound: str, of: str) -> float:
+    """One bound's speed over another's."""
+    b = cell["bounds"]
+    return float(b[bound]["all"]["mean"] / b[of]["all"]["mean"])
+
+
+def verdict(results: dict[str, Any], families: list[str]) -> str:
+    """`auto` against all others, at their tuned settings, in every cell."""
+    cells, behind, ahead, informed, lowest = 0, [], 0, [], []
+    mixed = []
+    for label, cell in results.items():
+        own = cell["controllers"][AUTO]
+        informed += [own["informed"][f]["mean"] for f in families[:-1]]
+        for f in families[:-1]:
+            cells += 1
+            lowest.append(own["speedup"][f]["mean"])
+            others = {n: c["auto over it"][f] for n, c in cell["controllers"].items() if n != AUTO}
+            worst = min(others, key=lambda n: others[n]["mean"])
+            if others[worst]["high"] < 1:
+                behind.append(f"{label}, {f}: {worst} {show(others[worst])}")
+            ahead += others[worst]["low"] > 1
+        rest = {n: c["auto over it, mixed"] for n, c in cell["controllers"].items() if n != AUTO}
+        worst = min(rest, key=lambda n: rest[n]["mean"])
+        mixed.append(f"{label}: {show(rest[worst])} ({worst})")
+    spread = ", ".join(f"{label}: {c['priors']['spread']:.2%}" for label, c in results.items())
+    lines = [
+        f"`auto` against the best other controller, tuned, in each of {cells} cells (family × "
+        f"costs): significantly ahead in {ahead}, behind in {len(behind)}, otherwise within the "
+        "95 % interval." + (" Behind: " + "; ".join(behind) + "." if behind else ""),
+        f"Share of the informed bound, mean over cells: **{np.mean(informed):.3f}**. Lowest "
+        f"speed-up of a cell: **{min(lowest):.3f}**.",
+        "Mixed streams, `auto` over the best other: " + "; ".join(mixed) + ".",
+        f"Standard deviation of `auto`'s speed-up over twelve cost ratios to start from: {spread}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def plot(results: dict[str, Any], name: str) -> None:
+    """Share of the informed bound by cell, every tuned controller a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    labels = list(results)
+    shown = [n for n in results[labels[0]]["controllers"] if n == AUTO or n.endswith("tuned")]
+    for n in sorted(shown, key=lambda n: n == AUTO):
+        y = [c["controllers"][n]["informed"]["all"]["mean"] for c in results.values()]
+        mine = n == AUTO
+        axes.plot(labels, y, label=n.removesuffix(", tuned"), marker="o",
+                  linewidth=3 if mine else 1, color="black" if mine else None)  # fmt: skip
+    axes.axhline(1.0, color="grey", linewidth=1, linestyle="--")
+    axes.set(ylabel="share of the informed bound", title=f"Tuned controllers and auto, {name}")
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(RESULTS / f"shares-{name}.png", dpi=120)
+    pyplot.close(figure)
