@@ -120,10 +120,10 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
 def sweep(limit: int, budget: int) -> None:
     """`forerun sweep specbound` on validation text, with light heads and with the logit lens."""
     found: dict[str, Any] = {}
-    for name, exits in (("light", str(zoo.EXITS)), ("lens", "")):
+    for name, exits in (("light", []), ("lens", ["--exits", ""])):
         with redirect_stdout(StringIO()) as out:
-            argv = ["sweep", "specbound", "--exits", exits, "--limit", str(limit)]
-            if cli([*argv, "--budget", str(budget), "--dtype", "float32", "--json"]):
+            argv = ["sweep", "specbound", *exits, "--limit", str(limit), "--budget", str(budget)]
+            if cli([*argv, "--dtype", "float32", "--json"]):
                 raise SystemExit(1)
         found[name] = json.loads(out.getvalue())
         about = found[name]["about"]
