@@ -16,6 +16,7 @@ from forerun.errors import SettingError, UnknownNameError
 from forerun.types import CENSORING, RoundOutcome, Signals, Stop
 
 CASES = {
+    "auto": ["auto", "auto(cost=4,slope=0.03,high=9)", "auto(cost=9)", "auto(high=1)"],
     "fixed": ["fixed", "fixed(length=0)", "fixed(length=3)"],
     "hf-heuristic": ["hf-heuristic", "hf-heuristic(length=2,up=3,down=2,high=9)"],
     "hf-threshold": ["hf-threshold", "hf-threshold(dynamic=True,length=6,history=8)"],
@@ -63,6 +64,7 @@ CASES = {
     ],
 }
 BAD = {
+    "auto": ["cost=0", "cost=-1", "cost='x'", "slope=-1", "slope=true", "high=0", "high=2.5"],
     "fixed": ["length=-1", "length=2.5", "length=true", "length='x'"],
     "hf-heuristic": ["length=0", "up=-1", "down=-1", "low=0", "high=5", "low=9,high=5,length=7"],
     "hf-threshold": ["threshold=1.5", "threshold=-0.1", "dynamic=1", "length=-1", "history=5"],

@@ -7,6 +7,7 @@ CONTROLLERS = Registry(
     "controller",
     "forerun.controllers",
     {
+        "auto": "forerun.controllers.auto:Auto",
         "fixed": "forerun.controllers.fixed:FixedLength",
         "hf-heuristic": "forerun.controllers.hf_heuristic:HFHeuristic",
         "hf-threshold": "forerun.controllers.hf_threshold:HFThreshold",

@@ -1,0 +1,142 @@
+"""Fit what `auto` expects of a draft before a row has said anything.
+
+    python -m benchmarks.auto_prior GREEDY.parquet SAMPLED.parquet
+
+From a trace of greedy and one of sampled texts, validation prompts of all families. What is fitted
+are the tokens that rounds would judge that draft on to the first rejection, one round after
+another; every family weighs the same. Prints the two rows of numbers that `auto_survival` ships,
+and for each signal how well it predicts families it was not fitted to.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.controllers.auto_survival import CAP
+from forerun.lab.trace import Trace
+from forerun.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Judged tokens, one array element each."""
+
+    family: IntArray
+    depth: IntArray
+    """Tokens drafted before it in its round."""
+    hit: FloatArray
+    """Probability that it was kept."""
+    signals: dict[str, FloatArray]
+    newest: FloatArray
+    """Margin of the token before it in its round, and the mean of all before it."""
+    mean: FloatArray
+
+
+def judged(trace: Trace) -> Judged:
+    """The tokens judged by rounds that end with the first rejection, the text or its draft."""
+    names, family = np.unique(trace.families, return_inverse=True)
+    assert len(names) > 1, "one family cannot be left out"
+    rows, place = np.arange(trace.prompts), np.zeros(trace.prompts, dtype=np.int64)
+    parts: list[Judged] = []
+    column = np.arange(trace.depth)
+    while len(rows):
+        match = trace.matches[rows, place]
+        count = np.minimum(
+            np.minimum(match + 1, trace.ends[rows, place]), trace.sizes[rows] - place
+        )
+        row, depth = np.nonzero(column < count[:, None])
+        said = {name: values[rows, place] for name, values in trace.signals.items()}
+        margin = np.minimum(said["logit_margin"], CAP)
+        before = np.maximum(depth - 1, 0)
+        mean = margin.cumsum(1)[row, before] / np.maximum(depth, 1)
+        parts.append(
+            Judged(
+                family[rows[row]],
+                depth,
+                trace.accept_prob[rows, place][row, depth],
+                {name: values[row, depth] for name, values in said.items()},
+                margin[row, before],
+                mean,
+            )
+        )
+        place = place + match + 1
+        going = place < trace.sizes[rows]
+        rows, place = rows[going], place[going]
+    join = np.concatenate
+    return Judged(
+        join([p.family for p in parts]),
+        join([p.depth for p in parts]),
+        join([p.hit for p in parts]),
+        {name: join([p.signals[name] for p in parts]) for name in parts[0].signals},
+        join([p.newest for p in parts]),
+        join([p.mean for p in parts]),
+    )
+
+
+def fitted(x: FloatArray, hit: FloatArray, weight: FloatArray) -> FloatArray:
+    """Logistic regression of probabilities on `(n, features)`, by Newton's method."""
+    b = np.zeros(x.shape[1])
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-x @ b))
+        info = (x * (weight * p * (1 - p))[:, None]).T @ x + 1e-6 * np.eye(len(b))
+        turn = np.linalg.solve(info, x.T @ (weight * (hit - p)))
+        b = b + turn
+        if np.abs(turn).max() < 1e-9:
+            break
+    return b
+
+
+def even(family: IntArray) -> FloatArray:
+    """Weights by which every family counts the same."""
+    weights: FloatArray = (1 / np.bincount(family))[family]
+    return weights / weights.mean()
+
+
+def with_one(*features: FloatArray) -> FloatArray:
+    """`(n, 1 + features)` a constant and the features."""
+    return np.column_stack([np.ones(len(features[0])), *features])
+
+
+def left_out(x: FloatArray, told: Judged) -> float:
+    """Mean log-loss on each family of what was fitted to the others."""
+    losses = []
+    for family in np.unique(told.family):
+        out = told.family == family
+        b = fitted(
+            x[~out], told.hit[~out], even(np.unique(told.family[~out], return_inverse=True)[1])
+        )
+        z = x[out] @ b
+        losses.append((np.logaddexp(0, z) - told.hit[out] * z).mean())
+    return float(np.mean(losses))
+
+
+def prior(told: Judged, signal: str) -> list[float]:
+    """The numbers of one row: token by margin or chosen, first token, next token."""
+    weight = even(told.family)
+    margin = np.minimum(told.signals["logit_margin"], CAP)
+    of = {"logit_margin": margin, "chosen": told.signals["chosen"]}[signal]
+    constant, slope = fitted(with_one(of), told.hit, weight)
+    kept = [constant, slope, 0.0] if signal == "logit_margin" else [constant, 0.0, slope]
+    first = told.depth == 0
+    begins = fitted(np.ones((first.sum(), 1)), told.hit[first], weight[first])
+    x = with_one(told.newest[~first], told.mean[~first])
+    return [*kept, *begins, *fitted(x, told.hit[~first], weight[~first])]
+
+
+def main(paths: list[str]) -> None:
+    """Print what is shipped, and the comparison of signals."""
+    for name, path, signal in zip(
+        ("GREEDY", "SAMPLED"), paths, ("logit_margin", "chosen"), strict=True
+    ):
+        told = judged(Trace.read(path))
+        print(f"{name} = ({', '.join(f'{b:.2f}' for b in prior(told, signal))})")
+        for field, values in told.signals.items():
+            x = with_one(np.minimum(values, CAP) if field == "logit_margin" else values)
+            print(f"  {field:20s} log-loss on families left out {left_out(x, told):.4f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

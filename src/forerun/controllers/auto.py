@@ -1,0 +1,208 @@
+"""`auto`: draft on while the next token is worth more than its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checks import between, whole
+from forerun.controllers import auto_costs as costs
+from forerun.controllers import auto_survival as belief
+from forerun.controllers.base import LengthController
+from forerun.errors import require
+from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+
+TRUST = 12.0
+"""Rounds of the expected tokens and seconds that the observed ones are added to."""
+FADE = 0.95
+"""Of what was observed, what still counts a round later."""
+HOPE = 0.75
+"""V(1) over V(2) until a plain round was timed: low, so that one is tried when in doubt."""
+REST, LONGEST_REST = 8.0, 128.0
+"""Plain rounds per plain round that a useless probe costs, before the first and the last probes."""
+UNTIMED = 12
+"""Most tokens to draft before anything was timed."""
+PLAIN_TIMED = 4
+"""Of so many plain rounds one is timed."""
+CARRY = 0.5
+"""Of a row's corrections, what the next request starts from."""
+
+
+@dataclass(frozen=True)
+class AutoState(costs.CostState, belief.SurvivalState):
+    """State of `Auto`."""
+
+    tokens: FloatArray
+    """`(rows,)` tokens committed by rounds with a draft (fading)."""
+    seconds: FloatArray
+    """`(rows,)` what those rounds took."""
+    price: FloatArray
+    """`(rows,)` tokens that must be expected of a drafted token: `λ·(d + v·V)`."""
+    awake: BoolArray
+    """`(rows,)` whether speculation is expected to pay."""
+    probed: IntArray
+    """`(rows,)` the newest round with a draft, counted from 1."""
+    patience: FloatArray
+    """`(rows,)` rests before the next probe, in what a useless one costs."""
+
+
+@dataclass(frozen=True)
+class Auto(LengthController):
+    """Draft another token while it is expected to commit more than its time does elsewhere.
+
+    *Helps* everywhere without tuning: there is no length, threshold or rate to choose. How likely
+    tokens are to be kept is read off the drafter's confidence and corrected by what is kept; what
+    they cost is read off the clock. Where speculation does not pay it decodes plainly and tries
+    again now and then. *Hurts* a little in the first rounds, before anything was timed, and while
+    a row is unlike what the starting values expect. What it drafts depends on the clock unless
+    `cost` is given.
+
+    Rule: drafting is a renewal process, so the most tokens per second come from drafting on
+    exactly while `S_i·ŝ_{i+1} > λ·(d + v·V)`, with `S_i` the probability that the i tokens drafted
+    so far are all kept, `ŝ_{i+1}` that the next one is, λ the tokens per second of the best
+    policy, d the seconds of a draft step and V those of a target pass that judges one token. A
+    round starts with a draft while λ is above the rate of plain decoding.
+
+    - `S_i = Π_j σ(b + a·z_j)`: `z` is linear in the logit margin (greedy requests) or in the
+      probability of the drafted token (sampled ones), fitted once to many texts; what is kept
+      tells which of the two a row is. `(b, a)`, from (0, 1), follow the row's judged tokens by one
+      Newton step of ridge logistic regression a round.
+    - `ŝ_{i+1} = (1 − u)·σ(z' + b')`: z' is linear in the newest margin and the mean margin of the
+      round, fitted likewise, with a constant for the first token; b' follows the row; u is the
+      probability that the draft is of no use at all, by the likelihood of what was kept.
+    - λ is tokens over seconds of the row's rounds, fading, added to some rounds of the best fixed
+      length for the expected acceptance (so it needs no start), and at least the plain rate.
+    - d, V and the plain pass are medians of the newest timings, v is a ridge regression of
+      differences. Rejections, and only they, end what a round can teach; rounds cut short from
+      outside teach nothing but their time.
+    - Plainly decoding rows probe after 8 rounds, times what a useless probe costs in plain rounds;
+      each further probe waits twice as long, up to 128. So probing takes less than 1 % of the
+      time.
+
+    Args:
+        cost: c, one target pass over one draft step, > 0, or none to measure it (the default).
+            Given, the clock is not read, which makes sampled texts repeatable.
+        slope: v, what each further token to judge adds to a target pass, in target passes, ≥ 0, or
+            none to measure it (0.02 if `cost` is given).
+        high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
+
+    Deviations: the rule is the best one if survival only falls, as when the next tokens are alike;
+    a doubtful token followed by certain ones is worth a little more than it says. λ is the row's
+    own and not the batch's. The starting values were fitted to the texts of the shipped pair.
+
+    Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
+    Dinkelbach 1967, "On Nonlinear Fractional Programming".
+
+    >>> controller = Auto(cost=5)
+    >>> sure = Signals(logit_margin=np.array([[6.0], [0.1]]), chosen=np.array([[0.9], [0.2]]))
+    >>> controller.keep_going(controller.start(2), np.array([1, 1]), sure)
+    array([ True, False])
+    """
+
+    cost: float | None = None
+    slope: float | None = None
+    high: int = 32
+
+    summary: ClassVar[str] = "draft on while the next token is worth more than its time"
+    paper: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if self.cost is not None:
+            between("cost", self.cost, 0, 1e9)
+            require(self.cost > 0, "cost", self.cost, "above 0: a draft step costs something")
+        if self.slope is not None:
+            between("slope", self.slope, 0, 1000)
+        whole("high", self.high, 1)
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """The margin, and the probability of the drafted token."""
+        return frozenset({"logit_margin", "chosen"})
+
+    def start(self, rows: int) -> AutoState:
+        """State for `rows` new sequences."""
+        state = AutoState(
+            rounds=np.zeros(rows, dtype=np.int64),
+            **costs.unknown(rows, self.cost, self.slope),
+            **belief.unseen(rows),
+            tokens=np.zeros(rows),
+            seconds=np.zeros(rows),
+            price=np.zeros(rows),
+            awake=np.ones(rows, dtype=bool),
+            probed=np.zeros(rows, dtype=np.int64),
+            patience=np.full(rows, REST),
+        )
+        return self._decided(state)
+
+    def renew(self, state: AutoState) -> AutoState:
+        """State for the next sequences of the same rows: costs stay, corrections fade."""
+        return self._decided(
+            replace(
+                state,
+                **belief.faded(state, CARRY),
+                rounds=np.zeros_like(state.rounds),
+                tokens=CARRY * state.tokens,
+                seconds=CARRY * state.seconds,
+                probed=state.probed - state.rounds,
+            )
+        )
+
+    def limit(self, state: AutoState) -> IntArray:
+        """`(rows,)` the most tokens per round; 0 where plain decoding is faster."""
+        plain = np.where(np.isnan(state.plain), state.base, state.plain)
+        lost = (state.base + state.step) / plain - 1
+        due = state.rounds - state.probed >= state.patience * lost
+        guessed = (state.newest[:, 1] == 0) & (self.cost is None)
+        most = np.where(guessed, min(self.high, UNTIMED), self.high)
+        return np.where(state.awake | due | (guessed & (state.rounds == 0)), most, 0)
+
+    def keep_going(self, state: AutoState, drafted: IntArray, signals: Signals) -> BoolArray:
+        """Whether the next token is expected to be worth its time."""
+        worth: BoolArray = belief.next_kept(state, drafted, signals) > state.price
+        return worth
+
+    def observe(self, state: AutoState, outcome: RoundOutcome) -> AutoState:
+        """Learn from the tokens that were judged and from the clock, and decide anew."""
+        known = (state.rounds % PLAIN_TIMED > 0) & ~np.isnan(state.plain)
+        idle = (outcome.drafted == 0) & known
+        rounds = state.rounds + 1
+        if idle.all():  # a row at rest must cost no time either
+            return replace(state, rounds=rounds)
+        learn = (outcome.drafted > 0) & ~outcome.censored
+        clock = self.cost is None
+        new = replace(
+            state,
+            **(belief.judged(state, outcome, learn) if learn.any() else {}),
+            **(costs.timed(state, outcome, ~idle, self.slope is None) if clock else {}),
+        )
+        took, timed = costs.seconds(new, outcome, clock)
+        count = learn | ((outcome.drafted > 0) & timed)
+        new = self._decided(
+            replace(
+                new,
+                rounds=rounds,
+                tokens=np.where(count, FADE * new.tokens + outcome.accepted + 1, new.tokens),
+                seconds=np.where(count, FADE * new.seconds + took, new.seconds),
+                probed=np.where(learn, rounds, new.probed),
+            )
+        )
+        longer = np.minimum(2 * state.patience, LONGEST_REST)
+        patience = np.where(new.awake | state.awake, REST, longer)
+        return replace(new, patience=np.where(learn, patience, state.patience))
+
+    def _decided(self, state: AutoState) -> AutoState:
+        """The state with `price` and `awake` as the rest of it says."""
+        first, later = belief.typical(state)
+        more = np.arange(self.high)
+        tokens = 1 + first[:, None] * (1 - later[:, None] ** (more + 1)) / (1 - later[:, None])
+        each = state.step + state.slope * state.base
+        seconds = (state.base + state.step)[:, None] + more * each[:, None]
+        best = (np.arange(len(state)), (tokens / seconds).argmax(axis=1))
+        rate = (TRUST * tokens[best] + state.tokens) / (TRUST * seconds[best] + state.seconds)
+        untimed = np.isnan(state.plain)
+        awake = rate * np.where(untimed, HOPE * state.base, state.plain) > 1
+        rate = np.maximum(rate, 1 / np.where(untimed, state.base, state.plain))
+        return replace(state, price=rate * each, awake=awake)

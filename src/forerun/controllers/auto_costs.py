@@ -1,0 +1,118 @@
+"""What `auto` knows of the clock: seconds of a draft step and of a target pass, by width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.controllers.base import State
+from forerun.types import BoolArray, FloatArray, RoundOutcome
+
+RATIO = 5.0
+"""c until a round was timed."""
+SLOPE = 0.02
+"""v until widths were compared."""
+SLOPE_INFO = 20.0
+"""Weight of that start, in squared tokens of difference in width."""
+JUMP = 0.3
+"""Most by which two target passes are taken to differ for their widths: more is an outlier."""
+RECENT = 7
+"""Timings kept, whose median counts: outliers of a shared machine do not."""
+
+
+@dataclass(frozen=True)
+class CostState(State):
+    """Timings, and the costs they amount to."""
+
+    recent: FloatArray
+    """`(rows, 3, RECENT)` the newest timings, newest first, NaN where there are none: seconds of a
+    draft step, of a target pass with a draft (as if of one token), and of one without."""
+    newest: FloatArray
+    """`(rows, 2)` drafted tokens and seconds of the newest pass that judged a draft."""
+    slopes: FloatArray
+    """`(rows, 2)` sums `Σ Δw·Δv` and `Σ Δw²` over pairs of passes, for the slope."""
+    step: FloatArray
+    """`(rows,)` seconds of a draft step."""
+    base: FloatArray
+    """`(rows,)` seconds of a target pass that judges one token."""
+    slope: FloatArray
+    """`(rows,)` what each further token adds, as a share of `base`."""
+    plain: FloatArray
+    """`(rows,)` seconds of a target pass without a draft; NaN: there was none."""
+
+
+def unknown(rows: int, cost: float | None, slope: float | None) -> dict[str, Any]:
+    """The fields of `CostState` before anything was timed, in plain target passes."""
+    more = SLOPE if slope is None else slope
+    return {
+        "recent": np.full((rows, 3, RECENT), np.nan),
+        "newest": np.zeros((rows, 2)),
+        "slopes": np.tile([SLOPE_INFO * more, SLOPE_INFO], (rows, 1)),
+        "step": np.full(rows, 1 / (RATIO if cost is None else cost)),
+        "base": np.full(rows, 1.0 if cost is None else 1 + more),
+        "slope": np.full(rows, float(more)),
+        "plain": np.full(rows, np.nan if cost is None else 1.0),
+    }
+
+
+def timed(
+    state: CostState, outcome: RoundOutcome, rows: BoolArray, learn_slope: bool
+) -> dict[str, Any]:
+    """What a round's seconds change in some rows; nothing in rows without any (no clock)."""
+    zero = np.zeros(len(state))
+    verify, draft = zero + outcome.verify_seconds, zero + outcome.draft_seconds
+    if not verify.any():
+        return {}
+    width = outcome.drafted.astype(float)
+    told = rows & (verify > 0)
+    drafted = told & (width > 0)
+    slope, slopes = state.slope, state.slopes
+    if learn_slope:
+        before = state.newest[:, 1]
+        both = drafted & (before > 0)
+        wider = np.where(both, width - state.newest[:, 0], 0)
+        longer = verify / np.where(both, before, 1) - 1
+        longer = np.minimum(np.maximum(longer, -JUMP), JUMP)
+        slopes = slopes + np.array([wider * longer, wider * wider]).T
+        slope = np.minimum(np.maximum(slopes[:, 0] / slopes[:, 1], 0), 1)
+    newest = np.where(drafted[:, None], np.array([width, verify]).T, state.newest)
+    more = np.maximum(width, 1)
+    now = np.array([draft / more, verify / (1 + slope * (more - 1)), verify]).T
+    new = np.array([drafted, drafted, told & ~drafted]).T
+    recent = np.where(
+        new[:, :, None], np.concatenate([now[:, :, None], state.recent[:, :, :-1]], 2), state.recent
+    )
+    step, base, plain = _median(recent).T
+    base = np.where(np.isnan(base), np.where(np.isnan(plain), state.base, plain), base)
+    return {
+        "recent": recent,
+        "newest": newest,
+        "slopes": slopes,
+        "step": np.where(np.isnan(step), base / RATIO, step),
+        "base": base,
+        "slope": slope,
+        "plain": np.minimum(plain, base),  # more tokens never take less time: the rest is noise
+    }
+
+
+def seconds(state: CostState, outcome: RoundOutcome, clock: bool) -> tuple[FloatArray, BoolArray]:
+    """`(rows,)` what a round with a draft took, and whether it was timed or is only expected."""
+    zero = np.zeros(len(state))
+    verify, draft = zero + outcome.verify_seconds, zero + outcome.draft_seconds
+    timed = (verify > 0) & clock
+    expected = state.base * (1 + state.slope * (outcome.drafted - 1)) + outcome.drafted * state.step
+    return np.where(timed, draft + verify, expected), timed
+
+
+def _median(recent: FloatArray) -> FloatArray:
+    """`(rows, kinds)` the lower median of what is known; NaN if nothing is.
+
+    >>> _median(np.array([[[3.0, 90.0, np.nan], [np.nan, np.nan, np.nan]]]))
+    array([[ 3., nan]])
+    """
+    rising = np.sort(recent, axis=2)  # NaN last
+    known = (rising == rising).sum(axis=2)
+    middle: FloatArray = np.take_along_axis(rising, (np.maximum(known - 1, 0) // 2)[:, :, None], 2)
+    return middle[:, :, 0]

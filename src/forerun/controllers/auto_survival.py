@@ -1,0 +1,188 @@
+"""How likely `auto` takes drafted tokens, and the next one, to be kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.controllers.base import State
+from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+
+GREEDY = (-0.49, 1.25, 0.0, 1.23, 0.68, 0.12, 0.23)
+SAMPLED = (0.52, 0.0, 3.34, 0.97, 0.83, 0.17, 0.12)
+"""Log-odds before the row has said anything: constant, margin and chosen probability of a token
+that was drafted; the first token of a round, before it is; constant, newest margin and mean margin
+of the next one. `python -m benchmarks.auto_prior` made them."""
+PRIOR = np.array([GREEDY, SAMPLED])
+CAP = 8.0
+"""Margins beyond this say nothing more."""
+TYPICAL = 4.0
+"""A margin as drafts have it on average."""
+NEUTRAL = np.array([0.0, 1.0])
+"""Constant and slope of a row that is as expected."""
+SOFT = -2.0
+"""Log-odds, before anything was judged, that coins decide what is kept."""
+ONE, FRACTION, NEVER = -0.7, 20.0, -5.0
+"""What a probability of 1, between 0 and 1, or of 0 adds to them."""
+SCALE_INFO = (4.0, 10.0)
+"""Weight of the prior against the row's own constant and slope, in `Σ w`, `Σ w·z²`."""
+AHEAD_INFO = 4.0
+"""Likewise against the row's own constant for the next token."""
+FADE = 0.98
+"""Of what a row has seen, what still counts a round later."""
+USELESS = -4.0
+"""Log-odds, at first and at least, that a draft is of no use."""
+LEFT = 0.05
+"""What is kept of such a draft."""
+MOST, MOST_SOFT = 4.0, 10.0
+"""Largest corrections of log-odds."""
+LEAST_SCALE = np.array([-MOST, 0.25])
+"""Least constant and slope of a row: confidence never counts against itself."""
+
+
+@dataclass(frozen=True)
+class SurvivalState(State):
+    """What a row has taught, and the log-odds that follow from it."""
+
+    soft: FloatArray
+    """`(rows,)` log-odds that coins decide what is kept (the request samples)."""
+    scale: FloatArray
+    """`(rows, 2)` the row's constant and slope, `(0, 1)` at first."""
+    scale_info: FloatArray
+    """`(rows, 3)` what is known of them: `Σ w`, `Σ w·z`, `Σ w·z²`."""
+    ahead: FloatArray
+    """`(rows,)` the row's constant for tokens not yet drafted."""
+    ahead_info: FloatArray
+    """`(rows,)` what is known of it: `Σ w`."""
+    useless: FloatArray
+    """`(rows,)` log-odds that the draft is no use here."""
+    kept: FloatArray
+    """`(rows, 3)` log-odds in force of a drafted token: constant, per margin, per chosen."""
+    next: FloatArray
+    """`(rows, 4)` of the next token: of a first one; else constant, per newest, per mean margin."""
+
+
+def unseen(rows: int) -> dict[str, Any]:
+    """The fields of `SurvivalState` of new rows."""
+    soft, scale, ahead = np.full(rows, SOFT), np.tile(NEUTRAL, (rows, 1)), np.zeros(rows)
+    return {
+        "soft": soft,
+        "scale": scale,
+        "scale_info": np.zeros((rows, 3)),
+        "ahead": ahead,
+        "ahead_info": np.zeros(rows),
+        "useless": np.full(rows, USELESS),
+        **in_force(soft, scale, ahead)[1],
+    }
+
+
+def in_force(
+    soft: FloatArray, scale: FloatArray, ahead: FloatArray
+) -> tuple[FloatArray, dict[str, Any]]:
+    """The prior `(rows, 7)` between greedy and sampled, and the fields that follow from it."""
+    prior = PRIOR[0] + odds(soft)[:, None] * (PRIOR[1] - PRIOR[0])
+    kept = scale[:, 1:] * prior[:, :3]
+    kept[:, 0] += scale[:, 0]
+    coming = prior[:, 3:].copy()
+    coming[:, :2] += ahead[:, None]
+    return prior, {"kept": kept, "next": coming}
+
+
+def odds(x: FloatArray) -> FloatArray:
+    """Probability of log-odds."""
+    chance: FloatArray = 1 / (1 + np.exp(-x))
+    return chance
+
+
+def faded(state: SurvivalState, share: float) -> dict[str, Any]:
+    """What changes for the rows' next requests: they start from a share of the corrections."""
+    scale, ahead = NEUTRAL + share * (state.scale - NEUTRAL), share * state.ahead
+    return {
+        "scale": scale,
+        "scale_info": np.zeros_like(state.scale_info),
+        "ahead": ahead,
+        "ahead_info": np.zeros_like(state.ahead_info),
+        **in_force(state.soft, scale, ahead)[1],
+    }
+
+
+def typical(state: SurvivalState) -> tuple[FloatArray, FloatArray]:
+    """`(rows,)` probability of keeping the first token of a round, and any further one."""
+    ahead, useful = state.next, odds(-state.useless)
+    later = odds(ahead[:, 1] + TYPICAL * (ahead[:, 2] + ahead[:, 3]))
+    return useful * odds(ahead[:, 0]), useful * later
+
+
+def next_kept(state: SurvivalState, drafted: IntArray, signals: Signals) -> FloatArray:
+    """`(rows,)` probability that the drafted tokens are all kept, and the next one, too."""
+    if signals.logit_margin is None or signals.chosen is None:
+        blind: FloatArray = odds(state.next[:, 0]) ** (drafted + 1) * odds(-state.useless)
+        return blind
+    inside = np.arange(signals.chosen.shape[1]) < drafted[:, None]
+    margin = np.minimum(signals.logit_margin, CAP)
+    kept, ahead = state.kept, state.next
+    each = odds(kept[:, :1] + kept[:, 1:2] * margin + kept[:, 2:] * signals.chosen)
+    all_kept = np.where(inside, each, 1).prod(axis=1)
+    mean = np.where(inside, margin, 0).sum(axis=1) / np.maximum(drafted, 1)
+    more = odds(ahead[:, 1] + ahead[:, 2] * margin[:, -1] + ahead[:, 3] * mean)
+    chance: FloatArray = all_kept * more * odds(-state.useless)
+    return chance
+
+
+def judged(state: SurvivalState, outcome: RoundOutcome, learn: BoolArray) -> dict[str, Any]:
+    """What the judged tokens of a round change: the accepted ones and the first rejected one."""
+    count = np.where(learn, np.minimum(outcome.accepted + 1, outcome.drafted), 0)
+    hit = outcome.accept_prob
+    place = np.arange(hit.shape[1])
+    seen = place < count[:, None]
+    told = np.where(hit >= 1, ONE, np.where(hit > 0, FRACTION, NEVER))
+    soft = within(state.soft + (told * seen).sum(axis=1), -MOST_SOFT, MOST_SOFT)
+    prior, now = in_force(soft, state.scale, state.ahead)
+    fade = np.where(learn, FADE, 1)
+    coming, guess = now["next"], np.empty(hit.shape)
+    guess[:] = coming[:, :1]
+    scale, scale_info = state.scale, state.scale_info
+    if outcome.signals.logit_margin is not None and outcome.signals.chosen is not None:
+        margin = np.minimum(outcome.signals.logit_margin[:, : len(place)], CAP)
+        chosen = outcome.signals.chosen[:, : len(place)]
+        z = prior[:, :1] + prior[:, 1:2] * margin + prior[:, 2:3] * chosen
+        scale, scale_info = _scaled(state, z, hit, seen, fade)
+        mean = margin.cumsum(axis=1)[:, :-1] / place[1:]
+        guess[:, 1:] = coming[:, 1:2] + coming[:, 2:3] * margin[:, :-1] + coming[:, 3:] * mean
+    chance = odds(guess)
+    info = fade * state.ahead_info + (seen * chance * (1 - chance)).sum(axis=1)
+    turn = (seen * (hit - chance)).sum(axis=1) / (info + AHEAD_INFO)
+    ahead = within(state.ahead + turn, -MOST, MOST)
+    told = hit * np.log(LEFT / chance) + (1 - hit) * np.log((1 - LEFT) / (1 - chance))
+    return {
+        "soft": soft,
+        "scale": scale,
+        "scale_info": scale_info,
+        "ahead": ahead,
+        "ahead_info": info,
+        "useless": within(state.useless + (seen * told).sum(axis=1), USELESS, -USELESS),
+        **in_force(soft, scale, ahead)[1],
+    }
+
+
+def _scaled(
+    state: SurvivalState, z: FloatArray, hit: FloatArray, seen: BoolArray, fade: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """`scale` and `scale_info` after one Newton step of ridge logistic regression on z."""
+    chance = odds(state.scale[:, :1] + state.scale[:, 1:] * z)
+    weight, miss = seen * chance * (1 - chance), seen * (hit - chance)
+    slanted = weight * z
+    sums = np.array([weight.sum(axis=1), slanted.sum(axis=1), (slanted * z).sum(axis=1)]).T
+    info = fade[:, None] * state.scale_info + sums
+    a, b, c = info[:, 0] + SCALE_INFO[0], info[:, 1], info[:, 2] + SCALE_INFO[1]
+    first, second = miss.sum(axis=1), (miss * z).sum(axis=1)
+    turn = np.array([c * first - b * second, a * second - b * first]) / (a * c - b * b)
+    return np.minimum(np.maximum(state.scale + turn.T, LEAST_SCALE), MOST), info
+
+
+def within(x: FloatArray, low: float, high: float) -> FloatArray:
+    """Clipped; much faster than `np.clip` for a few rows."""
+    clipped: FloatArray = np.minimum(np.maximum(x, low), high)
+    return clipped
