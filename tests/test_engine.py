@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.controllers import CONTROLLERS
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers.base import State
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
@@ -20,14 +22,14 @@ from forerun.engine.results import Origin
 from forerun.errors import PromptError, SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
-from forerun.types import Stop
+from forerun.types import RoundOutcome, Stop
 
 SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
     "hf-threshold(dynamic=True)", "gammatune", "gammatune+", "gammatune+(keep=False)",
     "bounded(gammatune+,low=1,high=3)", "svip", "adaedl(keep=False)", "exllama-ema", "sglang-ema",
     "goodput", "bandit(policy=thompson)", "cm-asd", "cm-asd(two_pass=True)",
-    "bounded(cm-asd(two_pass=True),high=3)",
+    "bounded(cm-asd(two_pass=True),high=3)", "auto", "bounded(auto,high=3)",
 ]  # fmt: skip
 V = 7
 NEXT = torch.eye(V).roll(1, dims=1) * 9.0  # after t comes t + 1 (mod V)
@@ -146,6 +148,68 @@ def test_seeds() -> None:
     assert run([1], temperature=1.0, seed=unseeded.seed, max_new_tokens=40).tokens == (
         unseeded.tokens
     )
+
+
+@dataclass(frozen=True)
+class Counting(LengthController):
+    """Drafts as many tokens as requests came before; notes what the loop tells it."""
+
+    told: list[RoundOutcome] = field(default_factory=list, compare=False)
+
+    def start(self, rows: int) -> CountingState:
+        return CountingState(np.zeros(rows, np.int64), np.ones(rows, np.int64))
+
+    def renew(self, state: CountingState) -> CountingState:
+        return CountingState(np.zeros_like(state.rounds), state.before + 1)
+
+    def limit(self, state: CountingState) -> Any:
+        return state.before
+
+    def observe(self, state: CountingState, outcome: RoundOutcome) -> CountingState:
+        self.told.append(outcome)
+        return CountingState(state.rounds + 1, state.before)
+
+
+@dataclass(frozen=True)
+class CountingState(State):
+    before: Any
+
+
+def test_a_request_starts_from_the_newest_that_left() -> None:
+    script = chaotic(1)
+    made = Engine(ScriptedModel(script), ModelDrafter(ScriptedModel(script), V), max_rows=2)
+    counting = Counting()
+    for tokens in (4, 2, 9, 9):  # the third joins when the second has left
+        made.submit([1], Sampling(max_new_tokens=tokens), counting, RULES.make("exact"))
+    firsts: dict[int, int] = {}
+    for event in made.run():
+        firsts.setdefault(event.request, event.round.drafted)
+    assert firsts == {0: 1, 1: 1, 2: 2, 3: 2}
+    made.submit([1], Sampling(max_new_tokens=9), Counting(), RULES.make("exact"))
+    assert next(iter(made.run())).round.drafted == 3
+    # A batch drafts as long as its longest row.
+    assert max(o.draft_steps - o.drafted.max() for o in counting.told) == 0
+    assert all(o.draft_seconds > 0 for o in counting.told if o.drafted.any())
+
+
+def test_a_seed_makes_sampled_text_repeatable_whatever_came_before() -> None:
+    script = chaotic(1)
+    memory: Any = {}
+
+    def run(seed: int | None) -> list[int]:
+        made = Engine(
+            ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 2, 1.0)), V),
+            memory=memory,
+        )  # fmt: skip
+        how = Sampling(temperature=1.0, max_new_tokens=60, seed=seed)
+        made.submit([1], how, CONTROLLERS.make("auto"), RULES.make("standard"))
+        return [p.token for event in made.run() for p in event.pieces]
+
+    first = run(7)
+    for _ in range(3):
+        run(None)
+        assert run(7) == first
+    assert {c.cost for c in memory} == {None, 5.0}
 
 
 def test_requests_with_their_own_controller_rule_and_sampling_share_a_batch() -> None:

@@ -207,21 +207,22 @@ def test_a_draft_that_would_go_beyond_the_trace_is_cut_and_counted(scripted: Any
     }
 
 
-def test_one_stream_carries_the_state_on(scripted: Any) -> None:
+def test_requests_of_a_stream_start_from_the_one_before(scripted: Any) -> None:
     _, _, trace = scripted
     order = np.array([[0, 1, 2, 3], [3, 2, 1, 0]])
-    both = stream(trace, "gammatune(length=1)", CELL, order)
+    both = stream(trace, "auto", CELL, order)
     assert both.rounds.shape == order.shape
-    fresh = replay(trace, "gammatune(length=1)", CELL)
+    fresh = replay(trace, "auto", CELL)
     first = fresh.take(order[:, 0])
     assert both.take((slice(None), 0)).seconds.tolist() == first.seconds.tolist()
     assert both.drafted.tolist() != fresh.drafted[order].tolist()
     for row, one in zip(order, (both.take(0), both.take(1)), strict=True):
-        alone = stream(trace, "gammatune(length=1)", CELL, row)
+        alone = stream(trace, "auto", CELL, row)
         assert alone.seconds.tolist() == one.seconds.tolist()
-    # Without a memory it makes no difference.
-    forgetful = stream(trace, "svip", CELL, order)
-    assert forgetful.drafted.tolist() == replay(trace, "svip", CELL).drafted[order].tolist()
+    # These carry nothing on.
+    for spec in ("gammatune(length=1)", "svip", "auto(cost=4)"):
+        forgetful = stream(trace, spec, CELL, order)
+        assert forgetful.drafted.tolist() == replay(trace, spec, CELL).drafted[order].tolist()
 
 
 @pytest.mark.parametrize("order", [[], [[[0]]], [0.5], [-1], [99]])

@@ -17,6 +17,7 @@ from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
 from forerun.engine import Completion, Engine, Event, Sampling
+from forerun.engine.control import Memory
 from forerun.errors import SettingError, UnknownNameError
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
@@ -44,6 +45,7 @@ class Model:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.settings = settings or Settings()
         self.eos = _end_of_text(target, tokenizer)
+        self._memory: Memory = {}
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> Completion: ...
@@ -107,13 +109,15 @@ class Model:
         if rule is None:
             rule = self.settings.rule or DEFAULT_RULE
         length, keep = CONTROLLERS.make(controller), RULES.make(rule)
-        drafter = NoDraft().build(None, None) if plain else self.drafter
+        drafter = self.drafter
+        if plain:
+            drafter, length = NoDraft().build(None, None), CONTROLLERS.make("fixed(0)")
         if self.target.lengths:
             raise SettingError(
                 "a stream of this model is still running; finish or close it first, "
                 "or submit all requests to one forerun.engine.Engine"
             )
-        engine = Engine(self.target, drafter, self.tokenizer, self.eos, batch_size)
+        engine = Engine(self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory)
         for text, how in zip(prompts, samplings, strict=True):
             engine.submit(self.encode(text), how, length, keep)
         yield from engine.run()

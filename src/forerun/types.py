@@ -94,10 +94,12 @@ class RoundOutcome:
     """`(rows,)` values of `Stop`."""
     signals: Signals
     """Fields `(rows, K)`."""
-    draft_seconds: float = 0.0
-    """Wall time the batch spent drafting."""
-    verify_seconds: float = 0.0
-    """Wall time the batch spent in the target's forward pass."""
+    draft_seconds: float | FloatArray = 0.0
+    """Wall time the batch spent drafting, all of it; `(rows,)` in a replay."""
+    verify_seconds: float | FloatArray = 0.0
+    """Wall time the batch spent in the target's forward pass; `(rows,)` in a replay."""
+    draft_steps: int | IntArray = 0
+    """Steps the batch's drafter took, i.e. of the row that drafted most; `(rows,)` in a replay."""
 
     @property
     def full(self) -> BoolArray:
@@ -111,14 +113,18 @@ class RoundOutcome:
 
     def take(self, rows: IntArray) -> RoundOutcome:
         """The outcome of some rows only."""
+        shared = {
+            name: value[rows] if isinstance(value, np.ndarray) else value
+            for name in ("draft_seconds", "verify_seconds", "draft_steps")
+            for value in [getattr(self, name)]
+        }
         return RoundOutcome(
             self.drafted[rows],
             self.accepted[rows],
             self.accept_prob[rows],
             self.stopped_by[rows],
             self.signals.take(rows),
-            self.draft_seconds,
-            self.verify_seconds,
+            **shared,
         )
 
 

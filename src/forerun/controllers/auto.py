@@ -83,7 +83,8 @@ class Auto(LengthController):
 
     Args:
         cost: c, one target pass over one draft step, > 0, or none to measure it (the default).
-            Given, the clock is not read, which makes sampled texts repeatable.
+            Given, the clock is not read and nothing is carried from one request to the next, which
+            makes sampled texts repeatable; so it is for sampled requests with a seed.
         slope: v, what each further token to judge adds to a target pass, in target passes, ≥ 0, or
             none to measure it (0.02 if `cost` is given).
         high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
@@ -139,6 +140,8 @@ class Auto(LengthController):
 
     def renew(self, state: AutoState) -> AutoState:
         """State for the next sequences of the same rows: costs stay, corrections fade."""
+        if self.cost is not None:
+            return self.start(len(state))
         return self._decided(
             replace(
                 state,
@@ -149,6 +152,10 @@ class Auto(LengthController):
                 probed=state.probed - state.rounds,
             )
         )
+
+    def timeless(self, cost: float) -> Auto:
+        """With the cost given, unless it is already."""
+        return self if self.cost is not None else replace(self, cost=cost)
 
     def limit(self, state: AutoState) -> IntArray:
         """`(rows,)` the most tokens per round; 0 where plain decoding is faster."""

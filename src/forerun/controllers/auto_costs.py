@@ -79,7 +79,8 @@ def timed(
         slope = np.minimum(np.maximum(slopes[:, 0] / slopes[:, 1], 0), 1)
     newest = np.where(drafted[:, None], np.array([width, verify]).T, state.newest)
     more = np.maximum(width, 1)
-    now = np.array([draft / more, verify / (1 + slope * (more - 1)), verify]).T
+    steps = np.maximum(np.where(zero + outcome.draft_steps > 0, outcome.draft_steps, width), 1)
+    now = np.array([draft / steps, verify / (1 + slope * (more - 1)), verify]).T
     new = np.array([drafted, drafted, told & ~drafted]).T
     recent = np.where(
         new[:, :, None], np.concatenate([now[:, :, None], state.recent[:, :, :-1]], 2), state.recent

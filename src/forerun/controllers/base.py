@@ -61,6 +61,22 @@ class LengthController(ABC):
     def start(self, rows: int) -> Any:
         """State for `rows` new sequences."""
 
+    def renew(self, state: Any) -> Any:
+        """State for the next sequences of the same rows: what outlives a request, if anything.
+
+        The engine starts new requests from the newest one that left. Must not make what a request
+        drafts depend on others where the controller is repeatable (`timeless`).
+        """
+        return self.start(len(state))
+
+    def timeless(self, cost: float) -> LengthController:
+        """The same policy without a clock and without memory, for texts that must be repeatable.
+
+        How long a draft is decides how many random numbers a sampled request takes. `cost` is the
+        drafter's estimate of target passes over draft steps, from sizes alone.
+        """
+        return self
+
     @abstractmethod
     def limit(self, state: Any) -> IntArray:
         """`(rows,)` the most tokens to draft this round; 0 means plain decoding this round."""

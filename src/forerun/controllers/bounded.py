@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -76,6 +76,15 @@ class Bounded(LengthController):
         """The inner controller's state."""
         state: State = self.inner.start(rows)
         return state
+
+    def renew(self, state: Any) -> State:
+        """As the inner controller has it."""
+        new: State = self.inner.renew(state)
+        return new
+
+    def timeless(self, cost: float) -> LengthController:
+        """Likewise, with the same bounds."""
+        return replace(self, inner=self.inner.timeless(cost))
 
     def limit(self, state: Any) -> IntArray:
         """`(rows,)` the inner length, clipped."""

@@ -52,6 +52,10 @@ class Drafter(ABC):
         hidden states turned into logits; None from drafters that do not run the target's layers."""
         return None
 
+    def ratio(self, target: Any) -> float:
+        """Target passes over draft steps, > 0, by sizes alone: an estimate that never changes."""
+        return 100.0  # no model: next to nothing
+
     @abstractmethod
     def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
         """Propose the next token of each row.

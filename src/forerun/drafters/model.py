@@ -34,6 +34,11 @@ class ModelDrafter(Drafter):
         """Wall time in the draft model's forward passes."""
         return self.rows.seconds
 
+    def ratio(self, target: Any) -> float:
+        """Weights that a pass of the target reads over those of a pass of the draft."""
+        sizes = [_weights(getattr(m, "model", None)) for m in (target, self.rows)]
+        return sizes[0] / sizes[1] if all(sizes) else 5.0
+
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
         """Prefill. A prompt the draft cannot hold gets an empty row (it decodes plainly)."""
         self.rows.join([p if len(p) <= self.limit else p[:1] for p in prompts], room)
@@ -57,6 +62,15 @@ class ModelDrafter(Drafter):
         elif width < self._vocab:
             logits = torch.nn.functional.pad(logits, (0, self._vocab - width), value=-torch.inf)
         return Proposal(logits=logits)
+
+
+def _weights(model: Any) -> int:
+    """Parameters but for a table of embeddings, of which a pass reads a row; 0 if unknown."""
+    if model is None:
+        return 0
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    every = sum(p.numel() for p in model.parameters())
+    return every if table is head else every - table.numel()
 
 
 @dataclass(frozen=True)

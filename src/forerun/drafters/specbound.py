@@ -61,6 +61,10 @@ class SpecBoundDrafter(Drafter):
         """Layer passes and exit projections per row."""
         return self.rows.counts
 
+    def ratio(self, target: Any) -> float:
+        """Layers of the target over those a draft may reach."""
+        return self.rows.access.layers / self.layers[-1]
+
     def rollback(self, row: int, length: int) -> None:
         """Drop the states of what was rejected."""
         self.rows.rollback(row, length)

@@ -19,10 +19,19 @@ class _Group:
     rows: IntArray  # engine rows, in the order of the state's rows; rising
 
 
-class Control:
-    """Asks each row's controller, one call per distinct controller."""
+Memory = dict[LengthController, Any]
+"""Per controller the state, of one row, of the newest request that left; see `renew`."""
 
-    def __init__(self) -> None:
+
+class Control:
+    """Asks each row's controller, one call per distinct controller.
+
+    Args:
+        memory: of requests before; kept up to date.
+    """
+
+    def __init__(self, memory: Memory | None = None) -> None:
+        self._memory = {} if memory is None else memory
         self._groups: list[_Group] = []
         self._rows = 0
 
@@ -30,17 +39,22 @@ class Control:
         """Add a row at the end."""
         row = np.array([self._rows])
         self._rows += 1
+        past = self._memory.get(controller)
+        state = controller.start(1) if past is None else controller.renew(past)
         for group in self._groups:
             if group.controller == controller:
-                group.state = group.state.join(controller.start(1))
+                group.state = group.state.join(state)
                 group.rows = np.concatenate([group.rows, row])
                 return
-        self._groups.append(_Group(controller, controller.start(1), row))
+        self._groups.append(_Group(controller, state, row))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         place = {row: i for i, row in enumerate(rows)}
         for group in self._groups:
+            gone = [i for i, r in enumerate(group.rows) if int(r) not in place]
+            if gone and type(group.controller).renew is not LengthController.renew:
+                self._memory[group.controller] = group.state.take(np.array(gone[-1:]))
             moved = sorted((place[int(r)], i) for i, r in enumerate(group.rows) if int(r) in place)
             group.rows = np.array([new for new, _ in moved], dtype=np.int64)
             group.state = group.state.take(np.array([i for _, i in moved], dtype=np.int64))

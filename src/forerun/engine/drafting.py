@@ -44,6 +44,8 @@ class Drafted:
     """Per step `(rows, ranks)` most likely tokens, where rules read them."""
     seen: list[dict[str, FloatArray]] = field(default_factory=list)
     """Per step what controllers read, `(rows,)` each."""
+    steps: int = 0
+    """Steps the drafter took, a preview's included."""
 
     @property
     def lengths(self) -> IntArray:
@@ -79,7 +81,9 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
         return out
     for at in np.flatnonzero(previews).tolist():
         drafter.rollback(at, len(rows[at].context) - 1)  # the next step feeds the last token
-    return _run(rows, drafter, control, sampler, np.minimum(planned, limits), stopped)
+    anew = _run(rows, drafter, control, sampler, np.minimum(planned, limits), stopped)
+    anew.steps += out.steps
+    return anew
 
 
 def _run(
@@ -100,6 +104,7 @@ def _run(
     )
     while active.any():
         tokens, ended = _next(rows, drafter, wanted, sampler, out, active)
+        out.steps += 1
         for i in np.flatnonzero(active):
             if tokens[i] < 0:
                 why = ended[i]

@@ -12,7 +12,7 @@ import torch
 
 from forerun.controllers.base import LengthController
 from forerun.drafters.base import Drafter
-from forerun.engine.control import Control
+from forerun.engine.control import Control, Memory
 from forerun.engine.drafting import Drafted, draft
 from forerun.engine.judging import judge
 from forerun.engine.results import Completion, Event, FinishReason, Piece, Round
@@ -36,6 +36,7 @@ class Engine:
         tokenizer: for text and stop strings; None works on token ids alone.
         eos: the model's end-of-text ids.
         max_rows: requests decoded together; more wait their turn.
+        memory: what controllers carry from request to request, to share it among engines.
     """
 
     def __init__(
@@ -45,13 +46,15 @@ class Engine:
         tokenizer: Any = None,
         eos: frozenset[int] = frozenset(),
         max_rows: int = 16,
+        memory: Memory | None = None,
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self._eos, self._max_rows = eos, max_rows
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
-        self._control = Control()
+        self._memory: Memory = {} if memory is None else memory
+        self._control = Control(self._memory)
         self._sampler = Sampler([], [])
         self._ids = itertools.count()
 
@@ -90,6 +93,8 @@ class Engine:
                 f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
                 "none; use a draft model, or rule 'standard'"
             )
+        if sampling.seed is not None and not sampling.greedy:  # the same seed, the same text
+            controller = controller.timeless(self.drafter.ratio(self.target))
         seed = np.random.SeedSequence().entropy if sampling.seed is None else sampling.seed
         assert isinstance(seed, int)
         seed %= 1 << 63
@@ -143,6 +148,7 @@ class Engine:
         counts_before = list(self.drafter.counts or ())
 
         drafted = draft(self._rows, self.drafter, self._control, self._sampler)
+        drafting = time.perf_counter() - began
         logits = self._verify(drafted)
         verdict = judge(self._rows, drafted, logits, self._sampler)
         accepted: list[int] = verdict.accepted.tolist()
@@ -161,11 +167,13 @@ class Engine:
             accept_prob=verdict.accept_prob.double().cpu().numpy(),
             stopped_by=drafted.stopped_by,
             signals=drafted.signals,
-            draft_seconds=self.drafter.seconds - drafter_before,
+            draft_seconds=drafting,
             verify_seconds=self.target.seconds - target_before,
+            draft_steps=drafted.steps,
         )
         self._control.observe(outcome)
-        return self._report(drafted, outcome, committed, drift, counts, began)
+        forward = self.drafter.seconds - drafter_before, self.target.seconds - target_before
+        return self._report(drafted, outcome, committed, drift, counts, forward, began)
 
     def _admit(self) -> None:
         """Let waiting requests join: prefill both models up to the last prompt token."""
@@ -197,7 +205,7 @@ class Engine:
     def _clear(self) -> None:
         """Drop everything, also what an error in the middle of a round or a join left behind."""
         self._waiting.clear()
-        self._rows, self._control = [], Control()
+        self._rows, self._control = [], Control(self._memory)
         self.target.keep([])
         self.drafter.keep([])
         self._refresh()
@@ -249,21 +257,22 @@ class Engine:
         committed: Committed,
         drift: list[list[float] | None],
         counts: list[tuple[int, int]],
+        forward: tuple[float, float],
         began: float,
     ) -> list[Event]:
         """Let finished rows leave; one event per row."""
         rows, events = self._rows, []
         self._keep([i for i, (_, reason) in enumerate(committed) if reason is None])
         now = time.perf_counter()
-        other = now - began - outcome.draft_seconds - outcome.verify_seconds
+        other = now - began - sum(forward)
         for i, (row, (pieces, reason)) in enumerate(zip(rows, committed, strict=True)):
             round_ = Round(
                 drafted=int(outcome.drafted[i]),
                 accepted=int(outcome.accepted[i]),
                 committed=len(pieces),
                 stopped_by=Stop(int(outcome.stopped_by[i])),
-                draft_seconds=outcome.draft_seconds,
-                verify_seconds=outcome.verify_seconds,
+                draft_seconds=forward[0],
+                verify_seconds=forward[1],
                 other_seconds=other,
                 drift=drift[i],
                 layer_passes=counts[i][0] if counts else None,

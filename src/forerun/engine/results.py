@@ -172,7 +172,8 @@ class Completion:
     stats: Stats
     pieces: list[Piece]
     seed: int
-    """Of the request's random stream; the same seed gives the same text."""
+    """Of the request's random stream. A request that asks for a seed gets the same text each time;
+    one that does not may be drafted by the clock, which takes other random numbers."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape of one completion."""

@@ -108,7 +108,10 @@ def stream(
     order: ArrayLike,
     watch: Watch | None = None,
 ) -> Replay:
-    """The prompts as one long request: one state goes on from each prompt to the next.
+    """The prompts as requests of one engine, one after another: each starts from the one before.
+
+    A controller that carries nothing from request to request (`LengthController.renew`) does in
+    each what it does in `replay`.
 
     Args:
         trace: the texts.
@@ -236,6 +239,7 @@ def _serve(
             drafted.stopped_by,
             said,
             *clock,
+            draft_steps=drafted.steps,
         )
         state = controller.observe(state, outcome)
         seconds = clock[0] + clock[1] + cell.fixed
@@ -254,7 +258,12 @@ def _serve(
         stay = np.flatnonzero(place < order.shape[1])
         if len(stay) < len(row):
             row, place, at, state = row[stay], place[stay], at[stay], state.take(stay)
+            over = over[stay]
         prompt = order[row, place]
+        if (new := np.flatnonzero(over)).size:
+            index = np.arange(len(row))
+            index[new] = len(row) + np.arange(len(new))
+            state = state.join(controller.renew(state.take(new))).take(index)
     sizes = trace.sizes[order]
     plain = cell.plain * sizes.astype(np.float64)
     return Replay(committed=sizes, seconds=spent, plain_seconds=plain, **count)
