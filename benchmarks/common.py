@@ -36,8 +36,7 @@ class Task:
     repetition_penalty: float = 1.0
 
 
-PENALTY = {"stories": 1.2}
-"""Decoded greedily without one, a small model's stories fall into loops that any draft predicts."""
+PENALTY = zoo.PENALTY
 
 
 def tasks(model: forerun.Model, split: str, per_family: int, cap: int = 64) -> list[Task]:

@@ -58,7 +58,12 @@ def variants(tuned: dict[str, Any], lens: dict[str, Any]) -> dict[str, str]:
     return {
         "SpecBound, light heads": spec(**tuned),
         "SpecBound, logit lens": spec(exits="", **lens),
-        "without ACT": spec(**{**tuned, "anneal": 0.0}),
+        # The sweep may have switched annealing off already: then the ablation is to switch it on.
+        **(
+            {"without ACT": spec(**{**tuned, "anneal": 0.0})}
+            if tuned["anneal"]
+            else {"with ACT, a = 0.5": spec(**{**tuned, "anneal": 0.5})}
+        ),
         "without depth bound": spec(**{**tuned, **loose}),
         "without width bound": spec(**{**tuned, "width": LONG}),
         "AdaDecode-like": spec(**{**tuned, **loose, "anneal": 0.0, "width": LONG}),
@@ -80,7 +85,7 @@ class Run:
 def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     """Measure and write `specbound.json`, its tables and plots."""
     plain = forerun.load(draft="none", dtype="float32")
-    tuned, lens = zoo_settings(), lens_settings()
+    tuned, lens, sampled = zoo_settings(), swept("lens"), swept("sampled")
     models = {
         name: forerun.load(draft=spec, dtype="float32")
         for name, spec in variants(tuned, lens).items()
@@ -95,32 +100,46 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
 
     for method in methods:
         one(work[0], method)
-    results: dict[str, Any] = {"settings": {"light": tuned, "lens": lens}, "greedy": {}}
+    results: dict[str, Any] = {
+        "settings": {"light": tuned, "lens": lens, "sampled": sampled}, "greedy": {}
+    }  # fmt: skip
     runs = interleaved(work, methods, one, "greedy")
     found = {m: [r[i] for r in runs] for i, m in enumerate(methods)}
     for method in methods:
         base = "transformers" if method.startswith("transformers") else "plain"
         results["greedy"][method] = cells(work, found[base], found[method], found["plain"])
     light = "SpecBound, light heads"
+    specs = variants(sampled, lens)
+    models["sampled"] = forerun.load(draft=specs[light], dtype="float32")
     results["latency"] = {m: latency(found[m]) for m in ("plain", light)}
     results["per prompt"] = [
         a.seconds / b.seconds for a, b in zip(found["plain"], found[light], strict=True)
     ]
-    results["counts"] = {m: counted(found[m], model) for m, model in models.items()}
+    results["counts"] = {m: counted(found[m], models[m]) for m in variants(tuned, lens)}
     results["modes"] = {}
     few = tasks(plain, "test", mode_prompts, tokens)
     for mode, how in MODES.items():
-        pair = interleaved(few, ["plain", light], lambda t, m, how=how: one(t, m, **how), mode)
+        pair = interleaved(
+            few,
+            ["plain", "sampled" if how else light],
+            lambda t, m, how=how: one(t, m, **how),
+            mode,
+        )
         results["modes"][mode] = cells(few, [p[0] for p in pair], [p[1] for p in pair])
     made = provenance(plain, prompts=prompts, tokens=tokens, mode_prompts=mode_prompts)
     save("specbound", made, results, text(results, len(work), plain))
     plots(results)
 
 
+SEARCHES: tuple[tuple[str, list[str]], ...] = (
+    ("light", []), ("lens", ["--exits", ""]), ("sampled", ["--temperature", "1"])
+)  # fmt: skip
+
+
 def sweep(limit: int, budget: int) -> None:
     """`forerun sweep specbound` on validation text, with light heads and with the logit lens."""
     found: dict[str, Any] = {}
-    for name, exits in (("light", []), ("lens", ["--exits", ""])):
+    for name, exits in SEARCHES:
         with redirect_stdout(StringIO()) as out:
             argv = ["sweep", "specbound", *exits, "--limit", str(limit), "--budget", str(budget)]
             if cli([*argv, "--dtype", "float32", "--json"]):
@@ -129,7 +148,7 @@ def sweep(limit: int, budget: int) -> None:
         about = found[name]["about"]
         found[name]["settings"] = about.pop("settings")
         about.pop("exits")
-    names = {"light": "light heads", "lens": "logit lens"}
+    names = {"light": "light heads", "lens": "logit lens", "sampled": "light heads, T = 1"}
     best = [
         [names[n], f"`{d['settings']}`", f"{d['about']['predicted']:.2f}",
          show(d["confirmed"][0]["speedup"]), f"{d['confirmed'][0]['tokens_per_round']:.2f}",
@@ -182,10 +201,10 @@ def zoo_settings() -> dict[str, Any]:
     return dict(found["settings"])
 
 
-def lens_settings() -> dict[str, Any]:
-    """The best found for the logit lens on validation text (`forerun sweep specbound`)."""
+def swept(name: str) -> dict[str, Any]:
+    """The best that `specbound-sweep` found on validation text."""
     path = RESULTS / "specbound-sweep.json"
-    return dict(json.loads(path.read_text())["results"]["lens"]["settings"])
+    return dict(json.loads(path.read_text())["results"][name]["settings"])
 
 
 def ours(model: forerun.Model, task: Task, **sampling: float) -> Run:
@@ -345,7 +364,8 @@ def text(results: dict[str, Any], work: int, plain: forerun.Model) -> str:
             "Outputs identical to plain decoding: "
             + ", ".join(f"{n} {greedy[n]['all']['identical']}/{work}"
                         for n in names if n != "plain") + ".",
-            "With light heads, by decoding mode:",
+            "With light heads, by decoding mode; sampled ones with "
+            f"`{results['settings']['sampled']}`:",
             table(["mode", *families, "compression"],
                   [[m, *[show(c[f]) for f in families], f"{c['all']['compression']:.2f}"]
                    for m, c in results["modes"].items()]),
