@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from benchmarks import (
     overhead,
     plain,
     rules,
+    shares,
     specbound,
     speedup,
     starting_lengths,
@@ -53,6 +55,12 @@ def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device:
 def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Share of a round spent outside model forwards, and the cost of one forward by width."""
     overhead.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("shares")
+def _shares(val: Path, test: Path, costs: Path, name: str = "greedy", budget: int = 60):
+    """Share of the bounds of every controller, by replay (traces of `forerun record`)."""
+    shares.main(val, test, costs, budget, name)
 
 
 @app.command("specbound")

@@ -26,7 +26,7 @@ from forerun.runtime.base import Runtime
 from forerun.runtime.load import resolve_device
 from forerun.settings import Settings, resolve
 
-DEFAULT_CONTROLLER = "gammatune+"
+DEFAULT_CONTROLLER = "auto"
 DEFAULT_RULE = "standard"
 
 Prompt = str | Sequence[int]
@@ -87,7 +87,7 @@ class Model:
         Args:
             prompt: text, token ids, or a list of either.
             controller: how far to run ahead: a spec like ``"gammatune(eta=0.3)"`` or an object.
-                None is that of the settings the model was loaded with, or else `gammatune+`.
+                None is that of the settings the model was loaded with, or else `auto`.
             rule: what to keep, likewise; None is that of the settings, or else `standard`.
             sampling: one for all prompts or one per prompt; or give its fields as keywords
                 (`temperature`, `max_new_tokens`, `seed`, `stop`, ...).

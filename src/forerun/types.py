@@ -97,7 +97,8 @@ class RoundOutcome:
     draft_seconds: float | FloatArray = 0.0
     """Wall time the batch spent drafting, all of it; `(rows,)` in a replay."""
     verify_seconds: float | FloatArray = 0.0
-    """Wall time the batch spent in the target's forward pass; `(rows,)` in a replay."""
+    """Wall time of the rest of the batch's round: the target's pass, judging, and the engine's own
+    work; `(rows,)` in a replay."""
     draft_steps: int | IntArray = 0
     """Steps the batch's drafter took, i.e. of the row that drafted most; `(rows,)` in a replay."""
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from forerun.cli.audit import summary
-from forerun.cli.prompts import find_prompts, read_prompts
+from forerun.cli.prompts import find_prompts, seeded, tokenise
 from forerun.errors import PromptError, SettingError, UnknownNameError
-from forerun.zoo import families
+from forerun.zoo import PENALTY, families
 from forerun.zoo import prompts as shipped
 
 
@@ -163,7 +163,7 @@ def test_a_peer_wants_settings_it_knows(audit, tmp_path):
 
 
 def test_the_shipped_pair(forerun):
-    argv = ["--split", "val", "--limit", "6", "--max-new-tokens", "8", "--device", "cpu"]
+    argv = ["--split", "val", "--limit", "1", "--max-new-tokens", "8", "--device", "cpu"]
     result = forerun("audit", *argv, "--prompts", "builtin:all", "--batch-size", "3", "--json")
     assert result.code == 0
     assert result.json["compared"] == 18
@@ -178,33 +178,58 @@ def test_summary_of_nothing():
 
 
 def test_shipped_prompts_come_in_turns_and_capped():
-    found = find_prompts("builtin:all", "val", 8, 20)
-    assert [f.family for f in found] == [*families(), *families()[:2]]
-    assert found == find_prompts("builtin", "val", 8, 20)
+    found = find_prompts("builtin:all", "val", 2, 20)
+    assert [f.family for f in found] == [*families(), *families()]
+    assert found == find_prompts("builtin", "val", 2, 20)
     assert [f.id for f in found[:6]] == [shipped(f, "val")[0].id for f in families()]
     own = {p.id: p for f in families() for p in shipped(f, "val")}
     for f in found:
-        limit = own[f.id].max_new_tokens
-        assert f.request.settings["max_new_tokens"] == min(20, limit)
-        penalty = 1.2 if f.family == "stories" else 1.0
-        assert f.request.settings["repetition_penalty"] == penalty
+        expected = {"max_new_tokens": min(20, own[f.id].max_new_tokens)}
+        if f.family == "stories":
+            expected["repetition_penalty"] = PENALTY["stories"]
+        assert f.request.settings == expected
     everything = find_prompts("builtin:chat", "test")
     assert [f.id for f in everything] == [p.id for p in shipped("chat", "test")]
     assert everything[0].request.settings["max_new_tokens"] == own["chat-val-000"].max_new_tokens
+
+
+def test_shipped_prompts_without_penalties():
+    found = find_prompts("builtin", "val", penalised=False)
+    known = {p.id: p for f in families() for p in shipped(f, "val")}
+    assert {f.id for f in found} == known.keys()
+    for f in found:
+        assert f.request.settings == {"max_new_tokens": known[f.id].max_new_tokens}
+
+
+def test_limit_is_per_family_and_of_a_file(prompts):
+    from collections import Counter
+
+    for limit in (1, 3):
+        found = find_prompts("builtin:all", "test", limit)
+        assert Counter(f.family for f in found) == dict.fromkeys(families(), limit)
+        assert len(find_prompts("builtin:chat", "test", limit)) == limit
+        assert len(find_prompts(prompts, "test", limit)) == limit
+
+
+def test_seeds_of_prompts(tmp_path):
+    path = tmp_path / "seeds.jsonl"
+    path.write_text('"a"\n{"prompt": "b", "seed": 1}\n"c"\n')
+    found = seeded(find_prompts(str(path)), 5)
+    assert [f.request.settings["seed"] for f in found] == [5, 1, 7]
 
 
 def test_prompts_of_a_file(pair, prompts):
     import forerun
 
     model = forerun.load(pair.target, pair.draft, device="cpu")
-    rows = read_prompts(prompts, model, cap=8)
+    rows = tokenise(model, find_prompts(prompts, cap=8))
     assert [(r.family, r.id, r.max_new_tokens) for r in rows] == [
         ("mine", "line 1", 8), ("mine", "line 3", 3), ("mine", "line 4", 8),
     ]  # fmt: skip
     assert [r.repetition_penalty for r in rows] == [1.0, 1.0, 1.3]
     assert rows[0].ids == model.encode("Hello there")
     assert rows[2].ids == [5, 6, 7]
-    assert read_prompts(prompts, model, limit=1)[0].max_new_tokens == 128
+    assert tokenise(model, find_prompts(prompts, limit=1))[0].max_new_tokens == 128
 
 
 def test_prompts_that_cannot_be_read(pair, tmp_path):
@@ -220,4 +245,4 @@ def test_prompts_that_cannot_be_read(pair, tmp_path):
     ):
         path.write_text(line + "\n")
         with pytest.raises(kind, match=words):
-            read_prompts(str(path), model, cap=4)
+            tokenise(model, find_prompts(str(path), cap=4))

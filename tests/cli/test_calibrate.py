@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from forerun import zoo
-from forerun.cli.calibrate import read_data
 from forerun.rules import RULES
 
 
@@ -181,19 +179,18 @@ def test_help(forerun):
     assert "--target-only" in forerun("calibrate", "easd", "--help").out
 
 
-def test_builtin_prompts_are_never_those_for_testing():
-    requests = read_data("builtin", None, None)
-    known = {p.prompt: p for f in zoo.families() for p in zoo.prompts(f, "val")}
-    assert len(requests) == sum(len(zoo.prompts(f, "val")) for f in zoo.families())
-    for request in requests:
-        assert request.settings == {"max_new_tokens": known[request.prompt].max_new_tokens}
-    tested = {p.prompt for f in zoo.families() for p in zoo.prompts(f, "test")}
-    assert not tested & {request.prompt for request in requests}
-    few = read_data("builtin", 20, 6)
-    assert [r.prompt for r in few] == [zoo.prompts(f, "val", 1)[0].prompt for f in zoo.families()]
-    assert few[0].settings == {"max_new_tokens": 20}
-    chat = read_data("builtin:chat", None, 3)
-    assert [r.prompt for r in chat] == [p.prompt for p in zoo.prompts("chat", "val", 3)]
+def test_builtin_prompts_are_never_those_for_testing(forerun, monkeypatch):
+    from forerun.cli import prompts
+
+    asked = []
+
+    def found(text, split, *rest, penalised):
+        asked.append((text, split, penalised))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prompts, "find_prompts", found)
+    assert forerun("calibrate", "easd").code == 130
+    assert asked == [("builtin:all", "val", False)]
 
 
 def test_the_shipped_pair(forerun):

@@ -74,7 +74,7 @@ def test_seed_repeats(generate):
     assert first.json["completions"][0]["tokens"] == second.json["completions"][0]["tokens"]
 
 
-@pytest.mark.parametrize(("near_tie", "code"), [(True, 0), (False, 1), (None, 0)])
+@pytest.mark.parametrize(("near_tie", "code"), [(True, 0), (False, 1)])
 def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
     from forerun.cli import compare
 
@@ -97,6 +97,7 @@ def test_audit_is_asked(pair):
     from forerun.cli.compare import _differences
     from forerun.cli.inputs import Row
     from forerun.cli.run import load_job
+    from forerun.lab import audit
 
     job = load_job(pair.target, "none", "fixed", "standard", device="cpu")
     row = Row("ab", [3, 4], Sampling())
@@ -105,7 +106,12 @@ def test_audit_is_asked(pair):
     assert told.near_tie is False
     biased = Row("ab", [3, 4], Sampling(presence_penalty=1))
     [told] = _differences(job, [biased], [[1, 2, 3]], [[1, 2, 200]])
-    assert told.near_tie is None
+    assert (told.position, told.near_tie) == (2, False)
+    # Far apart by the raw logits, tied with the bias: the request's own settings are judged.
+    logits = audit._logits(job.model.target, [3, 4, 1, 2], 1, 1)
+    tie = Sampling(logit_bias={3: 100 - float(logits[3]), 200: 100 - float(logits[200])})
+    [told] = _differences(job, [Row("ab", [3, 4], tie)], [[1, 2, 3]], [[1, 2, 200]])
+    assert told.near_tie is True
 
 
 def test_rounds(generate):

@@ -139,15 +139,18 @@ def test_interrupted_it_keeps_the_best_so_far(run, prompts, tmp_path, monkeypatc
     assert kept["draft"].startswith("specbound(")
 
 
-def test_shipped_prompts_are_the_validation_ones_in_turns():
-    from forerun import zoo
+def test_shipped_prompts_are_the_validation_ones(run, monkeypatch):
+    from forerun.cli import prompts
 
-    chosen = sweep.read_prompts("builtin:all", 2)
-    assert len(chosen) == 2 * len(zoo.families())
-    ids = {p.id for f in zoo.families() for p in zoo.prompts(f, "val", limit=2)}
-    assert {r.where for r in chosen} == ids
-    first = [r.where for r in chosen[: len(zoo.families())]]
-    assert first == [zoo.prompts(f, "val", limit=1)[0].id for f in zoo.families()]
-    assert [r.where for r in sweep.read_prompts("builtin:chat", 3)] == [
-        p.id for p in zoo.prompts("chat", "val", limit=3)
-    ]
+    asked = []
+
+    def found(*args):
+        asked.append(args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prompts, "find_prompts", found)
+    for argv in ((), ("--prompts", "file"), ("--prompts", "file", "--limit", "7")):
+        assert run(*argv, target=False)[0] == 130
+    assert asked == [
+        ("builtin:all", "val", 5, 48), ("file", "val", 30, 48), ("file", "val", 7, 48),
+    ]  # fmt: skip

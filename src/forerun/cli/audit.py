@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.console import note, one_line, stderr, stdout
-from forerun.errors import ModelError, SettingError, UnknownNameError, require
+from forerun.cli import options
+from forerun.cli.console import note, one_line, stderr, stdout, table
+from forerun.cli.options import SPECULATION, option
+from forerun.cli.progress import progress
+from forerun.cli.report import print_json
+from forerun.errors import ModelError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from forerun import Model
     from forerun.cli.prompts import LabPrompt
     from forerun.cli.run import Job
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 PEERS = ("transformers",)
-FEW = 60
-"""Shipped prompts compared when nobody said which."""
+FEW = 10
+"""Shipped prompts of each family compared when nobody said which."""
 AROUND = 16
 """Tokens of common text shown before a difference."""
 ONWARD = 4
@@ -36,105 +35,54 @@ COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}
 
 
 def audit(
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH",
-            help="A folder or a Hugging Face id. Default: the shipped one.",
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH|SPEC",
-            help="Who runs ahead: a smaller model, or a drafter like lookup(n=3). Default: the "
-            "shipped draft for the shipped target, lookup for others.",
-        ),
-    ] = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
     prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|builtin:FAMILY|builtin:all",
-            help="A file as for generate --prompt-file (- reads stdin), or shipped prompts. "
-            f"Default for the shipped target: {FEW} of builtin:all.",
-        ),
+        str | None, options.prompts("Default for the shipped target: builtin.")
     ] = None,
-    split: Annotated[
-        str, typer.Option(metavar="test|val", help="Which of the shipped prompts.")
-    ] = "test",
+    split: options.Split = "test",
     limit: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Only the first N prompts, all families in turn."),
+        int | None, options.limit(f"Default: all, or without --prompts {FEW}.")
     ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Most tokens per prompt. Default: as the prompt says, or 128."
-        ),
-    ] = None,
-    controller: Annotated[
-        str,
-        typer.Option(metavar="SPEC", help="How far to run ahead, like gammatune(eta=0.3)."),
-    ] = "gammatune+",
+    max_new_tokens: options.OwnMaxNewTokens = None,
+    controller: options.Controller = None,
     rule: Annotated[
-        str, typer.Option(metavar="SPEC", help="What to keep; a lossless rule.")
+        str, option("SPEC", "What to keep; a lossless rule.", panel=SPECULATION)
     ] = "standard",
     batch_size: Annotated[
         int,
-        typer.Option(
-            metavar="B",
-            help="Also compare ragged batches of B prompts with each prompt alone; 1 does not.",
+        option(
+            "B",
+            "Also compare ragged batches of B prompts with each prompt alone; 1 does not.",
         ),
     ] = 8,
     peer: Annotated[
         str | None,
-        typer.Option(
-            metavar="transformers",
-            help="Also compare generate of transformers, plain and assisted by the draft.",
+        option(
+            "transformers",
+            "Also compare generate of transformers, plain and assisted by the draft.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print one JSON document and nothing else."),
-    ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ... Default: a GPU if any."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T",
-            help="auto, float32, bfloat16 or float16. Default: as the model was saved.",
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", metavar="", help="Run code that comes with a checkpoint."
-        ),
-    ] = False,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compare speculative with plain greedy decoding, token by token.
 
     At each first difference the logits are recomputed in several shapes: it is a floating-point
     near-tie, or a bug. The exit code is 1 if there is a bug.
     """
-    if prompts is None:
-        if target is not None:
-            raise SettingError(
-                "no prompts; give --prompts FILE with prompts of your task, or "
-                "--prompts builtin:all"
-            )
-        prompts, limit = "builtin:all", limit or FEW
     if peer is not None and peer not in PEERS:
         raise UnknownNameError.among("peer", peer, PEERS)
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
 
-    from forerun.cli.prompts import find_prompts, tokenise
+    from forerun.cli.prompts import find_prompts, given_or_shipped, tokenise
     from forerun.cli.run import load_job
 
-    found = find_prompts(prompts, split, limit, max_new_tokens)
+    where = given_or_shipped(prompts, target)
+    limit = FEW if prompts is None and limit is None else limit
+    found = find_prompts(where, split, limit, max_new_tokens)
 
     from forerun.lab import audit as lab
 
@@ -164,17 +112,17 @@ def audit(
     done: list[Comparison] = []
     interrupted = False
     try:
-        with _progress(len(rows) * len(planned)) as advance:
+        with progress("comparing", len(rows) * len(planned), "texts") as tell:
             for comparison in run:
                 done.append(comparison)
-                advance()
+                tell("comparing", len(done))
     except KeyboardInterrupt:
         interrupted = True
         note(stderr(), "interrupted; this is what was compared")
     if as_json:
-        settings = {"prompts": prompts, "split": split, "limit": limit, "peer": peer}
+        settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
         settings["max_new_tokens"] = max_new_tokens
-        print(_document(job, rows, done, interrupted, settings))
+        print_json(_document(job, rows, done, interrupted, settings))
     else:
         _show(job.model, rows, done, planned)
     if interrupted:
@@ -227,19 +175,14 @@ def _show(
             for line in _difference(model, rows, comparison):
                 console.print(line, soft_wrap=True)
             console.print()
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for name in ("check", "against"):
-        table.add_column(name, header_style="dim", overflow="fold")
-    for name in ("compared", "identical", "near-ties", "bugs"):
-        table.add_column(name, header_style="dim", justify="right")
-    shown = ["compared", "identical", "near_ties", "bugs"]
+    counted = ["compared", "identical", "near-ties", "bugs"]
     if any(c.kind == "differs" for c in done):
-        table.add_column("differ", header_style="dim", justify="right")
-        shown.append("differ")
+        counted.append("differ")
+    shown = table("check", "against", right=counted)
     for check, against in planned:
         n = _counts([c for c in done if (c.check, c.against) == (check, against)])
-        table.add_row(check, against, *(f"{n[name]:,}" for name in shown))
-    console.print(table)
+        shown.add_row(check, against, *(f"{n[name.replace('-', '_')]:,}" for name in counted))
+    console.print(shown)
     bugs = any(c.kind == "bug" for c in done)
     console.print()
     note(console, Text(summary(done), "bold red" if bugs else "bold"))
@@ -284,11 +227,11 @@ def _document(
     done: list[Comparison],
     interrupted: bool,
     settings: dict[str, Any],
-) -> str:
+) -> dict[str, Any]:
     """The JSON document; `outputs` stand with differences only."""
     from forerun.cli.report import versions
 
-    document = {
+    return {
         "schema": SCHEMA,
         "complete": not interrupted,
         "summary": summary(done),
@@ -298,7 +241,6 @@ def _document(
         "settings": {**job.about, **settings},
         "versions": versions(),
     }
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
 
 
 def _counts(done: Sequence[Comparison]) -> dict[str, int]:
@@ -339,23 +281,3 @@ def _told(model: Model, rows: Sequence[LabPrompt], comparison: Comparison) -> di
         "text": {"before": common, "onward": list(ways)},
         "outputs": [list(output) for output in comparison.outputs],
     }
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, on terminals only."""
-    from rich import progress as bars
-
-    console = stderr()
-    bar = bars.Progress(
-        bars.TextColumn("comparing {task.completed}/{task.total}"),
-        bars.BarColumn(),
-        bars.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-    )
-    task = bar.add_task("comparing", total=total)
-    with bar:
-        yield lambda: bar.advance(task)

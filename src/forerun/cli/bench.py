@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
+from forerun.cli import options
 from forerun.cli.bench_inputs import (
     check_parts,
     draft_identity,
@@ -25,7 +25,10 @@ from forerun.cli.bench_inputs import (
     split_names,
     their_methods,
 )
-from forerun.cli.console import note, status, stderr, stdout
+from forerun.cli.console import note, status, stderr, stdout, table
+from forerun.cli.options import OUTPUT, PROMPTS, SAMPLING, flag, option
+from forerun.cli.progress import progress
+from forerun.cli.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -37,9 +40,7 @@ PAGE = "report.html"
 FIXED = "fixed(5)"
 DRIFT = 0.05
 """Plain decoding changed by more than this says that the machine did."""
-MODELS = "Models"
 METHODS = "What is compared"
-PROMPTS = "On which prompts"
 ORACLE = "Share of the oracle"
 
 app = typer.Typer(
@@ -53,162 +54,94 @@ def bench(
     context: typer.Context,
     output: Annotated[
         str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="DIR",
-            help="Folder for results.json, report.html and the plots. With the results of an "
+        options.output(
+            "DIR",
+            "Folder for results.json, report.html and the plots. With the results of an "
             "interrupted run of the same settings in it, that run goes on.",
         ),
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH",
-            help="A folder or a Hugging Face id. Default: the shipped one.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH|SPEC",
-            help="Its draft model or another drafter, as for generate. Default: the shipped draft "
-            "for the shipped target, lookup for others.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
     controllers: Annotated[
         str | None,
-        typer.Option(
-            metavar="SPEC;SPEC...",
-            help=f"Length controllers. Default: that of generate, and {FIXED}.",
-            rich_help_panel=METHODS,
+        option(
+            "SPEC;SPEC...",
+            f"Length controllers. Default: that of generate, and {FIXED}.",
+            panel=METHODS,
         ),
     ] = None,
     rules: Annotated[
         str,
-        typer.Option(
-            metavar="SPEC;SPEC...",
-            help="Acceptance rules, each with every controller.",
-            rich_help_panel=METHODS,
-        ),
+        option("SPEC;SPEC...", "Acceptance rules, each with every controller.", panel=METHODS),
     ] = "standard",
     peers: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,NAME...",
-            help="transformers, transformers-assisted, transformers-early-exit(layer=4), vllm, "
+        option(
+            "NAME,NAME...",
+            "transformers, transformers-assisted, transformers-early-exit(layer=4), vllm, "
             "vllm-draft(tokens=5), with settings if you like. Greedy; one that is missing is "
             "skipped and the report says why.",
-            rich_help_panel=METHODS,
+            panel=METHODS,
         ),
     ] = "",
     peer_python: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="vllm=PATH",
-            help="The Python of a peer that has an environment of its own.",
-            rich_help_panel=METHODS,
+        option(
+            "vllm=PATH",
+            "The Python of a peer that has an environment of its own.",
+            panel=METHODS,
         ),
     ] = None,
     batch: Annotated[
         str,
-        typer.Option(
-            metavar="B,B...",
-            help="Texts decoded together; several sizes are measured one after another.",
-            rich_help_panel=METHODS,
+        option(
+            "B,B...",
+            "Texts decoded together; several sizes are measured one after another.",
+            panel=METHODS,
         ),
     ] = "1",
     families: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,NAME...",
-            help="Families of the shipped prompts, or all.",
-            rich_help_panel=PROMPTS,
-        ),
+        option("NAME,NAME...", "Families of the shipped prompts, or all.", panel=PROMPTS),
     ] = "all",
     prompt_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Your own prompts instead, as for generate; - reads stdin. Of a line's settings "
+        option(
+            "FILE",
+            "Your own prompts instead, as for generate; - reads stdin. Of a line's settings "
             "max_new_tokens and repetition_penalty count.",
-            rich_help_panel=PROMPTS,
+            panel=PROMPTS,
         ),
     ] = None,
-    prompts: Annotated[
-        int,
-        typer.Option(metavar="N", help="Prompts per family.", rich_help_panel=PROMPTS),
-    ] = 20,
-    split: Annotated[
-        str,
-        typer.Option(
-            metavar="val|test",
-            help="Of the shipped prompts: test is for reporting, val for trying things out.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = "test",
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(metavar="N", help="Most tokens per text.", rich_help_panel=PROMPTS),
-    ] = 64,
+    prompts: Annotated[int, options.limit()] = 20,
+    split: options.Split = "test",
+    max_new_tokens: options.MaxNewTokens = 64,
     temperature: Annotated[
         float,
-        typer.Option(
-            metavar="T",
-            help="0 is greedy. Above, texts go on after their end, so that all are of one length.",
-            rich_help_panel=PROMPTS,
+        option(
+            "T",
+            "0 is greedy. Above, texts go on after their end, so that all are of one length.",
+            panel=SAMPLING,
         ),
     ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(metavar="S", help="Of sampled texts.", rich_help_panel=PROMPTS)
-    ] = 0,
+    seed: Annotated[int, option("S", "Of sampled texts.", panel=SAMPLING)] = 0,
     trace: Annotated[
         str | None,
-        typer.Option(
-            metavar="TRACE",
-            help="A trace of forerun record: adds the controllers' share of what is possible.",
-            rich_help_panel=ORACLE,
+        option(
+            "TRACE",
+            "A trace of forerun record: adds the controllers' share of what is possible.",
+            panel=ORACLE,
         ),
     ] = None,
     costs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COSTS",
-            help="Costs of forerun costs, for --trace.",
-            rich_help_panel=ORACLE,
-        ),
+        str | None, option("COSTS", "Costs of forerun costs, for --trace.", panel=ORACLE)
     ] = None,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print the summary as one JSON document."),
+        bool, flag("--json", "Print the summary as one JSON document.", OUTPUT)
     ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D",
-            help="cpu, cuda, cuda:1, ... Default: a GPU if any.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T",
-            help="auto, float32, bfloat16 or float16. Default: as the model was saved.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            metavar="",
-            help="Run code that comes with a checkpoint.",
-            rich_help_panel=MODELS,
-        ),
-    ] = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Measure methods and other implementations side by side, prompt by prompt.
 
@@ -283,8 +216,9 @@ def bench(
         for skip in results.document["skipped"]:
             note(stderr(), f"skipped {skip['name']}: {skip['reason']}")
         try:
-            with _progress() as tell:
-                lab.measure(results, work, methods, greedy=temperature == 0, tell=tell)
+            with progress("measuring", unit="runs") as tell:
+                told = partial(tell, "measuring")
+                lab.measure(results, work, methods, greedy=temperature == 0, tell=told)
         except KeyboardInterrupt:
             _finish(results)
             note(stderr(), "interrupted; the same command goes on from here")
@@ -293,7 +227,7 @@ def bench(
         _add_shares(results, recorded, lengths)
     cells = _finish(results)
     if as_json:
-        print(json.dumps(_summary(results.document, cells), ensure_ascii=False, indent=2))
+        print_json(_summary(results.document, cells))
     else:
         _show(results.document, cells)
         note(stderr(), f"report: {folder / PAGE}")
@@ -303,10 +237,7 @@ def bench(
 def compare(
     before: Annotated[str, typer.Argument(metavar="A", help="Results: a folder or its file.")],
     after: Annotated[str, typer.Argument(metavar="B", help="Those to compare with.")],
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print one JSON document and nothing else."),
-    ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say what changed from A to B, and which changes are beyond noise.
 
@@ -320,8 +251,7 @@ def compare(
     if not found:
         raise SettingError("the two results share no prompts measured by the same method")
     if as_json:
-        document = {"schema": SCHEMA, "cells": [c.to_json() for c in found]}
-        print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
+        print_json({"schema": SCHEMA, "cells": [c.to_json() for c in found]})
         return
     _show_changes(found)
 
@@ -330,7 +260,7 @@ def _add_shares(results: Results, recorded: tuple[Any, Any], lengths: Sequence[s
     """Put the controllers' shares of what is possible into the results."""
     from forerun.lab.shares import shares
 
-    with _spinner() as tell:
+    with status("replaying") as tell:
         results.document["shares"] = shares(*recorded, lengths, tell)
 
 
@@ -364,16 +294,13 @@ def _show(document: Document, cells: Sequence[Cell]) -> None:
     from forerun.lab.report import ALL, show
 
     console = stdout()
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column("method", header_style="dim", overflow="fold")
-    for name in ("batch", "speed-up over plain", "tokens/s", "identical"):
-        table.add_column(name, header_style="dim", justify="right")
+    shown = table("method", right=("batch", "speed-up over plain", "tokens/s", "identical"))
     for c in cells:
         if c.family == ALL:
             speed = "1" if c.method == "plain" else show(c.speedup)
             same = "–" if c.identical is None else f"{c.identical * 100:.0f} %"
-            table.add_row(c.method, str(c.batch), speed, f"{c.tokens_per_second:,.0f}", same)
-    console.print(table)
+            shown.add_row(c.method, str(c.batch), speed, f"{c.tokens_per_second:,.0f}", same)
+    console.print(shown)
 
 
 def _show_changes(found: Sequence[Change]) -> None:
@@ -381,18 +308,15 @@ def _show_changes(found: Sequence[Change]) -> None:
 
     console = stdout()
     several = len({c.batch for c in found}) > 1
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for name in ("method", "family", *(["batch"] if several else [])):
-        table.add_column(name, header_style="dim", overflow="fold")
-    for name in ("time, A/B", "speed-up, B/A", "B is"):
-        table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+    right = ("time, A/B", "speed-up, B/A", "B is")
+    shown = table("method", "family", *(["batch"] if several else []), right=right, no_wrap=True)
     styles = {"faster": "green", "slower": "red", "within noise": "dim"}
     for c in found:
         size = [str(c.batch)] if several else []
         relative = "–" if c.speedup is None else show(c.speedup)
         verdict = Text(c.verdict, styles[c.verdict])
-        table.add_row(c.method, c.family, *size, show(c.seconds), relative, verdict)
-    console.print(table)
+        shown.add_row(c.method, c.family, *size, show(c.seconds), relative, verdict)
+    console.print(shown)
     beyond = sum(c.verdict != "within noise" for c in found)
     note(
         console,
@@ -411,34 +335,3 @@ def _show_changes(found: Sequence[Change]) -> None:
         if c.family == ALL and c.same_text < 1:
             share = f"{(1 - c.same_text) * 100:.0f} %"
             note(console, f"{c.method} wrote other texts in B for {share} of the prompts")
-
-
-@contextmanager
-def _spinner() -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr, on terminals only, that is told what is being done."""
-    console = stderr()
-    if not console.is_terminal:
-        yield lambda doing: None
-        return
-    with console.status("replaying", spinner="dots") as shown:
-        yield shown.update
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, on terminals only."""
-    from rich import progress as bars
-
-    console = stderr()
-    bar: Any = bars.Progress(
-        bars.TextColumn("measuring {task.completed}/{task.total} runs"),
-        bars.BarColumn(),
-        bars.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-    )
-    task = bar.add_task("measuring", total=None)
-    with bar:
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 STYLES = {"draft": "green", "correction": "bold yellow", "bonus": "cyan", "plain": ""}
@@ -116,12 +117,22 @@ def legend() -> Text:
     return line
 
 
+def table(*left: str, right: Sequence[str] = (), no_wrap: bool = False) -> Table:
+    """A table without lines: columns of words, then of numbers (kept on one line if `no_wrap`)."""
+    made = Table(box=None, pad_edge=False, show_edge=False)
+    for name in left:
+        made.add_column(name, header_style="dim", overflow="fold")
+    for name in right:
+        made.add_column(name, header_style="dim", justify="right", no_wrap=no_wrap)
+    return made
+
+
 @contextmanager
-def status(message: str) -> Iterator[None]:
-    """A spinner on stderr, on terminals only."""
+def status(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr, on terminals only, that is told what is being done."""
     console = stderr()
     if not console.is_terminal:
-        yield
+        yield lambda message: None
         return
-    with console.status(message, spinner="dots"):
-        yield
+    with console.status(message, spinner="dots") as shown:
+        yield shown.update

@@ -2,143 +2,72 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.console import note, stderr, stdout
+from forerun.cli import options
+from forerun.cli.console import note, stderr, stdout, table
+from forerun.cli.options import option
+from forerun.cli.progress import progress
+from forerun.cli.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from forerun.lab.costs import Cell, Costs, Spread
 
-MODELS = "Models"
 MEASURED = "Measured"
 MADE_UP = "Made up"
-OUTPUT = "Output"
 
 
 def costs(
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH",
-            help="A folder or a Hugging Face id. Default: the shipped one.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH",
-            help="Its draft model. Default: the shipped draft for the shipped target.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
+    target: options.Target = None,
+    draft: options.DraftModel = None,
     batch: Annotated[
-        str,
-        typer.Option(
-            metavar="B,...", help="Prompts decoded together, e.g. 1,2,4.", rich_help_panel=MEASURED
-        ),
+        str, option("B,...", "Prompts decoded together, e.g. 1,2,4.", panel=MEASURED)
     ] = "1",
     context: Annotated[
-        str,
-        typer.Option(
-            metavar="N,...",
-            help="Tokens of text so far, e.g. 128,512.",
-            rich_help_panel=MEASURED,
-        ),
+        str, option("N,...", "Tokens of text so far, e.g. 128,512.", panel=MEASURED)
     ] = "128",
     widths: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,...",
-            help="Tokens verified in one pass, 1 among them. Default: some from 1 to 24.",
-            rich_help_panel=MEASURED,
+        option(
+            "N,...",
+            "Tokens verified in one pass, 1 among them. Default: some from 1 to 24.",
+            panel=MEASURED,
         ),
     ] = None,
     repeats: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Timings of each. Default: 25.", rich_help_panel=MEASURED),
+        int | None, option("N", "Timings of each. Default: 25.", panel=MEASURED)
     ] = None,
     ratio: Annotated[
         float | None,
-        typer.Option(
-            metavar="C",
-            help="Make a table up, no model needed: a target pass takes C draft steps.",
-            rich_help_panel=MADE_UP,
+        option(
+            "C",
+            "Make a table up, no model needed: a target pass takes C draft steps.",
+            panel=MADE_UP,
         ),
     ] = None,
     slope: Annotated[
         float,
-        typer.Option(
-            metavar="X",
-            help="What each further token adds to a target pass, in passes.",
-            rich_help_panel=MADE_UP,
-        ),
+        option("X", "What each further token adds to a target pass, in passes.", panel=MADE_UP),
     ] = 0.0,
     fixed: Annotated[
-        float,
-        typer.Option(
-            metavar="X", help="Per round outside both models, in passes.", rich_help_panel=MADE_UP
-        ),
+        float, option("X", "Per round outside both models, in passes.", panel=MADE_UP)
     ] = 0.0,
     target_ms: Annotated[
-        float,
-        typer.Option(
-            metavar="MS", help="Milliseconds of a plain target pass.", rich_help_panel=MADE_UP
-        ),
+        float, option("MS", "Milliseconds of a plain target pass.", panel=MADE_UP)
     ] = 1000.0,
     output: Annotated[
         str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="COSTS",
-            help="Also save the table as JSON, for forerun replay --costs.",
-            rich_help_panel=OUTPUT,
-        ),
+        options.output("COSTS", "Also save the table as JSON, for forerun replay --costs."),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            metavar="",
-            help="Print one JSON document and nothing else.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D",
-            help="cpu, cuda, cuda:1, ... Default: a GPU if any.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T",
-            help="auto, float32, bfloat16 or float16. Default: as the model was saved.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            metavar="",
-            help="Run code that comes with a checkpoint.",
-            rich_help_panel=MODELS,
-        ),
-    ] = False,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Measure a draft step, target passes by width and the engine's own time.
 
@@ -147,8 +76,7 @@ def costs(
     """
     from forerun.lab.costs import REPEATS, WIDTHS, Cell, Costs
 
-    if output is not None:
-        check_output(output)
+    check_writable(output)
     if ratio is not None:
         if target is not None or draft is not None:
             raise SettingError("--ratio makes the table up; leave --target and --draft out")
@@ -163,9 +91,9 @@ def costs(
     turns = REPEATS if repeats is None else repeats
     require(turns >= 1, "--repeats", turns, "≥ 1")
 
-    from forerun.cli.run import load_job
+    from forerun.cli.run import load_job, require_draft_model
 
-    _check_draft(target, draft)
+    require_draft_model(target, draft, "measuring costs")
     job = load_job(
         target,
         draft,
@@ -180,8 +108,9 @@ def costs(
 
     found: list[tuple[Cell, Spread]] = []
     try:
-        with _progress(len(batches) * len(contexts) * turns) as tell:
-            for one in cells(job.model, batches, contexts, wide, turns, tell):
+        with progress("measuring", len(batches) * len(contexts) * turns) as tell:
+            told = partial(tell, "measuring")
+            for one in cells(job.model, batches, contexts, wide, turns, told):
                 found.append(one)
     except KeyboardInterrupt:
         if not found:
@@ -192,24 +121,6 @@ def costs(
     _finish(gathered(job.model, found, turns), output, as_json)
 
 
-def _check_draft(target: str | None, draft: str | None) -> None:
-    """Refuse a drafter that is no model before anything is loaded."""
-    from forerun.drafters.model import ModelDraft
-    from forerun.model import drafter_spec
-
-    by_default = draft is None and target is None
-    if not by_default and (draft is None or not isinstance(drafter_spec(draft), ModelDraft)):
-        raise SettingError("measuring costs needs a draft model; give --draft ID_OR_PATH")
-
-
-def check_output(path: str) -> None:
-    """Tell now what would otherwise be told after the work."""
-    if Path(path).is_dir():
-        raise SettingError(f"-o {path} is a folder; name a file")
-    if not Path(path).absolute().parent.is_dir():
-        raise SettingError(f"-o {path}: there is no folder {Path(path).parent}")
-
-
 def numbers(name: str, text: str) -> list[int]:
     """Whole numbers ≥ 1 separated by commas, each once."""
     parts = [part.strip() for part in text.split(",")]
@@ -218,30 +129,26 @@ def numbers(name: str, text: str) -> list[int]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def _finish(table: Costs, output: str | None, as_json: bool) -> None:
+def _finish(found: Costs, output: str | None, as_json: bool) -> None:
     if output is not None:
-        table.write(output)
+        found.write(output)
     if as_json:
-        print(json.dumps(table.to_json(), ensure_ascii=False, allow_nan=False, indent=2))
+        print_json(found.to_json())
         return
-    _show(table)
+    _show(found)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
 
-def _show(table: Costs) -> None:
+def _show(found: Costs) -> None:
     """The table, for people: medians in ms, and how far the middle 80 % reach."""
     console = stdout()
-    spread: list[Any] = list(table.spread) or [None] * len(table.cells)
-    for i, (cell, said) in enumerate(zip(table.cells, spread, strict=True)):
+    spread: list[Any] = list(found.spread) or [None] * len(found.cells)
+    for i, (cell, said) in enumerate(zip(found.cells, spread, strict=True)):
         where = f"batch {cell.batch}, context {cell.context}: "
         head = where if said is not None else "made up: "
         note(console, Text.assemble("\n" if i else "", head, (f"c = {cell.ratio:.2f}", "bold")))
-        shown = Table(box=None, pad_edge=False, show_edge=False)
-        shown.add_column("one", header_style="dim")
-        shown.add_column("ms", header_style="dim", justify="right")
-        if said is not None:
-            shown.add_column("10 % to 90 %", header_style="dim", justify="right")
+        shown = table("one", right=("ms", *(["10 % to 90 %"] if said is not None else [])))
         for row in _rows(cell, said):
             shown.add_row(*row)
         console.print(shown)
@@ -265,23 +172,3 @@ def _ms(seconds: float) -> str:
 
 def _range(pair: tuple[float, float]) -> str:
     return f"{_ms(pair[0])} to {_ms(pair[1])}"
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, on terminals only."""
-    from rich import progress as bars
-
-    console = stderr()
-    bar: Any = bars.Progress(
-        bars.TextColumn("measuring"),
-        bars.BarColumn(),
-        bars.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-    )
-    task = bar.add_task("measuring", total=total)
-    with bar:
-        yield lambda done: bar.update(task, completed=done)

@@ -22,12 +22,8 @@ Try next:
   forerun list                                      the parts;  forerun info NAME  a card each
   forerun generate PROMPT --target ID_OR_PATH       your own Hugging Face model"""
 
-SHOWN: dict[str, dict[str, float]] = {
-    "extraction": {},
-    "arithmetic": {},
-    "stories": {"repetition_penalty": 1.2},  # small models, decoded greedily, repeat themselves
-}
-"""Families of the shipped test prompts, from easy to hard to run ahead of; sampling settings."""
+SHOWN = ("extraction", "arithmetic", "stories")
+"""Families of the shipped test prompts, from easy to hard to run ahead of."""
 
 
 def demo(
@@ -40,12 +36,13 @@ def demo(
     from forerun.cli.inputs import Request, prepare
     from forerun.cli.play import play
     from forerun.cli.run import load_job
-    from forerun.zoo import prompts
+    from forerun.zoo import PENALTY, prompts
 
     console = stderr()
     note(console, Text(BEFORE))
-    job = load_job(None, None, "gammatune+", "standard", device=device, dtype=dtype)
-    for number, (family, settings) in enumerate(SHOWN.items(), start=1):
+    job = load_job(None, None, None, None, device=device, dtype=dtype)
+    for number, family in enumerate(SHOWN, start=1):
+        settings = {"repetition_penalty": PENALTY[family]} if family in PENALTY else {}
         # Long answers: a speed-up shows once the prompt has been read.
         chosen = max(prompts(family, limit=40), key=lambda p: len(p.answer))
         quoted = shlex.quote(f"{chosen.prompt.splitlines()[0][:32]}…")

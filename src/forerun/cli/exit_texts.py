@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli.inputs import Request, prepare, read_requests
+from forerun.cli.prompts import find_prompts, is_shipped
 from forerun.errors import PromptError, SettingError
 
 if TYPE_CHECKING:
@@ -47,10 +48,8 @@ def open_source(data: str, seed: int) -> Source:
 
         pool = load_pools(Path(data.removeprefix(ZOO)).expanduser())["train"]
         return Source(prompts=lambda: _zoo_prompts(pool, seed))
-    if data.partition(":")[0] == "builtin":
-        from forerun.cli.calibrate import read_data
-
-        shipped = read_data(data, None, None)
+    if is_shipped(data):
+        shipped = [f.request for f in find_prompts(data, "val", penalised=False)]
         return Source(prompts=lambda: shipped)
     path = Path(data).expanduser()
     if path.is_dir():

@@ -6,226 +6,104 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli import options
 from forerun.cli.console import status
+from forerun.cli.options import MODELS, OUTPUT, SAMPLING, SPECULATION, flag, option
 
-Text = str | None
-MODELS = "Models"
-SPECULATION = "Speculation"
-SAMPLING = "Sampling"
 MANY_PROMPTS = "Many prompts"
-OUTPUT = "Output"
 
 
 def generate(
     prompt: Annotated[
-        Text, typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin."),
     ] = None,
     target: Annotated[
-        Text,
-        typer.Option(
-            metavar="ID_OR_PATH",
-            help="The model to speed up: a folder or a Hugging Face id. Default: the shipped one.",
-            rich_help_panel=MODELS,
+        str | None,
+        option(
+            "ID_OR_PATH",
+            "The model to speed up: a folder or a Hugging Face id. Default: the shipped one.",
+            panel=MODELS,
         ),
     ] = None,
-    draft: Annotated[
-        Text,
-        typer.Option(
-            metavar="ID_OR_PATH|SPEC",
-            help="Who runs ahead: a smaller model, or a drafter like lookup(n=3) or none. "
-            "Default: the shipped draft for the shipped target, lookup for others.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
+    draft: options.Draft = None,
     exits: Annotated[
-        Text,
-        typer.Option(
-            metavar="DIR",
-            help="Exit heads for --draft specbound, made by train-exits. Default: the shipped ones "
-            "for the shipped target, else the model's own head at every layer.",
-            rich_help_panel=MODELS,
+        str | None,
+        option(
+            "DIR",
+            "Exit heads for --draft specbound, made by train-exits. Default: the shipped ones for "
+            "the shipped target, else the model's own head at every layer.",
+            panel=MODELS,
         ),
     ] = None,
-    controller: Annotated[
-        Text,
-        typer.Option(
-            metavar="SPEC",
-            help="How far to run ahead, like gammatune(eta=0.3). Default: gammatune+.",
-            rich_help_panel=SPECULATION,
-        ),
-    ] = None,
+    controller: options.Controller = None,
     rule: Annotated[
-        Text,
-        typer.Option(
-            metavar="SPEC",
-            help="What to keep; forerun list rules says which are lossless. Default: standard.",
-            rich_help_panel=SPECULATION,
+        str | None,
+        option(
+            "SPEC",
+            "What to keep; forerun list rules says which are lossless. Default: standard.",
+            panel=SPECULATION,
         ),
     ] = None,
     settings: Annotated[
-        Text,
-        typer.Option(
-            metavar="FILE",
-            help="Controller, rule and draft from a file of forerun tune, where no option gives "
-            "them.",
-            rich_help_panel=SPECULATION,
+        str | None,
+        option(
+            "FILE",
+            "Controller, rule and draft from a file of forerun tune, where no option gives them.",
+            panel=SPECULATION,
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Most tokens to write, at least 1.", rich_help_panel=SAMPLING
-        ),
+        int, option("N", "Most tokens to write, at least 1.", panel=SAMPLING)
     ] = 128,
     min_new_tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="No end of text before this many tokens.", rich_help_panel=SAMPLING
-        ),
+        int, option("N", "No end of text before this many tokens.", panel=SAMPLING)
     ] = 0,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            metavar="T", help="0 is greedy; higher is more random.", rich_help_panel=SAMPLING
-        ),
-    ] = 0.0,
-    top_k: Annotated[
-        int,
-        typer.Option(
-            metavar="K",
-            help="Keep the K most likely tokens; 0 keeps all.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            metavar="P",
-            help="Keep the smallest set with this much probability.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            metavar="P",
-            help="Drop tokens below P times the highest probability.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 0.0,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
     repetition_penalty: Annotated[
         float,
-        typer.Option(
-            metavar="X",
-            help="Above 1 makes tokens already in the text unlikely.",
-            rich_help_panel=SAMPLING,
-        ),
+        option("X", "Above 1 makes tokens already in the text unlikely.", panel=SAMPLING),
     ] = 1.0,
     presence_penalty: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="Subtracted from logits of tokens in the output.",
-            rich_help_panel=SAMPLING,
-        ),
+        float, option("X", "Subtracted from logits of tokens in the output.", panel=SAMPLING)
     ] = 0.0,
     frequency_penalty: Annotated[
-        float,
-        typer.Option(metavar="X", help="Likewise, once per occurrence.", rich_help_panel=SAMPLING),
+        float, option("X", "Likewise, once per occurrence.", panel=SAMPLING)
     ] = 0.0,
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ID=VALUE",
-            help="Add VALUE to a token's logit; repeatable.",
-            rich_help_panel=SAMPLING,
-        ),
+        option("ID=VALUE", "Add VALUE to a token's logit; repeatable.", panel=SAMPLING),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
-            metavar="S",
-            help="Of the random numbers; the same gives the same.",
-            rich_help_panel=SAMPLING,
-        ),
+        option("S", "Of the random numbers; the same gives the same.", panel=SAMPLING),
     ] = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STR", help="End before this text; repeatable.", rich_help_panel=SAMPLING
-        ),
+        list[str] | None, option("STR", "End before this text; repeatable.", panel=SAMPLING)
     ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            metavar="",
-            help="Go on after the end of text.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = False,
+    ignore_eos: options.IgnoreEos = False,
     prompt_file: Annotated[
-        Text,
-        typer.Option(
-            metavar="FILE",
-            help="Many prompts, one JSON string or object per line "
+        str | None,
+        option(
+            "FILE",
+            "Many prompts, one JSON string or object per line "
             '({"prompt": "...", "temperature": 0.7}); - reads stdin.',
-            rich_help_panel=MANY_PROMPTS,
+            panel=MANY_PROMPTS,
         ),
     ] = None,
-    batch_size: Annotated[
-        int,
-        typer.Option(metavar="B", help="Prompts decoded together.", rich_help_panel=MANY_PROMPTS),
-    ] = 16,
+    batch_size: Annotated[int, option("B", "Prompts decoded together.", panel=MANY_PROMPTS)] = 16,
     compare: Annotated[
         bool,
-        typer.Option(
-            "--compare",
-            metavar="",
-            help="Also decode plainly; print speed-up and sameness.",
-            rich_help_panel=OUTPUT,
-        ),
+        flag("--compare", "Also decode plainly; print speed-up and sameness.", OUTPUT),
     ] = False,
-    rounds: Annotated[
-        bool,
-        typer.Option(
-            "--rounds", metavar="", help="Print one line per round.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            metavar="",
-            help="Print one JSON document and nothing else.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    device: Annotated[
-        Text,
-        typer.Option(
-            metavar="D",
-            help="cpu, cuda, cuda:1, ... Default: a GPU if any.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    dtype: Annotated[
-        Text,
-        typer.Option(
-            metavar="T",
-            help="auto, float32, bfloat16 or float16. Default: as the model was saved.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            metavar="",
-            help="Run code that comes with a checkpoint.",
-            rich_help_panel=MODELS,
-        ),
-    ] = False,
+    rounds: Annotated[bool, flag("--rounds", "Print one line per round.", OUTPUT)] = False,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Write text with a model that runs ahead of itself.
 

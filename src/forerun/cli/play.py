@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import typer
 
 from forerun.cli import compare as comparing
-from forerun.cli.console import status, stderr
+from forerun.cli.console import status
 from forerun.cli.guard import say
-from forerun.cli.report import document
+from forerun.cli.report import document, print_json
 from forerun.cli.run import Job, Timed, run, warm_up
 from forerun.cli.show import (
     Progress,
@@ -64,11 +63,10 @@ def play(
             show_lossy(job.about.get("rule", ""))
     compared = None
     if compare:
-        with stderr().status("comparing") if stderr().is_terminal else nullcontext() as spinner:
-            tell = spinner.update if spinner is not None else (lambda message: None)
+        with status("comparing") as tell:
             compared = comparing.compare(job, rows, done.completions, tell)
     if as_json:
-        print(document(job, rows, done.completions, compared))
+        print_json(document(job, rows, done.completions, compared))
     elif compared is not None:
         show_comparison(compared)
     if compared is not None and compared.bug:

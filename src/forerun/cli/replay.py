@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.console import note, status, stderr, stdout
+from forerun.cli import options
+from forerun.cli.console import note, status, stderr, stdout, table
+from forerun.cli.options import flag, option
+from forerun.cli.progress import progress
+from forerun.cli.report import check_writable, print_json
 from forerun.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from forerun.controllers import LengthController
     from forerun.lab.costs import Cell
     from forerun.lab.trace import Trace
     from forerun.types import FloatArray
 
 SCHEMA = 1
-COSTS = "Costs"
-OUTPUT = "Output"
 
 
 @dataclass(frozen=True)
@@ -39,86 +37,49 @@ class Result:
 
 def replay(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A file of forerun record.")],
-    costs: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|c=10,slope=0.02",
-            help="What a round costs: a file of forerun costs, or made up: c draft steps per "
-            "target pass, slope and fixed in target passes.",
-            rich_help_panel=COSTS,
-        ),
-    ],
+    costs: options.CostTable,
     controller: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SPEC",
-            help="Like gammatune(eta=0.3); repeatable. Default: all that are registered.",
-        ),
+        option("SPEC", "Like gammatune(eta=0.3); repeatable. Default: all that are registered."),
     ] = None,
     family: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only prompts of this family; repeatable."),
+        list[str] | None, option("NAME", "Only prompts of this family; repeatable.")
     ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(
-            metavar="B", help="Choose the costs nearest to this batch.", rich_help_panel=COSTS
-        ),
-    ] = 1,
-    context: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="And of those nearest to this context.", rich_help_panel=COSTS
-        ),
-    ] = 128,
+    batch: options.NearBatch = 1,
+    context: options.NearContext = 128,
     bounds: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--bounds",
-            metavar="",
-            help="Also show the share of what is possible: of the clairvoyant oracle, and of the "
-            "best that sees only what a controller sees.",
+            "Also show the share of what is possible: of the clairvoyant oracle, and of the best "
+            "that sees only what a controller sees.",
         ),
     ] = False,
     output: Annotated[
         str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="CSV",
-            help="Also save a table, a row per controller and family.",
-            rich_help_panel=OUTPUT,
-        ),
+        options.output("CSV", "Also save a table, a row per controller and family."),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            metavar="",
-            help="Print one JSON document and nothing else.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Predict speed, rounds and drafted tokens of controllers without running a model.
 
     Exact for greedy traces: counts are those of the live engine.
     """
-    from forerun.cli.costs import check_output
     from forerun.controllers import CONTROLLERS
     from forerun.lab.costs import Costs
     from forerun.lab.trace import Trace
 
     made = [CONTROLLERS.make(spec) for spec in dict.fromkeys(controller or _registered())]
-    if output is not None:
-        check_output(output)
+    check_writable(output)
     cell = Costs.find(costs).at(batch, context)
     texts = _of(Trace.read(trace), family or [])
     limits = _bounds(texts, cell) if bounds else {}
     found: list[Result] = []
     try:
-        for one in _watched(made):
-            found.append(_result(texts, cell, one, limits))
+        with progress("replaying", len(made)) as tell:
+            for one in made:
+                found.append(_result(texts, cell, one, limits))
+                tell("replaying", len(found))
     except KeyboardInterrupt:
         if found:
             note(stderr(), f"interrupted after {len(found)} of {len(made)} controllers")
@@ -162,16 +123,6 @@ def _bounds(trace: Trace, cell: Cell) -> dict[str, FloatArray]:
         }
 
 
-def _watched(controllers: list[LengthController]) -> Iterable[LengthController]:
-    """All of them, with a bar on stderr, on terminals only."""
-    from rich.progress import track
-
-    console = stderr()
-    return track(
-        controllers, "replaying", console=console, transient=True, disable=not console.is_terminal
-    )
-
-
 def _result(
     trace: Trace, cell: Cell, controller: LengthController, limits: dict[str, FloatArray]
 ) -> Result:
@@ -210,7 +161,7 @@ def _print_json(found: list[Result], trace: Trace, cell: Cell) -> None:
         "controllers": [{"controller": r.controller, "families": r.groups} for r in found],
         "trace": trace.about,
     }
-    print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
+    print_json(document)
 
 
 def _write_csv(found: list[Result], output: str) -> None:
@@ -241,32 +192,26 @@ def _show(found: list[Result], trace: Trace, cell: Cell) -> None:
     size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
     note(console, f"{size}; c = {cell.ratio:.2f}, batch {cell.batch}, context {cell.context}\n")
     first = found[0].groups["all"]
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column("controller", header_style="dim", overflow="fold")
     heads = ["speed-up", "tokens/s", "rounds", "drafted", "wasted"]
-    for name in [*heads, *first.get("share", {})]:
-        table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+    shown = table("controller", right=[*heads, *first.get("share", {})], no_wrap=True)
     for result in found:
         group = result.groups["all"]
-        table.add_row(
+        shown.add_row(
             result.controller,
             Text(_half(group["speedup"]), "bold"),
             f"{group['tokens_per_second']['mean']:,.1f}",
             *(f"{group[name]:,}" for name in heads[2:]),
             *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
         )
-    console.print(table)
+    console.print(shown)
     families = [name for name in found[0].groups if name != "all"]
     if len(families) > 1:
         note(console, "\nspeed-up by family")
-        table = Table(box=None, pad_edge=False, show_edge=False)
-        table.add_column("controller", header_style="dim", overflow="fold")
-        for name in families:
-            table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+        shown = table("controller", right=families, no_wrap=True)
         for result in found:
             cells = [_half(result.groups[name]["speedup"]) for name in families]
-            table.add_row(result.controller, *cells)
-        console.print(table)
+            shown.add_row(result.controller, *cells)
+        console.print(shown)
     if "share" in first:
         note(console, f"\n{', '.join(first['share'])}: share of the speed of that bound")
     note(console, Text("\n± is half of the 95 % interval over prompts", "dim"))

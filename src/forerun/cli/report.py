@@ -1,4 +1,4 @@
-"""The `--json` document."""
+"""JSON documents: what `generate` prints, and how every command prints and saves its own."""
 
 from __future__ import annotations
 
@@ -7,35 +7,60 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from forerun.errors import SettingError
 
 if TYPE_CHECKING:
     from forerun.cli.compare import Comparison
     from forerun.cli.inputs import Row
     from forerun.cli.run import Job
-    from forerun.engine import Completion, Sampling
+    from forerun.engine import Completion
 
 SCHEMA = 1
 
 
+def to_text(value: Any) -> str:
+    """A document as text."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)
+
+
+def print_json(value: Any) -> None:
+    """Print a document on stdout."""
+    print(to_text(value))
+
+
+def save_json(path: str | Path, value: Any) -> None:
+    """Write a document to a file."""
+    Path(path).write_text(to_text(value) + "\n", encoding="utf-8")
+
+
+def check_writable(path: str | None, option: str = "-o") -> None:
+    """Tell now what would otherwise be told after the work."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise SettingError(f"{option} {path} is a folder; name a file")
+    if not Path(path).absolute().parent.is_dir():
+        raise SettingError(f"{option} {path}: there is no folder {Path(path).parent}")
+
+
 def document(
     job: Job, rows: Sequence[Row], completions: Sequence[Completion], compared: Comparison | None
-) -> str:
-    """One JSON document; `docs/json.md` describes it."""
+) -> dict[str, Any]:
+    """What `generate --json` prints; `docs/json.md` describes it."""
     settings = dict(job.about)
-    settings["sampling"] = [_sampling(row.sampling) for row in rows]
-    value = {
-        "schema": SCHEMA,
-        "completions": [c.to_json() for c in completions],
-        "compare": None if compared is None else compared.to_json(),
-        "settings": settings,
-        "versions": versions(),
-    }
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=2)
-
-
-def _sampling(sampling: Sampling) -> dict[str, Any]:
-    return asdict(sampling)
+    settings["sampling"] = [asdict(row.sampling) for row in rows]
+    return _finite(
+        {
+            "schema": SCHEMA,
+            "completions": [c.to_json() for c in completions],
+            "compare": None if compared is None else compared.to_json(),
+            "settings": settings,
+            "versions": versions(),
+        }
+    )
 
 
 def _finite(value: Any) -> Any:

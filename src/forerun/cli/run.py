@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli.console import status
+from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +70,6 @@ def load_job(
     """
     with status(f"loading {target or 'the models that ship'}"), _quiet():
         from forerun.controllers import CONTROLLERS
-        from forerun.errors import require
         from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, load
         from forerun.rules import RULES
         from forerun.runtime.load import resolve_device, resolve_dtype
@@ -102,6 +102,21 @@ def load_job(
         "dtype": str(getattr(model.target, "dtype", "")).removeprefix("torch."),
     }
     return Job(model, length, keep, batch_size, about)
+
+
+def require_draft_model(target: str | None, draft: str | None, doing: str) -> None:
+    """Refuse a drafter that is no model before anything is loaded."""
+    from forerun.drafters.model import ModelDraft
+    from forerun.model import drafter_spec
+
+    if draft is None:
+        if target is not None:
+            raise SettingError(f"{doing} needs a draft model; give --draft ID_OR_PATH")
+    elif not isinstance(drafter_spec(draft), ModelDraft):
+        raise SettingError(
+            f"{doing} needs a draft model, and --draft {draft} is none; give a folder or a "
+            "Hugging Face id"
+        )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from forerun.cli.console import (
     stderr,
     stdout,
 )
+from forerun.cli.progress import make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -255,17 +256,13 @@ class Progress:
     def __init__(self, total: int) -> None:
         from rich import progress as bars
 
-        self.console = console = stderr()
-        self._bar = bars.Progress(
+        self._bar = make(
             bars.TextColumn("{task.completed}/{task.total} prompts"),
             bars.BarColumn(),
             bars.TimeRemainingColumn(),
             bars.TextColumn("{task.fields[speed]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-            redirect_stdout=False,  # piped text must stay in the pipe
         )
+        self.console = self._bar.console
         self._task = self._bar.add_task("", total=total, speed="")
         self._bar.start()
 

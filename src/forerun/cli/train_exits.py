@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.filesize import decimal
-from rich.table import Table
 
-from forerun.cli.console import note, stderr, stdout
+from forerun.cli import options
+from forerun.cli.console import note, stderr, stdout, table
+from forerun.cli.options import OUTPUT, option
+from forerun.cli.progress import Tell, progress
+from forerun.cli.report import print_json, versions
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -26,95 +26,59 @@ SCHEMA = 1
 
 
 def train_exits(
-    output: Annotated[
-        str,
-        typer.Option("-o", "--output", metavar="DIR", help="Where exits.safetensors and .json go."),
-    ],
+    output: Annotated[str, options.output("DIR", "Where exits.safetensors and .json go.")],
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH|zoo:DIR|builtin",
-            help="A text file or a folder of .txt files; a .jsonl file of prompts, which the "
-            'target continues itself, or of {"text": ...}; zoo:DIR, training prompts of the '
-            "shipped models from their data folder; builtin, the shipped validation prompts.",
+        option(
+            "PATH|zoo:DIR|builtin",
+            "A text file or a folder of .txt files; a .jsonl file of prompts, which the target "
+            'continues itself, or of {"text": ...}; zoo:DIR, training prompts of the shipped '
+            "models from their data folder; builtin, the shipped validation prompts.",
         ),
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID_OR_PATH",
-            help="A folder or a Hugging Face id. Default: the shipped one.",
-        ),
-    ] = None,
+    target: options.Target = None,
     layers: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,N,...", help="Layers to exit after. Default: about six, evenly spaced."
-        ),
+        option("N,N,...", "Layers to exit after. Default: about six, evenly spaced."),
     ] = None,
     head: Annotated[
         str,
-        typer.Option(
-            metavar="light|full",
-            help="An affine map before the model's own LM head, or an LM head per layer.",
+        option(
+            "light|full",
+            "An affine map before the model's own LM head, or an LM head per layer.",
         ),
     ] = "light",
-    rank: Annotated[
-        int, typer.Option(metavar="R", help="Of light heads: small for large models; 0 is full.")
-    ] = 0,
+    rank: Annotated[int, option("R", "Of light heads: small for large models; 0 is full.")] = 0,
     vocab: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="The heads say only the N most frequent tokens: cheaper; 0 is all."
-        ),
+        int, option("N", "The heads say only the N most frequent tokens: cheaper; 0 is all.")
     ] = 0,
     loss: Annotated[
-        str,
-        typer.Option(
-            metavar="hard|distill", help="Learn the last layer's top token, or its distribution."
-        ),
+        str, option("hard|distill", "Learn the last layer's top token, or its distribution.")
     ] = "hard",
     tokens: Annotated[
-        int, typer.Option(metavar="N", help="Most positions to learn from, held-out ones included.")
+        int, option("N", "Most positions to learn from, held-out ones included.")
     ] = 200_000,
-    epochs: Annotated[int, typer.Option(metavar="N", help="Passes over them.")] = 4,
+    epochs: Annotated[int, option("N", "Passes over them.")] = 4,
     minutes: Annotated[
-        float | None,
-        typer.Option(metavar="M", help="Most minutes of training; the schedule fits itself in."),
+        float | None, option("M", "Most minutes of training; the schedule fits itself in.")
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", help="Positions per step.")] = 256,
+    batch: Annotated[int, option("N", "Positions per step.")] = 256,
     lr: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Peak learning rate. Default: 0.25 / hidden size."),
+        float | None, option("X", "Peak learning rate. Default: 0.25 / hidden size.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="S", help="Decides texts, order and start.")] = 0,
+    seed: Annotated[int, option("S", "Decides texts, order and start.")] = 0,
     cache: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR", help="Where features are kept; may be deleted after. Default: -o/cache."
+        option(
+            "DIR",
+            "Where features are kept; may be deleted after. Default: -o/cache.",
+            panel=OUTPUT,
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print one JSON document and nothing else."),
-    ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="cpu, cuda, cuda:1, ... Default: a GPU if any."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T",
-            help="auto, float32, bfloat16 or float16. Default: as the model was saved.",
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", metavar="", help="Run code that comes with a checkpoint."
-        ),
-    ] = False,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train heads for early exits; the model itself stays as it is.
 
@@ -169,7 +133,7 @@ def train_exits(
     identity = fingerprint(model)
     began = time.perf_counter()
     try:
-        with _bars() as bar:
+        with progress("texts", tokens) as tell:
             documents = read_documents(
                 source,
                 job,
@@ -177,11 +141,11 @@ def train_exits(
                 tokens=tokens,
                 seed=seed,
                 identity=f"{identity} {data}",
-                tell=bar("texts", tokens),
+                tell=partial(tell, "texts"),
             )
             parts = hold_out(documents)
-            trained, held = _features(access, parts, exits, kept, identity, bar)
-            found = _train(access, trained, held, settings, kept, bar)
+            trained, held = _features(access, parts, exits, kept, identity, tell)
+            found = _train(access, trained, held, settings, kept, tell)
     except KeyboardInterrupt:
         note(stderr(), "interrupted; the same command goes on from here")
         raise
@@ -213,7 +177,7 @@ def _features(
     exits: tuple[int, ...],
     folder: Path,
     identity: str,
-    bar: Callable[[str, int], Callable[[int], None]],
+    tell: Tell,
 ) -> tuple[Features, Features]:
     """Both caches, with their size told before they are written."""
     from forerun.training.features import cache_bytes, collect, positions_of
@@ -224,8 +188,11 @@ def _features(
         stderr(),
         f"features of {count:,} positions after {len(exits)} layers: {decimal(size)} in {folder}",
     )
-    tell = bar("features", count)
-    held = collect(access, parts[1], exits, folder / "held-out", identity=identity, tell=tell)
+
+    def told(done: int) -> None:
+        tell("features", done, count)
+
+    held = collect(access, parts[1], exits, folder / "held-out", identity=identity, tell=told)
     done = held.count
     trained = collect(
         access,
@@ -233,9 +200,9 @@ def _features(
         exits,
         folder / "training",
         identity=identity,
-        tell=lambda more: tell(done + more),
+        tell=lambda more: told(done + more),
     )
-    tell(count)  # nothing was told if both were there already
+    told(count)  # nothing was told if both were there already
     return trained, held
 
 
@@ -245,7 +212,7 @@ def _train(
     held: Features,
     settings: Settings,
     folder: Path,
-    bar: Callable[[str, int], Callable[[int], None]],
+    tell: Tell,
 ) -> tuple[Any, list[LayerReport], list[LayerReport]]:
     """The heads, and the reports before and after."""
     from forerun.runtime.layers import LogitLens
@@ -253,13 +220,13 @@ def _train(
 
     exits = list(held.hidden)
     before = evaluate(access, LogitLens(access), held, exits)
-    tell = bar("training", 1000)
+    tell("training", 0, 1)
     heads = train(
         access,
         trained,
         settings,
         checkpoint=folder / CHECKPOINT,
-        tell=lambda share, loss: tell(int(share * 1000)),
+        tell=lambda share, loss: tell("training", share, 1),
     )
     return heads, before, evaluate(access, heads, held, exits)
 
@@ -267,7 +234,6 @@ def _train(
 def _finish(
     job: Job, heads: Any, training: dict[str, Any], identity: str, out: Path, as_json: bool
 ) -> None:
-    from forerun.cli.report import versions
     from forerun.runtime.heads import WEIGHTS, save_heads
 
     heads.about = {
@@ -286,7 +252,7 @@ def _finish(
             "bytes": size,
             **heads.about,
         }
-        print(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
+        print_json(document)
         return
     _show(training)
     note(stderr(), f"saved to {out} ({decimal(size)}); use them with --exits {out}")
@@ -295,35 +261,9 @@ def _finish(
 def _show(training: dict[str, Any]) -> None:
     console = stdout()
     note(console, f"agreement with the last layer on {training['held_out']:,} held-out positions\n")
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for name in ("after layer", "logit lens", "trained", "confidence", "calibration error"):
-        table.add_column(name, header_style="dim", justify="right")
+    right = ("after layer", "logit lens", "trained", "confidence", "calibration error")
+    shown = table(right=right)
     for lens, own in zip(training["lens"], training["trained"], strict=True):
         shares = (lens["agreement"], own["agreement"], own["confidence"], own["error"])
-        table.add_row(str(own["layer"]), *(f"{share * 100:.1f} %" for share in shares))
-    console.print(table)
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """Bars on stderr, on terminals only; asked for one by name and total."""
-    from rich import progress as rich
-
-    console = stderr()
-    shown = rich.Progress(
-        rich.TextColumn("{task.description:<8}"),
-        rich.BarColumn(),
-        rich.TaskProgressColumn(),
-        rich.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-    )
-
-    def bar(name: str, total: int) -> Callable[[int], None]:
-        task = shown.add_task(name, total=total)
-        return lambda done: shown.update(task, completed=min(done, total))
-
-    with shown:
-        yield bar
+        shown.add_row(str(own["layer"]), *(f"{share * 100:.1f} %" for share in shares))
+    console.print(shown)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,13 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.checks import whole
-from forerun.cli.console import note, stderr, stdout
+from forerun.cli import options
+from forerun.cli.console import note, stderr, stdout, table
+from forerun.cli.options import OUTPUT, option
+from forerun.cli.progress import progress
+from forerun.cli.report import check_writable, print_json
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
     from forerun.lab.costs import Cell
     from forerun.lab.trace import Trace
-    from forerun.lab.tune import Judged, Told, Tuned
+    from forerun.lab.tune import Judged, Tuned
     from forerun.settings import Settings
 
 SCHEMA = 1
@@ -30,63 +33,43 @@ def tune(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="Prompts to search on, from forerun record.")
     ],
-    costs: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|c=C,slope=S",
-            help="What a round costs: a file from forerun costs, or a made-up machine where a "
-            "target pass takes C draft steps and each further token to verify adds S of a pass.",
-        ),
-    ],
+    costs: options.CostTable,
     controller: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SPEC",
-            help="Search its parameters other than those the spec sets; repeatable. "
+        option(
+            "SPEC",
+            "Search its parameters other than those the spec sets; repeatable. "
             "Default: all controllers.",
         ),
     ] = None,
-    budget: Annotated[
-        int, typer.Option(metavar="N", help="Most settings to try per controller.")
-    ] = 100,
+    budget: Annotated[int, option("N", "Most settings to try per controller.")] = 100,
     test: Annotated[
         str | None,
-        typer.Option(
-            metavar="TRACE",
-            help="Judge on these prompts. Default: on the test prompts of TRACE if its ids name "
-            "them, else on every other prompt of each family.",
+        option(
+            "TRACE",
+            "Judge on these prompts. Default: on the test prompts of TRACE if its ids name them, "
+            "else on every other prompt of each family.",
         ),
     ] = None,
-    batch: Annotated[
-        int, typer.Option(metavar="B", help="Batch size to tune for, of a file of costs.")
-    ] = 1,
-    context: Annotated[
-        int, typer.Option(metavar="N", help="Context to tune for, of a file of costs.")
-    ] = 128,
-    seed: Annotated[
-        int, typer.Option(metavar="S", help="Of search and bootstrap; the same gives the same.")
-    ] = 0,
+    batch: options.NearBatch = 1,
+    context: options.NearContext = 128,
+    seed: Annotated[int, option("S", "Of search and bootstrap; the same gives the same.")] = 0,
     output: Annotated[
         str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Save the best controller for generate --settings and forerun.load.",
+        options.output(
+            "FILE", "Save the best controller for generate --settings and forerun.load."
         ),
     ] = None,
     export: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ENGINE:FILE",
-            help="Save the best that another engine can do, for vllm, transformers or llama.cpp; "
+        option(
+            "ENGINE:FILE",
+            "Save the best that another engine can do, for vllm, transformers or llama.cpp; "
             "repeatable.",
+            panel=OUTPUT,
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print one JSON document and nothing else."),
-    ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Search the parameters of controllers on a trace, and judge them on other prompts.
 
@@ -95,17 +78,18 @@ def tune(
     for name, number in {"budget": budget, "batch": batch, "context": context}.items():
         whole(name, number, 1)
     exports = _exports(export or [])
-    for option, path in [("-o", output), *[(f"--export {e}", file) for e, file in exports]]:
-        _check_writable(option, path)
+    check_writable(output)
+    for engine, file in exports:
+        check_writable(file, f"--export {engine}")
 
     from forerun.lab.costs import Costs
     from forerun.lab.trace import Trace
     from forerun.lab.tune import disjoint, halves, judge
     from forerun.lab.tune import tune as search
 
-    table = Costs.find(costs)
-    cell = table.at(batch, context)
-    cells = [table.at(n, context) for n in sorted({cell.batch for cell in table.cells})]
+    every = Costs.find(costs)
+    cell = every.at(batch, context)
+    cells = [every.at(n, context) for n in sorted({cell.batch for cell in every.cells})]
     found = Trace.read(trace)
     if test is None:
         searched, judged_on, how = halves(found)
@@ -113,7 +97,7 @@ def tune(
         searched, judged_on, how = found, Trace.read(test), "another trace"
         disjoint(searched, judged_on)
 
-    with _progress() as told:
+    with progress("reading", unit="settings", alone=True) as told:
         tuned = search(searched, cell, controller or None, budget=budget, seed=seed, told=told)
     about = {
         "trace": Path(trace).name,
@@ -145,7 +129,7 @@ def tune(
             "settings": json.loads(settings.to_json()),
             "exports": written,
         }
-        print(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2))
+        print_json(value)
     else:
         _show(tuned, judged, fixed, split, cell)
         for engine, said in written.items():
@@ -201,16 +185,6 @@ def _write_exports(
     return written
 
 
-def _check_writable(option: str, path: str | None) -> None:
-    """Tell now what would otherwise be told after the work."""
-    if path is None:
-        return
-    if Path(path).is_dir():
-        raise SettingError(f"{option} {path} is a folder; name a file")
-    if not Path(path).absolute().parent.is_dir():
-        raise SettingError(f"{option} {path}: there is no folder {Path(path).parent}")
-
-
 def _json(one: Judged) -> dict[str, Any]:
     return {**asdict(one.found), "test": one.overall, "families": one.families}
 
@@ -241,44 +215,17 @@ def _show(
 
 def _table(what: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
     """Speed-ups of some rows, with 95 % intervals."""
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column(what, header_style="dim")
     names = {
         "default": "default",
         "tuned": "tuned",
         "gain": "tuned/default",
         "over_fixed": "tuned/fixed",
     }
-    for title in names.values():
-        table.add_column(title, header_style="dim", justify="right")
+    made = table(what, right=list(names.values()))
     for name, found in rows:
-        table.add_row(name, *[_interval(found[key]) for key in names])
-    return table
+        made.add_row(name, *[_interval(found[key]) for key in names])
+    return made
 
 
 def _interval(found: Mapping[str, float]) -> str:
     return f"{found['mean']:.2f} {found['low']:.2f}–{found['high']:.2f}"
-
-
-@contextmanager
-def _progress() -> Iterator[Told]:
-    """A bar on stderr, on terminals only, for the controller being searched."""
-    from rich import progress as bars
-
-    console = stderr()
-    bar: Any = bars.Progress(
-        bars.TextColumn("{task.description:<12} {task.completed}/{task.total} settings"),
-        bars.BarColumn(),
-        bars.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-    )
-    task = bar.add_task("reading", total=None)
-
-    def told(name: str, done: int, total: int) -> None:
-        bar.update(task, description=name, completed=done, total=total)
-
-    with bar:
-        yield told

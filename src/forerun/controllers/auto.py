@@ -97,8 +97,9 @@ class Auto(LengthController):
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
 
     >>> controller = Auto(cost=5)
-    >>> sure = Signals(logit_margin=np.array([[6.0], [0.1]]), chosen=np.array([[0.9], [0.2]]))
-    >>> controller.keep_going(controller.start(2), np.array([1, 1]), sure)
+    >>> margin, chosen = np.array([[6.0], [0.1]]), np.array([[0.9], [0.2]])
+    >>> said = Signals(logit_margin=margin, chosen=chosen)
+    >>> controller.keep_going(controller.start(2), np.array([1, 1]), said)
     array([ True, False])
     """
 

@@ -168,7 +168,7 @@ class Engine:
             stopped_by=drafted.stopped_by,
             signals=drafted.signals,
             draft_seconds=drafting,
-            verify_seconds=self.target.seconds - target_before,
+            verify_seconds=time.perf_counter() - began - drafting,
             draft_steps=drafted.steps,
         )
         self._control.observe(outcome)

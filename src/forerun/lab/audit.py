@@ -218,7 +218,7 @@ def audit(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling] | None = None,
     *,
-    controller: str | LengthController = "gammatune+",
+    controller: str | LengthController = "auto",
     rule: str | AcceptanceRule = "standard",
     batch_size: int = 1,
     peers: Sequence[Peer] = (),

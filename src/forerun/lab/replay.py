@@ -222,7 +222,7 @@ def _serve(
     count = {name: np.zeros(order.shape, np.int64) for name in _COUNTED}
     spent = np.zeros(order.shape)
     texts = _Texts(trace, controller)
-    verify = cell.verify_seconds(np.arange(trace.depth + 2))
+    verify = cell.verify_seconds(np.arange(trace.depth + 2)) + cell.fixed
     row, place, at = np.arange(len(order)), *np.zeros((2, len(order)), np.int64)
     prompt, state = order[:, 0], controller.start(len(order))
     while len(row):
@@ -238,11 +238,12 @@ def _serve(
             texts.accept_prob(here, drafted.lengths),
             drafted.stopped_by,
             said,
-            *clock,
+            draft_seconds=clock[0],
+            verify_seconds=clock[1],
             draft_steps=drafted.steps,
         )
         state = controller.observe(state, outcome)
-        seconds = clock[0] + clock[1] + cell.fixed
+        seconds = clock[0] + clock[1]
         if watch is not None:
             told = (drafted.lengths, accepted, drafted.steps, drafted.stopped_by, seconds)
             watch(Rounds(prompt, at, *told))

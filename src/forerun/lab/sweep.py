@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from forerun.engine import Sampling
 from forerun.errors import MissingExtraError, SettingError, require
 from forerun.lab.exit_costs import ExitCosts, Timed, speculating, timed
 from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, total
+from forerun.lab.replay import geometric
 from forerun.model import Model
 from forerun.runtime.exits import ExitModel
 from forerun.runtime.layers import ExitHeads
@@ -25,28 +24,6 @@ GRID = tuple(round(0.05 * step, 2) for step in range(21))
 """Thresholds shown around the best setting."""
 POLISHED = 40
 """Most steps from the best trial to a setting that no single change improves."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A geometric mean over prompts, with a 95 % bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, ratios: Sequence[float], seed: int = 0) -> Interval:
-        """Of paired ratios.
-
-        >>> Interval.of([2.0, 0.5]).mean
-        1.0
-        """
-        logs = np.log(np.asarray(ratios, dtype=float))
-        draws = np.random.default_rng(seed).integers(0, len(logs), (2000, len(logs)))
-        low, high = np.exp(np.quantile(logs[draws].mean(1), [0.025, 0.975])).tolist()
-        return cls(float(np.exp(logs.mean())), low, high, len(logs))
 
 
 @dataclass
@@ -201,9 +178,10 @@ class Confirmed:
 
     setting: Setting
     predicted: float
-    speedup: Interval
-    """Over plain decoding; on one CPU thread by its own time, else by the wall."""
-    wall: Interval
+    speedup: dict[str, float]
+    """Over plain decoding, as `lab.replay.geometric` over the texts; on one CPU thread by its own
+    time, else by the wall."""
+    wall: dict[str, float]
     per_round: float
     """Tokens committed per round."""
     same: int
@@ -214,8 +192,8 @@ class Confirmed:
         return {
             "draft": self.setting.spec(exits),
             "predicted": round(self.predicted, 4),
-            "speedup": vars(self.speedup),
-            "wall": vars(self.wall),
+            "speedup": self.speedup,
+            "wall": self.wall,
             "tokens_per_round": round(self.per_round, 4),
             "same": self.same,
         }
@@ -266,13 +244,13 @@ def confirm(
             Confirmed(
                 setting,
                 search.score(setting),
-                Interval.of([slow[0] / own[0] for slow, own in both]),
-                Interval.of([slow[1] / own[1] for slow, own in both]),
+                geometric([slow[0] / own[0] for slow, own in both]),
+                geometric([slow[1] / own[1] for slow, own in both]),
                 sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done),
                 sum(c.tokens == p.tokens for c, p in zip(done, plain, strict=True)),
             )
         )
-    return sorted(out, key=lambda c: c.speedup.mean, reverse=True)
+    return sorted(out, key=lambda c: c.speedup["mean"], reverse=True)
 
 
 def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None:

@@ -11,6 +11,12 @@ TARGET = _HERE / "target"
 DRAFT = _HERE / "draft"
 EXITS = _HERE / "exits"
 FOLDER = _HERE / "prompts"
+PENALTY = {"stories": 1.2}
+"""The repetition penalty that a family's prompts are decoded with; 1 for those not named.
+
+Greedy stories of small models fall into loops without one, and any draft predicts a loop: figures
+would flatter every method.
+"""
 
 
 @dataclass(frozen=True)
