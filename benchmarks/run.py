@@ -12,6 +12,7 @@ from benchmarks import (
     cmasd,
     ears,
     easd,
+    live,
     overhead,
     plain,
     rules,
@@ -55,6 +56,18 @@ def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device:
 def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Share of a round spent outside model forwards, and the cost of one forward by width."""
     overhead.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("live")
+def _live(prompts: int = 8, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+    """Live speed-ups beside replay's predictions, ten controllers (test prompts)."""
+    live.predicted(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("never-slower")
+def _never_slower(prompts: int = 6, tokens: int = 64):
+    """The default controller on pairs made bad on purpose, live, against plain decoding."""
+    live.hopeless(prompts, tokens)
 
 
 @app.command("shares")

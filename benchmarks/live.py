@@ -1,0 +1,126 @@
+"""The default controller live: beside replay's prediction, and on pairs made bad on purpose."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+import forerun
+from benchmarks.common import (
+    Task,
+    generate,
+    geometric,
+    interleaved,
+    provenance,
+    save,
+    show,
+    table,
+    tasks,
+)
+from forerun import zoo
+from forerun.engine import Sampling
+from forerun.lab import record
+from forerun.lab.costs import Costs
+from forerun.lab.replay import geometric as spread
+from forerun.lab.replay import replay, stream
+
+METHODS = ["auto", "fixed(3)", "fixed(7)", "hf-heuristic", "hf-threshold", "gammatune",
+           "gammatune+", "cm-asd", "sglang-ema", "goodput"]  # fmt: skip
+
+
+def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
+    """Live speed-up of ten controllers beside what replay predicts; write `live.json`."""
+    work = tasks(model, "test", prompts, tokens)
+    found = Costs.measure(model, [1], [128])
+    cell = found.at(1, 128)
+    recorded = record.record(
+        model,
+        [record.Task(t.family, str(i), t.tokens, _sampling(t)) for i, t in enumerate(work)],
+    )
+    methods: list[str | None] = [None, *METHODS]
+    for method in methods:
+        generate(model, work[0], method)
+    runs = interleaved(work, methods, lambda t, m: generate(model, t, m), "live")
+    plain = np.array([_rounds(r[0]) for r in runs])
+    rows, cells = [], {}
+    for index, method in enumerate(METHODS, 1):
+        live = plain / np.array([_rounds(r[index]) for r in runs])
+        if method == "auto":
+            told = stream(recorded, method, cell, np.arange(len(work)))
+        else:
+            told = replay(recorded, method, cell)
+        counted = np.array([[r[index].stats.rounds, r[index].stats.drafted] for r in runs])
+        counts = np.array([told.rounds, told.drafted]).T
+        cells[method] = {
+            "live": spread(live),
+            "predicted": spread(told.speedup),
+            "live over predicted": spread(live / told.speedup),
+            "same rounds": int((counted == counts).all(1).sum()),
+            "identical": sum(r[index].tokens == r[0].tokens for r in runs),
+        }
+        c = cells[method]
+        rows.append([method, show(c["live"]), show(c["predicted"]),
+                     show(c["live over predicted"]), f"{c['same rounds']}/{len(work)}",
+                     f"{c['identical']}/{len(work)}"])  # fmt: skip
+    text = (
+        f"Speed-up over plain decoding, time of rounds (prefill left out), {len(work)} test "
+        "prompts, greedy, batch 1, live and paired; and what replay of a trace predicts from costs "
+        "measured just before. Rounds: prompts whose rounds and drafted tokens are the predicted "
+        "ones (`auto` reads the clock).\n\n"
+        + table(
+            ["controller", "live", "predicted", "live / predicted", "rounds", "identical"], rows
+        )
+    )
+    save("live", provenance(model, prompts=prompts, tokens=tokens), cells, text)
+
+
+def _rounds(done: Any) -> float:
+    s = done.stats
+    return float(s.draft_seconds + s.verify_seconds + s.other_seconds)
+
+
+def _sampling(task: Task) -> Sampling:
+    return Sampling(max_new_tokens=task.max_new_tokens, repetition_penalty=task.repetition_penalty)
+
+
+def hopeless(prompts: int, tokens: int) -> None:
+    """`auto` on pairs made bad on purpose, against plain decoding; write `never-slower.json`."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = transformers.AutoConfig.from_pretrained(zoo.DRAFT)
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (Path(folder) / name).write_bytes((zoo.DRAFT / name).read_bytes())
+        pairs = {
+            "untrained draft": forerun.load(draft=folder, dtype="float32"),
+            "draft as slow as the target (the target itself)": forerun.load(
+                draft=zoo.TARGET, dtype="float32"
+            ),
+            "shipped pair": forerun.load(dtype="float32"),
+        }
+    methods: list[str | None] = [None, "auto", "fixed(5)", "gammatune+"]
+    rows, cells = [], {}
+    for name, model in pairs.items():
+        work = tasks(model, "test", prompts, tokens)
+        for method in methods:
+            generate(model, work[0], method)
+        runs = interleaved(work, methods, lambda t, m, model=model: generate(model, t, m), name)
+        cells[name] = {
+            m: geometric([r[0].stats.seconds / r[i].stats.seconds for r in runs])
+            | {"total": sum(r[0].stats.seconds for r in runs)
+               / sum(r[i].stats.seconds for r in runs)}
+            for i, m in enumerate(methods) if m
+        }  # fmt: skip
+        rows.append([name, *[show(c) for c in cells[name].values()],
+                     f"{cells[name]['auto']['total']:.3f}"])  # fmt: skip
+    text = (
+        f"Speed over plain decoding, greedy, batch 1, {len(work)} test prompts of up to {tokens} "
+        "tokens, prefill of both models included, live and paired.\n\n"
+        + table(["pair", *[str(m) for m in methods if m], "auto, summed time"], rows)
+    )
+    save("never-slower", provenance(model, prompts=prompts, tokens=tokens), cells, text)
