@@ -12,6 +12,7 @@ from forerun import zoo
 
 FIXED = [f"fixed({n})" for n in (1, 2, 3, 4, 5, 6, 8, 12)]
 ADAPTIVE = [
+    "auto",
     "hf-heuristic", "hf-threshold", "hf-threshold(dynamic=True)", "gammatune", "gammatune+",
     "cm-asd", "svip", "adaedl", "exllama-ema", "sglang-ema", "goodput", "bandit",
 ]  # fmt: skip
