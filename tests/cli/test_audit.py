@@ -87,7 +87,7 @@ def test_json(audit, monkeypatch, prompts):
     assert document["compared"] == document["identical"] == 3 * len(document["checks"]) == 24
     assert document["differences"] == []
     assert document["settings"]["prompts"] == prompts
-    assert document["settings"]["controller"].startswith("gammatune+")
+    assert document["settings"]["controller"].startswith("auto")
     assert {"check": "transformers", "against": "plain"}.items() <= document["checks"][1].items()
     assert "torch" in document["versions"]
     plant(monkeypatch)

@@ -40,7 +40,7 @@ def test_json_document_keeps_its_shape(generate):
     assert document["compare"]["identical"] is True
     assert len(document["compare"]["speedups"]) == 3
     assert document["compare"]["plain"]["completions"][0]["tokens"] == completion["tokens"]
-    assert document["settings"]["controller"] == "gammatune+"
+    assert document["settings"]["controller"] == "auto"
     assert document["settings"]["lossless"] is True
     assert document["settings"]["sampling"][0]["max_new_tokens"] == 8
     assert {"forerun", "python", "torch", "transformers"} <= document["versions"].keys()
