@@ -120,7 +120,7 @@ def test_made_up_in_one_line() -> None:
     ):  # fmt: skip
         with pytest.raises(SettingError, match=says):
             Costs.find(text)
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(SettingError, match="forerun costs -o FILE measures one"):
         Costs.find("nowhere.json")
 
 

@@ -27,7 +27,7 @@ COMMANDS = [
 def test_every_command_shown_parses(page, line):
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     command = get_command(app)
-    while hasattr(command, "commands"):
+    while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
     command.make_context("forerun", words)
 

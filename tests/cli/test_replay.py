@@ -182,7 +182,7 @@ def test_interrupted(replay, monkeypatch, tmp_path):
     [
         ([], "--costs", 2),
         (["--costs", "c=0"], "c must be above 0", 2),
-        (["--costs", "nowhere.json"], "nowhere.json", 1),
+        (["--costs", "nowhere.json"], "nowhere.json", 2),
         ([*COSTS, "--controller", "gamatune"], "did you mean 'gammatune'", 2),
         ([*COSTS, "--controller", "fixed(-1)"], "length must be", 2),
         ([*COSTS, "-o", "/nowhere/out.csv"], "there is no folder", 2),

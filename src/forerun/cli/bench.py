@@ -321,7 +321,7 @@ def _show_changes(found: Sequence[Change]) -> None:
     note(
         console,
         f"\n{beyond} of {len(found)} cells beyond noise; by chance alone up to about "
-        f"{len(found) * LEVEL:.0f} would be",
+        f"{len(found) * LEVEL:.1f} would be",
     )
     for c in found:
         if c.speedup is None and c.family == ALL and abs(c.seconds["mean"] - 1) > DRIFT:

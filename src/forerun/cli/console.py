@@ -121,7 +121,7 @@ def table(*left: str, right: Sequence[str] = (), no_wrap: bool = False) -> Table
     """A table without lines: columns of words, then of numbers (kept on one line if `no_wrap`)."""
     made = Table(box=None, pad_edge=False, show_edge=False)
     for name in left:
-        made.add_column(name, header_style="dim", overflow="fold")
+        made.add_column(name, header_style="dim", overflow="fold", min_width=len(name))
     for name in right:
         made.add_column(name, header_style="dim", justify="right", no_wrap=no_wrap)
     return made

@@ -197,8 +197,13 @@ class Costs:
         Raises:
             UnknownNameError, SettingError, OSError: as the text is read.
         """
-        if "=" not in text or Path(text).exists():
+        if Path(text).exists():
             return cls.read(text)
+        if "=" not in text:
+            raise SettingError(
+                f"no table of costs at {text!r}; forerun costs -o FILE measures one, or give "
+                "made-up ones like c=10"
+            )
         given: dict[str, float] = {}
         for part in text.split(","):
             key, _, value = (side.strip() for side in part.partition("="))
