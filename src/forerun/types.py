@@ -95,7 +95,8 @@ class RoundOutcome:
     signals: Signals
     """Fields `(rows, K)`."""
     draft_seconds: float | FloatArray = 0.0
-    """Wall time the batch spent drafting, all of it; `(rows,)` in a replay."""
+    """Wall time the batch spent drafting, without catching up with long contexts; `(rows,)` in a
+    replay."""
     verify_seconds: float | FloatArray = 0.0
     """Wall time of the rest of the batch's round: the target's pass, judging, and the engine's own
     work; `(rows,)` in a replay."""

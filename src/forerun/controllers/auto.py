@@ -20,7 +20,7 @@ FADE = 0.95
 """Of what was observed, what still counts a round later."""
 HOPE = 0.75
 """V(1) over V(2) until a plain round was timed: low, so that one is tried when in doubt."""
-REST, LONGEST_REST = 8.0, 128.0
+REST, LONGEST_REST = 8.0, 256.0
 """Plain rounds per plain round that a useless probe costs, before the first and the last probes."""
 UNTIMED = 12
 """Most tokens to draft before anything was timed."""
@@ -78,7 +78,7 @@ class Auto(LengthController):
       differences. Rejections, and only they, end what a round can teach; rounds cut short from
       outside teach nothing but their time.
     - Plainly decoding rows probe after 8 rounds, times what a useless probe costs in plain rounds;
-      each further probe waits twice as long, up to 128. So probing takes less than 1 % of the
+      each further probe waits twice as long, up to 256. So probing takes less than 1 % of the
       time.
 
     Args:

@@ -65,6 +65,12 @@ class Drafter(ABC):
                 None for rows that are not drafting (their answer is ignored).
         """
 
+    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> None:
+        """Rows are about to draft: catch up with long contexts, outside the time of a step.
+
+        Arguments as for `step`. A row that never drafts never comes here, and costs nothing.
+        """
+
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
         """Rows were added at the end; each is expected to grow by `room` tokens."""
 

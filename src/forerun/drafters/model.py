@@ -12,7 +12,10 @@ from forerun.drafters.base import Drafter, DrafterSpec, Proposal
 from forerun.errors import ModelError, require
 from forerun.runtime.base import Runtime
 from forerun.runtime.load import load_model, load_tokenizer
-from forerun.runtime.model import RowModel
+from forerun.runtime.model import PREFILL_CHUNK, RowModel
+
+BEHIND = 8
+"""Tokens that a step may feed on top of the newest one."""
 
 
 class ModelDrafter(Drafter):
@@ -40,8 +43,21 @@ class ModelDrafter(Drafter):
         return sizes[0] / sizes[1] if all(sizes) else 5.0
 
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
-        """Prefill. A prompt the draft cannot hold gets an empty row (it decodes plainly)."""
-        self.rows.join([p if len(p) <= self.limit else p[:1] for p in prompts], room)
+        """Empty rows: a prompt is read when its row first drafts (`prepare`)."""
+        longest = max(map(len, prompts))
+        self.rows.join([prompt[:1] for prompt in prompts], min(longest + room, self.limit))
+
+    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> None:
+        """Feed what is more than a few tokens behind, in chunks and without logits."""
+        while True:
+            pieces: list[list[int]] = []
+            for context, covered in zip(contexts, self.rows.lengths, strict=True):
+                behind = 0 if context is None else len(context) - 1 - covered
+                upto = covered + min(behind, PREFILL_CHUNK) if behind > BEHIND else covered
+                pieces.append(list((context or ())[covered:upto]))
+            if not any(pieces):
+                return
+            self.rows.feed(pieces, want="none")
 
     def keep(self, rows: Sequence[int]) -> None:
         """Reorder the cache."""

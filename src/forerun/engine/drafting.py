@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,8 @@ class Drafted:
     """Per step what controllers read, `(rows,)` each."""
     steps: int = 0
     """Steps the drafter took, a preview's included."""
+    prepared: float = 0.0
+    """Seconds it took to catch up with long contexts before."""
 
     @property
     def lengths(self) -> IntArray:
@@ -82,7 +85,7 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
     for at in np.flatnonzero(previews).tolist():
         drafter.rollback(at, len(rows[at].context) - 1)  # the next step feeds the last token
     anew = _run(rows, drafter, control, sampler, np.minimum(planned, limits), stopped)
-    anew.steps += out.steps
+    anew.steps, anew.prepared = anew.steps + out.steps, anew.prepared + out.prepared
     return anew
 
 
@@ -102,6 +105,10 @@ def _run(
         frozenset().union(*(row.rule.signals for row in rows)),
         max(row.rule.ranks for row in rows),
     )
+    if active.any():
+        began = time.perf_counter()
+        drafter.prepare([r.context if on else None for r, on in zip(rows, active, strict=True)])
+        out.prepared = time.perf_counter() - began
     while active.any():
         tokens, ended = _next(rows, drafter, wanted, sampler, out, active)
         out.steps += 1

@@ -167,7 +167,7 @@ class Engine:
             accept_prob=verdict.accept_prob.double().cpu().numpy(),
             stopped_by=drafted.stopped_by,
             signals=drafted.signals,
-            draft_seconds=drafting,
+            draft_seconds=drafting - drafted.prepared,
             verify_seconds=time.perf_counter() - began - drafting,
             draft_steps=drafted.steps,
         )
