@@ -76,6 +76,12 @@ def _shares(val: Path, test: Path, costs: Path, name: str = "greedy", budget: in
     shares.main(val, test, costs, budget, name)
 
 
+@app.command("regret")
+def _regret(test: Path, costs: Path, name: str = "greedy"):
+    """Time lost against the bounds as texts grow, by replay of a trace."""
+    shares.regrets(test, costs, name)
+
+
 @app.command("specbound")
 def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
     """SpecBound on the shipped target: variants, modes, latencies, counts, peers (test prompts)."""

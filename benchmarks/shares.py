@@ -11,7 +11,7 @@ from rich.progress import Progress
 import forerun
 from benchmarks.common import RESULTS, console, geometric, provenance, save, show, table
 from forerun.controllers import CONTROLLERS, auto_costs
-from forerun.lab.bounds import best_fixed, oracle
+from forerun.lab.bounds import Clock, best_fixed, oracle, regret
 from forerun.lab.costs import Cell, Costs
 from forerun.lab.informed import Study
 from forerun.lab.replay import replay, stream
@@ -110,6 +110,42 @@ def total(base: Any, took: Any, seed: int = 0) -> dict[str, float]:
     draw = np.random.default_rng(seed).integers(0, len(base), (2000, len(base)))
     low, high = np.quantile(base[draw].sum(1) / took[draw].sum(1), [0.025, 0.975])
     return {"mean": float(base.sum() / took.sum()), "low": float(low), "high": float(high)}
+
+
+def regrets(test: Path, costs: Path, name: str) -> None:
+    """Time lost against the bounds as texts grow; write `regret-NAME.json` and a plot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    trace, cell = Trace.read(test), Costs.read(costs).at(1, 128)
+    bounds = {"oracle": oracle(trace, cell), "informed bound": Study(trace).informed(cell).best}
+    found: dict[str, Any] = {}
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for axes, (label, bound) in zip(panels, bounds.items(), strict=True):
+        best = bound.clock(trace, cell)
+        for spec in (AUTO, "hf-threshold", "gammatune+", "fixed(5)", "fixed(0)"):
+            clock = Clock(trace)
+            replay(trace, spec, cell, clock)
+            lost = regret(clock.seconds, best) * 1e3
+            found.setdefault(spec, {})[label] = lost.round(3).tolist()
+            axes.plot(np.arange(1, len(lost) + 1), lost, label=spec, color="black"
+                      if spec == AUTO else None, linewidth=2.5 if spec == AUTO else 1)  # fmt: skip
+        axes.set(xlabel="tokens written", ylabel="ms lost, mean over prompts",
+                 title=f"Regret against the {label}, {name}")  # fmt: skip
+        axes.legend(fontsize=8)
+    figure.savefig(RESULTS / f"regret-{name}.png", dpi=120)
+    pyplot.close(figure)
+    ends = [[spec, *[f"{lost[-1]:.0f}" for lost in f.values()]] for spec, f in found.items()]
+    text = (
+        f"Milliseconds lost per text against each bound, {trace.prompts} test prompts, at measured "
+        f"costs (one plain token takes {cell.plain * 1e3:.1f} ms); `auto` starts each text "
+        "afresh.\n\n"
+        + table(["controller", *bounds], ends)
+        + f"\n\n![As texts grow](regret-{name}.png)"
+    )
+    save(f"regret-{name}", provenance(forerun.load()), found, text)
 
 
 def families_of(trace: Trace) -> dict[str, Any]:

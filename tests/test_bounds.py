@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -235,6 +236,19 @@ def test_regret_ends_at_the_whole_loss():
 def study() -> Study:
     trace = random_trace(11, prompts=60, longest=40, depth=6, honest=0.5)
     return Study(trace, paths(trace, SOME))
+
+
+def test_a_trace_without_a_kept_token_has_bounds():
+    trace = random_trace(3)
+    nothing = replace(
+        trace,
+        matches=np.zeros_like(trace.matches),
+        accept_prob=np.zeros_like(trace.accept_prob),
+    )
+    found = Study(nothing, paths(nothing, ["fixed(0)", *SOME])).informed(CELLS[1])
+    assert found.stopper is None
+    assert found.best.name == "fixed(0)"
+    assert found.best.seconds == pytest.approx(oracle(nothing, CELLS[1]).seconds)
 
 
 @pytest.mark.parametrize("cell", CELLS[:3])

@@ -61,8 +61,8 @@ class Informed:
 
     best: Bound
     """The fastest of all that were tried."""
-    stopper: Stopper
-    """The fastest fitted policy."""
+    stopper: Stopper | None
+    """The fastest fitted policy; None if the trace has not one kept token to learn from."""
     tried: dict[str, float]
     """Geometric mean of the speed-up of each policy tried, the best first. `look-ahead`, `improved`
     and `adjusted` are fitted; the others are specs."""
@@ -85,15 +85,17 @@ class Study:
     ) -> None:
         self.trace, texts = trace, Texts(trace)
         self.paths = paths(trace, GRID) if known is None else known
-        self.acceptance = Acceptance.fit(texts) if acceptance is None else acceptance
-        self.known: Known = self.acceptance.know(texts)
+        if acceptance is None and trace.matches.any():
+            acceptance = Acceptance.fit(texts)
+        self.acceptance = acceptance
+        self.known: Known | None = None if acceptance is None else acceptance.know(texts)
 
     def informed(self, cell: Cell) -> Informed:
         """The best policy for all prompts, by geometric mean of the speed-up."""
         fitted = self._fitted(cell)
         found = [bound for bound, _ in fitted] + tuned(self.trace, cell, self.paths)
         found.sort(key=lambda bound: -bound.mean)
-        stopper = max(fitted, key=lambda pair: pair[0].mean)[1]
+        stopper = max(fitted, key=lambda pair: pair[0].mean)[1] if fitted else None
         tried: dict[str, float] = {}
         for bound in found:
             tried.setdefault(bound.name, bound.mean)
@@ -101,19 +103,22 @@ class Study:
 
     def _fitted(self, cell: Cell) -> list[tuple[Bound, Stopper]]:
         """Look-ahead at its best price, improved policies, and the best of these adjusted."""
+        acceptance, known = self.acceptance, self.known
+        if acceptance is None or known is None:
+            return []
         step = steps(cell, self.trace.depth)
 
         def scored(name: str, weights: FloatArray) -> tuple[Bound, Stopper]:
-            stopper = Stopper(self.acceptance, weights, step)
-            return Bound.of(name, stopper.path(self.known), self.trace, cell), stopper
+            stopper = Stopper(acceptance, weights, step)
+            return Bound.of(name, stopper.path(known), self.trace, cell), stopper
 
         ahead = [scored("look-ahead", _look_ahead(price)) for price in PRICES]
         out = [max(ahead, key=lambda pair: pair[0].mean)]
         weights = out[0][1].weights
         for _ in range(ROUNDS):
-            stopper = Stopper(self.acceptance, weights, step)
+            stopper = Stopper(acceptance, weights, step)
             # Half the way: what a choice is worth holds only near the policy it was found under.
-            weights = (weights + improved(stopper, self.known, cell)) / 2
+            weights = (weights + improved(stopper, known, cell)) / 2
             out.append(scored("improved", weights))
         best = max(out, key=lambda pair: pair[0].mean)
         size = 0.15 * float(step.mean())
@@ -178,11 +183,12 @@ def crossfitted(
         mine, other = np.flatnonzero(half == side), np.flatnonzero(half != side)
         study = Study(trace.take(other), _part(known, other))
         rest = trace.take(mine)
-        there = study.acceptance.know(Texts(rest))
+        learnt = study.acceptance
+        there = None if learnt is None else learnt.know(Texts(rest))
         for speedups, cell in zip(out, cells, strict=True):
             found = study.informed(cell)
             name = found.best.name
-            if name in known:
+            if name in known or found.stopper is None or there is None:
                 path = _part({name: known[name]}, mine)[name]
             else:
                 path = found.stopper.path(there)
