@@ -102,6 +102,8 @@ class RoundOutcome:
     work; `(rows,)` in a replay."""
     draft_steps: int | IntArray = 0
     """Steps the batch's drafter took, i.e. of the row that drafted most; `(rows,)` in a replay."""
+    catch_up_seconds: float = 0.0
+    """Wall time the drafter took to read what it had not followed, before its first step."""
 
     @property
     def full(self) -> BoolArray:
@@ -126,6 +128,7 @@ class RoundOutcome:
             self.accept_prob[rows],
             self.stopped_by[rows],
             self.signals.take(rows),
+            catch_up_seconds=self.catch_up_seconds,
             **shared,
         )
 

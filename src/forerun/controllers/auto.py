@@ -44,6 +44,8 @@ class AutoState(costs.CostState, belief.SurvivalState):
     """`(rows,)` whether speculation is expected to pay."""
     probed: IntArray
     """`(rows,)` the newest round with a draft, counted from 1."""
+    caught: FloatArray
+    """`(rows,)` seconds it took to catch up before the newest draft."""
     patience: FloatArray
     """`(rows,)` rests before the next probe, in what a useless one costs."""
 
@@ -135,6 +137,7 @@ class Auto(LengthController):
             price=np.zeros(rows),
             awake=np.ones(rows, dtype=bool),
             probed=np.zeros(rows, dtype=np.int64),
+            caught=np.zeros(rows),
             patience=np.full(rows, REST),
         )
         return self._decided(state)
@@ -161,7 +164,7 @@ class Auto(LengthController):
     def limit(self, state: AutoState) -> IntArray:
         """`(rows,)` the most tokens per round; 0 where plain decoding is faster."""
         plain = np.where(np.isnan(state.plain), state.base, state.plain)
-        lost = (state.base + state.step) / plain - 1
+        lost = (state.base + state.step + state.caught) / plain - 1
         due = state.rounds - state.probed >= state.patience * lost
         guessed = (state.newest[:, 1] == 0) & (self.cost is None)
         most = np.where(guessed, min(self.high, UNTIMED), self.high)
@@ -195,6 +198,9 @@ class Auto(LengthController):
                 tokens=np.where(count, FADE * new.tokens + outcome.accepted + 1, new.tokens),
                 seconds=np.where(count, FADE * new.seconds + took, new.seconds),
                 probed=np.where(learn, rounds, new.probed),
+                caught=np.where(outcome.drafted > 0, outcome.catch_up_seconds, new.caught)
+                if clock
+                else new.caught,
             )
         )
         longer = np.minimum(2 * state.patience, LONGEST_REST)

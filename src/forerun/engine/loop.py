@@ -170,6 +170,7 @@ class Engine:
             draft_seconds=drafting - drafted.prepared,
             verify_seconds=time.perf_counter() - began - drafting,
             draft_steps=drafted.steps,
+            catch_up_seconds=drafted.prepared,
         )
         self._control.observe(outcome)
         forward = self.drafter.seconds - drafter_before, self.target.seconds - target_before
