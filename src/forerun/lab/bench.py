@@ -213,7 +213,7 @@ def _warm_up(results: Results, group: Group, active: list[Method]) -> None:
 
 
 class _Progress:
-    """Counts runs, those of an earlier session included."""
+    """Counts runs, those measured before an interruption included."""
 
     def __init__(
         self,

@@ -321,7 +321,7 @@ def _provenance(document: Document) -> str:
     many = len(document["provenance"]) > 1
     for number, made in enumerate(document["provenance"], start=1):
         rows += [
-            [f"{name.replace('_', ' ')}{f' (session {number})' if many else ''}",
+            [f"{name.replace('_', ' ')}{f' (part {number})' if many else ''}",
              escape(_text(value))]
             for name, value in made.items()
         ]  # fmt: skip
