@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from rich.console import Console
@@ -21,6 +20,10 @@ from rich.progress import Progress
 
 import forerun
 from forerun import zoo
+from forerun.engine import Sampling
+from forerun.lab import record
+from forerun.lab.replay import geometric as geometric
+from forerun.lab.trace import Trace
 
 RESULTS = Path(__file__).parent / "results"
 console = Console(stderr=True)
@@ -90,17 +93,19 @@ def interleaved(
     return out
 
 
-def geometric(ratios: Sequence[float], seed: int = 0) -> dict[str, float]:
-    """Geometric mean of paired ratios with a 95 % bootstrap interval over prompts."""
-    logs = np.log(np.asarray(ratios, dtype=float))
-    draw = np.random.default_rng(seed).integers(0, len(logs), (2000, len(logs)))
-    low, high = np.quantile(logs[draw].mean(1), [0.025, 0.975])
-    return {
-        "mean": float(np.exp(logs.mean())),
-        "low": float(np.exp(low)),
-        "high": float(np.exp(high)),
-        "n": len(logs),
-    }
+def recorded(model: forerun.Model, work: Sequence[Task]) -> Trace:
+    """A trace of greedy texts."""
+    how = [
+        Sampling(max_new_tokens=t.max_new_tokens, repetition_penalty=t.repetition_penalty)
+        for t in work
+    ]
+    return record.record(
+        model,
+        [
+            record.Task(t.family, str(i), t.tokens, sampling)
+            for i, (t, sampling) in enumerate(zip(work, how, strict=True))
+        ],
+    )
 
 
 def show(cell: dict[str, float]) -> str:

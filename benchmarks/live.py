@@ -12,21 +12,18 @@ import transformers
 
 import forerun
 from benchmarks.common import (
-    Task,
     generate,
     geometric,
     interleaved,
     provenance,
+    recorded,
     save,
     show,
     table,
     tasks,
 )
 from forerun import zoo
-from forerun.engine import Sampling
-from forerun.lab import record
 from forerun.lab.costs import Costs
-from forerun.lab.replay import geometric as spread
 from forerun.lab.replay import replay, stream
 
 METHODS = ["auto", "fixed(3)", "fixed(7)", "hf-heuristic", "hf-threshold", "gammatune",
@@ -38,10 +35,7 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
     work = tasks(model, "test", prompts, tokens)
     found = Costs.measure(model, [1], [128])
     cell = found.at(1, 128)
-    recorded = record.record(
-        model,
-        [record.Task(t.family, str(i), t.tokens, _sampling(t)) for i, t in enumerate(work)],
-    )
+    trace = recorded(model, work)
     methods: list[str | None] = [None, *METHODS]
     for method in methods:
         generate(model, work[0], method)
@@ -51,15 +45,15 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
     for index, method in enumerate(METHODS, 1):
         live = plain / np.array([_rounds(r[index]) for r in runs])
         if method == "auto":
-            told = stream(recorded, method, cell, np.arange(len(work)))
+            told = stream(trace, method, cell, np.arange(len(work)))
         else:
-            told = replay(recorded, method, cell)
+            told = replay(trace, method, cell)
         counted = np.array([[r[index].stats.rounds, r[index].stats.drafted] for r in runs])
         counts = np.array([told.rounds, told.drafted]).T
         cells[method] = {
-            "live": spread(live),
-            "predicted": spread(told.speedup),
-            "live over predicted": spread(live / told.speedup),
+            "live": geometric(live),
+            "predicted": geometric(told.speedup),
+            "live over predicted": geometric(live / told.speedup),
             "same rounds": int((counted == counts).all(1).sum()),
             "identical": sum(r[index].tokens == r[0].tokens for r in runs),
         }
@@ -82,10 +76,6 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
 def _rounds(done: Any) -> float:
     s = done.stats
     return float(s.draft_seconds + s.verify_seconds + s.other_seconds)
-
-
-def _sampling(task: Task) -> Sampling:
-    return Sampling(max_new_tokens=task.max_new_tokens, repetition_penalty=task.repetition_penalty)
 
 
 def hopeless(prompts: int, tokens: int) -> None:
