@@ -126,8 +126,8 @@ class Off(Wrapped):
         super().__init__(inner)
         self.token, self.by, self.when = token, by, when
 
-    def feed(self, pieces: Any, first: int = 0, want: Any = "all") -> torch.Tensor:
-        logits = self.inner.feed(pieces, first, want)
+    def feed(self, pieces: Any, first: int = 0, want: Any = "all", skip: int = 0) -> torch.Tensor:
+        logits = self.inner.feed(pieces, first, want, skip)
         if self.when(len(pieces), max(map(len, pieces))):
             logits = logits.clone()
             logits[..., self.token] += self.by
@@ -142,14 +142,14 @@ class Forgetful(Wrapped):
         self.fed: dict[int, tuple[int, list[int]]] = {}
         self.stale: dict[int, int] = {}
 
-    def feed(self, pieces: Any, first: int = 0, want: Any = "all") -> torch.Tensor:
+    def feed(self, pieces: Any, first: int = 0, want: Any = "all", skip: int = 0) -> torch.Tensor:
         starts = self.inner.lengths
         pieces = [
             [self.stale.pop(row, p[0]), *p[1:]] if p else p
             for row, p in enumerate(pieces, start=first)
         ]
         self.fed |= {row: (starts[row], p) for row, p in enumerate(pieces, start=first)}
-        return self.inner.feed(pieces, first, want)
+        return self.inner.feed(pieces, first, want, skip)
 
     def rollback(self, row: int, length: int) -> None:
         start, piece = self.fed[row]
@@ -255,7 +255,7 @@ def test_a_tie_up_to_rounding_is_a_near_tie(roundings: float, kind: Kind) -> Non
         head[twin] = head[best]
     logits = target(torch.tensor([PROMPTS[0]])).logits[0, -1]
     by = roundings * float(logits.detach().abs().max()) * torch.finfo(torch.float32).eps
-    rows = Off(RowModel(target), twin, by, lambda count, width: width > 1)
+    rows = Off(RowModel(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0])))
     model = Model(rows, ModelDrafter(RowModel(build("llama", seed=3)), 97))
     (found,) = audit(model, PROMPTS[:1], SHORT[:1], controller="fixed(3)")
     assert found.kind == kind

@@ -153,7 +153,7 @@ def test_it_tells_greedy_from_sampled():
 def test_costs_are_found_and_outliers_are_not():
     controller, rng = Auto(), np.random.default_rng(0)
     state = controller.start(1)
-    for i in range(60):
+    for i in range(200):
         drafted = int(rng.integers(0, 9))
         slow = 20.0 if i % 9 == 5 else 1.0  # also another task's turn on the machine
         clock = (0.002 * drafted * slow, (0.010 + (drafted > 0) * 0.003 + 0.0004 * drafted) * slow)

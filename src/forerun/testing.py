@@ -55,9 +55,11 @@ class ScriptedModel:
     def _logits(self, context: tuple[int, ...]) -> torch.Tensor:
         return self._script(context) if callable(self._script) else self._script[context[-1]]
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int = 0) -> None:
-        """Add rows that cover their prompts but for the last token."""
-        self.history.extend(list(p[:-1]) for p in prompts)
+    def join(
+        self, prompts: Sequence[Sequence[int]], room: int = 0, leave_end: bool = False
+    ) -> None:
+        """Add rows that cover their prompts but for the last token, or nothing of them yet."""
+        self.history.extend([] if leave_end else list(p[:-1]) for p in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
@@ -72,6 +74,7 @@ class ScriptedModel:
         pieces: Sequence[Sequence[int]],
         first: int = 0,
         want: Literal["all", "last", "none"] = "all",
+        skip: int = 0,
     ) -> torch.Tensor:
         """Cover the pieces and return the scripted logits (NaN where they mean nothing)."""
         self.forwards += 1
@@ -86,7 +89,7 @@ class ScriptedModel:
             rows.append(seen)
         if want == "last":
             return torch.stack([seen[-1] if seen else nothing for seen in rows])
-        return torch.stack([torch.stack(s + [nothing] * (width - len(s))) for s in rows])
+        return torch.stack([torch.stack(s + [nothing] * (width - len(s))) for s in rows])[:, skip:]
 
 
 def engine(

@@ -95,15 +95,16 @@ class RoundOutcome:
     signals: Signals
     """Fields `(rows, K)`."""
     draft_seconds: float | FloatArray = 0.0
-    """Wall time the batch spent drafting, without catching up with long contexts; `(rows,)` in a
-    replay."""
+    """Wall time the batch spent drafting, without catching up with long contexts; 0 if that was
+    all; `(rows,)` in a replay."""
     verify_seconds: float | FloatArray = 0.0
     """Wall time of the rest of the batch's round: the target's pass, judging, and the engine's own
-    work; `(rows,)` in a replay."""
+    work; 0 if unknown, for the pass read a prompt, too; `(rows,)` in a replay."""
     draft_steps: int | IntArray = 0
-    """Steps the batch's drafter took, i.e. of the row that drafted most; `(rows,)` in a replay."""
+    """Steps the batch's drafter took, i.e. of the row that drafted most, but for one that caught
+    up; `(rows,)` in a replay."""
     catch_up_seconds: float = 0.0
-    """Wall time the drafter took to read what it had not followed, before its first step."""
+    """Wall time the drafter took to read what it had not followed, perhaps in its first step."""
 
     @property
     def full(self) -> BoolArray:

@@ -25,7 +25,9 @@ REST, LONGEST_REST = 8.0, 256.0
 UNTIMED = 12
 """Most tokens to draft before anything was timed."""
 PLAIN_TIMED = 4
-"""Of so many plain rounds one is timed."""
+"""Of so many plain rounds one is timed, a request's second first: its first may read the prompt."""
+PLAIN_KNOWN = 3
+"""Timed plain rounds until then: one alone may be an outlier."""
 CARRY = 0.5
 """Of a row's corrections, what the next request starts from."""
 
@@ -177,13 +179,13 @@ class Auto(LengthController):
 
     def observe(self, state: AutoState, outcome: RoundOutcome) -> AutoState:
         """Learn from the tokens that were judged and from the clock, and decide anew."""
-        known = (state.rounds % PLAIN_TIMED > 0) & ~np.isnan(state.plain)
-        idle = (outcome.drafted == 0) & known
+        clock = self.cost is None
+        known = ~np.isnan(state.recent[:, 2, PLAIN_KNOWN - 1]) | (not clock)
+        idle = (outcome.drafted == 0) & known & (state.rounds % PLAIN_TIMED != 1)
         rounds = state.rounds + 1
         if idle.all():  # a row at rest must cost no time either
             return replace(state, rounds=rounds)
         learn = (outcome.drafted > 0) & ~outcome.censored
-        clock = self.cost is None
         new = replace(
             state,
             **(belief.judged(state, outcome, learn) if learn.any() else {}),

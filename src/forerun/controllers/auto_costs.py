@@ -60,10 +60,13 @@ def unknown(rows: int, cost: float | None, slope: float | None) -> dict[str, Any
 def timed(
     state: CostState, outcome: RoundOutcome, rows: BoolArray, learn_slope: bool
 ) -> dict[str, Any]:
-    """What a round's seconds change in some rows; nothing in rows without any (no clock)."""
+    """What a round's seconds change in some rows; nothing if there are none (no clock).
+
+    Without seconds of the pass, for it read a prompt, only the draft's steps count.
+    """
     zero = np.zeros(len(state))
     verify, draft = zero + outcome.verify_seconds, zero + outcome.draft_seconds
-    if not verify.any():
+    if not (verify.any() or draft.any()):
         return {}
     width = outcome.drafted.astype(float)
     told = rows & (verify > 0)
@@ -81,12 +84,14 @@ def timed(
     more = np.maximum(width, 1)
     steps = np.maximum(np.where(zero + outcome.draft_steps > 0, outcome.draft_steps, width), 1)
     now = np.array([draft / steps, verify / (1 + slope * (more - 1)), verify]).T
-    new = np.array([drafted, drafted, told & ~drafted]).T
+    stepped = rows & (width > 0) & (draft > 0)
+    new = np.array([stepped, drafted, told & ~drafted]).T
     recent = np.where(
         new[:, :, None], np.concatenate([now[:, :, None], state.recent[:, :, :-1]], 2), state.recent
     )
     step, base, plain = _median(recent).T
-    base = np.where(np.isnan(base), np.where(np.isnan(plain), state.base, plain), base)
+    guess = np.where(np.isnan(step), state.base, RATIO * step)
+    base = np.where(np.isnan(base), np.where(np.isnan(plain), guess, plain), base)
     return {
         "recent": recent,
         "newest": newest,

@@ -65,11 +65,15 @@ class Drafter(ABC):
                 None for rows that are not drafting (their answer is ignored).
         """
 
-    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> None:
+    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> bool:
         """Rows are about to draft: catch up with long contexts, outside the time of a step.
 
         Arguments as for `step`. A row that never drafts never comes here, and costs nothing.
+
+        Returns:
+            Whether the first step will read the rest: then it counts as catching up, too.
         """
+        return False
 
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
         """Rows were added at the end; each is expected to grow by `room` tokens."""

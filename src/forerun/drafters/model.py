@@ -47,16 +47,22 @@ class ModelDrafter(Drafter):
         longest = max(map(len, prompts))
         self.rows.join([prompt[:1] for prompt in prompts], min(longest + room, self.limit))
 
-    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> None:
-        """Feed what is more than a few tokens behind, in chunks and without logits."""
+    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> bool:
+        """Feed what is more than a few tokens behind, in chunks and without logits.
+
+        The end of a lone row is left to its first step, which spares a pass.
+        """
+        lone = len(contexts) == 1
         while True:
             pieces: list[list[int]] = []
             for context, covered in zip(contexts, self.rows.lengths, strict=True):
                 behind = 0 if context is None else len(context) - 1 - covered
+                if lone and BEHIND < behind < PREFILL_CHUNK:
+                    return True
                 upto = covered + min(behind, PREFILL_CHUNK) if behind > BEHIND else covered
                 pieces.append(list((context or ())[covered:upto]))
             if not any(pieces):
-                return
+                return False
             self.rows.feed(pieces, want="none")
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -46,9 +46,9 @@ class Drafted:
     seen: list[dict[str, FloatArray]] = field(default_factory=list)
     """Per step what controllers read, `(rows,)` each."""
     steps: int = 0
-    """Steps the drafter took, a preview's included."""
+    """Steps the drafter took, a preview's included; without one that caught up with a context."""
     prepared: float = 0.0
-    """Seconds it took to catch up with long contexts before."""
+    """Seconds it took to catch up with long contexts."""
 
     @property
     def lengths(self) -> IntArray:
@@ -105,13 +105,18 @@ def _run(
         frozenset().union(*(row.rule.signals for row in rows)),
         max(row.rule.ranks for row in rows),
     )
+    catching_up = False
     if active.any():
         began = time.perf_counter()
-        drafter.prepare([r.context if on else None for r, on in zip(rows, active, strict=True)])
+        contexts = [row.context if on else None for row, on in zip(rows, active, strict=True)]
+        catching_up = drafter.prepare(contexts)
         out.prepared = time.perf_counter() - began
     while active.any():
         tokens, ended = _next(rows, drafter, wanted, sampler, out, active)
-        out.steps += 1
+        if catching_up:
+            out.prepared, catching_up = time.perf_counter() - began, False
+        else:
+            out.steps += 1
         for i in np.flatnonzero(active):
             if tokens[i] < 0:
                 why = ended[i]

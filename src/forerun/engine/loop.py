@@ -149,7 +149,7 @@ class Engine:
 
         drafted = draft(self._rows, self.drafter, self._control, self._sampler)
         drafting = time.perf_counter() - began
-        logits = self._verify(drafted)
+        logits, reads_prompt = self._verify(drafted)
         verdict = judge(self._rows, drafted, logits, self._sampler)
         accepted: list[int] = verdict.accepted.tolist()
         committed = self._commit(drafted, accepted, verdict.next_token.tolist())
@@ -167,17 +167,21 @@ class Engine:
             accept_prob=verdict.accept_prob.double().cpu().numpy(),
             stopped_by=drafted.stopped_by,
             signals=drafted.signals,
-            draft_seconds=drafting - drafted.prepared,
-            verify_seconds=time.perf_counter() - began - drafting,
+            draft_seconds=drafting - drafted.prepared if drafted.steps else 0.0,
+            # A pass that also read the prompt says nothing about what judging costs.
+            verify_seconds=0.0 if reads_prompt else time.perf_counter() - began - drafting,
             draft_steps=drafted.steps,
             catch_up_seconds=drafted.prepared,
         )
         self._control.observe(outcome)
         forward = self.drafter.seconds - drafter_before, self.target.seconds - target_before
+        if reads_prompt:  # then that is what the pass counts as
+            self._rows[0].prefill += forward[1]
+            forward, began = (forward[0], 0.0), began + forward[1]
         return self._report(drafted, outcome, committed, drift, counts, forward, began)
 
     def _admit(self) -> None:
-        """Let waiting requests join: prefill both models up to the last prompt token."""
+        """Let waiting requests join. The first verification reads the end of a lone prompt."""
         joining = self._waiting[: self._max_rows - len(self._rows)]
         if not joining:
             return
@@ -185,7 +189,7 @@ class Engine:
         began = time.perf_counter()
         prompts = [row.context for row in joining]
         room = max(row.sampling.max_new_tokens for row in joining)
-        self.target.join(prompts, room)
+        self.target.join(prompts, room, leave_end=len(prompts) == 1 and not self._rows)
         self.drafter.join(prompts, room)
         self._rows.extend(joining)
         for row in joining:
@@ -214,14 +218,15 @@ class Engine:
     def _refresh(self) -> None:
         self._sampler = Sampler([r.sampling for r in self._rows], [r.eos for r in self._rows])
 
-    def _verify(self, drafted: Drafted) -> torch.Tensor:
-        """The target's logits after the context and after each drafted token."""
+    def _verify(self, drafted: Drafted) -> tuple[torch.Tensor, bool]:
+        """The target's logits after the context and each drafted token; did it read a prompt?"""
         pieces = [
             [*row.context[n:], *tokens]
             for row, n, tokens in zip(self._rows, self.target.lengths, drafted.tokens, strict=True)
         ]
-        assert all(len(p) == len(t) + 1 for p, t in zip(pieces, drafted.tokens, strict=True))
-        return self.target.feed(pieces)
+        unread = {len(p) - len(t) - 1 for p, t in zip(pieces, drafted.tokens, strict=True)}
+        assert unread == {0} or len(pieces) == 1, "only a lone row may have more to read"
+        return self.target.feed(pieces, skip=max(unread)), unread != {0}
 
     def _commit(self, drafted: Drafted, accepted: list[int], following: list[int]) -> Committed:
         """Extend every row by what was kept and roll both caches back to it."""

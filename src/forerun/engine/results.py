@@ -45,7 +45,7 @@ class Round:
     draft_seconds: float
     """Wall time of the batch in drafting forwards."""
     verify_seconds: float
-    """Wall time of the batch in the target's forward."""
+    """Wall time of the batch in the target's forward; 0 if that read the prompt, too: prefill."""
     other_seconds: float
     """Wall time of the batch in everything else (sampling, judging, control, text)."""
     drift: list[float] | None = None
@@ -83,6 +83,7 @@ class Stats:
     drafted: int
     accepted: int
     prefill_seconds: float
+    """Reading the prompt; for a request on its own, the first verification shares that pass."""
     draft_seconds: float
     verify_seconds: float
     other_seconds: float

@@ -29,8 +29,13 @@ class Runtime(Protocol):
     def vocab_size(self) -> int:
         """Columns of the logits."""
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int = 0) -> None:
-        """Add a row per prompt, covered but for its last token; `room` more tokens will come."""
+    def join(
+        self, prompts: Sequence[Sequence[int]], room: int = 0, leave_end: bool = False
+    ) -> None:
+        """Add a row per prompt, covered but for its last token; `room` more tokens will come.
+
+        With `leave_end`, it may cover less of a prompt: the next `feed` takes the rest along.
+        """
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; drop the others."""
@@ -43,5 +48,6 @@ class Runtime(Protocol):
         pieces: Sequence[Sequence[int]],
         first: int = 0,
         want: Literal["all", "last", "none"] = "all",
+        skip: int = 0,
     ) -> torch.Tensor:
-        """Feed each row its next tokens; logits `(rows, width, V)`, `(rows, V)` or none."""
+        """Feed each row its next tokens; logits `(rows, width - skip, V)`, `(rows, V)` or none."""

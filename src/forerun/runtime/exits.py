@@ -112,8 +112,13 @@ class ExitModel(RowModel):
         """Per row the depths its pending tokens have come to."""
         return [list(row.depths) for row in self._pending]
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int = 0) -> None:
-        """Add a row per prompt and cover each but for its last token."""
+    def join(
+        self, prompts: Sequence[Sequence[int]], room: int = 0, leave_end: bool = False
+    ) -> None:
+        """Add a row per prompt and cover each but for its last token.
+
+        Ends are never left: the rest would climb with the first token drafted.
+        """
         self._pending.extend(_Pending() for _ in prompts)
         self.counts.extend((0, 0) for _ in prompts)
         super().join(prompts, room)
@@ -169,6 +174,7 @@ class ExitModel(RowModel):
         pieces: Sequence[Sequence[int]],
         first: int = 0,
         want: Literal["all", "last", "none"] = "all",
+        skip: int = 0,
     ) -> torch.Tensor:
         """Feed each row its next tokens and cover them; what is pending of them is only finished.
 
@@ -183,12 +189,13 @@ class ExitModel(RowModel):
                 for row, count in zip(chosen, counts, strict=True):
                     self._count([row], verify=self.access.layers * count)
                 self.work.verify_calls += self.access.layers * any(counts)
-            return super().feed(pieces, first, want)
+            return super().feed(pieces, first, want, skip)
         began = time.perf_counter()
         self._take(list(chosen), [list(piece) for piece in pieces])
         rows = [row for row in chosen if self._pending[row].tokens]
         self._sweep(rows, 0, self.access.layers, drafting=False)
         logits = self._finish(rows, first, counts, want)
+        logits = logits[:, skip:] if want == "all" else logits
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - began

@@ -14,6 +14,8 @@ from forerun.runtime.support import PROVEN, check_supported, context_limit, prob
 
 PREFILL_CHUNK = 512
 """Prompt tokens fed in one forward pass."""
+CACHED_MASKS = 64
+"""Widest pass whose mask is kept: wider ones read prompts, hardly any two of one length."""
 
 
 class RowModel:
@@ -55,18 +57,21 @@ class RowModel:
         """Columns of the logits (may exceed the tokenizer's vocabulary: padding)."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int = 0) -> None:
+    def join(
+        self, prompts: Sequence[Sequence[int]], room: int = 0, leave_end: bool = False
+    ) -> None:
         """Add a row per prompt and cover each but for its last token, in chunks.
 
         Args:
             prompts: token ids, each at least one.
             room: tokens each row is expected to grow by (memory is reserved once).
+            leave_end: leave the last chunk to the next `feed`, which spares a pass.
         """
         first = len(self.lengths)
         columns = min(max(map(len, prompts)) + room, self.limit) + 1
         self.cache.reserve(first + len(prompts), columns)
         self.cache.lengths.extend([0] * len(prompts))
-        done, longest = 0, max(map(len, prompts)) - 1
+        done, longest = 0, max(map(len, prompts)) - (PREFILL_CHUNK if leave_end else 1)
         while done < longest:
             upto = done + PREFILL_CHUNK
             self.feed([list(p[done : min(upto, len(p) - 1)]) for p in prompts], first, "none")
@@ -86,6 +91,7 @@ class RowModel:
         pieces: Sequence[Sequence[int]],
         first: int = 0,
         want: Literal["all", "last", "none"] = "all",
+        skip: int = 0,
     ) -> torch.Tensor:
         """Feed each row its next tokens and cover them.
 
@@ -93,9 +99,11 @@ class RowModel:
             pieces: token ids per row from `first` on; lengths may differ, empty ones are allowed.
             first: the row `pieces[0]` belongs to.
             want: logits after every token, after each row's last token, or none.
+            skip: with "all", leading tokens of every piece whose logits nobody wants; fewer than
+                the longest piece has.
 
         Returns:
-            `(rows, width, V)` for "all" (columns beyond a row's piece are meaningless),
+            `(rows, width - skip, V)` for "all" (columns beyond a row's piece are meaningless),
             `(rows, V)` for "last" (meaningless where the piece was empty), an empty tensor for
             "none".
         """
@@ -111,14 +119,14 @@ class RowModel:
         padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
         columns = self.cache.begin(first, counts, width, self.device)
         ragged = min(counts) < width
-        only_last = want != "all" and not ragged
+        keep = width - skip if skip else 0  # 0: all
         output = self.model(
             input_ids=torch.tensor(padded, device=self.device),
             position_ids=self._positions(starts, width),
             attention_mask=self._mask(starts, width, columns),
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1 if only_last or want == "none" else 0,
+            logits_to_keep=1 if want == "none" or (want == "last" and not ragged) else keep,
         )
         self.cache.commit(counts)
         logits: torch.Tensor = output.logits
@@ -142,7 +150,7 @@ class RowModel:
 
     def _mask(self, starts: Sequence[int], width: int, columns: int) -> torch.Tensor:
         """Additive `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i."""
-        if len(starts) == 1:
+        if len(starts) == 1 and width <= CACHED_MASKS:
             # A lower-right corner of one fixed triangle per width: no arithmetic per step.
             full = self._masks.get(width)
             if full is None or full.shape[-1] < columns:
