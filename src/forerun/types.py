@@ -103,6 +103,9 @@ class RoundOutcome:
     draft_steps: int | IntArray = 0
     """Steps the batch's drafter took, i.e. of the row that drafted most, but for one that caught
     up; `(rows,)` in a replay."""
+    first_step_seconds: float | FloatArray = 0.0
+    """Of `draft_seconds`, the first step, which takes longer: the target's weights are in the
+    caches, and there may be two tokens to read; 0 if unknown, as where it caught up."""
     catch_up_seconds: float = 0.0
     """Wall time the drafter took to read what it had not followed, perhaps in its first step."""
 
@@ -120,7 +123,7 @@ class RoundOutcome:
         """The outcome of some rows only."""
         shared = {
             name: value[rows] if isinstance(value, np.ndarray) else value
-            for name in ("draft_seconds", "verify_seconds", "draft_steps")
+            for name in ("draft_seconds", "verify_seconds", "draft_steps", "first_step_seconds")
             for value in [getattr(self, name)]
         }
         return RoundOutcome(

@@ -159,6 +159,7 @@ def _rows(cell: Cell, said: Spread | None) -> Iterator[list[str]]:
         yield ["drafted token", _ms(cell.draft)]
     else:
         yield ["draft forward", _ms(cell.draft - said.work), _range(said.draft)]
+        yield ["the first of a round, more", _ms(cell.first), ""]
         yield ["engine, per drafted token", _ms(said.work), ""]
     for i, (width, seconds) in enumerate(cell.verify):
         what = f"target pass of {width} token{'s' if width > 1 else ''}"

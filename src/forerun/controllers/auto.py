@@ -20,6 +20,9 @@ FADE = 0.95
 """Of what was observed, what still counts a round later."""
 HOPE = 0.75
 """V(1) over V(2) until a plain round was timed: low, so that one is tried when in doubt."""
+DOUBT = 0.95
+"""Speed over plain decoding, as expected, below which a row rests: near 1 drafting costs nothing
+and teaches."""
 REST, LONGEST_REST = 8.0, 256.0
 """Plain rounds per plain round that a useless probe costs, before the first and the last probes."""
 UNTIMED = 12
@@ -148,7 +151,7 @@ class Auto(LengthController):
         """State for the next sequences of the same rows: costs stay, corrections fade."""
         if self.cost is not None:
             return self.start(len(state))
-        return self._decided(
+        new = self._decided(
             replace(
                 state,
                 **belief.faded(state, CARRY),
@@ -158,6 +161,7 @@ class Auto(LengthController):
                 probed=state.probed - state.rounds,
             )
         )
+        return replace(new, patience=np.where(new.awake, REST, new.patience))
 
     def timeless(self, cost: float) -> Auto:
         """With the cost given, unless it is already."""
@@ -166,7 +170,7 @@ class Auto(LengthController):
     def limit(self, state: AutoState) -> IntArray:
         """`(rows,)` the most tokens per round; 0 where plain decoding is faster."""
         plain = np.where(np.isnan(state.plain), state.base, state.plain)
-        lost = (state.base + state.step + state.caught) / plain - 1
+        lost = (state.base + state.lead + state.step + state.caught) / plain - 1
         due = state.rounds - state.probed >= state.patience * lost
         guessed = (state.newest[:, 1] == 0) & (self.cost is None)
         most = np.where(guessed, min(self.high, UNTIMED), self.high)
@@ -192,7 +196,9 @@ class Auto(LengthController):
             **(costs.timed(state, outcome, ~idle, self.slope is None) if clock else {}),
         )
         took, timed = costs.seconds(new, outcome, clock)
-        count = learn | ((outcome.drafted > 0) & timed)
+        # Before anything was timed, the unit is a target pass and not a second.
+        in_seconds = ~np.isnan(new.recent).all(axis=(1, 2)) | (not clock)
+        count = (learn & in_seconds) | ((outcome.drafted > 0) & timed)
         new = self._decided(
             replace(
                 new,
@@ -215,10 +221,10 @@ class Auto(LengthController):
         more = np.arange(self.high)
         tokens = 1 + first[:, None] * (1 - later[:, None] ** (more + 1)) / (1 - later[:, None])
         each = state.step + state.slope * state.base
-        seconds = (state.base + state.step)[:, None] + more * each[:, None]
+        seconds = (state.base + state.lead + state.step)[:, None] + more * each[:, None]
         best = (np.arange(len(state)), (tokens / seconds).argmax(axis=1))
         rate = (TRUST * tokens[best] + state.tokens) / (TRUST * seconds[best] + state.seconds)
         untimed = np.isnan(state.plain)
-        awake = rate * np.where(untimed, HOPE * state.base, state.plain) > 1
+        awake = rate * np.where(untimed, HOPE * state.base, state.plain) > DOUBT
         rate = np.maximum(rate, 1 / np.where(untimed, state.base, state.plain))
         return replace(state, price=rate * each, awake=awake)

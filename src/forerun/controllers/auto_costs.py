@@ -12,6 +12,8 @@ from forerun.types import BoolArray, FloatArray, RoundOutcome
 
 RATIO = 5.0
 """c until a round was timed."""
+WARM = 0.7
+"""A later draft step over a round's first, until one was timed."""
 SLOPE = 0.02
 """v until widths were compared."""
 SLOPE_INFO = 20.0
@@ -27,14 +29,17 @@ class CostState(State):
     """Timings, and the costs they amount to."""
 
     recent: FloatArray
-    """`(rows, 3, RECENT)` the newest timings, newest first, NaN where there are none: seconds of a
-    draft step, of a target pass with a draft (as if of one token), and of one without."""
+    """`(rows, 4, RECENT)` the newest timings, newest first, NaN where there are none: seconds of a
+    draft step, of a target pass with a draft (as if of one token), of one without, and of a
+    round's first draft step."""
     newest: FloatArray
     """`(rows, 2)` drafted tokens and seconds of the newest pass that judged a draft."""
     slopes: FloatArray
     """`(rows, 2)` sums `Σ Δw·Δv` and `Σ Δw²` over pairs of passes, for the slope."""
     step: FloatArray
-    """`(rows,)` seconds of a draft step."""
+    """`(rows,)` seconds of a draft step after a round's first."""
+    lead: FloatArray
+    """`(rows,)` what the first takes more."""
     base: FloatArray
     """`(rows,)` seconds of a target pass that judges one token."""
     slope: FloatArray
@@ -47,10 +52,11 @@ def unknown(rows: int, cost: float | None, slope: float | None) -> dict[str, Any
     """The fields of `CostState` before anything was timed, in plain target passes."""
     more = SLOPE if slope is None else slope
     return {
-        "recent": np.full((rows, 3, RECENT), np.nan),
+        "recent": np.full((rows, 4, RECENT), np.nan),
         "newest": np.zeros((rows, 2)),
         "slopes": np.tile([SLOPE_INFO * more, SLOPE_INFO], (rows, 1)),
         "step": np.full(rows, 1 / (RATIO if cost is None else cost)),
+        "lead": np.zeros(rows),
         "base": np.full(rows, 1.0 if cost is None else 1 + more),
         "slope": np.full(rows, float(more)),
         "plain": np.full(rows, np.nan if cost is None else 1.0),
@@ -81,22 +87,26 @@ def timed(
         slopes = slopes + np.array([wider * longer, wider * wider]).T
         slope = np.minimum(np.maximum(slopes[:, 0] / slopes[:, 1], 0), 1)
     newest = np.where(drafted[:, None], np.array([width, verify]).T, state.newest)
-    more = np.maximum(width, 1)
-    steps = np.maximum(np.where(zero + outcome.draft_steps > 0, outcome.draft_steps, width), 1)
-    now = np.array([draft / steps, verify / (1 + slope * (more - 1)), verify]).T
+    first = zero + outcome.first_step_seconds
+    steps = np.where(zero + outcome.draft_steps > 0, outcome.draft_steps, width) - (first > 0)
     stepped = rows & (width > 0) & (draft > 0)
-    new = np.array([stepped, drafted, told & ~drafted]).T
+    base = verify / (1 + slope * (np.maximum(width, 1) - 1))
+    now = np.array([(draft - first) / np.maximum(steps, 1), base, verify, first]).T
+    new = np.array([stepped & (steps > 0), drafted, told & ~drafted, stepped & (first > 0)]).T
     recent = np.where(
         new[:, :, None], np.concatenate([now[:, :, None], state.recent[:, :, :-1]], 2), state.recent
     )
-    step, base, plain = _median(recent).T
+    step, base, plain, first = _median(recent).T
+    step = np.where(np.isnan(step), WARM * first, step)
     guess = np.where(np.isnan(step), state.base, RATIO * step)
     base = np.where(np.isnan(base), np.where(np.isnan(plain), guess, plain), base)
+    step = np.where(np.isnan(step), base / RATIO, step)
     return {
         "recent": recent,
         "newest": newest,
         "slopes": slopes,
-        "step": np.where(np.isnan(step), base / RATIO, step),
+        "step": step,
+        "lead": np.where(np.isnan(first), 0, np.maximum(first - step, 0)),
         "base": base,
         "slope": slope,
         "plain": np.minimum(plain, base),  # more tokens never take less time: the rest is noise
@@ -108,7 +118,8 @@ def seconds(state: CostState, outcome: RoundOutcome, clock: bool) -> tuple[Float
     zero = np.zeros(len(state))
     verify, draft = zero + outcome.verify_seconds, zero + outcome.draft_seconds
     timed = (verify > 0) & clock
-    expected = state.base * (1 + state.slope * (outcome.drafted - 1)) + outcome.drafted * state.step
+    expected = state.base * (1 + state.slope * (outcome.drafted - 1))
+    expected = expected + state.lead + outcome.drafted * state.step
     return np.where(timed, draft + verify, expected), timed
 
 

@@ -32,8 +32,11 @@ AHEAD_INFO = 4.0
 """Likewise against the row's own constant for the next token."""
 FADE = 0.98
 """Of what a row has seen, what still counts a round later."""
-USELESS = -4.0
+USELESS = -6.0
 """Log-odds, at first and at least, that a draft is of no use."""
+USELESS_STEP, MOST_USELESS = 2.0, 2.0
+"""How much a request that found it of no use moves the next one's start, and its upper end: one hard
+text says little about the next, several say it is the draft."""
 LEFT = 0.05
 """What is kept of such a draft."""
 MOST, MOST_SOFT = 4.0, 10.0
@@ -58,6 +61,8 @@ class SurvivalState(State):
     """`(rows,)` what is known of it: `Σ w`."""
     useless: FloatArray
     """`(rows,)` log-odds that the draft is no use here."""
+    useless_start: FloatArray
+    """`(rows,)` what they were when the request began."""
     kept: FloatArray
     """`(rows, 3)` log-odds in force of a drafted token: constant, per margin, per chosen."""
     next: FloatArray
@@ -74,6 +79,7 @@ def unseen(rows: int) -> dict[str, Any]:
         "ahead": ahead,
         "ahead_info": np.zeros(rows),
         "useless": np.full(rows, USELESS),
+        "useless_start": np.full(rows, USELESS),
         **in_force(soft, scale, ahead)[1],
     }
 
@@ -99,7 +105,12 @@ def odds(x: FloatArray) -> FloatArray:
 def faded(state: SurvivalState, share: float) -> dict[str, Any]:
     """What changes for the rows' next requests: they start from a share of the corrections."""
     scale, ahead = NEUTRAL + share * (state.scale - NEUTRAL), share * state.ahead
+    start, end = state.useless_start, state.useless
+    worse = np.minimum(start + USELESS_STEP, MOST_USELESS)
+    useless = np.where(end > start, worse, np.where(end < start, USELESS, start))
     return {
+        "useless": useless,
+        "useless_start": useless,
         "scale": scale,
         "scale_info": np.zeros_like(state.scale_info),
         "ahead": ahead,

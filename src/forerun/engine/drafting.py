@@ -47,6 +47,8 @@ class Drafted:
     """Per step what controllers read, `(rows,)` each."""
     steps: int = 0
     """Steps the drafter took, a preview's included; without one that caught up with a context."""
+    first: float = 0.0
+    """Seconds of the first of these steps, if it was the round's first."""
     prepared: float = 0.0
     """Seconds it took to catch up with long contexts."""
 
@@ -86,6 +88,7 @@ def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Samp
         drafter.rollback(at, len(rows[at].context) - 1)  # the next step feeds the last token
     anew = _run(rows, drafter, control, sampler, np.minimum(planned, limits), stopped)
     anew.steps, anew.prepared = anew.steps + out.steps, anew.prepared + out.prepared
+    anew.first = out.first
     return anew
 
 
@@ -105,16 +108,20 @@ def _run(
         frozenset().union(*(row.rule.signals for row in rows)),
         max(row.rule.ranks for row in rows),
     )
-    catching_up = False
+    catching_up, began = False, time.perf_counter()
     if active.any():
-        began = time.perf_counter()
         contexts = [row.context if on else None for row, on in zip(rows, active, strict=True)]
         catching_up = drafter.prepare(contexts)
         out.prepared = time.perf_counter() - began
+    took: float | None = None
     while active.any():
         tokens, ended = _next(rows, drafter, wanted, sampler, out, active)
-        if catching_up:
-            out.prepared, catching_up = time.perf_counter() - began, False
+        if took is None:
+            took = time.perf_counter() - began
+            if catching_up:
+                out.prepared = took
+            else:
+                out.first, out.steps = took - out.prepared, 1
         else:
             out.steps += 1
         for i in np.flatnonzero(active):

@@ -171,6 +171,7 @@ class Engine:
             # A pass that also read the prompt says nothing about what judging costs.
             verify_seconds=0.0 if reads_prompt else time.perf_counter() - began - drafting,
             draft_steps=drafted.steps,
+            first_step_seconds=drafted.first,
             catch_up_seconds=drafted.prepared,
         )
         self._control.observe(outcome)

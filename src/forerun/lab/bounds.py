@@ -34,7 +34,7 @@ class Path:
     def round_seconds(self, cell: Cell) -> FloatArray:
         """`(prompts, rounds)` what each round costs; 0 beyond the last."""
         verify = cell.verify_seconds(np.arange(1, self.drafted.max() + 2))
-        each = self.steps * cell.draft + verify[np.maximum(self.drafted, 0)] + cell.fixed
+        each = cell.draft_seconds(self.steps) + verify[np.maximum(self.drafted, 0)] + cell.fixed
         found: FloatArray = np.where(self.drafted >= 0, each, 0.0)
         return found
 
@@ -118,7 +118,7 @@ def oracle(trace: Trace, cell: Cell) -> Bound:
     """
     prompts, T = trace.tokens.shape
     rows, lengths = np.arange(prompts)[:, None], np.arange(trace.depth + 1)
-    price = lengths * cell.draft + cell.verify_seconds(lengths + 1) + cell.fixed
+    price = cell.draft_seconds(lengths) + cell.verify_seconds(lengths + 1) + cell.fixed
     most, left = reach(trace), np.zeros((prompts, T + 1))
     best = np.zeros((prompts, T), np.int64)
     for at in reversed(range(T)):

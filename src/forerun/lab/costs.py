@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from forerun.checks import whole
 from forerun.errors import SettingError, UnknownNameError, require
-from forerun.types import FloatArray
+from forerun.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from forerun.model import Model
@@ -35,7 +35,7 @@ class Cell:
     """
 
     draft: float
-    """One drafted token: the drafter's forward, and the engine's work for a drafted token."""
+    """One more drafted token: the drafter's forward, and the engine's work for a drafted token."""
     verify: tuple[tuple[int, float], ...]
     """`(width, seconds)` of a target pass fed so many tokens, widths rising from 1; linear in
     between, beyond them by the last slope."""
@@ -43,6 +43,9 @@ class Cell:
     """Per round, outside both models."""
     batch: int = 1
     context: int = 128
+    first: float = 0.0
+    """What a round's first draft step takes more than others: the target's weights are in the
+    caches then, and after a round that kept everything there are two tokens to read."""
 
     def __post_init__(self) -> None:
         widths = [width for width, _ in self.verify]
@@ -50,7 +53,8 @@ class Cell:
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        require(0 <= self.fixed < math.inf, "fixed", self.fixed, "a number of seconds ≥ 0")
+        for name, value in [("fixed", self.fixed), ("first", self.first)]:
+            require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
         whole("batch", self.batch, 1)
         whole("context", self.context, 1)
 
@@ -69,6 +73,15 @@ class Cell:
             slope = (seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2])
             # A slope below 0 is noise of the measurement; it must not make wide passes free.
             found = found + max(slope, 0.0) * np.maximum(wanted - widths[-1], 0)
+        return found
+
+    def draft_seconds(self, steps: IntArray) -> FloatArray:
+        """Seconds of so many draft steps in a round, an array like `steps`.
+
+        >>> Cell(0.1, ((1, 1.0),), first=0.05).draft_seconds(np.array([0, 1, 2]))
+        array([0.  , 0.15, 0.25])
+        """
+        found: FloatArray = steps * self.draft + (steps > 0) * self.first
         return found
 
     @property
@@ -110,7 +123,7 @@ class Spread:
     """How sure a measured cell is: pairs are the 10th and 90th percentile, in seconds."""
 
     draft: tuple[float, float]
-    """Of a draft forward."""
+    """Of a draft forward that is not the round's first."""
     verify: tuple[tuple[float, float], ...]
     """Of the target's pass, by width as in the cell."""
     work: float
@@ -237,7 +250,8 @@ class Costs:
 def _cell(found: dict[str, Any]) -> Cell:
     verify = tuple((int(width), float(seconds)) for width, seconds in found["verify"])
     numbers = float(found["draft"]), verify, float(found["fixed"])
-    return Cell(*numbers, int(found["batch"]), int(found["context"]))
+    sizes = int(found["batch"]), int(found["context"])
+    return Cell(*numbers, *sizes, float(found.get("first", 0.0)))
 
 
 def _spread(found: dict[str, Any]) -> Spread:

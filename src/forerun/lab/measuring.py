@@ -15,14 +15,13 @@ from forerun.lab.provenance import identity, machine
 from forerun.model import Model
 from forerun.runtime.base import Runtime
 
-RUN = 4
-"""Draft steps timed together."""
 WARM = 3
 """Turns that are not counted."""
-LIVE = (0, 2, 6)
-"""Tokens drafted per round in the live runs that the engine's own work is told from."""
+LIVE = (0, 1, 2, 4, 8)
+"""Tokens drafted per round in the live runs that draft steps and the engine's own work are told
+from."""
 LIVE_TOKENS = 24
-LIVE_TURNS = 3
+LIVE_TURNS = 6
 
 
 def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> Costs:
@@ -46,9 +45,10 @@ def cells(
 ) -> Iterator[tuple[Cell, Spread]]:
     """Measure cell by cell; whoever walks away keeps what is complete.
 
-    A draft step and the target's pass at every width are timed in turns, so that a machine that
-    gets slower favours none; medians count. What the engine adds per round and per drafted token
-    is told from short live runs, whose time outside both models is taken as a line.
+    The target's passes at every width are timed in turns, so that a machine that gets slower
+    favours none; medians count. What draft steps take, and what the engine adds, is told from
+    short live runs: per round and per drafted token, a line each. A draft step on its own would
+    mislead: a round's first finds the target's weights in the caches, later ones their own.
 
     Args:
         model: a target and a draft model, not generating.
@@ -107,13 +107,14 @@ def _cells(
 
     for batch, context in wanted:
         prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
-        draft, verify = _forwards(model.target, drafter.rows, prompts, widths, repeats, tell)
-        other = _others(model, prompts)
+        verify = _passes(model.target, prompts, widths, repeats, tell)
+        draft, other = _live(model, prompts)
         fixed, work = line({n: float(np.median(times)) for n, times in other.items()})
+        first, step = line({n: float(np.median(times)) for n, times in draft.items()})
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
-        cell = Cell(float(np.median(draft)) + work, seconds, fixed, batch, context)
+        cell = Cell(step + work, seconds, fixed, batch, context, first)
         spread = Spread(
-            _range(draft),
+            _range([(took - first) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
             work,
             tuple((n, float(np.median(t)), *_range(t)) for n, t in other.items()),
@@ -128,47 +129,39 @@ def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
     return found
 
 
-def _forwards(
+def _passes(
     target: Runtime,
-    rows: Runtime,
     prompts: Sequence[Sequence[int]],
     widths: Sequence[int],
     repeats: int,
     tell: Callable[[], None],
-) -> tuple[list[float], dict[int, list[float]]]:
-    """Seconds of draft steps, and of the target's passes by width."""
-    draft: list[float] = []
-    verify: dict[int, list[float]] = {width: [] for width in widths}
+) -> dict[int, list[float]]:
+    """Seconds of the target's passes, by width."""
+    found: dict[int, list[float]] = {width: [] for width in widths}
     covered = len(prompts[0]) - 1
-
-    def timed(runtime: Runtime, width: int) -> float:
-        before = runtime.seconds
-        runtime.feed([list(prompt[-1:]) * width for prompt in prompts])
-        for row in range(len(prompts)):
-            runtime.rollback(row, covered)
-        return runtime.seconds - before
-
     try:
-        for runtime in (target, rows):
-            runtime.join(prompts, widths[-1])
+        target.join(prompts, widths[-1])
         for turn in range(WARM + repeats):
-            # Steps in a row, as live: only the first finds the target's weights in the caches.
-            step = sum(timed(rows, 1) for _ in range(RUN)) / RUN
-            passes = {width: timed(target, width) for width in widths}
+            for width in widths:
+                before = target.seconds
+                target.feed([list(prompt[-1:]) * width for prompt in prompts])
+                if turn >= WARM:
+                    found[width].append(target.seconds - before)
+                for row in range(len(prompts)):
+                    target.rollback(row, covered)
             if turn >= WARM:
-                draft.append(step)
-                for width, seconds in passes.items():
-                    verify[width].append(seconds)
                 tell()
     finally:
-        for runtime in (target, rows):
-            runtime.keep([])
-    return draft, verify
+        target.keep([])
+    return found
 
 
-def _others(model: Model, prompts: Sequence[Sequence[int]]) -> dict[int, list[float]]:
-    """Seconds of live rounds outside both models, by tokens drafted in every row."""
-    out: dict[int, list[float]] = {n: [] for n in LIVE}
+def _live(
+    model: Model, prompts: Sequence[Sequence[int]]
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """Seconds of live rounds in the draft, and outside both models, by tokens drafted per row."""
+    draft: dict[int, list[float]] = {n: [] for n in LIVE if n}
+    other: dict[int, list[float]] = {n: [] for n in LIVE}
     for turn in range(LIVE_TURNS):
         for n in LIVE:
             done = model.generate(
@@ -181,9 +174,12 @@ def _others(model: Model, prompts: Sequence[Sequence[int]]) -> dict[int, list[fl
             )
             # Rounds of the whole batch; the first is a warm-up, as is the first turn.
             together = list(zip(*(c.rounds for c in done), strict=False))[1:]
-            if turn:
-                out[n] += [r[0].other_seconds for r in together if all(s.drafted == n for s in r)]
-    return {n: times for n, times in out.items() if times}
+            for rounds in together if turn else ():
+                if all(r.drafted == n for r in rounds):
+                    other[n].append(rounds[0].other_seconds)
+                    if n:
+                        draft[n].append(rounds[0].draft_seconds)
+    return draft, {n: times for n, times in other.items() if times}
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:

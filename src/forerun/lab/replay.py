@@ -231,7 +231,7 @@ def _serve(
         drafted, said, capped = texts.draft(state, here, room)
         accepted = np.minimum(drafted.lengths, texts.matches[here])
         # Scalars live, where the rows of a batch share the clock; here each row has its own.
-        clock: Any = (drafted.steps * cell.draft, verify[drafted.lengths + 1])
+        clock: Any = (cell.draft_seconds(drafted.steps), verify[drafted.lengths + 1])
         outcome = RoundOutcome(
             drafted.lengths,
             accepted,
@@ -241,6 +241,7 @@ def _serve(
             draft_seconds=clock[0],
             verify_seconds=clock[1],
             draft_steps=drafted.steps,
+            first_step_seconds=np.minimum(drafted.steps, 1) * (cell.draft + cell.first),
         )
         state = controller.observe(state, outcome)
         seconds = clock[0] + clock[1]

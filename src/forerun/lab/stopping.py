@@ -73,7 +73,7 @@ def improved(stopper: Stopper, known: Known, cell: Cell, seed: int = 0) -> Float
     go = stopper.gain(known, every, seen) > 0
     lengths = np.minimum(go.cumprod(1).sum(1), texts.reach)
     count = np.arange(texts.depth + 1)
-    price = count * cell.draft + cell.verify_seconds(count + 1) + cell.fixed
+    price = cell.draft_seconds(count) + cell.verify_seconds(count + 1) + cell.fixed
     price = price / cell.plain
     left = _left(texts, lengths, price)
     some = np.flatnonzero(texts.reach > 0)
@@ -124,8 +124,9 @@ def columns(
 
 def steps(cell: Cell, depth: int) -> FloatArray:
     """`(K,)` what one more token costs after each number of them, in plain tokens' time."""
-    verify = cell.verify_seconds(np.arange(1, depth + 2))
-    found: FloatArray = (cell.draft + np.diff(verify)) / cell.plain
+    count = np.arange(depth + 1)
+    found: FloatArray = np.diff(cell.draft_seconds(count) + cell.verify_seconds(count + 1))
+    found = found / cell.plain
     return found
 
 
