@@ -247,13 +247,52 @@ def test_renewed_rows_keep_costs_and_lose_corrections():
     controller = Auto()
     state, _ = Source(8, 0.02, chance=0.3, margin=6).run(controller, controller.start(1), 200)
     new = controller.renew(state)
-    for name in ("step", "base", "slope", "plain", "soft", "useless", "patience"):
+    for name in ("step", "lead", "base", "slope", "plain", "soft"):
         np.testing.assert_array_equal(getattr(new, name), getattr(state, name))
     assert new.rounds[0] == 0
     assert abs(new.scale[0, 0]) < abs(state.scale[0, 0])
     assert abs(new.ahead[0]) < abs(state.ahead[0])
     # Rest goes on where it was.
     assert new.rounds - new.probed == state.rounds - state.probed
+
+
+def test_one_hard_text_does_not_rest_the_next_but_many_do():
+    controller, hopeless, awake = Auto(), Source(5, chance=0.0), []
+    state = controller.start(1)
+    for _ in range(8):
+        state, _ = hopeless.run(controller, state, 64)
+        assert not state.awake[0]
+        state = controller.renew(state)
+        awake.append(bool(state.awake[0]))
+    assert awake == sorted(awake, reverse=True)
+    assert awake[0]
+    assert not awake[-1]
+    state, _ = Source(5, chance=0.98, margin=6).run(controller, state, 400)
+    assert controller.renew(state).awake[0]
+
+
+def test_a_pass_that_read_the_prompt_leaves_the_units_alone():
+    """Before anything was timed the unit is a target pass, and must not be added to seconds."""
+    controller = Auto()
+    state = controller.observe(controller.start(1), seen(1, 0, [0.1]))
+    assert state.seconds[0] == 0
+    only_draft = replace(seen(3, 1, [4.0, 2.0, 1.0], clock=(0.003, 0.0)), draft_steps=2)
+    state = controller.observe(state, only_draft)
+    assert state.step[0] == 0.0015
+    assert 0 < state.base[0] < 0.1
+    assert np.isnan(state.plain[0])
+
+
+def test_a_first_step_that_is_slower_is_told_apart():
+    controller = Auto()
+    state = controller.start(1)
+    for drafted in (1, 2, 5, 3, 1, 4, 8):
+        clock = (0.002 + 0.001 * (drafted - 1), 0.010)
+        outcome = seen(drafted, drafted, [4.0] * drafted, clock=clock)
+        outcome = replace(outcome, draft_steps=drafted, first_step_seconds=0.002)
+        state = controller.observe(state, outcome)
+    assert state.step[0] == pytest.approx(0.001)
+    assert state.lead[0] == pytest.approx(0.001)
 
 
 def test_seconds_of_a_batch_or_of_each_row():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,10 +27,11 @@ REST, LONGEST_REST = 8.0, 256.0
 """Plain rounds per plain round that a useless probe costs, before the first and the last probes."""
 UNTIMED = 12
 """Most tokens to draft before anything was timed."""
-PLAIN_TIMED = 4
-"""Of so many plain rounds one is timed, a request's second first: its first may read the prompt."""
+TIMED = 4
+"""Of so many rounds one is timed, a request's second first: its first may read the prompt."""
 PLAIN_KNOWN = 3
-"""Timed plain rounds until then: one alone may be an outlier."""
+"""Until so many plain rounds were timed, all are: one alone may be an outlier. With a draft, until
+`RECENT` are."""
 CARRY = 0.5
 """Of a row's corrections, what the next request starts from."""
 
@@ -145,13 +146,13 @@ class Auto(LengthController):
             caught=np.zeros(rows),
             patience=np.full(rows, REST),
         )
-        return self._decided(state)
+        return self._begun(state)
 
     def renew(self, state: AutoState) -> AutoState:
         """State for the next sequences of the same rows: costs stay, corrections fade."""
         if self.cost is not None:
             return self.start(len(state))
-        new = self._decided(
+        return self._begun(
             replace(
                 state,
                 **belief.faded(state, CARRY),
@@ -161,7 +162,11 @@ class Auto(LengthController):
                 probed=state.probed - state.rounds,
             )
         )
-        return replace(new, patience=np.where(new.awake, REST, new.patience))
+
+    def _begun(self, state: AutoState) -> AutoState:
+        price, awake = self._decided(state, state.tokens, state.seconds)
+        patience = np.where(awake, REST, state.patience)
+        return replace(state, price=price, awake=awake, patience=patience)
 
     def timeless(self, cost: float) -> Auto:
         """With the cost given, unless it is already."""
@@ -184,47 +189,54 @@ class Auto(LengthController):
     def observe(self, state: AutoState, outcome: RoundOutcome) -> AutoState:
         """Learn from the tokens that were judged and from the clock, and decide anew."""
         clock = self.cost is None
-        known = ~np.isnan(state.recent[:, 2, PLAIN_KNOWN - 1]) | (not clock)
-        idle = (outcome.drafted == 0) & known & (state.rounds % PLAIN_TIMED != 1)
+        plain = outcome.drafted == 0
+        known = np.where(plain, state.recent[:, 2, PLAIN_KNOWN - 1], state.recent[:, :2, -1].sum(1))
+        skip = (~np.isnan(known) & (state.rounds % TIMED != 1)) | (not clock)
+        idle = plain & skip
         rounds = state.rounds + 1
         if idle.all():  # a row at rest must cost no time either
             return replace(state, rounds=rounds)
         learn = (outcome.drafted > 0) & ~outcome.censored
-        new = replace(
-            state,
-            **(belief.judged(state, outcome, learn) if learn.any() else {}),
-            **(costs.timed(state, outcome, ~idle, self.slope is None) if clock else {}),
-        )
+        changed: dict[str, Any] = {}
+        if learn.any():
+            changed = belief.judged(state, outcome, learn)
+        if not skip.all():
+            changed |= costs.timed(state, outcome, ~skip, self.slope is None)
+        new = replace(state, **changed) if changed else state
         took, timed = costs.seconds(new, outcome, clock)
         # Before anything was timed, the unit is a target pass and not a second.
         in_seconds = ~np.isnan(new.recent).all(axis=(1, 2)) | (not clock)
         count = (learn & in_seconds) | ((outcome.drafted > 0) & timed)
-        new = self._decided(
-            replace(
-                new,
-                rounds=rounds,
-                tokens=np.where(count, FADE * new.tokens + outcome.accepted + 1, new.tokens),
-                seconds=np.where(count, FADE * new.seconds + took, new.seconds),
-                probed=np.where(learn, rounds, new.probed),
-                caught=np.where(outcome.drafted > 0, outcome.catch_up_seconds, new.caught)
-                if clock
-                else new.caught,
-            )
-        )
+        tokens = np.where(count, FADE * new.tokens + outcome.accepted + 1, new.tokens)
+        spent = np.where(count, FADE * new.seconds + took, new.seconds)
+        price, awake = self._decided(new, tokens, spent)
         longer = np.minimum(2 * state.patience, LONGEST_REST)
-        patience = np.where(new.awake | state.awake, REST, longer)
-        return replace(new, patience=np.where(learn, patience, state.patience))
+        patience = np.where(awake | state.awake, REST, longer)
+        caught = np.where(outcome.drafted > 0, outcome.catch_up_seconds, state.caught)
+        return replace(
+            new,
+            rounds=rounds,
+            tokens=tokens,
+            seconds=spent,
+            price=price,
+            awake=awake,
+            probed=np.where(learn, rounds, state.probed),
+            caught=caught if clock else state.caught,
+            patience=np.where(learn, patience, state.patience),
+        )
 
-    def _decided(self, state: AutoState) -> AutoState:
-        """The state with `price` and `awake` as the rest of it says."""
+    def _decided(
+        self, state: AutoState, committed: FloatArray, spent: FloatArray
+    ) -> tuple[FloatArray, BoolArray]:
+        """`price` and `awake` after so many tokens and seconds, as the rest of a state says."""
         first, later = belief.typical(state)
         more = np.arange(self.high)
         tokens = 1 + first[:, None] * (1 - later[:, None] ** (more + 1)) / (1 - later[:, None])
         each = state.step + state.slope * state.base
         seconds = (state.base + state.lead + state.step)[:, None] + more * each[:, None]
         best = (np.arange(len(state)), (tokens / seconds).argmax(axis=1))
-        rate = (TRUST * tokens[best] + state.tokens) / (TRUST * seconds[best] + state.seconds)
+        rate = (TRUST * tokens[best] + committed) / (TRUST * seconds[best] + spent)
         untimed = np.isnan(state.plain)
         awake = rate * np.where(untimed, HOPE * state.base, state.plain) > DOUBT
         rate = np.maximum(rate, 1 / np.where(untimed, state.base, state.plain))
-        return replace(state, price=rate * each, awake=awake)
+        return rate * each, awake

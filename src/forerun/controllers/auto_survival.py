@@ -35,8 +35,8 @@ FADE = 0.98
 USELESS = -6.0
 """Log-odds, at first and at least, that a draft is of no use."""
 USELESS_STEP, MOST_USELESS = 2.0, 2.0
-"""How much a request that found it of no use moves the next one's start, and its upper end: one hard
-text says little about the next, several say it is the draft."""
+"""How much a request that found it of no use moves the next one's start, and its upper end: one
+hard text says little about the next, several say it is the draft."""
 LEFT = 0.05
 """What is kept of such a draft."""
 MOST, MOST_SOFT = 4.0, 10.0

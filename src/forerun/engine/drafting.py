@@ -43,8 +43,10 @@ class Drafted:
     """Per step what rules read, `(rows,)` each."""
     ranked: list[torch.Tensor] = field(default_factory=list)
     """Per step `(rows, ranks)` most likely tokens, where rules read them."""
-    seen: list[dict[str, FloatArray]] = field(default_factory=list)
-    """Per step what controllers read, `(rows,)` each."""
+    seen: dict[str, FloatArray] = field(default_factory=dict)
+    """What controllers read, `(rows, limit)` each; meaningless beyond `shown`."""
+    shown: int = 0
+    """Steps that said something."""
     steps: int = 0
     """Steps the drafter took, a preview's included; without one that caught up with a context."""
     first: float = 0.0
@@ -60,9 +62,9 @@ class Drafted:
     @property
     def signals(self) -> Signals:
         """What the drafter said about each token, fields `(rows, steps)`."""
-        if not self.seen:
+        if not self.shown:
             return Signals()
-        return Signals(**{k: np.stack([s[k] for s in self.seen], axis=1) for k in self.seen[0]})
+        return Signals(**{name: values[:, : self.shown] for name, values in self.seen.items()})
 
 
 def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Sampler) -> Drafted:
@@ -110,6 +112,7 @@ def _run(
     )
     catching_up, began = False, time.perf_counter()
     if active.any():
+        out.seen = {name: np.zeros((len(rows), int(limits.max()))) for name in wanted.control}
         contexts = [row.context if on else None for row, on in zip(rows, active, strict=True)]
         catching_up = drafter.prepare(contexts)
         out.prepared = time.perf_counter() - began
@@ -130,7 +133,7 @@ def _run(
                 active[i], out.stopped_by[i] = False, Stop.EXHAUSTED if why is None else why
             else:
                 out.tokens[i].append(tokens[i])
-        if asks and out.seen and active.any():
+        if asks and out.shown and active.any():
             stop = active & ~control.keep_going(out.lengths, out.signals)
             out.stopped_by[stop] = Stop.CONFIDENCE
             active &= ~stop
@@ -176,8 +179,9 @@ def _next(
     picked, processed = _pick(rows, proposal.logits, sampler, out, active)
     measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
     # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
-    host = {k: measured[k].double().cpu().numpy() for k in wanted.control}
-    out.seen.append({k: np.where(active, values, 0.0) for k, values in host.items()})
+    for name in wanted.control:
+        out.seen[name][:, out.shown] = np.where(active, measured[name].cpu().numpy(), 0.0)
+    out.shown += 1
     out.measured.append({k: measured[k] for k in wanted.rule})
     if wanted.ranks:
         ranks = min(wanted.ranks, proposal.logits.shape[-1])
