@@ -27,8 +27,9 @@ REST, LONGEST_REST = 8.0, 256.0
 """Plain rounds per plain round that a useless probe costs, before the first and the last probes."""
 UNTIMED = 12
 """Most tokens to draft before anything was timed."""
-TIMED = 4
-"""Of so many rounds one is timed, a request's second first: its first may read the prompt."""
+TIMED, PLAIN_TIMED = 4, 16
+"""Of so many rounds, with a draft or without, one is timed, a request's second first: its first may
+read the prompt."""
 PLAIN_KNOWN = 3
 """Until so many plain rounds were timed, all are: one alone may be an outlier. With a draft, until
 `RECENT` are."""
@@ -53,7 +54,11 @@ class AutoState(costs.CostState, belief.SurvivalState):
     caught: FloatArray
     """`(rows,)` seconds it took to catch up before the newest draft."""
     patience: FloatArray
-    """`(rows,)` rests before the next probe, in what a useless one costs."""
+    """`(rows,)` plain rounds before the next probe, per plain round that a useless one costs."""
+    rest: FloatArray
+    """`(rows,)` plain rounds before the next probe."""
+    most: IntArray
+    """`(rows,)` the most tokens to draft."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,8 @@ class Auto(LengthController):
             probed=np.zeros(rows, dtype=np.int64),
             caught=np.zeros(rows),
             patience=np.full(rows, REST),
+            rest=np.zeros(rows),
+            most=np.full(rows, self.high),
         )
         return self._begun(state)
 
@@ -153,8 +160,7 @@ class Auto(LengthController):
         if self.cost is not None:
             return self.start(len(state))
         return self._begun(
-            replace(
-                state,
+            state.having(
                 **belief.faded(state, CARRY),
                 rounds=np.zeros_like(state.rounds),
                 tokens=CARRY * state.tokens,
@@ -163,23 +169,14 @@ class Auto(LengthController):
             )
         )
 
-    def _begun(self, state: AutoState) -> AutoState:
-        price, awake = self._decided(state, state.tokens, state.seconds)
-        patience = np.where(awake, REST, state.patience)
-        return replace(state, price=price, awake=awake, patience=patience)
-
     def timeless(self, cost: float) -> Auto:
         """With the cost given, unless it is already."""
         return self if self.cost is not None else replace(self, cost=cost)
 
     def limit(self, state: AutoState) -> IntArray:
         """`(rows,)` the most tokens per round; 0 where plain decoding is faster."""
-        plain = np.where(np.isnan(state.plain), state.base, state.plain)
-        lost = (state.base + state.lead + state.step + state.caught) / plain - 1
-        due = state.rounds - state.probed >= state.patience * lost
-        guessed = (state.newest[:, 1] == 0) & (self.cost is None)
-        most = np.where(guessed, min(self.high, UNTIMED), self.high)
-        return np.where(state.awake | due | (guessed & (state.rounds == 0)), most, 0)
+        due = state.rounds - state.probed >= state.rest
+        return np.where(state.awake | due, state.most, 0)
 
     def keep_going(self, state: AutoState, drafted: IntArray, signals: Signals) -> BoolArray:
         """Whether the next token is expected to be worth its time."""
@@ -190,19 +187,21 @@ class Auto(LengthController):
         """Learn from the tokens that were judged and from the clock, and decide anew."""
         clock = self.cost is None
         plain = outcome.drafted == 0
-        known = np.where(plain, state.recent[:, 2, PLAIN_KNOWN - 1], state.recent[:, :2, -1].sum(1))
-        skip = (~np.isnan(known) & (state.rounds % TIMED != 1)) | (not clock)
-        idle = plain & skip
+        known = ~np.isnan(state.recent[:, 2, PLAIN_KNOWN - 1]) & (state.rounds % PLAIN_TIMED != 1)
+        skip = plain & (known | (not clock))
         rounds = state.rounds + 1
-        if idle.all():  # a row at rest must cost no time either
-            return replace(state, rounds=rounds)
+        if skip.all():  # a row at rest must cost no time either
+            return state.having(rounds=rounds)
+        if clock:
+            known = ~np.isnan(state.recent[:, :2, -1]).any(axis=1) & (state.rounds % TIMED != 1)
+            skip = np.where(plain, skip, known)
         learn = (outcome.drafted > 0) & ~outcome.censored
         changed: dict[str, Any] = {}
         if learn.any():
             changed = belief.judged(state, outcome, learn)
-        if not skip.all():
+        if clock and not skip.all():
             changed |= costs.timed(state, outcome, ~skip, self.slope is None)
-        new = replace(state, **changed) if changed else state
+        new = state.having(**changed)
         took, timed = costs.seconds(new, outcome, clock)
         # Before anything was timed, the unit is a target pass and not a second.
         in_seconds = ~np.isnan(new.recent).all(axis=(1, 2)) | (not clock)
@@ -211,10 +210,10 @@ class Auto(LengthController):
         spent = np.where(count, FADE * new.seconds + took, new.seconds)
         price, awake = self._decided(new, tokens, spent)
         longer = np.minimum(2 * state.patience, LONGEST_REST)
-        patience = np.where(awake | state.awake, REST, longer)
+        patience = np.where(learn, np.where(awake | state.awake, REST, longer), state.patience)
         caught = np.where(outcome.drafted > 0, outcome.catch_up_seconds, state.caught)
-        return replace(
-            new,
+        rest, most = self._rest(new, patience, caught)
+        return new.having(
             rounds=rounds,
             tokens=tokens,
             seconds=spent,
@@ -222,8 +221,31 @@ class Auto(LengthController):
             awake=awake,
             probed=np.where(learn, rounds, state.probed),
             caught=caught if clock else state.caught,
-            patience=np.where(learn, patience, state.patience),
+            patience=patience,
+            rest=rest,
+            most=most,
         )
+
+    def _begun(self, state: AutoState) -> AutoState:
+        """A request's first state, with what follows from the rest of it."""
+        price, awake = self._decided(state, state.tokens, state.seconds)
+        patience = np.where(awake, REST, state.patience)
+        rest, most = self._rest(state, patience, state.caught)
+        return state.having(price=price, awake=awake, patience=patience, rest=rest, most=most)
+
+    def _rest(
+        self, state: AutoState, patience: FloatArray, caught: FloatArray
+    ) -> tuple[FloatArray, IntArray]:
+        """`rest` and `most`."""
+        plain = np.where(np.isnan(state.plain), state.base, state.plain)
+        one = state.base + state.lead + state.step
+        many = one + (self.high - 1) * (state.step + state.slope * state.base)
+        # Slower even if all were kept: a probe could only find other costs.
+        never = plain * np.maximum(2 / one, (1 + self.high) / many) < 1
+        rest = np.where(never, LONGEST_REST, patience) * ((one + caught) / plain - 1)
+        guessed = (state.newest[:, 1] == 0) & (self.cost is None)
+        most = np.where(guessed, min(self.high, UNTIMED), self.high)
+        return np.where(guessed, 0.0, rest), most
 
     def _decided(
         self, state: AutoState, committed: FloatArray, spent: FloatArray
