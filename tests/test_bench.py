@@ -406,9 +406,12 @@ class SamplingParams:
         assert temperature == 0.0
         self.n = max_tokens
 class LLM:
-    def __init__(self, model, dtype, speculative_config=None):
+    def __init__(self, model, dtype, gpu_memory_utilization, speculative_config=None):
         if model == "missing":
             raise ValueError("no such model")
+        if model == "large":
+            print("(worker) ERROR ValueError: out of memory", file=sys.stderr, flush=True)
+            raise RuntimeError("see above")
         self.k = speculative_config["num_speculative_tokens"] if speculative_config else 0
     def generate(self, prompts, sampling, use_tqdm):
         print("more chatter")
@@ -439,7 +442,13 @@ class TestRemote:
         made: list[Remote] = []
 
         def start(model="m", draft=None, tokens=5, python=sys.executable):
-            first = {"model": model, "draft": draft, "tokens": tokens, "dtype": "float32"}
+            first = {
+                "model": model,
+                "draft": draft,
+                "tokens": tokens,
+                "dtype": "float32",
+                "memory": 0.1,
+            }
             made.append(Remote("vllm", python, first))
             return made[-1]
 
@@ -468,6 +477,8 @@ class TestRemote:
         assert vllm(python=None).available() == ("no Python named for it (--peer-python vllm=PATH)")
         assert vllm(python="/no/python").available() == "there is no Python at /no/python"
         assert vllm(model="missing").available() == "ValueError: no such model"
+        said = "RuntimeError: see above (first: ValueError: out of memory)"
+        assert vllm(model="large").available() == said
         monkeypatch.setenv("PYTHONPATH", os.devnull)
         assert "No module named 'vllm'" in vllm().available()
         loud = tmp_path / "python"
@@ -498,7 +509,7 @@ class TestPeerNames:
             ("transformers-assisted(token=3)", "did you mean 'tokens'"),
             ("transformers-assisted(schedule=often)", "schedule must be"),
             ("transformers-early-exit", "cannot build"),
-            ("vllm-draft(5,6)", "takes at most 1 settings"),
+            ("vllm-draft(5,0.3,6)", "takes at most 2 settings"),
         ],
     )
     def test_mistakes(self, model, text, words):

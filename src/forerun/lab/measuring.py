@@ -21,7 +21,7 @@ LIVE = (0, 1, 2, 4, 8)
 """Tokens drafted per round in the live runs that draft steps and the engine's own work are told
 from."""
 LIVE_TOKENS = 24
-LIVE_TURNS = 6
+LIVE_TURNS = 10
 
 
 def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> Costs:

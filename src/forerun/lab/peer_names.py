@@ -80,7 +80,13 @@ def make(
 
 
 def _vllm(
-    name: str, python: str | None, target: str, draft: str | None, dtype: str, tokens: int = 5
+    name: str,
+    python: str | None,
+    target: str,
+    draft: str | None,
+    dtype: str,
+    tokens: int = 5,
+    memory: float = 0.3,
 ) -> Peer:
     speculative = name == "vllm-draft"
     if speculative and draft is None:
@@ -90,6 +96,7 @@ def _vllm(
         "draft": draft if speculative else None,
         "tokens": tokens,
         "dtype": dtype,
+        "memory": memory,
     }
     return Remote(f"{name}(tokens={tokens})" if speculative else name, python, first)
 
@@ -97,8 +104,8 @@ def _vllm(
 def _build(make: Callable[..., Peer], spec: Spec, *given: Any) -> Peer:
     """Call with the settings of the spec, every wrong name named."""
     known = [p for p in inspect.signature(make).parameters if p not in ("model", "settings")]
-    if spec.name == "vllm-draft":
-        known = ["tokens"]
+    if spec.name.startswith("vllm"):
+        known = ["tokens", "memory"] if spec.name == "vllm-draft" else ["memory"]
     for key in spec.kwargs:
         if key not in known:
             raise UnknownNameError.among(f"setting of peer {spec.name!r}", key, known)

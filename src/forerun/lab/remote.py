@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import subprocess
 import tempfile
 import threading
@@ -18,6 +19,7 @@ from forerun.lab.peers import Peer, PeerOutput
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 START = 600.0
 """Seconds a peer may take to load its models."""
+CAUSE = re.compile(r"\b\w+Error: .*")
 ANSWER = 600.0
 """Seconds a peer may take for one prompt."""
 
@@ -138,11 +140,18 @@ class Remote(Peer):
         except ValueError as error:
             raise PeerError(f"it said {line[:100]!r}") from error
         if "error" in answer:
-            raise PeerError(str(answer["error"])[:300])
+            said = str(answer["error"])[:300]
+            # Its own processes may have failed first, and it only says "see above".
+            causes = [found.group() for s in self._words() if (found := CAUSE.search(s))]
+            if causes and causes[0] not in said:
+                said += f" (first: {causes[0][:300]})"
+            raise PeerError(said)
         return dict(answer)
 
-    def _last_words(self) -> str:
+    def _words(self) -> list[str]:
         assert self._said is not None
         self._said.seek(0)
-        lines = [s for s in self._said.read().splitlines() if s.strip()]
-        return lines[-1][:300] if lines else "it said nothing"
+        return [s for s in self._said.read().splitlines() if s.strip()]
+
+    def _last_words(self) -> str:
+        return (self._words() or ["it said nothing"])[-1][:300]

@@ -1,6 +1,7 @@
 """vLLM behind a pipe: run by a Python that has vLLM, which need not have forerun.
 
-JSON lines. In, first: `{"model", "draft", "tokens", "dtype"}` (`draft` null: plain decoding). Out:
+JSON lines. In, first: `{"model", "draft", "tokens", "dtype", "memory"}` (`draft` null: plain
+decoding; `memory`: the share of the device's that it may take). Out:
 `{"ready": true, "versions": {...}}` or `{"error": "..."}`. Then per request in:
 `{"prompts", "max_new_tokens", "repetition_penalty"}`, out: `{"tokens", "seconds"}` or `{"error"}`.
 Seconds are measured here, so the pipe costs nothing.
@@ -26,6 +27,7 @@ def main() -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # faster for single texts
     try:
         vllm: Any = importlib.import_module("vllm")
         model = _load(vllm, json.loads(sys.stdin.readline()))
@@ -41,7 +43,11 @@ def main() -> None:
 
 
 def _load(vllm: Any, wanted: dict[str, Any]) -> Any:
-    settings: dict[str, Any] = {"model": wanted["model"], "dtype": wanted["dtype"]}
+    settings: dict[str, Any] = {
+        "model": wanted["model"],
+        "dtype": wanted["dtype"],
+        "gpu_memory_utilization": wanted["memory"],  # of a CPU's memory, where it runs on one
+    }
     if wanted["draft"] is not None:
         settings["speculative_config"] = {
             "method": "draft_model",
