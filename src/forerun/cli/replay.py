@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,8 @@ SCHEMA = 1
 class Result:
     """One controller over the trace."""
 
+    spec: str
+    """As the user wrote it."""
     controller: str
     groups: dict[str, dict[str, Any]]
     """`forerun.lab.replay.summarise`, with `share` of each bound if they were asked for."""
@@ -69,23 +71,40 @@ def replay(
     from forerun.lab.costs import Costs
     from forerun.lab.trace import Trace
 
-    made = [CONTROLLERS.make(spec) for spec in dict.fromkeys(controller or _registered())]
+    made = {spec: CONTROLLERS.make(spec) for spec in controller or _registered()}
     check_writable(output)
-    cell = Costs.find(costs).at(batch, context)
+    costs_table = Costs.find(costs)
+    cell = costs_table.at(batch, context)
     texts = _of(Trace.read(trace), family or [])
+    warn_of_other_models(texts.about, costs_table.about)
     limits = _bounds(texts, cell) if bounds else {}
     found: list[Result] = []
     try:
         with progress("replaying", len(made)) as tell:
-            for one in made:
-                found.append(_result(texts, cell, one, limits))
+            for spec, one in made.items():
+                found.append(_result(texts, cell, spec, one, limits))
                 tell("replaying", len(found))
     except KeyboardInterrupt:
         if found:
             note(stderr(), f"interrupted after {len(found)} of {len(made)} controllers")
-            _tell(found, texts, cell, output, as_json)
+            _tell(found, texts, cell, costs_table.about, output, as_json)
         raise
-    _tell(found, texts, cell, output, as_json)
+    _tell(found, texts, cell, costs_table.about, output, as_json)
+
+
+def warn_of_other_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
+    """Say so if a trace and a table of measured costs are of different models."""
+    for role in ("target", "draft"):
+        one, other = trace.get(role), costs.get(role)
+        if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+            continue
+        keys = one.get("sha256"), other.get("sha256")
+        if all(keys) and keys[0] != keys[1]:
+            note(
+                stderr(),
+                f"the trace is of the {role} {one.get('name')} and the costs are of "
+                f"{other.get('name')}: the figures hold for no pair of models",
+            )
 
 
 def _registered() -> list[str]:
@@ -124,7 +143,11 @@ def _bounds(trace: Trace, cell: Cell) -> dict[str, FloatArray]:
 
 
 def _result(
-    trace: Trace, cell: Cell, controller: LengthController, limits: dict[str, FloatArray]
+    trace: Trace,
+    cell: Cell,
+    spec: str,
+    controller: LengthController,
+    limits: dict[str, FloatArray],
 ) -> Result:
     from forerun.controllers import CONTROLLERS
     from forerun.lab.replay import geometric, replay, summarise
@@ -138,16 +161,24 @@ def _result(
                 bound: geometric((seconds / found.seconds)[chosen])
                 for bound, seconds in limits.items()
             }
-    return Result(CONTROLLERS.text(controller), groups)
+    return Result(spec, CONTROLLERS.text(controller), groups)
 
 
-def _tell(found: list[Result], trace: Trace, cell: Cell, output: str | None, as_json: bool) -> None:
+def _tell(
+    found: list[Result],
+    trace: Trace,
+    cell: Cell,
+    about: Mapping[str, Any],
+    output: str | None,
+    as_json: bool,
+) -> None:
     if output is not None:
         _write_csv(found, output)
     if as_json:
         _print_json(found, trace, cell)
         return
-    _show(sorted(found, key=lambda r: -r.groups["all"]["speedup"]["mean"]), trace, cell)
+    order = sorted(found, key=lambda r: -r.groups["all"]["speedup"]["mean"])
+    _show(order, trace, cell, made_up="synthetic" in about)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
@@ -186,20 +217,21 @@ def _write_csv(found: list[Result], output: str) -> None:
         writer.writerows(rows)
 
 
-def _show(found: list[Result], trace: Trace, cell: Cell) -> None:
+def _show(found: list[Result], trace: Trace, cell: Cell, made_up: bool) -> None:
     """The summary, for people: the best controller first."""
     console = stdout()
     size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
     note(console, f"{size}; c = {cell.ratio:.2f}, batch {cell.batch}, context {cell.context}\n")
     first = found[0].groups["all"]
-    heads = ["speed-up", "tokens/s", "rounds", "drafted", "wasted"]
+    rate = "tokens/pass" if made_up else "tokens/s"  # a second is a target pass then
+    heads = ["speed-up", rate, "rounds", "drafted", "wasted"]
     shown = table("controller", right=[*heads, *first.get("share", {})], no_wrap=True)
     for result in found:
         group = result.groups["all"]
         shown.add_row(
-            result.controller,
+            result.spec,
             Text(_half(group["speedup"]), "bold"),
-            f"{group['tokens_per_second']['mean']:,.1f}",
+            f"{group['tokens_per_second']['mean']:,.{2 if made_up else 1}f}",
             *(f"{group[name]:,}" for name in heads[2:]),
             *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
         )
@@ -209,13 +241,13 @@ def _show(found: list[Result], trace: Trace, cell: Cell) -> None:
         note(console, "\nspeed-up by family")
         shown = table("controller", right=families, no_wrap=True)
         for result in found:
-            cells = [_half(result.groups[name]["speedup"]) for name in families]
-            shown.add_row(result.controller, *cells)
+            cells = [f"{result.groups[name]['speedup']['mean']:.2f}" for name in families]
+            shown.add_row(result.spec, *cells)
         console.print(shown)
     if "share" in first:
         note(console, f"\n{', '.join(first['share'])}: share of the speed of that bound")
     note(console, Text("\n± is half of the 95 % interval over prompts", "dim"))
-    capped = [r.controller for r in found if r.groups["all"]["capped"]]
+    capped = [r.spec for r in found if r.groups["all"]["capped"]]
     if capped:
         note(
             console,

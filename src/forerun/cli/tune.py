@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from forerun.checks import whole
 from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
+from forerun.cli.console import note, status, stderr, stdout, table
 from forerun.cli.options import OUTPUT, option
 from forerun.cli.progress import progress
 from forerun.cli.report import check_writable, print_json
@@ -117,7 +118,8 @@ def tune(
 
     judged, fixed = judge(tuned, judged_on, cell, seed)
     split = {"how": how, "searched": searched.prompts, "judged": judged_on.prompts}
-    written = _write_exports(exports, searched, cell, cells, budget, seed)
+    with status("searching what other engines can do") if exports else nullcontext():
+        written = _write_exports(exports, searched, cell, cells, budget, seed)
     if as_json:
         value = {
             "schema": SCHEMA,
@@ -210,6 +212,8 @@ def _show(
     console.print(_table("family", list(best.families.items())))
     said = fixed["overall"]
     note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {_interval(said)}")
+    if tuned.best.after <= tuned.best.before:
+        note(console, "no setting was faster than its defaults on the prompts searched")
     note(console, Text.assemble("\n", (f'--controller "{best.found.best}"', "cyan")))
 
 
