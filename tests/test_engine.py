@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.controllers.base import State
+from forerun.controllers.fixed import FixedLength
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
@@ -22,7 +23,7 @@ from forerun.engine.results import Origin
 from forerun.errors import PromptError, SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
-from forerun.types import RoundOutcome, Stop
+from forerun.types import RoundOutcome, Signals, Stop
 
 SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
@@ -449,3 +450,23 @@ def test_lookup_runs_on_through_periodic_text() -> None:
     completion = run([0, 1, 2, 0], controller="fixed(8)", max_new_tokens=18)
     assert completion.stats.rounds == 2
     assert completion.stats.accepted == 16
+
+
+def test_signals_know_the_penalties() -> None:
+    """What is told is of the distribution that tokens come from, or it misleads."""
+    table = torch.zeros(4, 4)
+    table[:, 2] = 3.0
+    seen: list[Signals] = []
+
+    class Listening(FixedLength):
+        signals = frozenset({"top1", "chosen"})
+
+        def observe(self, state: Any, outcome: RoundOutcome) -> Any:
+            seen.append(outcome.signals)
+            return super().observe(state, outcome)
+
+    run = engine(target=ScriptedModel(table), draft=ScriptedModel(table))
+    run([0], max_new_tokens=3, controller=Listening(2), logit_bias={2: -100.0})
+    assert seen[0].chosen is not None
+    np.testing.assert_allclose(seen[0].chosen[0], 1 / 3, rtol=1e-4)  # three equal tokens are left
+    np.testing.assert_allclose(seen[0].top1[0], 1 / 3, rtol=1e-4)

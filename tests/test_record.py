@@ -50,7 +50,8 @@ def naive(model, task, tokens, depth):
         run, said = [], []
         for step in range(depth):
             logits = drafter.step([[*known, *run]]).logits
-            token = sampler.process(logits[:, None], [text], [run], step)[:, 0].argmax(-1)
+            logits = sampler.shape(logits[:, None], [text], [run], step)[:, 0]
+            token = logits.argmax(-1)
             said.append(measure(logits, token, set(SIGNALS)))
             run.append(int(token))
         drafter.keep([])

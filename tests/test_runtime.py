@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers as hf
 
+from forerun.drafters.model import ModelDrafter
 from forerun.errors import ModelError, PromptError, SettingError, UnsupportedModelError
+from forerun.model import Model
 from forerun.runtime import RowCache, RowModel, load_model, load_tokenizer
 from forerun.runtime import model as model_module
 from forerun.runtime.load import resolve_device, resolve_dtype
@@ -191,3 +193,36 @@ def test_devices_and_dtypes() -> None:
         resolve_dtype("float99")
     assert resolve_dtype("bf16") is torch.bfloat16
     assert resolve_dtype("auto") is None
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 10, 14])
+def test_the_end_of_a_prompt_may_be_left_to_the_next_pass(
+    family: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "PREFILL_CHUNK", 5)
+    model = build(family)
+    rows, (prompt, more) = RowModel(model), texts(length, 3)
+    rows.join([prompt], leave_end=True)
+    left = prompt[rows.lengths[0] :]
+    assert 1 <= len(left) <= 5
+    assert rows.forwards == (length - 1) // 5
+    got = rows.feed([left + more], skip=len(left) - 1)
+    wanted = alone(model, prompt + more)[length - 1 :]
+    torch.testing.assert_close(got[0], wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_a_lone_request_takes_a_pass_per_round_and_none_besides() -> None:
+    rows = RowModel(build("llama"))
+    draft = ModelDrafter(RowModel(build("llama", seed=3)), rows.vocab_size)
+    model = Model(rows, draft)
+    (prompt,) = texts(9)
+    done = model.generate([prompt], max_new_tokens=8, controller="fixed(2)")[0]
+    assert rows.forwards == len(done.rounds)
+    assert draft.rows.forwards == sum(r.drafted for r in done.rounds)
+    assert done.rounds[0].verify_seconds == 0 < done.stats.prefill_seconds
+    assert all(r.verify_seconds > 0 for r in done.rounds[1:])
+    together = model.generate(
+        [prompt, texts(5, seed=4)[0]], max_new_tokens=8, controller="fixed(2)"
+    )
+    assert together[0].tokens == done.tokens

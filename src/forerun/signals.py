@@ -12,8 +12,7 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict
     """Compute the named fields of `Signals` for one token per distribution.
 
     Args:
-        logits: `(..., V)` raw logits (temperature 1, before any sampling transform); −inf excludes
-            a token.
+        logits: `(..., V)` logits at temperature 1, before truncation; −inf excludes a token.
         tokens: `(...,)` the tokens that were drafted.
         names: wanted fields.
 

@@ -48,7 +48,8 @@ them says nothing about a longer one."""
 
 @dataclass(frozen=True)
 class Signals:
-    """What the draft distribution says about each drafted token, at temperature 1.
+    """What the draft distribution says about each drafted token: at temperature 1 and before any
+    truncation, with the request's penalties and biases (for rules: without, as for the target).
 
     Each field is `(rows, n)` float64, or None when nobody asked for it (`LengthController.signals`
     names what is wanted) or the drafter has no distribution (lookup). Beyond a row's drafted tokens

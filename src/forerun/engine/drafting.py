@@ -176,11 +176,16 @@ def _next(
     if proposal.logits is None:
         assert proposal.tokens is not None, "a proposal is logits or tokens"
         return [t if on else -1 for t, on in zip(proposal.tokens, active, strict=True)], ended
-    picked, processed = _pick(rows, proposal.logits, sampler, out, active)
-    measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
+    picked, shaped, processed = _pick(rows, proposal.logits, sampler, out, active)
+    # Controllers go by what the request draws from, rules by what both models say of themselves.
+    if shaped is proposal.logits:
+        told = measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
+    else:
+        told = measure(shaped, picked, wanted.control)
+        measured = measure(proposal.logits, picked, wanted.rule)
     # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
     for name in wanted.control:
-        out.seen[name][:, out.shown] = np.where(active, measured[name].cpu().numpy(), 0.0)
+        out.seen[name][:, out.shown] = np.where(active, told[name].cpu().numpy(), 0.0)
     out.shown += 1
     out.measured.append({k: measured[k] for k in wanted.rule})
     if wanted.ranks:
@@ -193,15 +198,18 @@ def _next(
 
 def _pick(
     rows: Sequence[Row], logits: torch.Tensor, sampler: Sampler, out: Drafted, active: BoolArray
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Choose each row's token; also the distribution it came from, where it is not certain."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Choose each row's token; also the logits with penalties and biases, and with all of the
+    transform where the token is not certain."""
     if sampler.trivial:
-        return logits.argmax(-1), None
-    done = int(out.lengths[active].max())
-    processed = sampler.process(logits.unsqueeze(1), rows, out.tokens, done)[:, 0]
+        return logits.argmax(-1), logits, None
+    done, wide = int(out.lengths[active].max()), logits.unsqueeze(1)
+    changed = sampler.shape(wide, rows, out.tokens, done)
+    shaped = logits if changed is wide else changed[:, 0]
+    processed = sampler.sharpen(changed)[:, 0]
     best = processed.argmax(-1)
     if sampler.all_greedy:
-        return best, None
+        return best, shaped, None
     greedy = sampler.greedy.to(logits.device)
     one_hot = torch.full_like(processed, -torch.inf).scatter_(-1, best.unsqueeze(-1), 0.0)
     processed = torch.where(greedy.unsqueeze(-1), one_hot, processed)
@@ -210,4 +218,5 @@ def _pick(
         for row, on in zip(rows, active, strict=True)
     ]
     uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
-    return torch.where(greedy, best, sample(processed.softmax(-1), uniforms)), processed
+    picked = torch.where(greedy, best, sample(processed.softmax(-1), uniforms))
+    return picked, shaped, processed

@@ -119,7 +119,8 @@ class Sampler:
         self._eos = list(eos)
         self.greedy = torch.tensor([s.greedy for s in rows], dtype=torch.bool)
         self.all_greedy = all(s.greedy for s in rows)
-        self.trivial = self.all_greedy and not any(s.reshapes for s in rows)
+        self._reshapes = any(s.reshapes for s in rows)
+        self.trivial = self.all_greedy and not self._reshapes
         """Nothing to do: every row takes the arg-max of the raw logits."""
         self._temperature = torch.tensor([s.temperature or 1.0 for s in rows])
 
@@ -143,14 +144,30 @@ class Sampler:
             `(rows, n, V)` logits whose softmax is the distribution to sample from; the input
             itself when there is nothing to do, never changed in place.
         """
-        if self.trivial:
+        return self.sharpen(self.shape(logits, texts, drafted, first))
+
+    def shape(
+        self,
+        logits: torch.Tensor,
+        texts: Sequence[Text],
+        drafted: Sequence[Sequence[int]],
+        first: int = 0,
+    ) -> torch.Tensor:
+        """The first half of `process`, with its arguments: biases and penalties."""
+        if not self._reshapes:
             return logits
-        out = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        out = out.clone()
+        out = _single(logits).clone()
         for row, settings in enumerate(self.rows):
             if settings.reshapes:
                 self._reshape(out[row], row, texts[row], drafted[row], first)
-        out /= self._temperature.to(out).view(-1, 1, 1)
+        return out
+
+    def sharpen(self, shaped: torch.Tensor) -> torch.Tensor:
+        """The second half of `process`: temperature and truncation, nothing if all is greedy."""
+        if self.all_greedy:
+            return shaped
+        out = _single(shaped)
+        out = out / self._temperature.to(out).view(-1, 1, 1)
         if any(s.truncates for s in self.rows):
             self._truncate(out)
         return out
@@ -217,3 +234,8 @@ class Sampler:
             floor = torch.tensor(min_p).to(like).view(shape)
             probs = logits.softmax(-1)
             logits.masked_fill_(probs < floor * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def _single(logits: torch.Tensor) -> torch.Tensor:
+    """At least single precision."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -284,8 +284,8 @@ def _heads(target: Runtime, rows: Runtime, texts: list[_Text], depth: int) -> li
     for start in range(0, longest, width):
         fed = [piece[start : start + width] for piece in pieces]
         told, said = target.feed(fed), _fit(rows.feed(fed), vocab)
-        target_logits = sampler.process(told, texts, outputs, start)
-        draft_logits = sampler.process(said, texts, outputs, start)
+        told, said = (sampler.shape(logits, texts, outputs, start) for logits in (told, said))
+        target_logits, draft_logits = sampler.sharpen(told), sampler.sharpen(said)
         for r, text in enumerate(texts):
             if not (count := len(fed[r])):
                 continue
@@ -347,7 +347,7 @@ def _judge(
 
 
 def _of_target(told: torch.Tensor, said: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`(n,)` what `Trace` keeps of the target's raw logits beside the draft's, `(n, V)` each."""
+    """`(n,)` what `Trace` keeps of the target's logits beside the draft's, `(n, V)` each."""
     log = told.log_softmax(-1, dtype=float_type(told))
     most = min(5, told.shape[-1])
     best, guess = (logits.topk(most, dim=-1).indices for logits in (told, said))
@@ -415,7 +415,8 @@ def _follow(
             return
         pieces = [tokens[-1:] if fits else [] for tokens, fits in zip(ahead, on, strict=True)]
         logits = _fit(rows.feed(pieces, len(texts), "last"), vocab)
-        processed = sampler.process(logits.unsqueeze(1), stems, ahead, step)[:, 0]
+        shaped = sampler.shape(logits.unsqueeze(1), stems, ahead, step)
+        logits, processed = shaped[:, 0], sampler.sharpen(shaped)[:, 0]
         tokens = processed.argmax(-1)
         if not sampler.all_greedy:
             coins = torch.tensor(
