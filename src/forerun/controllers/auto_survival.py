@@ -10,7 +10,7 @@ import numpy as np
 from forerun.controllers.base import State
 from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
 
-GREEDY = (-0.49, 1.25, 0.0, 1.23, 0.68, 0.12, 0.23)
+GREEDY = (-0.44, 1.37, 0.0, 1.23, 0.70, 0.14, 0.21)
 SAMPLED = (0.52, 0.0, 3.34, 0.97, 0.83, 0.17, 0.12)
 """Log-odds before the row has said anything: constant, margin and chosen probability of a token
 that was drafted; the first token of a round, before it is; constant, newest margin and mean margin
