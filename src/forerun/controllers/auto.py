@@ -76,7 +76,8 @@ class Auto(LengthController):
     exactly while `S_i·ŝ_{i+1} > λ·(d + v·V)`, with `S_i` the probability that the i tokens drafted
     so far are all kept, `ŝ_{i+1}` that the next one is, λ the tokens per second of the best
     policy, d the seconds of a draft step and V those of a target pass that judges one token. A
-    round starts with a draft while λ is above the rate of plain decoding.
+    round starts with a draft while λ is above 0.95 of the rate of plain decoding: near it a draft
+    costs next to nothing, and teaches.
 
     - `S_i = Π_j σ(b + a·z_j)`: `z` is linear in the logit margin (greedy requests) or in the
       probability of the drafted token (sampled ones), fitted once to many texts; what is kept
@@ -84,15 +85,16 @@ class Auto(LengthController):
       Newton step of ridge logistic regression a round.
     - `ŝ_{i+1} = (1 − u)·σ(z' + b')`: z' is linear in the newest margin and the mean margin of the
       round, fitted likewise, with a constant for the first token; b' follows the row; u is the
-      probability that the draft is of no use at all, by the likelihood of what was kept.
+      probability that the draft is of no use at all, by the likelihood of what was kept. A request
+      that found it of no use makes the next one a little less hopeful, several make it rest.
     - λ is tokens over seconds of the row's rounds, fading, added to some rounds of the best fixed
       length for the expected acceptance (so it needs no start), and at least the plain rate.
-    - d, V and the plain pass are medians of the newest timings, v is a ridge regression of
-      differences. Rejections, and only they, end what a round can teach; rounds cut short from
-      outside teach nothing but their time.
+    - d, what a round's first step takes more, V and the plain pass are medians of the newest
+      timings, v is a ridge regression of differences. Rejections, and only they, end what a round
+      can teach; rounds cut short from outside teach nothing but their time.
     - Plainly decoding rows probe after 8 rounds, times what a useless probe costs in plain rounds;
-      each further probe waits twice as long, up to 256. So probing takes less than 1 % of the
-      time.
+      each further probe waits twice as long, up to 256, which is also where a row starts whose
+      draft would not pay even if it were always kept.
 
     Args:
         cost: c, one target pass over one draft step, > 0, or none to measure it (the default).

@@ -20,7 +20,7 @@ WARM = 3
 LIVE = (0, 1, 2, 4, 8)
 """Tokens drafted per round in the live runs that draft steps and the engine's own work are told
 from."""
-LIVE_TOKENS = 24
+LIVE_TOKENS = 48
 LIVE_TURNS = 10
 
 
