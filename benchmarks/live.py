@@ -23,7 +23,8 @@ from benchmarks.common import (
 )
 from forerun import zoo
 from forerun.lab.costs import Costs
-from forerun.lab.replay import replay, stream
+from forerun.lab.replay import Rounds, replay, stream
+from forerun.lab.trace import Trace
 
 METHODS = ["auto", "fixed(3)", "fixed(7)", "hf-heuristic", "hf-threshold", "gammatune",
            "gammatune+", "cm-asd", "sglang-ema", "goodput"]  # fmt: skip
@@ -39,19 +40,18 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
     for method in methods:
         generate(model, work[0], method)
     runs = interleaved(work, methods, lambda t, m: generate(model, t, m), "live")
-    plain = np.array([r[0].stats.seconds for r in runs])
-    # What reading the prompt adds to the first pass, as plain decoding shows it; the draft reads
-    # it, too.
-    prompt = np.array([r[0].stats.prefill_seconds for r in runs]) - cell.plain
-    both = prompt * (1 + cell.draft / cell.plain)
+    plain = np.array([np.divide(*_later(r[0])) for r in runs])
     rows, cells = [], {}
     for index, method in enumerate(METHODS, 1):
-        live = plain / np.array([r[index].stats.seconds for r in runs])
+        watch = _Later(trace)
         if method == "auto":
-            told = stream(trace, method, cell, np.arange(len(work)))
+            told = stream(trace, method, cell, np.arange(len(work)), watch)
         else:
-            told = replay(trace, method, cell)
-        predicted = (told.plain_seconds + prompt) / (told.seconds + both)
+            told = replay(trace, method, cell, watch)
+        seconds, written = np.array([_later(r[index]) for r in runs]).T
+        some = (written > 0) & (watch.tokens > 0)
+        live = (plain * written / seconds)[some]
+        predicted = (cell.plain * watch.tokens / watch.seconds)[some]
         counted = np.array([[r[index].stats.rounds, r[index].stats.drafted] for r in runs])
         counts = np.array([told.rounds, told.drafted]).T
         cells[method] = {
@@ -66,15 +66,37 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
                      show(c["live over predicted"]), f"{c['same rounds']}/{len(work)}",
                      f"{c['identical']}/{len(work)}"])  # fmt: skip
     text = (
-        f"Speed-up over plain decoding, {len(work)} test prompts, greedy, batch 1, live and "
-        "paired; and what replay of a trace predicts from costs measured just before, with what "
-        "plain decoding took to read each prompt. Rounds: prompts whose rounds and drafted tokens "
+        f"Speed-up over plain decoding from the second round on (the first also reads the prompt), "
+        f"{len(work)} test prompts, greedy, batch 1, live and paired; and what replay of a trace "
+        "predicts from costs measured just before. Rounds: prompts whose rounds and drafted tokens "
         "are the predicted ones (`auto` reads the clock).\n\n"
         + table(
             ["controller", "live", "predicted", "live / predicted", "rounds", "identical"], rows
         )
     )
     save("live", provenance(model, prompts=prompts, tokens=tokens), cells, text)
+
+
+def _later(done: forerun.Completion) -> tuple[float, int]:
+    """Seconds and tokens of all rounds but the first; 1 s and no token if there are no others."""
+    rounds = done.rounds[1:]
+    seconds = sum(r.draft_seconds + r.verify_seconds + r.other_seconds for r in rounds)
+    return seconds or 1.0, sum(r.committed for r in rounds)
+
+
+class _Later:
+    """A `watch` that adds up likewise."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.seconds, self.tokens = np.zeros(trace.prompts), np.zeros(trace.prompts)
+        self._sizes = trace.sizes
+
+    def __call__(self, rounds: Rounds) -> None:
+        on = rounds.at > 0
+        prompt = rounds.prompt[on]
+        self.seconds[prompt] += rounds.seconds[on]
+        kept = np.minimum(rounds.accepted + 1, self._sizes[rounds.prompt] - rounds.at)
+        self.tokens[prompt] += kept[on]
 
 
 def hopeless(prompts: int, tokens: int) -> None:

@@ -67,10 +67,22 @@ class Drafted:
         return Signals(**{name: values[:, : self.shown] for name, values in self.seen.items()})
 
 
-def draft(rows: Sequence[Row], drafter: Drafter, control: Control, sampler: Sampler) -> Drafted:
-    """Draft for every row until its limit, its controller, the drafter or the text says stop."""
+def draft(
+    rows: Sequence[Row],
+    drafter: Drafter,
+    control: Control,
+    sampler: Sampler,
+    rest_first: bool = False,
+) -> Drafted:
+    """Draft for every row until its limit, its controller, the drafter or the text says stop.
+
+    With `rest_first`, a row has no room for a draft in its first round.
+    """
     wanted = control.limit()
-    room = np.array([row.room(drafter.limit) for row in rows])
+    none = [rest_first and not row.rounds for row in rows]
+    room = np.array(
+        [0 if rest else row.room(drafter.limit) for row, rest in zip(rows, none, strict=True)]
+    )
     limits = np.minimum(wanted, room)
     stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
     if not control.any_previews:
@@ -105,17 +117,18 @@ def _run(
     """Draft up to `limits`; rows that reach them were `stopped_by`."""
     out = Drafted([[] for _ in rows], stopped_by.copy())
     active, asks = limits > 0, control.asks
+    if not active.any():
+        return out
     wanted = Wanted(
         control.signals,
         frozenset().union(*(row.rule.signals for row in rows)),
         max(row.rule.ranks for row in rows),
     )
-    catching_up, began = False, time.perf_counter()
-    if active.any():
-        out.seen = {name: np.zeros((len(rows), int(limits.max()))) for name in wanted.control}
-        contexts = [row.context if on else None for row, on in zip(rows, active, strict=True)]
-        catching_up = drafter.prepare(contexts)
-        out.prepared = time.perf_counter() - began
+    began = time.perf_counter()
+    out.seen = {name: np.zeros((len(rows), int(limits.max()))) for name in wanted.control}
+    contexts = [row.context if on else None for row, on in zip(rows, active, strict=True)]
+    catching_up = drafter.prepare(contexts)
+    out.prepared = time.perf_counter() - began
     took: float | None = None
     while active.any():
         tokens, ended = _next(rows, drafter, wanted, sampler, out, active)

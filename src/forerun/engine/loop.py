@@ -147,7 +147,10 @@ class Engine:
         drafter_before = self.drafter.seconds
         counts_before = list(self.drafter.counts or ())
 
-        drafted = draft(self._rows, self.drafter, self._control, self._sampler)
+        # A target that drafts reads a prompt first: the first token comes as soon as plainly. Not
+        # only where it is alone, or what is sampled would depend on that.
+        own = self.drafter.target is self.target
+        drafted = draft(self._rows, self.drafter, self._control, self._sampler, rest_first=own)
         drafting = time.perf_counter() - began
         logits, reads_prompt = self._verify(drafted)
         verdict = judge(self._rows, drafted, logits, self._sampler)

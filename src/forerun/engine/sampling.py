@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -181,30 +182,38 @@ class Sampler:
         first: int,
     ) -> None:
         s, context, prompt = self.rows[row], text.context, text.prompt
-        vocab = logits.shape[-1]
         for token, bias in s.logit_bias.items():
             logits[:, token] += bias
         # Without its own drafted tokens a position would be penalised for another history.
-        history = [*context, *drafted]
-        known = len(context) + first
-        produced = torch.zeros(vocab, device=logits.device)
-        if known > prompt:
-            tokens = torch.tensor(history[prompt:known], dtype=torch.long, device=logits.device)
-            produced += tokens.bincount(minlength=vocab)
-        seen = produced.clone()
-        seen[torch.tensor(history[: min(prompt, known)], device=logits.device)] += 1
-        for position in range(logits.shape[0]):
-            at = logits[position]
-            index = known + position
-            if position and index <= len(history):
-                produced[history[index - 1]] += 1
-                seen[history[index - 1]] += 1
-            if index - prompt < s.min_new_tokens:
-                at[list(self._eos[row])] = -torch.inf
-            if s.repetition_penalty != 1:
-                scaled = torch.where(at > 0, at / s.repetition_penalty, at * s.repetition_penalty)
-                at.copy_(torch.where(seen > 0, scaled, at))
-            at -= s.presence_penalty * (produced > 0) + s.frequency_penalty * produced
+        history, known = [*context, *drafted], len(context) + first
+        count, device = len(logits), logits.device
+        later = list(enumerate(history[known : known + count - 1], start=1))
+        early = s.min_new_tokens - (known - prompt)
+        if early > 0:
+            logits[:early, list(self._eos[row])] = -torch.inf
+        if s.repetition_penalty != 1:
+            since = dict.fromkeys(history[:known], 0)  # the first position that has seen a token
+            for place, token in later:
+                since.setdefault(token, place)
+            tokens = torch.tensor(list(since), device=device)
+            seen = torch.arange(count, device=device).unsqueeze(1) >= torch.tensor(
+                list(since.values()), device=device
+            )
+            at = logits[:, tokens]
+            scaled = torch.where(at > 0, at / s.repetition_penalty, at * s.repetition_penalty)
+            logits[:, tokens] = torch.where(seen, scaled, at)
+        if s.presence_penalty or s.frequency_penalty:
+            written = Counter(history[prompt:known])
+            columns = {
+                token: i
+                for i, token in enumerate({**written, **dict.fromkeys(t for _, t in later)})
+            }
+            often = torch.tensor([float(written[token]) for token in columns], device=device)
+            often = often.repeat(count, 1)
+            for place, token in later:
+                often[place:, columns[token]] += 1
+            tokens = torch.tensor(list(columns), dtype=torch.long, device=device)
+            logits[:, tokens] -= s.presence_penalty * (often > 0) + s.frequency_penalty * often
 
     def _truncate(self, logits: torch.Tensor) -> None:
         """Top-k, then top-p, then min-p, in place, on rows that ask for them."""

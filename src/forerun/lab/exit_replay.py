@@ -310,7 +310,8 @@ def _round(
     of, counts = exits.texts[text], Counts.none(setting.width)
     budget = of.sampling.max_new_tokens - place - 1
     context = exits.rows.limit - 1 - len(of.prompt) - place
-    limit = max(0, min(setting.width, budget, context))
+    # A text's first round comes without a draft: its pass reads the prompt.
+    limit = max(0, min(setting.width, budget, context)) if place else 0
     depths: list[int] = []
     wrong: tuple[int, ...] = ()
     while counts.drafted < limit:

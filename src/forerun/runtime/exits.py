@@ -117,11 +117,11 @@ class ExitModel(RowModel):
     ) -> None:
         """Add a row per prompt and cover each but for its last token.
 
-        Ends are never left: the rest would climb with the first token drafted.
+        With `leave_end`, `feed` comes before `climb`, or the rest would climb with a draft's first.
         """
         self._pending.extend(_Pending() for _ in prompts)
         self.counts.extend((0, 0) for _ in prompts)
-        super().join(prompts, room)
+        super().join(prompts, room, leave_end)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; pending tokens are dropped (between rounds: none)."""
@@ -183,11 +183,12 @@ class ExitModel(RowModel):
         counts = [len(piece) for piece in pieces]
         chosen = range(first, first + len(pieces))
         if want != "none":
-            self.work.projections += sum(counts) if want == "all" else sum(map(bool, counts))
+            told = (max(count - skip, 0) for count in counts)
+            self.work.projections += sum(told) if want == "all" else sum(map(bool, counts))
         if not any(self._pending[row].tokens for row in chosen):
             if want != "none":  # prompts are fed without asking for logits; they are not counted
                 for row, count in zip(chosen, counts, strict=True):
-                    self._count([row], verify=self.access.layers * count)
+                    self._count([row], verify=self.access.layers * max(count - skip, 0))
                 self.work.verify_calls += self.access.layers * any(counts)
             return super().feed(pieces, first, want, skip)
         began = time.perf_counter()
