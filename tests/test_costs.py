@@ -15,7 +15,7 @@ from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.costs import Cell, Costs, Spread
-from forerun.lab.measuring import cells, line
+from forerun.lab.measuring import _as_live, cells, line
 from forerun.runtime import RowModel
 from tiny import LIMIT, build
 
@@ -209,3 +209,10 @@ def test_an_interruption_leaves_the_model_usable(model: Model) -> None:
         list(cells(model, contexts=[8], repeats=2, progress=stop))
     assert model.target.lengths == []
     assert np.isfinite(Costs.measure(model, contexts=[8], repeats=1).at().ratio)
+
+
+def test_passes_are_brought_to_the_level_of_live_ones() -> None:
+    turns = {1: [2.0, 4.0, 3.0], 2: [4.0], 4: [8.0], 8: [8.0]}
+    found = _as_live(turns, {1: [1.5, 1.5, 9.0], 3: [6.0]})
+    assert found == {1: [1.0, 2.0, 1.5], 2: [3.0], 4: [8.0], 8: [8.0]}
+    assert _as_live(turns, {}) == turns

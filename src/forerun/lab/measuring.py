@@ -46,9 +46,10 @@ def cells(
     """Measure cell by cell; whoever walks away keeps what is complete.
 
     The target's passes at every width are timed in turns, so that a machine that gets slower
-    favours none; medians count. What draft steps take, and what the engine adds, is told from
-    short live runs: per round and per drafted token, a line each. A draft step on its own would
-    mislead: a round's first finds the target's weights in the caches, later ones their own.
+    favours none; medians count, brought to the level of live runs. What draft steps take, and
+    what the engine adds, is told from these runs: per round and per drafted token, a line each. A
+    draft step on its own would mislead: a round's first finds the target's weights in the caches,
+    later ones their own.
 
     Args:
         model: a target and a draft model, not generating.
@@ -107,8 +108,9 @@ def _cells(
 
     for batch, context in wanted:
         prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
-        verify = _passes(model.target, prompts, widths, repeats, tell)
-        draft, other = _live(model, prompts)
+        turns = _passes(model.target, prompts, widths, repeats, tell)
+        draft, passes, other = _live(model, prompts)
+        verify = _as_live(turns, passes)
         fixed, work = line({n: float(np.median(times)) for n, times in other.items()})
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
@@ -156,11 +158,34 @@ def _passes(
     return found
 
 
+def _as_live(
+    turns: dict[int, list[float]], passes: dict[int, list[float]]
+) -> dict[int, list[float]]:
+    """Passes timed in turns, as fast as live: there each comes after others of its own width.
+
+    Args:
+        turns: seconds by width.
+        passes: seconds of live passes by width, some widths only.
+    """
+    middle = {width: float(np.median(times)) for width, times in turns.items()}
+    known = sorted(passes)
+    if not known:
+        return turns
+    wanted = np.interp(known, list(middle), list(middle.values()))
+    ratios = [float(np.median(passes[w])) / timed for w, timed in zip(known, wanted, strict=True)]
+    return {
+        width: [seconds * float(np.interp(width, known, ratios)) for seconds in times]
+        for width, times in turns.items()
+    }
+
+
 def _live(
     model: Model, prompts: Sequence[Sequence[int]]
-) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """Seconds of live rounds in the draft, and outside both models, by tokens drafted per row."""
+) -> tuple[dict[int, list[float]], dict[int, list[float]], dict[int, list[float]]]:
+    """Seconds of live rounds: in the draft, by tokens drafted per row; in the target, by width;
+    outside both models, by tokens drafted."""
     draft: dict[int, list[float]] = {n: [] for n in LIVE if n}
+    passes: dict[int, list[float]] = {n + 1: [] for n in LIVE}
     other: dict[int, list[float]] = {n: [] for n in LIVE}
     for turn in range(LIVE_TURNS):
         for n in LIVE:
@@ -177,9 +202,12 @@ def _live(
             for rounds in together if turn else ():
                 if all(r.drafted == n for r in rounds):
                     other[n].append(rounds[0].other_seconds)
+                    passes[n + 1].append(rounds[0].verify_seconds)
                     if n:
                         draft[n].append(rounds[0].draft_seconds)
-    return draft, {n: times for n, times in other.items() if times}
+    found = (draft, passes, other)
+    draft, passes, other = ({n: times for n, times in one.items() if times} for one in found)
+    return draft, passes, other
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:
