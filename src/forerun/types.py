@@ -100,7 +100,7 @@ class RoundOutcome:
     all; `(rows,)` in a replay."""
     verify_seconds: float | FloatArray = 0.0
     """Wall time of the rest of the batch's round: the target's pass, judging, and the engine's own
-    work; 0 if unknown, for the pass read a prompt, too; `(rows,)` in a replay."""
+    work; 0 where the pass also read a prompt; `(rows,)` in a replay."""
     draft_steps: int | IntArray = 0
     """Steps the batch's drafter took, i.e. of the row that drafted most, but for one that caught
     up; `(rows,)` in a replay."""
