@@ -307,3 +307,145 @@ def test_seconds_of_a_batch_or_of_each_row():
     for f in fields(one):
         np.testing.assert_array_equal(getattr(one, f.name), getattr(two, f.name))
     assert one.step.tolist() == [0.002, 0.002]
+
+
+def batch(controller, sources, tokens, state=None, slope=0.25):
+    """Rows decoded together by a clock they share: the state, and tokens of all per time.
+
+    A pass judges as many tokens in every row as the longest draft has.
+    """
+    rows = len(sources)
+    state = controller.start(rows) if state is None else state
+    done, time = 0, 0.0
+    while done < tokens * rows:
+        state = controller.regrouped(state)
+        margins = np.array([s.random.gamma(1.5, 2.5, K) for s in sources])
+        chance = sigmoid(GREEDY[0] + GREEDY[1] * np.minimum(margins, 8))
+        for row, source in enumerate(sources):
+            if source.chance is not None:
+                margins[row], chance[row] = source.margin, source.chance
+        hits = np.array([s.random.random(K) for s in sources]) < chance
+        limit = np.minimum(controller.limit(state), K)
+        drafted, steps, active = np.zeros(rows, dtype=int), 0, limit > 0
+        while active.any():
+            drafted, steps = drafted + active, steps + 1
+            shown = np.where(np.arange(steps) < drafted[:, None], margins[:, :steps], 0.0)
+            told = Signals(logit_margin=shown, chosen=np.full(shown.shape, 0.5))
+            active &= controller.keep_going(state, drafted, told) & (drafted < limit)
+        inside = np.arange(max(steps, 1)) < drafted[:, None]
+        kept = (hits[:, : max(steps, 1)] & inside).cumprod(axis=1)
+        first = 0.3 * (steps > 0)
+        outcome = RoundOutcome(
+            drafted,
+            kept.sum(axis=1),
+            kept.astype(float),
+            np.zeros(rows, dtype=int),
+            Signals(
+                logit_margin=np.where(inside, margins[:, : max(steps, 1)], 0.0),
+                chosen=np.where(inside, 0.5, 0.0),
+            ),
+            draft_seconds=0.2 * steps + 0.1 * (steps > 0),
+            verify_seconds=1 + slope * steps,
+            draft_steps=steps,
+            first_step_seconds=first,
+        )
+        state = controller.observe(state, outcome)
+        done += int(outcome.accepted.sum()) + rows
+        time += outcome.draft_seconds + outcome.verify_seconds
+    return state, done / time / rows
+
+
+def rows_of(*chances, margin=3.0):
+    return [Source(5, chance=c, margin=margin, seed=i) for i, c in enumerate(chances)]
+
+
+@pytest.mark.parametrize("source", [{}, {"chance": 0.9}, {"chance": 0.0}])
+def test_one_row_decoded_together_is_a_row_by_itself(source):
+    alone, together = Auto(), Auto().together()
+    one = batch(alone, [Source(5, **source)], 600)
+    two = batch(together, [Source(5, **source)], 600)
+    assert one[1] == two[1]
+    for name in ("price", "awake", "rest", "patience", "step", "base", "slope", "plain", "useless"):
+        np.testing.assert_array_equal(getattr(one[0], name), getattr(two[0], name), err_msg=name)
+
+
+def test_rows_decoded_together_draft_on_while_it_pays_for_all():
+    controller = Auto().together()
+    state = replace(controller.start(3), price=np.array([0.5, 9.0, 9.0]))  # the first row's counts
+    margins = np.array([[6.0], [0.2], [0.2]])
+    told = Signals(logit_margin=margins, chosen=np.full((3, 1), 0.5))
+    drafted = np.array([1, 1, 1])
+    alone = Auto()
+    for price in (0.05, 0.2, 0.3, 0.35, 0.5, 0.9):
+        state = replace(state, price=np.full(3, price))
+        worth = np.array([
+            next(
+                p for p in np.linspace(0, 1, 20001)
+                if not alone.keep_going(replace(state, price=np.full(3, p)), drafted, told)[row]
+            )
+            for row in range(3)
+        ])  # fmt: skip
+        go = controller.keep_going(state, drafted, told)
+        assert go.tolist() == [worth.sum() > 3 * price] * 3
+        # A row that has stopped adds nothing, and still waits for the others.
+        wider = Signals(logit_margin=np.hstack([margins, margins]), chosen=np.full((3, 2), 0.5))
+        some = controller.keep_going(state, np.array([1, 2, 2]), wider)
+        assert some.tolist() == [bool(some[0])] * 3
+        assert not some[0] or go[0]
+
+
+def test_rows_decoded_together_rest_as_one_where_it_does_not_pay():
+    controller = Auto().together()
+    for slope, sources in ((0.25, rows_of(0.0, 0.0, 0.0, 0.0)), (1.0, rows_of(0.8, 0.3, 0.2, 0.6))):
+        state, _ = batch(controller, sources, 100, slope=slope)
+        assert not state.awake.any()
+        assert np.ptp(controller.limit(state)) == 0
+        assert batch(controller, sources, 1500, state, slope)[1] > 0.98
+
+
+def test_a_batch_is_faster_together_than_each_row_for_itself():
+    sources = lambda: rows_of(0.95, 0.5, 0.6, 0.3, 0.5, 0.9, 0.4, 0.7)  # noqa: E731
+    together = batch(Auto().together(), sources(), 800)[1]
+    assert together > 1.05 * batch(Auto(), sources(), 800)[1]
+    fixed = [batch(CONTROLLERS.make(f"fixed({n})"), sources(), 800)[1] for n in (1, 2, 3, 4, 6)]
+    assert together > 0.97 * max(fixed)
+    assert together > 1
+
+
+def test_costs_are_known_per_size_of_the_batch():
+    controller = Auto().together()
+    state, _ = batch(controller, rows_of(*[None] * 8), 100, slope=0.3)
+    small = state.take(np.array([0, 1]))
+    small, _ = batch(controller, rows_of(None, None), 600, small, slope=0.05)
+    assert small.size.tolist() == [1, 1]
+    assert small.slope[0] == pytest.approx(0.05, rel=0.3)
+    large = controller.regrouped(small.join(small).join(small))  # 5 to 8 rows share their costs
+    np.testing.assert_allclose(large.slope, state.slope[0])
+    np.testing.assert_allclose(large.base, state.base[0])
+    assert large.price[0] > 1.2 * small.price[0]
+    new = controller.regrouped(small.join(small))
+    assert np.isnan(new.plain).all()
+    assert not controller.limit(new).any()  # a plain round first, to compare with
+    assert new.slope[0] == pytest.approx(small.slope[0] * 2**0.5)
+
+
+def test_a_row_without_room_learns_no_plain_round_from_the_others_drafts():
+    controller = Auto().together()
+    state, _ = batch(controller, rows_of(0.9, 0.9), 50)
+    plain = state.plain.copy()
+    outcome = RoundOutcome(
+        np.array([0, 3]), np.array([0, 2]), np.array([[0.0] * 3, [1.0, 1.0, 0.0]]),
+        np.array([int(Stop.BUDGET), 0]),
+        Signals(logit_margin=np.ones((2, 3)), chosen=np.ones((2, 3))), 0.7, 1.75, 3, 0.3,
+    )  # fmt: skip
+    for _ in range(40):
+        state = controller.observe(state, outcome)
+    np.testing.assert_array_equal(state.plain, plain)
+
+
+def test_given_costs_leave_rows_to_themselves():
+    controller = Auto(cost=4)
+    assert controller.together() is controller
+    bounded = CONTROLLERS.make("bounded(auto, high=2)").together()
+    assert type(bounded.inner) is type(Auto().together())
+    assert bounded.limit(bounded.regrouped(bounded.start(3))).tolist() == [2, 2, 2]

@@ -315,6 +315,19 @@ def test_rows_do_not_influence_each_other(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_decoded_together_with_nobody_else_a_row_is_by_itself(spec):
+    controller = make(spec)
+    together = controller.together()
+    pairs, last = history(controller, 1, seed=4)
+    state = together.regrouped(together.start(1))
+    for alone, seen in pairs:
+        np.testing.assert_array_equal(together.limit(state), controller.limit(alone))
+        state = together.regrouped(together.observe(state, seen))
+        assert_same(state, together.regrouped(state))
+    np.testing.assert_array_equal(together.limit(state), controller.limit(last))
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_rows_leave_join_and_change_places(spec):
     controller = make(spec)
     _, state = history(controller, 4, seed=2)

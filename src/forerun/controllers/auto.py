@@ -59,6 +59,8 @@ class AutoState(costs.CostState, belief.SurvivalState):
     """`(rows,)` plain rounds before the next probe."""
     most: IntArray
     """`(rows,)` the most tokens to draft."""
+    size: IntArray
+    """`(rows,)` which of the batch sizes the costs in force are of; 0: of a row by itself."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class Auto(LengthController):
     - Plainly decoding rows probe after 8 rounds, times what a useless probe costs in plain rounds;
       each further probe waits twice as long, up to 256, which is also where a row starts whose
       draft would not pay even if it were always kept.
+    - Rows decoded together draft and rest as one. A draft step takes its time however many rows it
+      serves, and the pass is as wide as the longest draft, so all draft on while `Σ S_i·ŝ_{i+1}`
+      over the rows still drafting is above `Σ λ·(d + v·V)` over all. Costs are known per size of
+      the batch, to the next power of two; at a size that is new, one round is plain.
 
     Args:
         cost: c, one target pass over one draft step, > 0, or none to measure it (the default).
@@ -105,9 +111,9 @@ class Auto(LengthController):
         high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
 
     Deviations: the rule is the best one if survival only falls, as when the next tokens are alike;
-    a doubtful token followed by certain ones is worth a little more than it says. λ is the row's
-    own and not the batch's, so in a large batch it can be slower than plain decoding. The starting
-    values were fitted to the texts of the shipped pair.
+    a doubtful token followed by certain ones is worth a little more than it says. With `cost`
+    given, a row decides for itself whoever is decoded with it, so in a large batch it can be slower
+    than plain decoding. The starting values were fitted to the texts of the shipped pair.
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
@@ -126,6 +132,10 @@ class Auto(LengthController):
     summary: ClassVar[str] = "draft on while the next token is worth more than its time"
     paper: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
+    _sizes: ClassVar[int] = 1
+    """Sizes of batches whose costs are told apart."""
+    _clocks: ClassVar[int | None] = None
+    """Rows with a turn of their own to be timed; None: all."""
 
     def __post_init__(self) -> None:
         if self.cost is not None:
@@ -144,7 +154,7 @@ class Auto(LengthController):
         """State for `rows` new sequences."""
         state = AutoState(
             rounds=np.zeros(rows, dtype=np.int64),
-            **costs.unknown(rows, self.cost, self.slope),
+            **costs.unknown(rows, self.cost, self.slope, self._sizes),
             **belief.unseen(rows),
             tokens=np.zeros(rows),
             seconds=np.zeros(rows),
@@ -155,6 +165,7 @@ class Auto(LengthController):
             patience=np.full(rows, REST),
             rest=np.zeros(rows),
             most=np.full(rows, self.high),
+            size=np.zeros(rows, dtype=np.int64),
         )
         return self._begun(state)
 
@@ -176,6 +187,10 @@ class Auto(LengthController):
         """With the cost given, unless it is already."""
         return self if self.cost is not None else replace(self, cost=cost)
 
+    def together(self) -> Auto:
+        """For rows that share rounds, unless the cost is given: then texts are repeatable."""
+        return self if self.cost is not None else _Together(self.cost, self.slope, self.high)
+
     def limit(self, state: AutoState) -> IntArray:
         """`(rows,)` the most tokens per round; 0 where plain decoding is faster."""
         due = state.rounds - state.probed >= state.rest
@@ -188,33 +203,40 @@ class Auto(LengthController):
 
     def observe(self, state: AutoState, outcome: RoundOutcome) -> AutoState:
         """Learn from the tokens that were judged and from the clock, and decide anew."""
+        return self._observed(state, outcome, outcome.drafted)
+
+    def _observed(
+        self, state: AutoState, outcome: RoundOutcome, width: IntArray, size: int = 0
+    ) -> AutoState:
+        """`observe`, of passes that judged `width` tokens `(rows,)`, in a batch of such a size."""
         clock = self.cost is None
-        plain = outcome.drafted == 0
-        known = ~np.isnan(state.recent[:, 2, PLAIN_KNOWN - 1]) & (state.rounds % PLAIN_TIMED != 1)
+        plain = width == 0
+        recent, turn = state.recent[:, size], state.rounds[: self._clocks]
+        known = ~np.isnan(recent[:, 2, PLAIN_KNOWN - 1]) & (turn % PLAIN_TIMED != 1)
         skip = plain & (known | (not clock))
         rounds = state.rounds + 1
         if skip.all():  # a row at rest must cost no time either
             return state.having(rounds=rounds)
         if clock:
-            known = ~np.isnan(state.recent[:, :2, -1]).any(axis=1) & (state.rounds % TIMED != 1)
+            known = ~np.isnan(recent[:, :2, -1]).any(axis=1) & (turn % TIMED != 1)
             skip = np.where(plain, skip, known)
         learn = (outcome.drafted > 0) & ~outcome.censored
         changed: dict[str, Any] = {}
         if learn.any():
             changed = belief.judged(state, outcome, learn)
         if clock and not skip.all():
-            changed |= costs.timed(state, outcome, ~skip, self.slope is None)
+            changed |= costs.timed(state, outcome, width, ~skip, size, self.slope is None)
         new = state.having(**changed)
-        took, timed = costs.seconds(new, outcome, clock)
+        took, timed = costs.seconds(new, outcome, width, clock)
         # Before anything was timed, the unit is a target pass and not a second.
-        in_seconds = ~np.isnan(new.recent).all(axis=(1, 2)) | (not clock)
-        count = (learn & in_seconds) | ((outcome.drafted > 0) & timed)
+        in_seconds = ~np.isnan(new.recent[:, size]).all(axis=(1, 2)) | (not clock)
+        count = (learn & in_seconds) | ((width > 0) & timed)
         tokens = np.where(count, FADE * new.tokens + outcome.accepted + 1, new.tokens)
         spent = np.where(count, FADE * new.seconds + took, new.seconds)
         price, awake = self._decided(new, tokens, spent)
         longer = np.minimum(2 * state.patience, LONGEST_REST)
         patience = np.where(learn, np.where(awake | state.awake, REST, longer), state.patience)
-        caught = np.where(outcome.drafted > 0, outcome.catch_up_seconds, state.caught)
+        caught = np.where(width > 0, outcome.catch_up_seconds, state.caught)
         rest, most = self._rest(new, patience, caught)
         return new.having(
             rounds=rounds,
@@ -246,7 +268,7 @@ class Auto(LengthController):
         # Slower even if all were kept: a probe could only find other costs.
         never = plain * np.maximum(2 / one, (1 + self.high) / many) < 1
         rest = np.where(never, LONGEST_REST, patience) * ((one + caught) / plain - 1)
-        guessed = (state.newest[:, 1] == 0) & (self.cost is None)
+        guessed = (state.newest[:, :, 1] == 0).all(axis=1) & (self.cost is None)
         most = np.where(guessed, min(self.high, UNTIMED), self.high)
         return np.where(guessed, 0.0, rest), most
 
@@ -257,11 +279,61 @@ class Auto(LengthController):
         first, later = belief.typical(state)
         more = np.arange(self.high)
         tokens = 1 + first[:, None] * (1 - later[:, None] ** (more + 1)) / (1 - later[:, None])
+        tokens, committed, spent = map(self._mean, (tokens, committed, spent))
         each = state.step + state.slope * state.base
         seconds = (state.base + state.lead + state.step)[:, None] + more * each[:, None]
         best = (np.arange(len(state)), (tokens / seconds).argmax(axis=1))
         rate = (TRUST * tokens[best] + committed) / (TRUST * seconds[best] + spent)
         untimed = np.isnan(state.plain)
-        awake = rate * np.where(untimed, HOPE * state.base, state.plain) > DOUBT
+        hope = HOPE * (state.size == 0) * state.base
+        awake = rate * np.where(untimed, hope, state.plain) > DOUBT
         rate = np.maximum(rate, 1 / np.where(untimed, state.base, state.plain))
         return rate * each, awake
+
+    def _mean(self, each: FloatArray) -> FloatArray:
+        """What each row adds to a round it shares with others; a row by itself shares none."""
+        return each
+
+
+class _Together(Auto):
+    """Rows whose rounds take one time: they draft and rest as one, as far as pays for all.
+
+    The first row, which was there longest, says what things cost and when to probe.
+    """
+
+    _sizes: ClassVar[int] = 7
+    _clocks: ClassVar[int | None] = 1
+
+    def regrouped(self, state: AutoState) -> AutoState:
+        """With the costs of a batch of as many rows, and what follows from them."""
+        size = min((len(state) - 1).bit_length(), self._sizes - 1)
+        same = state.size == size
+        if same.all():
+            return state
+        return self._begun(
+            state.having(
+                **costs.resized(state, size, size - state.size),
+                size=np.full(len(state), size),
+                tokens=np.where(same, state.tokens, 0),
+                seconds=np.where(same, state.seconds, 0),
+            )
+        )
+
+    def limit(self, state: AutoState) -> IntArray:
+        """`(rows,)` one length for all."""
+        return np.full(len(state), super().limit(state)[0])
+
+    def keep_going(self, state: AutoState, drafted: IntArray, signals: Signals) -> BoolArray:
+        """Whether the next tokens of all are expected to be worth their time."""
+        assert signals.chosen is not None
+        drafting = drafted == signals.chosen.shape[1]
+        worth = belief.next_kept(state, drafted, signals)[drafting].sum()
+        return np.full(len(state), worth > len(state) * state.price[0])
+
+    def observe(self, state: AutoState, outcome: RoundOutcome) -> AutoState:
+        """As a row by itself, with the width of the whole batch and the costs of its size."""
+        widest = max(int(outcome.drafted.max()), int(np.max(outcome.draft_steps)))
+        return self._observed(state, outcome, np.full(len(state), widest), int(state.size[0]))
+
+    def _mean(self, each: FloatArray) -> FloatArray:
+        return np.broadcast_to(each.mean(axis=0), each.shape)

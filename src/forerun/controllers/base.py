@@ -83,6 +83,18 @@ class LengthController(ABC):
         """
         return self
 
+    def together(self) -> LengthController:
+        """The same policy for rows decoded together, whose rounds take one time.
+
+        Only there rows may influence each other, and only those of a policy that reads the clock:
+        what others draft must stay repeatable. The engine asks for it.
+        """
+        return self
+
+    def regrouped(self, state: Any) -> Any:
+        """The state once rows joined or left those decoded together."""
+        return state
+
     @abstractmethod
     def limit(self, state: Any) -> IntArray:
         """`(rows,)` the most tokens to draft this round; 0 means plain decoding this round."""

@@ -86,6 +86,14 @@ class Bounded(LengthController):
         """Likewise, with the same bounds."""
         return replace(self, inner=self.inner.timeless(cost))
 
+    def together(self) -> LengthController:
+        """Likewise."""
+        return replace(self, inner=self.inner.together())
+
+    def regrouped(self, state: Any) -> Any:
+        """As the inner controller has it."""
+        return self.inner.regrouped(state)
+
     def limit(self, state: Any) -> IntArray:
         """`(rows,)` the inner length, clipped."""
         limit: IntArray = np.clip(self.inner.limit(state), self.low, self.high)

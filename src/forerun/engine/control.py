@@ -17,6 +17,7 @@ class _Group:
     controller: LengthController
     state: Any
     rows: IntArray  # engine rows, in the order of the state's rows; rising
+    changed: bool = True  # rows joined or left since the last round
 
 
 Memory = dict[LengthController, Any]
@@ -37,6 +38,7 @@ class Control:
 
     def join(self, controller: LengthController) -> None:
         """Add a row at the end."""
+        controller = controller.together()
         row = np.array([self._rows])
         self._rows += 1
         past = self._memory.get(controller)
@@ -44,7 +46,7 @@ class Control:
         for group in self._groups:
             if group.controller == controller:
                 group.state = group.state.join(state)
-                group.rows = np.concatenate([group.rows, row])
+                group.rows, group.changed = np.concatenate([group.rows, row]), True
                 return
         self._groups.append(_Group(controller, state, row))
 
@@ -58,6 +60,7 @@ class Control:
             moved = sorted((place[int(r)], i) for i, r in enumerate(group.rows) if int(r) in place)
             group.rows = np.array([new for new, _ in moved], dtype=np.int64)
             group.state = group.state.take(np.array([i for _, i in moved], dtype=np.int64))
+            group.changed |= bool(gone)
         self._groups = [g for g in self._groups if len(g.rows)]
         self._rows = len(rows)
 
@@ -96,6 +99,9 @@ class Control:
 
     def limit(self) -> IntArray:
         """`(rows,)` most tokens to draft this round."""
+        for group in self._groups:
+            if group.changed:
+                group.state, group.changed = group.controller.regrouped(group.state), False
         if len(self._groups) == 1:
             alone = self._groups[0]
             return alone.controller.limit(alone.state)
