@@ -32,10 +32,13 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict
         out["normalized_entropy"] = (out["entropy"] / most).clamp(max=1)
     if names & {"logit_margin", "softmax_margin"}:
         best = log.topk(min(2, log.shape[-1]), dim=-1).values
-        second = best[..., 1] if best.shape[-1] == 2 else torch.full_like(best[..., 0], -math.inf)
-        out["top1"] = best[..., 0].exp()
-        out["logit_margin"] = best[..., 0] - second
-        out["softmax_margin"] = -torch.expm1(second - best[..., 0])
+        top = best[..., 0]
+        second = best[..., 1] if best.shape[-1] == 2 else torch.full_like(top, -math.inf)
+        out["logit_margin"] = top - second
+        if "softmax_margin" in names:
+            out["softmax_margin"] = -torch.expm1(second - top)
+        if "top1" in names:
+            out["top1"] = top.exp()
     elif "top1" in names:
         out["top1"] = log.amax(-1).exp()
     return {name: out[name] for name in names}

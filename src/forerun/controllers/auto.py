@@ -217,9 +217,8 @@ class Auto(LengthController):
         rounds = state.rounds + 1
         if skip.all():  # a row at rest must cost no time either
             return state.having(rounds=rounds)
-        if clock:
-            known = ~np.isnan(recent[:, :2, -1]).any(axis=1) & (turn % TIMED != 1)
-            skip = np.where(plain, skip, known)
+        known = ~np.isnan(recent[:, :2, -1]).any(axis=1) | (not clock)
+        skip = np.where(plain, skip, known & (turn % TIMED != 1))
         learn = (outcome.drafted > 0) & ~outcome.censored
         changed: dict[str, Any] = {}
         if learn.any():
@@ -229,57 +228,55 @@ class Auto(LengthController):
         new = state.having(**changed)
         took, timed = costs.seconds(new, outcome, width, clock)
         # Before anything was timed, the unit is a target pass and not a second.
-        in_seconds = ~np.isnan(new.recent[:, size]).all(axis=(1, 2)) | (not clock)
+        in_seconds = ~np.isnan(new.recent[:, size, :, 0]).all(axis=1) | (not clock)
         count = (learn & in_seconds) | ((width > 0) & timed)
-        tokens = np.where(count, FADE * new.tokens + outcome.accepted + 1, new.tokens)
-        spent = np.where(count, FADE * new.seconds + took, new.seconds)
-        price, awake = self._decided(new, tokens, spent)
+        new = new.having(
+            rounds=rounds,
+            tokens=np.where(count, FADE * new.tokens + outcome.accepted + 1, new.tokens),
+            seconds=np.where(count, FADE * new.seconds + took, new.seconds),
+            probed=np.where(learn, rounds, state.probed),
+            caught=np.where((width > 0) & clock, outcome.catch_up_seconds, state.caught),
+        )
+        anew = ~(skip & state.awake)
+        if not anew.any():
+            return new
+        price, awake = self._decided(new)
         longer = np.minimum(2 * state.patience, LONGEST_REST)
         patience = np.where(learn, np.where(awake | state.awake, REST, longer), state.patience)
-        caught = np.where(width > 0, outcome.catch_up_seconds, state.caught)
-        rest, most = self._rest(new, patience, caught)
+        rest, most = self._rest(new, patience)
         return new.having(
-            rounds=rounds,
-            tokens=tokens,
-            seconds=spent,
-            price=price,
-            awake=awake,
-            probed=np.where(learn, rounds, state.probed),
-            caught=caught if clock else state.caught,
-            patience=patience,
-            rest=rest,
-            most=most,
+            price=np.where(anew, price, state.price),
+            awake=np.where(anew, awake, state.awake),
+            patience=np.where(anew, patience, state.patience),
+            rest=np.where(anew, rest, state.rest),
+            most=np.where(anew, most, state.most),
         )
 
     def _begun(self, state: AutoState) -> AutoState:
         """A request's first state, with what follows from the rest of it."""
-        price, awake = self._decided(state, state.tokens, state.seconds)
+        price, awake = self._decided(state)
         patience = np.where(awake, REST, state.patience)
-        rest, most = self._rest(state, patience, state.caught)
+        rest, most = self._rest(state, patience)
         return state.having(price=price, awake=awake, patience=patience, rest=rest, most=most)
 
-    def _rest(
-        self, state: AutoState, patience: FloatArray, caught: FloatArray
-    ) -> tuple[FloatArray, IntArray]:
+    def _rest(self, state: AutoState, patience: FloatArray) -> tuple[FloatArray, IntArray]:
         """`rest` and `most`."""
         plain = np.where(np.isnan(state.plain), state.base, state.plain)
         one = state.base + state.lead + state.step
         many = one + (self.high - 1) * (state.step + state.slope * state.base)
         # Slower even if all were kept: a probe could only find other costs.
         never = plain * np.maximum(2 / one, (1 + self.high) / many) < 1
-        rest = np.where(never, LONGEST_REST, patience) * ((one + caught) / plain - 1)
+        rest = np.where(never, LONGEST_REST, patience) * ((one + state.caught) / plain - 1)
         guessed = (state.newest[:, :, 1] == 0).all(axis=1) & (self.cost is None)
         most = np.where(guessed, min(self.high, UNTIMED), self.high)
         return np.where(guessed, 0.0, rest), most
 
-    def _decided(
-        self, state: AutoState, committed: FloatArray, spent: FloatArray
-    ) -> tuple[FloatArray, BoolArray]:
-        """`price` and `awake` after so many tokens and seconds, as the rest of a state says."""
+    def _decided(self, state: AutoState) -> tuple[FloatArray, BoolArray]:
+        """`price` and `awake`."""
         first, later = belief.typical(state)
         more = np.arange(self.high)
         tokens = 1 + first[:, None] * (1 - later[:, None] ** (more + 1)) / (1 - later[:, None])
-        tokens, committed, spent = map(self._mean, (tokens, committed, spent))
+        tokens, committed, spent = map(self._mean, (tokens, state.tokens, state.seconds))
         each = state.step + state.slope * state.base
         seconds = (state.base + state.lead + state.step)[:, None] + more * each[:, None]
         best = (np.arange(len(state)), (tokens / seconds).argmax(axis=1))
@@ -321,19 +318,24 @@ class _Together(Auto):
 
     def limit(self, state: AutoState) -> IntArray:
         """`(rows,)` one length for all."""
-        return np.full(len(state), super().limit(state)[0])
+        each = super().limit(state)
+        return each if len(each) == 1 else np.full(len(each), each[0])
 
     def keep_going(self, state: AutoState, drafted: IntArray, signals: Signals) -> BoolArray:
         """Whether the next tokens of all are expected to be worth their time."""
+        if (rows := len(state)) == 1:
+            return super().keep_going(state, drafted, signals)
         assert signals.chosen is not None
         drafting = drafted == signals.chosen.shape[1]
         worth = belief.next_kept(state, drafted, signals)[drafting].sum()
-        return np.full(len(state), worth > len(state) * state.price[0])
+        return np.full(rows, worth > rows * state.price[0])
 
     def observe(self, state: AutoState, outcome: RoundOutcome) -> AutoState:
         """As a row by itself, with the width of the whole batch and the costs of its size."""
-        widest = max(int(outcome.drafted.max()), int(np.max(outcome.draft_steps)))
-        return self._observed(state, outcome, np.full(len(state), widest), int(state.size[0]))
+        widest = np.maximum(outcome.drafted, outcome.draft_steps)
+        if len(state) > 1:
+            widest = np.full(len(state), widest.max())
+        return self._observed(state, outcome, widest, int(state.size[0]))
 
     def _mean(self, each: FloatArray) -> FloatArray:
-        return np.broadcast_to(each.mean(axis=0), each.shape)
+        return each if len(each) == 1 else np.broadcast_to(each.mean(axis=0), each.shape)

@@ -63,6 +63,8 @@ class SurvivalState(State):
     """`(rows,)` log-odds that the draft is no use here."""
     useless_start: FloatArray
     """`(rows,)` what they were when the request began."""
+    useful: FloatArray
+    """`(rows,)` probability that it is of use."""
     kept: FloatArray
     """`(rows, 3)` log-odds in force of a drafted token: constant, per margin, per chosen."""
     next: FloatArray
@@ -80,6 +82,7 @@ def unseen(rows: int) -> dict[str, Any]:
         "ahead_info": np.zeros(rows),
         "useless": np.full(rows, USELESS),
         "useless_start": np.full(rows, USELESS),
+        "useful": odds(np.full(rows, -USELESS)),
         **in_force(soft, scale, ahead)[1],
     }
 
@@ -111,6 +114,7 @@ def faded(state: SurvivalState, share: float) -> dict[str, Any]:
     return {
         "useless": useless,
         "useless_start": useless,
+        "useful": odds(-useless),
         "scale": scale,
         "scale_info": np.zeros_like(state.scale_info),
         "ahead": ahead,
@@ -121,7 +125,7 @@ def faded(state: SurvivalState, share: float) -> dict[str, Any]:
 
 def typical(state: SurvivalState) -> tuple[FloatArray, FloatArray]:
     """`(rows,)` probability of keeping the first token of a round, and any further one."""
-    ahead, useful = state.next, odds(-state.useless)
+    ahead, useful = state.next, state.useful
     later = odds(ahead[:, 1] + TYPICAL * (ahead[:, 2] + ahead[:, 3]))
     return useful * odds(ahead[:, 0]), useful * later
 
@@ -129,16 +133,18 @@ def typical(state: SurvivalState) -> tuple[FloatArray, FloatArray]:
 def next_kept(state: SurvivalState, drafted: IntArray, signals: Signals) -> FloatArray:
     """`(rows,)` probability that the drafted tokens are all kept, and the next one, too."""
     if signals.logit_margin is None or signals.chosen is None:
-        blind: FloatArray = odds(state.next[:, 0]) ** (drafted + 1) * odds(-state.useless)
+        blind: FloatArray = odds(state.next[:, 0]) ** (drafted + 1) * state.useful
         return blind
+    # 1/σ(x) = 1 + exp(−x): asked after every drafted token, so with as few steps as can be.
     inside = np.arange(signals.chosen.shape[1]) < drafted[:, None]
     margin = np.minimum(signals.logit_margin, CAP)
     kept, ahead = state.kept, state.next
-    each = odds(kept[:, :1] + kept[:, 1:2] * margin + kept[:, 2:] * signals.chosen)
-    all_kept = np.where(inside, each, 1).prod(axis=1)
-    mean = np.where(inside, margin, 0).sum(axis=1) / np.maximum(drafted, 1)
-    more = odds(ahead[:, 1] + ahead[:, 2] * margin[:, -1] + ahead[:, 3] * mean)
-    chance: FloatArray = all_kept * more * odds(-state.useless)
+    against = np.exp(-(kept[:, :1] + kept[:, 1:2] * margin + kept[:, 2:] * signals.chosen))
+    mean = np.add.reduce(margin, axis=1) / np.maximum(drafted, 1)
+    lost = np.exp(-(ahead[:, 1] + ahead[:, 2] * margin[:, -1] + ahead[:, 3] * mean))
+    chance: FloatArray = state.useful / (
+        np.multiply.reduce(1 + inside * against, axis=1) * (1 + lost)
+    )
     return chance
 
 
@@ -167,13 +173,15 @@ def judged(state: SurvivalState, outcome: RoundOutcome, learn: BoolArray) -> dic
     turn = (seen * (hit - chance)).sum(axis=1) / (info + AHEAD_INFO)
     ahead = within(state.ahead + turn, -MOST, MOST)
     told = hit * np.log(LEFT / chance) + (1 - hit) * np.log((1 - LEFT) / (1 - chance))
+    useless = within(state.useless + (seen * told).sum(axis=1), USELESS, -USELESS)
     return {
         "soft": soft,
         "scale": scale,
         "scale_info": scale_info,
         "ahead": ahead,
         "ahead_info": info,
-        "useless": within(state.useless + (seen * told).sum(axis=1), USELESS, -USELESS),
+        "useless": useless,
+        "useful": odds(-useless),
         **in_force(soft, scale, ahead)[1],
     }
 

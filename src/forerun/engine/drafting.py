@@ -198,7 +198,8 @@ def _next(
         measured = measure(proposal.logits, picked, wanted.rule)
     # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
     for name in wanted.control:
-        out.seen[name][:, out.shown] = np.where(active, told[name].cpu().numpy(), 0.0)
+        values = told[name].cpu().numpy()
+        out.seen[name][:, out.shown] = values if active.all() else np.where(active, values, 0.0)
     out.shown += 1
     out.measured.append({k: measured[k] for k in wanted.rule})
     if wanted.ranks:

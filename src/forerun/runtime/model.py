@@ -44,6 +44,7 @@ class RowModel:
         """Wall time spent in forward passes so far."""
         self.forwards = 0
         self._masks: dict[int, torch.Tensor] = {}
+        self._places = torch.arange(0, device=self.device)
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
             probe(self)
 
@@ -143,10 +144,11 @@ class RowModel:
         return logits
 
     def _positions(self, starts: Sequence[int], width: int) -> torch.Tensor:
-        begin = torch.tensor(starts, device=self.device).unsqueeze(1)
-        positions = begin + torch.arange(width, device=self.device)
-        # Padding may point past the end, which learned position tables do not have.
-        return positions.clamp_(max=self.limit - 1)
+        if (end := max(starts) + width) > len(self._places):
+            # Padding may point past the end, which learned position tables do not have.
+            self._places = torch.arange(2 * end, device=self.device).clamp_(max=self.limit - 1)
+        rows = [self._places[start : start + width] for start in starts]
+        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
     def _mask(self, starts: Sequence[int], width: int, columns: int) -> torch.Tensor:
         """Additive `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i."""
