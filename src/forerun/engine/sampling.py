@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from forerun.errors import require
@@ -195,13 +196,13 @@ class Sampler:
             since = dict.fromkeys(history[:known], 0)  # the first position that has seen a token
             for place, token in later:
                 since.setdefault(token, place)
-            tokens = torch.tensor(list(since), device=device)
-            seen = torch.arange(count, device=device).unsqueeze(1) >= torch.tensor(
-                list(since.values()), device=device
-            )
+            tokens = _numbers(since, device)
             at = logits[:, tokens]
             scaled = torch.where(at > 0, at / s.repetition_penalty, at * s.repetition_penalty)
-            logits[:, tokens] = torch.where(seen, scaled, at)
+            if later:
+                place = torch.arange(count, device=device).unsqueeze(1)
+                scaled = torch.where(place >= _numbers(since.values(), device), scaled, at)
+            logits[:, tokens] = scaled
         if s.presence_penalty or s.frequency_penalty:
             written = Counter(history[prompt:known])
             columns = {
@@ -212,7 +213,7 @@ class Sampler:
             often = often.repeat(count, 1)
             for place, token in later:
                 often[place:, columns[token]] += 1
-            tokens = torch.tensor(list(columns), dtype=torch.long, device=device)
+            tokens = _numbers(columns, device)
             logits[:, tokens] -= s.presence_penalty * (often > 0) + s.frequency_penalty * often
 
     def _truncate(self, logits: torch.Tensor) -> None:
@@ -243,6 +244,11 @@ class Sampler:
             floor = torch.tensor(min_p).to(like).view(shape)
             probs = logits.softmax(-1)
             logits.masked_fill_(probs < floor * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def _numbers(some: Collection[int], device: torch.device) -> torch.Tensor:
+    """`(n,)` int64; from hundreds of Python numbers several times as fast as `torch.tensor`."""
+    return torch.from_numpy(np.fromiter(some, np.int64, len(some))).to(device)
 
 
 def _single(logits: torch.Tensor) -> torch.Tensor:
