@@ -45,7 +45,8 @@ class Cell:
     context: int = 128
     first: float = 0.0
     """What a round's first draft step takes more than others: the target's weights are in the
-    caches then, and after a round that kept everything there are two tokens to read."""
+    caches then, after a round that kept everything there are two tokens to read, and the engine
+    has more to do than in a round without a draft."""
 
     def __post_init__(self) -> None:
         widths = [width for width, _ in self.verify]
@@ -130,7 +131,7 @@ class Spread:
     """The engine's own work per drafted token, which is part of `Cell.draft`."""
     other: tuple[tuple[int, float, float, float], ...]
     """`(drafted, median, 10th, 90th)` of the time of live rounds outside both models; `Cell.fixed`
-    and `work` are its line."""
+    is its start, `work` the slope of the line through the others."""
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,14 @@ def _cells(
         turns = _passes(model.target, prompts, widths, repeats, tell)
         draft, passes, other = _live(model, prompts)
         verify = _as_live(turns, passes)
-        fixed, work = line({n: float(np.median(times)) for n, times in other.items()})
+        # Rounds without a draft, whose work is less by more than a token's, fit no line of others.
+        rounds = {n: float(np.median(times)) for n, times in other.items()}
+        fixed = rounds.pop(0)
+        more, work = line(rounds)
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
-        cell = Cell(step + work, seconds, fixed, batch, context, first)
+        lead = first + max(more - fixed, 0.0)
+        cell = Cell(step + work, seconds, fixed, batch, context, lead)
         spread = Spread(
             _range([(took - first) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
