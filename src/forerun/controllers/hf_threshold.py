@@ -120,12 +120,13 @@ class HFThreshold(LengthController):
         probs[row, slot] = chosen[row, at]
         matched[row, slot] = at < outcome.accepted[row]
         count = state.count + judged
-        valid = np.arange(self.history) < count[:, None]
+        used = min(self.history, int(count.max(initial=0)))
+        hits, valid = matched[:, :used], np.arange(used) < count[:, None]
         enough = (judged > 0) & (count > MORE_SAMPLES_THAN)
-        enough &= (matched & valid).any(1) & (~matched & valid).any(1)
+        enough &= (hits & valid).any(1) & (~hits & valid).any(1)
         threshold = state.threshold.copy()
         if enough.any():
-            threshold[enough] = best_threshold(probs[enough], matched[enough], valid[enough])
+            threshold[enough] = best_threshold(probs[enough, :used], hits[enough], valid[enough])
         return replace(state, threshold=threshold, probs=probs, matched=matched, count=count)
 
 

@@ -200,8 +200,8 @@ class Sampler:
             at = logits[:, tokens]
             scaled = torch.where(at > 0, at / s.repetition_penalty, at * s.repetition_penalty)
             if later:
-                place = torch.arange(count, device=device).unsqueeze(1)
-                scaled = torch.where(place >= _numbers(since.values(), device), scaled, at)
+                places = torch.arange(count, device=device).unsqueeze(1)
+                scaled = torch.where(places >= _numbers(since.values(), device), scaled, at)
             logits[:, tokens] = scaled
         if s.presence_penalty or s.frequency_penalty:
             written = Counter(history[prompt:known])
