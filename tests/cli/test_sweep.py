@@ -12,6 +12,7 @@ from forerun.cli.guard import guarded
 from forerun.model import load
 from forerun.runtime.heads import save_heads
 from forerun.runtime.layers import LayerAccess
+from forerun.settings import Settings
 
 sweep = import_module("forerun.cli.sweep")
 FAST = ("--budget", "6", "--max-new-tokens", "6", "--width", "3", "--confirm", "1")
@@ -77,6 +78,12 @@ def test_kept_beside_the_heads(run, prompts, pair, tmp_path):
     assert load(pair.target, exits=heads).drafter.layers == tuple(
         map(int, found["settings"]["layers"].split(","))
     )
+    saved = tmp_path / "elsewhere" / "settings.json"
+    saved.parent.mkdir()
+    code, *_ = run("--prompts", prompts, "--exits", str(heads), "-o", str(saved), "--json")
+    assert code == 0
+    assert json.loads(saved.read_text())["exits"] == "../heads"
+    assert Settings.read(saved).drafter.endswith("exits='" + str(saved.parent / "../heads") + "')")
     code, _, err = run("--prompts", prompts, "--keep")
     assert (code, err.splitlines()[-1]) == (
         2,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli import options
-from forerun.cli.console import status
+from forerun.cli.console import note, status, stderr
 from forerun.cli.options import MODELS, OUTPUT, SAMPLING, SPECULATION, flag, option
 
 MANY_PROMPTS = "Many prompts"
@@ -143,6 +143,9 @@ def generate(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    if settings is not None:
+        used = "{controller}, {rule}, draft {draft}".format_map(job.about)
+        note(stderr(), f"{settings}: {used}")
     rows = prepare(job.model, requests, common)
 
     from forerun.cli.play import play

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -152,7 +154,7 @@ def specbound(
         if search is not None and search.scores and output is not None:
             about["complete"] = False
             so_far = search.best()
-            _save(output, so_far, exits, {**about, "predicted": search.score(so_far)})
+            _save(output, so_far, named, {**about, "predicted": search.score(so_far)})
             note(stderr(), f"interrupted; the best settings so far are in {output}")
         raise
     about |= {"seconds": round(time.perf_counter() - began, 1), "prompts_used": len(texts)}
@@ -170,15 +172,16 @@ def specbound(
 
 
 def _save(path: str, setting: Setting, exits: str | None, about: dict[str, Any]) -> None:
-    """The settings file: what `generate` is to be run with."""
-    document = {
+    """The settings file: what `generate` is to be run with, wherever it is run."""
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "controller": f"fixed({setting.width})",
         "rule": None,
-        "draft": setting.spec(exits),
-        "about": about,
+        "draft": setting.spec(None if exits else exits),
     }
-    save_json(path, document)
+    if exits:
+        document["exits"] = os.path.relpath(exits, Path(path).parent)
+    save_json(path, document | {"about": about})
 
 
 def _document(
