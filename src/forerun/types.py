@@ -44,6 +44,7 @@ class Stop(IntEnum):
 CENSORING = (Stop.EXHAUSTED, Stop.END_OF_TEXT, Stop.BUDGET)  # the last of `Stop`, contiguous
 """Reasons that are nobody's decision about length: a fully accepted draft that ended for one of
 them says nothing about a longer one."""
+_CENSORING = int(CENSORING[0])  # numpy is slow with enumerations
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class RoundOutcome:
     @property
     def censored(self) -> BoolArray:
         """`(rows,)` rounds cut from outside (`CENSORING`) with everything accepted."""
-        return self.full & (self.stopped_by >= Stop.EXHAUSTED)
+        return self.full & (self.stopped_by >= _CENSORING)
 
     def take(self, rows: IntArray) -> RoundOutcome:
         """The outcome of some rows only."""

@@ -30,9 +30,6 @@ UNTIMED = 12
 TIMED, PLAIN_TIMED = 4, 16
 """Of so many rounds, with a draft or without, one is timed, a request's second first: its first may
 read the prompt."""
-PLAIN_KNOWN = 3
-"""Until so many plain rounds were timed, all are: one alone may be an outlier. With a draft, until
-`RECENT` are."""
 CARRY = 0.5
 """Of a row's corrections, what the next request starts from."""
 
@@ -211,14 +208,13 @@ class Auto(LengthController):
         """`observe`, of passes that judged `width` tokens `(rows,)`, in a batch of such a size."""
         clock = self.cost is None
         plain = width == 0
-        recent, turn = state.recent[:, size], state.rounds[: self._clocks]
-        known = ~np.isnan(recent[:, 2, PLAIN_KNOWN - 1]) & (turn % PLAIN_TIMED != 1)
-        skip = plain & (known | (not clock))
+        known = np.where(plain, state.known[:, 1], state.known[:, 0])
+        turn = state.rounds[: self._clocks] % np.where(plain, PLAIN_TIMED, TIMED)
+        skip = known & (turn != 1)
         rounds = state.rounds + 1
-        if skip.all():  # a row at rest must cost no time either
+        # A row at rest must cost no time either.
+        if (plain & (skip | (not clock))).all():
             return state.having(rounds=rounds)
-        known = ~np.isnan(recent[:, :2, -1]).any(axis=1) | (not clock)
-        skip = np.where(plain, skip, known & (turn % TIMED != 1))
         learn = (outcome.drafted > 0) & ~outcome.censored
         changed: dict[str, Any] = {}
         if learn.any():
@@ -332,10 +328,10 @@ class _Together(Auto):
 
     def observe(self, state: AutoState, outcome: RoundOutcome) -> AutoState:
         """As a row by itself, with the width of the whole batch and the costs of its size."""
-        widest = np.maximum(outcome.drafted, outcome.draft_steps)
+        width = outcome.drafted
         if len(state) > 1:
-            widest = np.full(len(state), widest.max())
-        return self._observed(state, outcome, widest, int(state.size[0]))
+            width = np.full(len(state), width.max())
+        return self._observed(state, outcome, width, int(state.size[0]))
 
     def _mean(self, each: FloatArray) -> FloatArray:
         return each if len(each) == 1 else np.broadcast_to(each.mean(axis=0), each.shape)

@@ -22,7 +22,10 @@ JUMP = 0.3
 """Most by which two target passes are taken to differ for their widths, or twice what is expected:
 more is an outlier."""
 RECENT = 7
-"""Timings kept, whose median counts: outliers of a shared machine do not."""
+"""Timings kept, whose median counts: outliers of a shared machine do not. Until there are so many,
+all rounds with a draft are timed."""
+PLAIN_KNOWN = 3
+"""Until so many rounds without were, all of them are: one alone may be an outlier."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class CostState(State):
     """`(rows,)` what each further token adds, as a share of `base`."""
     plain: FloatArray
     """`(rows,)` seconds of a target pass without a draft; NaN: there was none."""
+    known: BoolArray
+    """`(rows, 2)` whether rounds with a draft, and those without, were timed often enough."""
 
 
 def unknown(rows: int, cost: float | None, slope: float | None, sizes: int = 1) -> dict[str, Any]:
@@ -61,6 +66,7 @@ def unknown(rows: int, cost: float | None, slope: float | None, sizes: int = 1) 
         "base": np.full(rows, 1.0 if cost is None else 1 + more),
         "slope": np.full(rows, float(more)),
         "plain": np.full(rows, np.nan if cost is None else 1.0),
+        "known": np.full((rows, 2), cost is not None),
     }
 
 
@@ -139,6 +145,9 @@ def _in_force(state: CostState, recent: FloatArray, slope: FloatArray) -> dict[s
         "base": base,
         "slope": slope,
         "plain": np.minimum(plain, base),  # more tokens never take less time: the rest is noise
+        "known": ~np.isnan(
+            np.array([recent[:, 0, -1] + recent[:, 1, -1], recent[:, 2, PLAIN_KNOWN - 1]]).T
+        ),
     }
 
 
@@ -164,12 +173,12 @@ def seconds(
     state: CostState, outcome: RoundOutcome, width: IntArray, clock: bool
 ) -> tuple[FloatArray, BoolArray]:
     """`(rows,)` what a round with a draft took, and whether it was timed or is only expected."""
-    zero = np.zeros(len(state))
-    verify, draft = zero + outcome.verify_seconds, zero + outcome.draft_seconds
-    timed = (verify > 0) & clock
-    expected = state.base * (1 + state.slope * (width - 1))
-    expected = expected + state.lead + width * state.step
-    return np.where(timed, draft + verify, expected), timed
+    took = np.zeros(len(state)) + (outcome.draft_seconds + outcome.verify_seconds)
+    timed = (took > 0) & (np.asarray(outcome.verify_seconds) > 0) & clock
+    if timed.all():
+        return took, timed
+    expected = state.base * (1 + state.slope * (width - 1)) + state.lead + width * state.step
+    return np.where(timed, took, expected), timed
 
 
 def _put(all_sizes: FloatArray, size: int, value: FloatArray) -> FloatArray:

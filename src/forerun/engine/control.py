@@ -102,9 +102,6 @@ class Control:
         for group in self._groups:
             if group.changed:
                 group.state, group.changed = group.controller.regrouped(group.state), False
-        if len(self._groups) == 1:
-            alone = self._groups[0]
-            return alone.controller.limit(alone.state)
         return self._gather(np.int64, lambda g: g.controller.limit(g.state))
 
     def keep_going(self, drafted: IntArray, signals: Signals) -> BoolArray:
@@ -124,6 +121,8 @@ class Control:
             group.state = group.controller.observe(group.state, seen)
 
     def _gather(self, dtype: Any, ask: Any) -> Any:
+        if len(self._groups) == 1:
+            return ask(self._groups[0])
         out = np.zeros(self._rows, dtype=dtype)
         for group in self._groups:
             out[group.rows] = ask(group)

@@ -126,12 +126,14 @@ def _run(
     )
     began = time.perf_counter()
     out.seen = {name: np.zeros((len(rows), int(limits.max()))) for name in wanted.control}
-    contexts = [row.context if on else None for row, on in zip(rows, active, strict=True)]
-    catching_up = drafter.prepare(contexts)
+    # What each row drafts from, extended in place as it goes; None where it does not (any more).
+    texts = [list(row.context) if on else None for row, on in zip(rows, active, strict=True)]
+    most: list[int] = limits.tolist()
+    catching_up = drafter.prepare(texts)
     out.prepared = time.perf_counter() - began
     took: float | None = None
     while active.any():
-        tokens, ended = _next(rows, drafter, wanted, sampler, out, active)
+        tokens, ended = _next(rows, texts, drafter, wanted, sampler, out, active)
         if took is None:
             took = time.perf_counter() - began
             if catching_up:
@@ -140,32 +142,38 @@ def _run(
                 out.first, out.steps = took - out.prepared, 1
         else:
             out.steps += 1
-        for i in np.flatnonzero(active):
-            if tokens[i] < 0:
+        for i, text in enumerate(texts):
+            if text is None:
+                continue
+            if (token := tokens[i]) < 0:
                 why = ended[i]
                 active[i], out.stopped_by[i] = False, Stop.EXHAUSTED if why is None else why
             else:
-                out.tokens[i].append(tokens[i])
+                out.tokens[i].append(token)
+                text.append(token)
         if asks and out.shown and active.any():
             stop = active & ~control.keep_going(out.lengths, out.signals)
-            out.stopped_by[stop] = Stop.CONFIDENCE
-            active &= ~stop
-            # Dropping is decided before anyone looks at which token it is: keeping back only some
-            # tokens would bias what is sampled.
             if stop.any():
-                for i in np.flatnonzero(stop & control.drops_last):
-                    out.tokens[i].pop()
-        for at, row in enumerate(rows):
+                out.stopped_by[stop] = Stop.CONFIDENCE
+                active &= ~stop
+                # Dropping is decided before anyone looks at which token it is: keeping back only
+                # some tokens would bias what is sampled.
+                for at in np.flatnonzero(stop & control.drops_last).tolist():
+                    out.tokens[at].pop()
+        for at, (row, drafted) in enumerate(zip(rows, out.tokens, strict=True)):
             # A row that stopped earlier cannot end in end-of-text: that would have been why.
-            if out.tokens[at] and out.tokens[at][-1] in row.eos:
+            if drafted and drafted[-1] in row.eos:
                 active[at], out.stopped_by[at] = False, Stop.END_OF_TEXT
-            elif len(out.tokens[at]) >= limits[at]:
+            elif len(drafted) >= most[at]:
                 active[at] = False
+            if not active[at]:
+                texts[at] = None
     return out
 
 
 def _next(
     rows: Sequence[Row],
+    texts: Sequence[list[int] | None],
     drafter: Drafter,
     wanted: Wanted,
     sampler: Sampler,
@@ -176,16 +184,14 @@ def _next(
 
     Both are meaningless in rows that are not active.
     """
-    contexts = [
-        row.context + tokens if on else None
-        for row, tokens, on in zip(rows, out.tokens, active, strict=True)
-    ]
-    proposal = drafter.step(contexts)
-    ended = list(proposal.ended or [None] * len(rows))
-    # A row that ends here draws nothing: neither a token nor a coin.
-    active = active & np.array([why is None for why in ended])
-    if not active.any():
-        return [-1] * len(rows), ended
+    proposal = drafter.step(texts)
+    ended: list[Stop | None] = [None] * len(rows)
+    if proposal.ended is not None:
+        ended = list(proposal.ended)
+        # A row that ends here draws nothing: neither a token nor a coin.
+        active = active & np.array([why is None for why in ended])
+        if not active.any():
+            return [-1] * len(rows), ended
     if proposal.logits is None:
         assert proposal.tokens is not None, "a proposal is logits or tokens"
         return [t if on else -1 for t, on in zip(proposal.tokens, active, strict=True)], ended
@@ -197,9 +203,10 @@ def _next(
         told = measure(shaped, picked, wanted.control)
         measured = measure(proposal.logits, picked, wanted.rule)
     # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
+    some = not active.all()
     for name in wanted.control:
         values = told[name].cpu().numpy()
-        out.seen[name][:, out.shown] = values if active.all() else np.where(active, values, 0.0)
+        out.seen[name][:, out.shown] = np.where(active, values, 0.0) if some else values
     out.shown += 1
     out.measured.append({k: measured[k] for k in wanted.rule})
     if wanted.ranks:
