@@ -135,6 +135,7 @@ def hopeless(prompts: int, tokens: int) -> None:
                 draft=zoo.TARGET, dtype="float32"
             ),
             "shipped pair": forerun.load(dtype="float32"),
+            "shipped target, prompt lookup": forerun.load(draft="lookup", dtype="float32"),
         }
     methods: list[str | None] = [None, "auto", "fixed(5)", "gammatune+"]
     rows, cells = [], {}

@@ -195,6 +195,28 @@ def test_near_the_best_fixed_length_where_nothing_tells(c, chance, blind):
     assert speed(make(), Auto(), 2000) > 0.96 * best
 
 
+def copies(controller, first, later, tokens, seed=0):
+    """Tokens per time with a drafter that costs nothing, says nothing, and is right in runs."""
+    rng, state, done, time = np.random.default_rng(seed), controller.start(1), 0, 0.0
+    while done < tokens:
+        drafted, accepted = min(int(controller.limit(state)[0]), K), 0
+        while accepted < drafted and rng.random() < (later if accepted else first):
+            accepted += 1
+        clock = (1e-3 * (drafted > 0), 1 + 0.1 * (drafted > 0) + 0.04 * drafted)
+        state = controller.observe(state, seen(drafted, accepted, clock=clock))
+        done, time = done + accepted + 1, time + sum(clock)
+    return done / time
+
+
+@pytest.mark.parametrize(
+    ("first", "later"), [(0.9, 0.97), (0.4, 0.9), (0.3, 0.5), (0.1, 0.5), (0, 0)]
+)
+def test_a_draft_that_says_nothing_is_as_long_as_pays(first, later):
+    fixed = [CONTROLLERS.make(f"fixed({n})") for n in (0, 1, 2, 3, 5, 8, 12, 16, 24)]
+    best = max(copies(controller, first, later, 3000) for controller in fixed)
+    assert copies(Auto(), first, later, 3000) > 0.95 * best
+
+
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40])
 def test_the_first_guess_does_not_matter(ratio, monkeypatch):
     usual = speed(Source(5, 0.03), Auto())

@@ -86,6 +86,8 @@ class Auto(LengthController):
       round, fitted likewise, with a constant for the first token; b' follows the row; u is the
       probability that the draft is of no use at all, by the likelihood of what was kept. A request
       that found it of no use makes the next one a little less hopeful, several make it rest.
+    - A draft that says nothing of its tokens (lookup) is as long as the best fixed length, by how
+      many first tokens of a round, and how many further ones, were kept.
     - λ is tokens over seconds of the row's rounds, fading, added to some rounds of the best fixed
       length for the expected acceptance (so it needs no start), and at least the plain rate.
     - d, what a round's first step takes more, V and the plain pass are medians of the newest
@@ -236,10 +238,10 @@ class Auto(LengthController):
         anew = ~(skip & state.awake)
         if not anew.any():
             return new
-        price, awake = self._decided(new)
+        price, awake, most = self._decided(new)
         longer = np.minimum(2 * state.patience, LONGEST_REST)
         patience = np.where(learn, np.where(awake | state.awake, REST, longer), state.patience)
-        rest, most = self._rest(new, patience)
+        rest = self._rest(new, patience)
         return new.having(
             price=np.where(anew, price, state.price),
             awake=np.where(anew, awake, state.awake),
@@ -250,25 +252,28 @@ class Auto(LengthController):
 
     def _begun(self, state: AutoState) -> AutoState:
         """A request's first state, with what follows from the rest of it."""
-        price, awake = self._decided(state)
+        price, awake, most = self._decided(state)
         patience = np.where(awake, REST, state.patience)
-        rest, most = self._rest(state, patience)
+        rest = self._rest(state, patience)
         return state.having(price=price, awake=awake, patience=patience, rest=rest, most=most)
 
-    def _rest(self, state: AutoState, patience: FloatArray) -> tuple[FloatArray, IntArray]:
-        """`rest` and `most`."""
+    def _rest(self, state: AutoState, patience: FloatArray) -> FloatArray:
+        """`rest`."""
         plain = np.where(np.isnan(state.plain), state.base, state.plain)
         one = state.base + state.lead + state.step
         many = one + (self.high - 1) * (state.step + state.slope * state.base)
         # Slower even if all were kept: a probe could only find other costs.
         never = plain * np.maximum(2 / one, (1 + self.high) / many) < 1
         rest = np.where(never, LONGEST_REST, patience) * ((one + state.caught) / plain - 1)
-        guessed = (state.newest[:, :, 1] == 0).all(axis=1) & (self.cost is None)
-        most = np.where(guessed, min(self.high, UNTIMED), self.high)
-        return np.where(guessed, 0.0, rest), most
+        return np.where(self._untimed(state), 0.0, rest)
 
-    def _decided(self, state: AutoState) -> tuple[FloatArray, BoolArray]:
-        """`price` and `awake`."""
+    def _untimed(self, state: AutoState) -> BoolArray:
+        """`(rows,)` where no pass that judged a draft was timed."""
+        untimed: BoolArray = (state.newest[:, :, 1] == 0).all(axis=1) & (self.cost is None)
+        return untimed
+
+    def _decided(self, state: AutoState) -> tuple[FloatArray, BoolArray, IntArray]:
+        """`price`, `awake` and `most`."""
         first, later = belief.typical(state)
         more = np.arange(self.high)
         tokens = 1 + first[:, None] * (1 - later[:, None] ** (more + 1)) / (1 - later[:, None])
@@ -281,7 +286,10 @@ class Auto(LengthController):
         hope = HOPE * (state.size == 0) * state.base
         awake = rate * np.where(untimed, hope, state.plain) > DOUBT
         rate = np.maximum(rate, 1 / np.where(untimed, state.base, state.plain))
-        return rate * each, awake
+        # A draft that says nothing has no better place to stop than the best fixed length.
+        most = np.where(belief.blind(state), best[1] + 1, self.high)
+        most = np.where(self._untimed(state), np.minimum(most, UNTIMED), most)
+        return rate * each, awake, most
 
     def _mean(self, each: FloatArray) -> FloatArray:
         """What each row adds to a round it shares with others; a row by itself shares none."""

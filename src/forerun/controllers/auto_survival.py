@@ -39,6 +39,9 @@ USELESS_STEP, MOST_USELESS = 2.0, 2.0
 hard text says little about the next, several say it is the draft."""
 LEFT = 0.05
 """What is kept of such a draft."""
+BLIND = np.array([[0.8, 2.0], [3.4, 4.0]])
+"""Of a drafter that says nothing about its tokens: kept and judged first tokens of a round, and
+further ones, before any was seen."""
 MOST, MOST_SOFT = 4.0, 10.0
 """Largest corrections of log-odds."""
 LEAST_SCALE = np.array([-MOST, 0.25])
@@ -65,6 +68,9 @@ class SurvivalState(State):
     """`(rows,)` what they were when the request began."""
     useful: FloatArray
     """`(rows,)` probability that it is of use."""
+    counts: FloatArray
+    """`(rows, 2, 2)` tokens of drafts without signals: first ones of a round and further ones, kept
+    and judged (fading)."""
     kept: FloatArray
     """`(rows, 3)` log-odds in force of a drafted token: constant, per margin, per chosen."""
     next: FloatArray
@@ -83,6 +89,7 @@ def unseen(rows: int) -> dict[str, Any]:
         "useless": np.full(rows, USELESS),
         "useless_start": np.full(rows, USELESS),
         "useful": odds(np.full(rows, -USELESS)),
+        "counts": np.zeros((rows, 2, 2)),
         **in_force(soft, scale, ahead)[1],
     }
 
@@ -115,6 +122,7 @@ def faded(state: SurvivalState, share: float) -> dict[str, Any]:
         "useless": useless,
         "useless_start": useless,
         "useful": odds(-useless),
+        "counts": share * state.counts,
         "scale": scale,
         "scale_info": np.zeros_like(state.scale_info),
         "ahead": ahead,
@@ -127,14 +135,26 @@ def typical(state: SurvivalState) -> tuple[FloatArray, FloatArray]:
     """`(rows,)` probability of keeping the first token of a round, and any further one."""
     ahead, useful = state.next, state.useful
     later = odds(ahead[:, 1] + TYPICAL * (ahead[:, 2] + ahead[:, 3]))
-    return useful * odds(ahead[:, 0]), useful * later
+    first, later = useful * odds(ahead[:, 0]), useful * later
+    unsaid = blind(state)
+    if unsaid.any():
+        known = state.counts + BLIND
+        share = known[:, :, 0] / known[:, :, 1]
+        first, later = np.where(unsaid, share[:, 0], first), np.where(unsaid, share[:, 1], later)
+    return first, later
+
+
+def blind(state: SurvivalState) -> BoolArray:
+    """`(rows,)` whether the draft says nothing about its tokens."""
+    unsaid: BoolArray = state.counts[:, 0, 1] > 0
+    return unsaid
 
 
 def next_kept(state: SurvivalState, drafted: IntArray, signals: Signals) -> FloatArray:
     """`(rows,)` probability that the drafted tokens are all kept, and the next one, too."""
     if signals.logit_margin is None or signals.chosen is None:
-        blind: FloatArray = odds(state.next[:, 0]) ** (drafted + 1) * state.useful
-        return blind
+        first, later = typical(state)
+        return first * later**drafted
     # 1/σ(x) = 1 + exp(−x): asked after every drafted token, so with as few steps as can be.
     inside = np.arange(signals.chosen.shape[1]) < drafted[:, None]
     margin = np.minimum(signals.logit_margin, CAP)
@@ -154,20 +174,22 @@ def judged(state: SurvivalState, outcome: RoundOutcome, learn: BoolArray) -> dic
     hit = outcome.accept_prob
     place = np.arange(hit.shape[1])
     seen = place < count[:, None]
+    if outcome.signals.logit_margin is None or outcome.signals.chosen is None:
+        new = np.array([seen * hit, seen]).T  # (K, rows, 2)
+        new = np.array([new[:1].sum(axis=0), new[1:].sum(axis=0)]).transpose(1, 0, 2)
+        return {"counts": np.where(learn[:, None, None], FADE * state.counts + new, state.counts)}
     told = np.where(hit >= 1, ONE, np.where(hit > 0, FRACTION, NEVER))
     soft = within(state.soft + (told * seen).sum(axis=1), -MOST_SOFT, MOST_SOFT)
     prior, now = in_force(soft, state.scale, state.ahead)
     fade = np.where(learn, FADE, 1)
     coming, guess = now["next"], np.empty(hit.shape)
-    guess[:] = coming[:, :1]
-    scale, scale_info = state.scale, state.scale_info
-    if outcome.signals.logit_margin is not None and outcome.signals.chosen is not None:
-        margin = np.minimum(outcome.signals.logit_margin[:, : len(place)], CAP)
-        chosen = outcome.signals.chosen[:, : len(place)]
-        z = prior[:, :1] + prior[:, 1:2] * margin + prior[:, 2:3] * chosen
-        scale, scale_info = _scaled(state, z, hit, seen, fade)
-        mean = margin.cumsum(axis=1)[:, :-1] / place[1:]
-        guess[:, 1:] = coming[:, 1:2] + coming[:, 2:3] * margin[:, :-1] + coming[:, 3:] * mean
+    margin = np.minimum(outcome.signals.logit_margin[:, : len(place)], CAP)
+    chosen = outcome.signals.chosen[:, : len(place)]
+    z = prior[:, :1] + prior[:, 1:2] * margin + prior[:, 2:3] * chosen
+    scale, scale_info = _scaled(state, z, hit, seen, fade)
+    mean = margin.cumsum(axis=1)[:, :-1] / place[1:]
+    guess[:, :1] = coming[:, :1]
+    guess[:, 1:] = coming[:, 1:2] + coming[:, 2:3] * margin[:, :-1] + coming[:, 3:] * mean
     chance = odds(guess)
     info = fade * state.ahead_info + (seen * chance * (1 - chance)).sum(axis=1)
     turn = (seen * (hit - chance)).sum(axis=1) / (info + AHEAD_INFO)

@@ -47,8 +47,8 @@ class LengthController(ABC):
 
     Subclasses are frozen dataclasses: their fields are the settings, all state is in `State`, and
     every method is pure (same input, same output, nothing changed in place), so a controller runs
-    unchanged live, in a replay and in a worker process. Rows never influence each other. It only
-    changes speed: what is kept is a rule's business.
+    unchanged live, in a replay and in a worker process. Rows never influence each other, but for
+    `together`. It only changes speed: what is kept is a rule's business.
     """
 
     summary: ClassVar[str]
