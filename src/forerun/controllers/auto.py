@@ -197,6 +197,8 @@ class Auto(LengthController):
 
     def keep_going(self, state: AutoState, drafted: IntArray, signals: Signals) -> BoolArray:
         """Whether the next token is expected to be worth its time."""
+        if signals.chosen is None:
+            return np.ones(len(state), dtype=bool)
         worth: BoolArray = belief.next_kept(state, drafted, signals) > state.price
         return worth
 
@@ -274,7 +276,8 @@ class Auto(LengthController):
 
     def _decided(self, state: AutoState) -> tuple[FloatArray, BoolArray, IntArray]:
         """`price`, `awake` and `most`."""
-        first, later = belief.typical(state)
+        blind = self._mean(belief.blind(state)) > 0  # one drafter serves all rows
+        first, later = belief.typical(state, blind)
         more = np.arange(self.high)
         tokens = 1 + first[:, None] * (1 - later[:, None] ** (more + 1)) / (1 - later[:, None])
         tokens, committed, spent = map(self._mean, (tokens, state.tokens, state.seconds))
@@ -287,11 +290,11 @@ class Auto(LengthController):
         awake = rate * np.where(untimed, hope, state.plain) > DOUBT
         rate = np.maximum(rate, 1 / np.where(untimed, state.base, state.plain))
         # A draft that says nothing has no better place to stop than the best fixed length.
-        most = np.where(belief.blind(state), best[1] + 1, self.high)
+        most = np.where(blind, best[1] + 1, self.high)
         most = np.where(self._untimed(state), np.minimum(most, UNTIMED), most)
         return rate * each, awake, most
 
-    def _mean(self, each: FloatArray) -> FloatArray:
+    def _mean(self, each: FloatArray | BoolArray) -> Any:
         """What each row adds to a round it shares with others; a row by itself shares none."""
         return each
 
@@ -327,9 +330,8 @@ class _Together(Auto):
 
     def keep_going(self, state: AutoState, drafted: IntArray, signals: Signals) -> BoolArray:
         """Whether the next tokens of all are expected to be worth their time."""
-        if (rows := len(state)) == 1:
+        if (rows := len(state)) == 1 or signals.chosen is None:
             return super().keep_going(state, drafted, signals)
-        assert signals.chosen is not None
         drafting = drafted == signals.chosen.shape[1]
         worth = belief.next_kept(state, drafted, signals)[drafting].sum()
         return np.full(rows, worth > rows * state.price[0])
@@ -341,5 +343,5 @@ class _Together(Auto):
             width = np.full(len(state), width.max())
         return self._observed(state, outcome, width, int(state.size[0]))
 
-    def _mean(self, each: FloatArray) -> FloatArray:
+    def _mean(self, each: FloatArray | BoolArray) -> Any:
         return each if len(each) == 1 else np.broadcast_to(each.mean(axis=0), each.shape)

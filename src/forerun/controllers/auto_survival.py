@@ -131,12 +131,14 @@ def faded(state: SurvivalState, share: float) -> dict[str, Any]:
     }
 
 
-def typical(state: SurvivalState) -> tuple[FloatArray, FloatArray]:
-    """`(rows,)` probability of keeping the first token of a round, and any further one."""
+def typical(state: SurvivalState, unsaid: BoolArray) -> tuple[FloatArray, FloatArray]:
+    """`(rows,)` probability of keeping the first token of a round, and any further one.
+
+    `unsaid` `(rows,)` is whether the draft says nothing about its tokens.
+    """
     ahead, useful = state.next, state.useful
     later = odds(ahead[:, 1] + TYPICAL * (ahead[:, 2] + ahead[:, 3]))
     first, later = useful * odds(ahead[:, 0]), useful * later
-    unsaid = blind(state)
     if unsaid.any():
         known = state.counts + BLIND
         share = known[:, :, 0] / known[:, :, 1]
@@ -145,16 +147,15 @@ def typical(state: SurvivalState) -> tuple[FloatArray, FloatArray]:
 
 
 def blind(state: SurvivalState) -> BoolArray:
-    """`(rows,)` whether the draft says nothing about its tokens."""
+    """`(rows,)` whether a draft has said nothing about its tokens."""
     unsaid: BoolArray = state.counts[:, 0, 1] > 0
     return unsaid
 
 
 def next_kept(state: SurvivalState, drafted: IntArray, signals: Signals) -> FloatArray:
     """`(rows,)` probability that the drafted tokens are all kept, and the next one, too."""
-    if signals.logit_margin is None or signals.chosen is None:
-        first, later = typical(state)
-        return first * later**drafted
+    assert signals.logit_margin is not None
+    assert signals.chosen is not None
     # 1/σ(x) = 1 + exp(−x): asked after every drafted token, so with as few steps as can be.
     inside = np.arange(signals.chosen.shape[1]) < drafted[:, None]
     margin = np.minimum(signals.logit_margin, CAP)
