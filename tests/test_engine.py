@@ -193,6 +193,47 @@ def test_a_request_starts_from_the_newest_that_left() -> None:
     assert all(o.draft_seconds > 0 for o in counting.told if o.drafted.any())
 
 
+def test_a_policy_has_a_form_for_rows_decoded_together_and_hears_who_came_and_went() -> None:
+    sizes: list[int] = []
+
+    class Batch(FixedLength):
+        def regrouped(self, state: Any) -> Any:
+            sizes.append(len(state))
+            return state
+
+    class Alone(FixedLength):
+        def together(self) -> Batch:
+            return Batch(self.length)
+
+    made = Engine(ScriptedModel(chaotic(1)), NullDrafter(), max_rows=2)
+    for tokens in (4, 2, 9):  # the third joins when the second has left
+        made.submit([1], Sampling(max_new_tokens=tokens), Alone(0), RULES.make("exact"))
+    assert all(event.round.drafted == 0 for event in made.run())
+    assert sizes == [2, 2, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_in_a_batch_whose_rows_come_and_go(temperature: float) -> None:
+    script = chaotic(16)
+    draft = ScriptedModel(noisy(script, 17, 0.5))
+    made = Engine(ScriptedModel(script), ModelDrafter(draft, V), max_rows=5)
+    auto, rule = CONTROLLERS.make("auto"), RULES.make("standard")
+    lengths = [3, 40, 12, 1, 25, 60, 7, 33, 18, 50, 5, 29]
+    for tokens in lengths:  # every other sampled request has a seed, hence costs that are given
+        seed = tokens if tokens % 2 else None
+        how = Sampling(max_new_tokens=tokens, temperature=temperature, seed=seed)
+        made.submit([1, tokens % V], how, auto, rule)
+    done = {e.request: e.completion for e in made.run() if e.completion}
+    assert [len(done[i].tokens) for i in range(len(lengths))] == lengths
+    assert max(r.drafted for c in done.values() for r in c.rounds) > 1
+    alone = engine(ScriptedModel(script), draft)
+    for i, tokens in enumerate(lengths):
+        if temperature == 0 or tokens % 2:
+            seed = tokens if tokens % 2 else None
+            how = {"max_new_tokens": tokens, "temperature": temperature, "seed": seed}
+            assert done[i].tokens == alone([1, tokens % V], controller="auto", **how).tokens
+
+
 def test_a_seed_makes_sampled_text_repeatable_whatever_came_before() -> None:
     script = chaotic(1)
     memory: Any = {}

@@ -135,11 +135,10 @@ def _bounds(trace: Trace, cell: Cell) -> dict[str, FloatArray]:
     from forerun.lab.bounds import oracle
     from forerun.lab.informed import informed
 
-    with status("finding the bounds"):
-        return {
-            "oracle": oracle(trace, cell).seconds,
-            "informed": informed(trace, cell).seconds,
-        }
+    with status("finding the oracle") as tell:
+        best = oracle(trace, cell).seconds
+        tell("fitting the informed bound (a minute for hundreds of texts)")
+        return {"oracle": best, "informed": informed(trace, cell).seconds}
 
 
 def _result(
