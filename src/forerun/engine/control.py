@@ -77,6 +77,11 @@ class Control:
         )
 
     @property
+    def any_drops(self) -> bool:
+        """Whether any row leaves out the token at which drafting stopped."""
+        return any(g.controller.drops_last for g in self._groups)
+
+    @property
     def drops_last(self) -> BoolArray:
         """`(rows,)` whether the token at which drafting stopped is left out."""
         return self._gather(bool, lambda g: np.full(len(g.rows), g.controller.drops_last))

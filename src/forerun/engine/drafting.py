@@ -158,8 +158,9 @@ def _run(
                 active &= ~stop
                 # Dropping is decided before anyone looks at which token it is: keeping back only
                 # some tokens would bias what is sampled.
-                for at in np.flatnonzero(stop & control.drops_last).tolist():
-                    out.tokens[at].pop()
+                if control.any_drops:
+                    for at in np.flatnonzero(stop & control.drops_last).tolist():
+                        out.tokens[at].pop()
         for at, (row, drafted) in enumerate(zip(rows, out.tokens, strict=True)):
             # A row that stopped earlier cannot end in end-of-text: that would have been why.
             if drafted and drafted[-1] in row.eos:
@@ -224,7 +225,7 @@ def _pick(
     transform where the token is not certain."""
     if sampler.trivial:
         return logits.argmax(-1), logits, None
-    done, wide = int(out.lengths[active].max()), logits.unsqueeze(1)
+    done, wide = max(map(len, out.tokens)), logits.unsqueeze(1)
     changed = sampler.shape(wide, rows, out.tokens, done)
     shaped = logits if changed is wide else changed[:, 0]
     processed = sampler.sharpen(changed)[:, 0]
