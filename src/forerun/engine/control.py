@@ -56,11 +56,14 @@ class Control:
         for group in self._groups:
             gone = [i for i, r in enumerate(group.rows) if int(r) not in place]
             if gone and type(group.controller).renew is not LengthController.renew:
-                self._memory[group.controller] = group.state.take(np.array(gone[-1:]))
+                alone = len(group.rows) == 1
+                left = group.state if alone else group.state.take(np.array(gone[-1:]))
+                self._memory[group.controller] = left
             moved = sorted((place[int(r)], i) for i, r in enumerate(group.rows) if int(r) in place)
             group.rows = np.array([new for new, _ in moved], dtype=np.int64)
-            group.state = group.state.take(np.array([i for _, i in moved], dtype=np.int64))
-            group.changed |= bool(gone)
+            if moved:
+                group.state = group.state.take(np.array([i for _, i in moved], dtype=np.int64))
+                group.changed |= bool(gone)
         self._groups = [g for g in self._groups if len(g.rows)]
         self._rows = len(rows)
 
