@@ -465,6 +465,20 @@ def test_a_row_without_room_learns_no_plain_round_from_the_others_drafts():
     np.testing.assert_array_equal(state.plain, plain)
 
 
+def test_a_plain_round_of_a_batch_says_nothing_of_what_drafts_cost():
+    controller = Auto().together()
+    state = controller.regrouped(controller.start(3))
+    first = controller.limit(state)
+    nothing = RoundOutcome(
+        np.zeros(3, dtype=int), np.zeros(3, dtype=int), np.zeros((3, 0)),
+        np.full(3, int(Stop.EXHAUSTED)), Signals(), 1e-4, 0.015,
+    )  # fmt: skip
+    state = controller.observe(state, nothing)
+    assert not np.isnan(state.plain).any()
+    np.testing.assert_array_equal(controller.limit(state), first)
+    assert first.max() < controller.high
+
+
 def test_given_costs_leave_rows_to_themselves():
     controller = Auto(cost=4)
     assert controller.together() is controller

@@ -137,7 +137,7 @@ def _bounds(trace: Trace, cell: Cell) -> dict[str, FloatArray]:
 
     with status("finding the oracle") as tell:
         best = oracle(trace, cell).seconds
-        tell("fitting the informed bound (a minute for hundreds of texts)")
+        tell("fitting the informed bound")
         return {"oracle": best, "informed": informed(trace, cell).seconds}
 
 

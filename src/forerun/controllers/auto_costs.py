@@ -19,8 +19,8 @@ SLOPE = 0.02
 SLOPE_INFO = 20.0
 """Weight of that start, in squared tokens of difference in width."""
 JUMP = 0.3
-"""Most by which two target passes are taken to differ for their widths, or twice what is expected:
-more is an outlier."""
+"""Most by which the difference of two target passes is taken to be off what their widths make
+expected, as a share of the shorter: more is an outlier."""
 RECENT = 7
 """Timings kept, whose median counts: outliers of a shared machine do not. Until there are so many,
 all rounds with a draft are timed."""
@@ -37,7 +37,8 @@ class CostState(State):
     where there are none: seconds of a draft step, of a target pass with a draft, of one without,
     of a round's first draft step, and the drafted tokens of the passes."""
     newest: FloatArray
-    """`(rows, sizes, 2)` drafted tokens and seconds of the newest pass that judged a draft."""
+    """`(rows, sizes, 2)` drafted tokens and seconds of the newest pass that judged a draft;
+    in a batch, also of one that did not, which differs by its width alone."""
     slopes: FloatArray
     """`(rows, sizes, 2)` sums `Σ Δw·Δv` and `Σ Δw²` over pairs of passes, for the slope."""
     step: FloatArray
@@ -107,6 +108,7 @@ def timed(
         unit = np.where(wider > 0, before / (1 + slope * (newest[:, 0] - 1)), now)
         expected = slope * wider
         longer = (verify - before) / np.where(both, unit, 1) - expected
+        # A row's start is about right, a batch's a guess, which the first two passes settle.
         most = np.where(slopes[:, 1] > SLOPE_INFO, JUMP, np.inf) if size else JUMP
         longer = expected + np.minimum(np.maximum(longer, -most), most)
         slopes = slopes + np.array([wider * longer, wider * wider]).T
