@@ -271,7 +271,8 @@ class Auto(LengthController):
 
     def _untimed(self, state: AutoState) -> BoolArray:
         """`(rows,)` where no pass that judged a draft was timed."""
-        untimed: BoolArray = np.isnan(state.recent[:, :, 1, 0]).all(axis=1) & (self.cost is None)
+        missing = np.isnan(state.recent[:, :, 1, 0])
+        untimed: BoolArray = (missing.sum(axis=1) == missing.shape[1]) & (self.cost is None)
         return untimed
 
     def _decided(self, state: AutoState) -> tuple[FloatArray, BoolArray, IntArray]:
