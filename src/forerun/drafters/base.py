@@ -3,36 +3,89 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from forerun.types import Stop
+from forerun.types import Stop, Token
 
 if TYPE_CHECKING:
     import torch
 
-    from forerun.runtime.base import Runtime
+    from forerun.runtime.base import Best, Rows
+
+Texts = Sequence[list[int] | None]
+"""Per row the committed text to draft from; None for rows that do not draft this round."""
+
+
+@dataclass
+class Proposal:
+    """What a drafter proposes for one round. Lists are per row."""
+
+    tokens: list[list[int]]
+    """Token ids, at most as many as were asked for."""
+    stopped_by: list[Stop | None]
+    """Why the drafter ended a row's draft before its limit; None where it did not: a draft that is
+    shorter than its limit is then taken to be exhausted."""
+    shown: list[list[Token]] = field(default_factory=list)
+    """What the draft's distribution says of each token, for controllers; empty rows where it says
+    nothing (lookup)."""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    """Per step `(rows, V)` processed logits the tokens were drawn from; empty where all tokens were
+    certain."""
+    measured: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Per step what rules read of the draft's distribution, `(rows,)` each."""
+    ranked: list[torch.Tensor] = field(default_factory=list)
+    """Per step `(rows, n)` most likely tokens, where rules read them."""
+    steps: int = 0
+    """Steps of the drafter, one that caught up with a context left out."""
+    first_seconds: float = 0.0
+    """Seconds of the first of these, if it was the round's first."""
+    catch_up_seconds: float = 0.0
+    """Seconds of reading what the drafter had not followed."""
+
+    @classmethod
+    def none(cls, rows: int) -> Proposal:
+        """Nothing for anyone."""
+        return cls([[] for _ in range(rows)], [None] * rows, [[] for _ in range(rows)])
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """What may come next in each row: a distribution, or certain tokens. One of the two is set."""
+class Step:
+    """What may come next in each row: a distribution, or what is needed of one."""
 
     logits: torch.Tensor | None = None
     """`(rows, V)` raw logits over the target's vocabulary."""
-    tokens: Sequence[int] | None = None
-    """`(rows,)` token ids; -1 where the drafter has nothing to propose."""
+    best: Best | None = None
+    """The most likely token of each row, one column; enough where all rows decode greedily."""
     ended: Sequence[Stop | None] | None = None
-    """`(rows,)` why the drafter ends a row's draft here; None in a row that goes on, or None if all
-    do. It must be decided before anyone knows which token would be drawn, or samples are biased."""
+    """Why the drafter ends a row's draft here; None in a row that goes on, or None if all do. It
+    must be decided before anyone knows which token would be drawn, or samples are biased."""
+
+
+class Guide(Protocol):
+    """What the engine lends to a drafter for a round: sampling, and the controllers' decisions.
+
+    Drafters that propose whole blocks need none of it; step by step, `stepping` uses it.
+    """
+
+    greedy: frozenset[str] | None
+    """If `Step.best` is enough: the fields of `Signals` wanted with it. Else None."""
+
+    def choose(
+        self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
+    ) -> list[int]:
+        """Draw a token for every active row and note in `proposal` what the draft says of it."""
+
+    def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
+        """Rows that draft on after their newest token; those that stop are told why."""
 
 
 class Drafter(ABC):
-    """Proposes tokens for the engine's rows, one step at a time.
+    """Proposes a block of tokens for each of the engine's rows.
 
     A drafter may hold state per row (a cache), under the one invariant of every cache here: it
-    covers `context[:n]`, and `step` brings it up to date with whatever context it is shown.
+    covers `context[:n]`, and `propose` brings it up to date with whatever text it is shown.
     """
 
     summary: ClassVar[str]
@@ -40,46 +93,38 @@ class Drafter(ABC):
     limit: int = 1 << 30
     """Most tokens of context this drafter can follow; beyond it, rows decode plainly."""
     has_distribution: bool = True
-    """Whether proposals are logits; rules that read the draft's distribution need them."""
+    """Whether tokens come with a distribution; rules that read it need one."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
-    target: Runtime | None = None
+    target: Rows | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 
-    @property
-    def counts(self) -> Sequence[tuple[int, int]] | None:
-        """Per row, prompts left out: positions × layers of the target run so far, and shallow
-        hidden states turned into logits; None from drafters that do not run the target's layers."""
-        return None
+    def counters(self, row: int) -> Mapping[str, int]:
+        """What this drafter counts of a row since it joined, by name; empty if nothing."""
+        return {}
 
-    def ratio(self, target: Any) -> float:
+    def ratio(self, target: Rows) -> float:
         """Target passes over draft steps, > 0, by sizes alone: an estimate that never changes."""
         return 100.0  # no model: next to nothing
 
     @abstractmethod
-    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
-        """Propose the next token of each row.
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """Propose what comes next in each row.
 
         Args:
-            contexts: per row, the committed text followed by what was drafted so far this round;
-                None for rows that are not drafting (their answer is ignored).
+            texts: per row the committed text, None for rows that are not drafting.
+            most: per row the most tokens to propose, ≥ 1 where there is a text.
+            guide: for drafters that go token by token.
         """
 
-    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> bool:
-        """Rows are about to draft: catch up with long contexts, outside the time of a step.
-
-        Arguments as for `step`. A row that never drafts never comes here, and costs nothing.
-
-        Returns:
-            Whether the first step will read the rest: then it counts as catching up, too.
-        """
-        return False
+    def follow(self, texts: Texts) -> None:
+        """Rows are reading a long prompt; a drafter with a cache may read along."""
 
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
         """Rows were added at the end; each is expected to grow by `room` tokens."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only these rows stay, in this order."""
+        """Only these rows stay, in this order; a row may be kept twice."""
 
     def rollback(self, row: int, length: int) -> None:
         """The first `length` tokens of a row stand; what followed them was rejected."""
@@ -92,5 +137,5 @@ class DrafterSpec(ABC):
     paper: ClassVar[str]
 
     @abstractmethod
-    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
-        """Make the drafter for a target `RowModel` and its tokenizer (or None)."""
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """Make the drafter for a target and its tokenizer (or None)."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
 from forerun.errors import require
 
 
@@ -14,7 +14,7 @@ class LookupDrafter(Drafter):
     """Continues the most recent earlier occurrence of the text's last tokens.
 
     Each row keeps an index from every n-gram of its committed context to where it last ended, so a
-    step costs a few dictionary look-ups however long the context is.
+    draft costs a few dictionary look-ups however long the context is.
     """
 
     has_distribution = False
@@ -23,43 +23,32 @@ class LookupDrafter(Drafter):
         self._most, self._least = most, least
         self._index: list[dict[tuple[int, ...], int]] = []
         self._covered: list[int] = []
-        self._source: list[tuple[int, int] | None] = []  # (context length, place it continues from)
 
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
         """Start an index per new row."""
-        for _ in prompts:
-            self._index.append({})
-            self._covered.append(0)
-            self._source.append(None)
+        self._index.extend({} for _ in prompts)
+        self._covered.extend(0 for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Reorder."""
-        self._index = [self._index[r] for r in rows]
-        self._covered = [self._covered[r] for r in rows]
-        self._source = [self._source[r] for r in rows]
+        index = self._index  # a row that is kept twice gets an index of its own
+        self._index = [
+            dict(index[row]) if row in rows[:i] else index[row] for i, row in enumerate(rows)
+        ]
+        self._covered = [self._covered[row] for row in rows]
 
-    def rollback(self, row: int, length: int) -> None:
-        """Nothing drafted is ever indexed; only the running continuation ends."""
-        self._source[row] = None
-
-    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
-        """The token after the longest match, or -1."""
-        return Proposal(
-            tokens=[-1 if c is None else self._next(row, c) for row, c in enumerate(contexts)]
-        )
-
-    def _next(self, row: int, context: Sequence[int]) -> int:
-        source = self._source[row]
-        if source is not None and source[0] == len(context) - 1:
-            place = source[1] + 1
-        else:
-            found = self._match(row, context)
-            if found is None:
-                return -1
-            place = found
-        # A continuation may run into the text it is itself drafting: periodic text goes on.
-        self._source[row] = (len(context), place)
-        return context[place]
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """What followed the longest match."""
+        out = Proposal.none(len(texts))
+        for row, text in enumerate(texts):
+            place = None if text is None else self._match(row, text)
+            if text is None or place is None:
+                continue
+            # A continuation may run into the text it is itself drafting: periodic text goes on.
+            period = len(text) - place
+            for i in range(most[row]):
+                out.tokens[row].append(text[place + i % period])
+        return out
 
     def _match(self, row: int, context: Sequence[int]) -> int | None:
         """Index after the latest earlier occurrence of the longest matching suffix."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.stepping import step_by_step
 from forerun.errors import ModelError, require
-from forerun.runtime.base import Runtime
+from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_model, load_tokenizer
-from forerun.runtime.model import PREFILL_CHUNK, RowModel
+from forerun.runtime.torch_executor import torch_rows
 
 BEHIND = 8
-"""Tokens that a step may feed on top of the newest one."""
+"""Tokens that a step may feed on top of the newest one and still count as a step."""
 
 
 class ModelDrafter(Drafter):
-    """Steps a draft model in its own row cache.
+    """Steps a draft model in its own rows.
 
     Args:
         rows: the draft model.
@@ -27,43 +29,24 @@ class ModelDrafter(Drafter):
             ids both models know are ever drafted.
     """
 
-    def __init__(self, rows: Runtime, vocab_size: int) -> None:
-        self.rows = rows
-        self.limit = rows.limit
+    def __init__(self, rows: Rows | Executor, vocab_size: int) -> None:
+        self.rows = rows if isinstance(rows, Rows) else Rows(rows)
+        self.limit = self.rows.limit
         self._vocab = vocab_size
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
-        """Wall time in the draft model's forward passes."""
+        """Wall time in the draft model's passes."""
         return self.rows.seconds
 
-    def ratio(self, target: Any) -> float:
+    def ratio(self, target: Rows) -> float:
         """Weights that a pass of the target reads over those of a pass of the draft."""
-        sizes = [_weights(getattr(m, "model", None)) for m in (target, self.rows)]
+        sizes = target.facts.weights, self.rows.facts.weights
         return sizes[0] / sizes[1] if all(sizes) else 5.0
 
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
-        """Empty rows: a prompt is read when its row first drafts (`prepare`)."""
-        longest = max(map(len, prompts))
-        self.rows.join([prompt[:1] for prompt in prompts], min(longest + room, self.limit))
-
-    def prepare(self, contexts: Sequence[Sequence[int] | None]) -> bool:
-        """Feed what is more than a few tokens behind, in chunks and without logits.
-
-        The end of a lone row is left to its first step, which spares a pass.
-        """
-        lone = len(contexts) == 1
-        while True:
-            pieces: list[list[int]] = []
-            for context, covered in zip(contexts, self.rows.lengths, strict=True):
-                behind = 0 if context is None else len(context) - 1 - covered
-                if lone and BEHIND < behind < PREFILL_CHUNK:
-                    return True
-                upto = covered + min(behind, PREFILL_CHUNK) if behind > BEHIND else covered
-                pieces.append(list((context or ())[covered:upto]))
-            if not any(pieces):
-                return False
-            self.rows.feed(pieces, want="none")
+        """Empty rows: a prompt is read when its row first drafts."""
+        self.rows.join(len(prompts), max(map(len, prompts)) + room)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Reorder the cache."""
@@ -73,26 +56,50 @@ class ModelDrafter(Drafter):
         """Move the row's length."""
         self.rows.rollback(row, length)
 
-    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
-        """Feed what each row's cache lacks and return the next-token logits."""
-        covered = self.rows.lengths
-        pieces = [[] if c is None else list(c[n:]) for c, n in zip(contexts, covered, strict=True)]
-        logits = self.rows.feed(pieces, want="last")
-        width = logits.shape[-1]
+    def follow(self, texts: Texts) -> None:
+        """Read along with the target, so that no row has all of its prompt to read at once."""
+        self._read(texts, leave=0)
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """Catch up with each text, then draft token by token."""
+        began = time.perf_counter()
+        behind = self._read(texts, leave=CHUNK)
+        read = time.perf_counter() - began
+        out = step_by_step(self, texts, most, guide, catching_up=behind > BEHIND)
+        if out.catch_up_seconds:
+            out.catch_up_seconds += read
+        return out
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """Feed what each row's cache lacks; what comes next."""
+        pieces = self._pieces(texts)
+        wanted = [1 if piece else 0 for piece in pieces]
+        width = self.rows.vocab_size
+        if greedy is not None and width == self._vocab:
+            return Step(best=self.rows.best(pieces, wanted, greedy))
+        logits = self.rows.feed(pieces, wanted)[:, 0]
         if width > self._vocab:
             logits = logits[:, : self._vocab]
         elif width < self._vocab:
             logits = torch.nn.functional.pad(logits, (0, self._vocab - width), value=-torch.inf)
-        return Proposal(logits=logits)
+        return Step(logits)
 
+    def _pieces(self, texts: Texts) -> list[list[int]]:
+        lengths = self.rows.lengths
+        return [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]
 
-def _weights(model: Any) -> int:
-    """Parameters but for a table of embeddings, of which a pass reads a row; 0 if unknown."""
-    if model is None:
-        return 0
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    every = sum(p.numel() for p in model.parameters())
-    return every if table is head else every - table.numel()
+    def _read(self, texts: Texts, leave: int) -> int:
+        """Read in chunks, without logits, until no row has more than `leave` tokens to go.
+
+        Returns:
+            How many tokens the row furthest behind still has to read before its newest.
+        """
+        while True:
+            pieces = self._pieces(texts)
+            longest = max(map(len, pieces))
+            if longest <= leave or not longest:
+                return longest - 1
+            self.rows.feed([piece[:CHUNK] for piece in pieces], [0] * len(pieces))
 
 
 @dataclass(frozen=True)
@@ -119,13 +126,13 @@ class ModelDraft(DrafterSpec):
     def __post_init__(self) -> None:
         require(bool(self.path), "model path", self.path, "a folder or a Hugging Face id")
 
-    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""
-        model = load_model(self.path, target.device, target.dtype, self.trust_remote_code)
+        model = load_model(self.path, target.device, target.facts.precision, self.trust_remote_code)
         if target_tokenizer is not None:
             tokenizer = load_tokenizer(self.path, self.trust_remote_code)
             check_same_tokenizer(target_tokenizer, tokenizer, self.path)
-        return ModelDrafter(RowModel(model), target.vocab_size)
+        return ModelDrafter(torch_rows(model), target.vocab_size)
 
 
 def check_same_tokenizer(target: Any, draft: Any, name: str) -> None:

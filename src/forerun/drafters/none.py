@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
 
 
 class NullDrafter(Drafter):
     """Never proposes anything, so every round is one plain decoding step."""
 
-    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
         """Nothing, for every row."""
-        return Proposal(tokens=[-1] * len(contexts))
+        return Proposal.none(len(texts))
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import between, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
-from forerun.runtime.base import Runtime
-from forerun.runtime.exits import ExitModel
+from forerun.runtime.base import Rows
+from forerun.runtime.exits import LayersExecutor
 from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.types import Stop
 
@@ -40,47 +41,49 @@ class SpecBoundDrafter(Drafter):
 
     def __init__(
         self,
-        rows: ExitModel,
+        rows: Rows,
         heads: ExitHeads,
         layers: tuple[int, ...],
         threshold: float,
         anneal: float,
         width: int,
     ) -> None:
-        self.rows, self.heads, self.layers = rows, heads, layers
-        self.target: Runtime = rows
+        assert isinstance(rows.executor, LayersExecutor), "specbound runs single layers"
+        self.rows, self.executor = rows, rows.executor
+        self.target: Rows = rows
+        self.heads, self.layers = heads, layers
         self._threshold, self._anneal, self._width = threshold, anneal, width
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
         """Wall time in the shallow layers and exit heads."""
-        return self.rows.draft_seconds
+        return self.executor.draft_seconds
 
-    @property
-    def counts(self) -> Sequence[tuple[int, int]]:
-        """Layer passes and exit projections per row."""
-        return self.rows.counts
+    def counters(self, row: int) -> Mapping[str, int]:
+        """Layer passes and exit projections."""
+        passes, exits = self.executor.counts[row] if row < len(self.executor.counts) else (0, 0)
+        return {"layer_passes": passes, "exit_projections": exits}
 
-    def ratio(self, target: Any) -> float:
+    def ratio(self, target: Rows) -> float:
         """Layers of the target over those a draft may reach."""
-        return self.rows.access.layers / self.layers[-1]
+        return self.executor.access.layers / self.layers[-1]
 
-    def rollback(self, row: int, length: int) -> None:
-        """Drop the states of what was rejected."""
-        self.rows.rollback(row, length)
-
-    def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
-        """Logits of the exit each row's newest token took; rows that took none end as difficult."""
-        if len(contexts) != len(self.rows.lengths):
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """Draft token by token, each as deep as it needs."""
+        if len(texts) != len(self.rows.lengths):
             raise SettingError(
                 "specbound drafts with the layers of its own runtime; verify with that one: "
                 "Engine(drafter.target, drafter)"
             )
-        ended: list[Stop | None] = [None] * len(contexts)
-        asked: list[Sequence[int] | None] = list(contexts)
-        for row, (context, covered) in enumerate(zip(contexts, self.rows.lengths, strict=True)):
+        return step_by_step(self, texts, most, guide)
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """Logits of the exit each row's newest token took; rows that took none end as difficult."""
+        ended: list[Stop | None] = [None] * len(texts)
+        asked: list[list[int] | None] = list(texts)
+        for row, (text, covered) in enumerate(zip(texts, self.rows.lengths, strict=True)):
             # All but one token of the text is covered; what is beyond was drafted this round.
-            if context is not None and len(context) - 1 - covered >= self._width:
+            if text is not None and len(text) - 1 - covered >= self._width:
                 asked[row], ended[row] = None, Stop.EXHAUSTED
         out: torch.Tensor | None = None
 
@@ -88,7 +91,7 @@ class SpecBoundDrafter(Drafter):
             nonlocal out
             logits = self.heads.logits(layer, hidden)
             if out is None:
-                out = logits.new_zeros(len(contexts), self.rows.vocab_size)
+                out = logits.new_zeros(len(texts), self.rows.vocab_size)
             sure: list[bool] = self._confident(layer, logits).tolist()
             here = [i for i, yes in enumerate(sure) if yes]
             out[[rows[i] for i in here]] = self._spread(logits[here])
@@ -97,11 +100,9 @@ class SpecBoundDrafter(Drafter):
                     ended[row] = None if yes else Stop.DIFFICULT
             return sure
 
-        if any(context is not None for context in asked):
-            self.rows.climb(asked, self.layers, leave)
-        if out is None:
-            return Proposal(tokens=[-1] * len(contexts), ended=ended)
-        return Proposal(logits=out, ended=ended)
+        if any(text is not None for text in asked):
+            self.executor.climb(self.rows.lengths, asked, self.layers, leave)
+        return Step(out, ended=ended)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """`(n, V)` logits: −inf for tokens that the heads cannot say."""
@@ -113,7 +114,7 @@ class SpecBoundDrafter(Drafter):
 
     def _confident(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """`(n,)` whether the annealed top-1 probability reaches τ (eq. 2)."""
-        heat = temperature(layer, self.rows.access.layers, self._anneal)
+        heat = temperature(layer, self.executor.access.layers, self._anneal)
         return (logits.float() / heat).softmax(-1).amax(-1) >= self._threshold
 
 
@@ -188,29 +189,30 @@ class SpecBound(DrafterSpec):
             "specbound exits", self.exits, "a folder of exit heads, or none",
         )  # fmt: skip
 
-    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
 
         Raises:
             UnsupportedModelError: the target's family has no layer-by-layer access.
             SettingError: depth or exit layers that the target or the heads do not have.
         """
-        if getattr(target, "model", None) is None:
+        model = target.executor.module()
+        if model is None:
             raise SettingError("specbound needs a target that is a Hugging Face model")
-        rows = ExitModel(target.model)
-        heads: ExitHeads = LogitLens(rows.access)
+        executor = LayersExecutor(model)
+        heads: ExitHeads = LogitLens(executor.access)
         chosen = self
         if self.exits:
             from forerun.runtime.heads import load_heads
 
-            heads = trained = load_heads(self.exits, rows.access)
+            heads = trained = load_heads(self.exits, executor.access)
             chosen = self._tuned(trained.about.get("settings") or {})
-        layers = chosen._exits(rows.access.layers, tuple(heads.layers))
+        layers = chosen._exits(executor.access.layers, tuple(heads.layers))
         settings = (
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
-        return SpecBoundDrafter(rows, heads, layers, *settings)  # type: ignore[arg-type]
+        return SpecBoundDrafter(Rows(executor), heads, layers, *settings)  # type: ignore[arg-type]
 
     def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
         """These settings where given, those found for the exit heads elsewhere."""

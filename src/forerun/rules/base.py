@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from forerun.errors import SettingError
 from forerun.rules.odds import Odds, Weighed, one_hot
 from forerun.types import Draft, Target, Verdict
 
@@ -26,6 +27,9 @@ class AcceptanceRule(ABC):
     """BibTeX entries; empty if there are none."""
     lossless: ClassVar[bool]
     """Whether the output has exactly the target's distribution, whatever the draft."""
+    matches_greedy: ClassVar[bool] = False
+    """Whether all it does under greedy decoding is to keep tokens while they are the target's
+    arg-max, so that only arg-maxes need be known."""
 
     @property
     def signals(self) -> frozenset[str]:
@@ -37,6 +41,24 @@ class AcceptanceRule(ABC):
     def ranks(self) -> int:
         """How many of the draft's most likely tokens the rule reads; likewise."""
         return 0
+
+    def check(self, greedy: bool, tells: bool) -> None:
+        """Refuse a request this rule cannot serve; called when it is submitted.
+
+        Args:
+            greedy: whether the request decodes greedily.
+            tells: whether the drafter has a distribution.
+
+        Raises:
+            SettingError: the rule reads what there is not.
+        """
+        if (self.signals or self.ranks) and not tells:
+            from forerun.rules import RULES
+
+            raise SettingError(
+                f"rule {RULES.text(self)!r} reads the draft's distribution and this drafter has "
+                "none; use a draft model, or rule 'standard'"
+            )
 
     @abstractmethod
     def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:

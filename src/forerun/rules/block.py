@@ -37,6 +37,7 @@ class Block(AcceptanceRule):
     paper: ClassVar[str] = "Sun et al. 2024 (block verification)"
     bibtex: ClassVar[str] = bibtex("block2024")
     lossless: ClassVar[bool] = True
+    matches_greedy: ClassVar[bool] = True
 
     def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Keep the longest prefix whose coin allows it, draw the next token."""

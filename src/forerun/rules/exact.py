@@ -31,6 +31,14 @@ class Exact(AcceptanceRule):
     paper: ClassVar[str] = "greedy case of Leviathan et al. 2023"
     bibtex: ClassVar[str] = bibtex("leviathan2023")
     lossless: ClassVar[bool] = True
+    matches_greedy: ClassVar[bool] = True
+
+    def check(self, greedy: bool, tells: bool) -> None:
+        """Greedy requests only."""
+        if not greedy:
+            raise SettingError(
+                "rule 'exact' needs temperature 0, got a sampling request; use rule 'standard'"
+            )
 
     def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""

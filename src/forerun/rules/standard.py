@@ -38,6 +38,7 @@ class Standard(PositionRule):
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
     bibtex: ClassVar[str] = bibtex("leviathan2023", "chen2023")
     lossless: ClassVar[bool] = True
+    matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:
         """`min(1, target/draft)`."""

@@ -1,7 +1,16 @@
-"""Stepping Hugging Face models: a row cache, ragged forwards, rollback by moving a length."""
+"""Running models over ragged rows: `Rows` over an executor, rollback by moving a length."""
 
-from forerun.runtime.cache import RowCache
+from forerun.runtime.base import Best, Executor, Facts, Rows
 from forerun.runtime.load import load_model, load_tokenizer
-from forerun.runtime.model import RowModel
+from forerun.runtime.torch_executor import TorchExecutor, torch_rows
 
-__all__ = ["RowCache", "RowModel", "load_model", "load_tokenizer"]
+__all__ = [
+    "Best",
+    "Executor",
+    "Facts",
+    "Rows",
+    "TorchExecutor",
+    "load_model",
+    "load_tokenizer",
+    "torch_rows",
+]

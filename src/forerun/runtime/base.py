@@ -1,53 +1,201 @@
-"""The seam between the engine and whatever executes a model."""
+"""The seam between the engine and whatever executes a model: `Rows` over an `Executor`."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from forerun.errors import PromptError
+from forerun.signals import measure
 
-class Runtime(Protocol):
-    """All the engine asks of a model: rows that join and leave, `feed`, and a length to move.
+Pieces = Sequence[Sequence[int]]
+"""Per row the token ids it is fed next; may be empty."""
 
-    One invariant: row `r`'s cache covers `context[:lengths[r]]`, and the next forward feeds
-    `context[lengths[r]:]`. So "everything was accepted" is no special case.
-    """
 
-    device: torch.device
+@dataclass(frozen=True)
+class Facts:
+    """What there is to know of a model without looking into it."""
+
+    vocab_size: int
+    """Columns of the logits (may exceed the tokenizer's vocabulary: padding)."""
     limit: int
     """Most tokens of context, prompt and output together."""
-    seconds: float
-    """Wall time spent in forward passes so far."""
+    layers: int = 0
+    weights: int = 0
+    """Parameters that a pass reads: all but a table of embeddings, of which it reads a row; 0 if
+    unknown."""
+    eos: frozenset[int] | None = None
+    """End-of-text ids; None if the model names none."""
+    precision: str = "float32"
+    """Of weights and arithmetic, as reports name it."""
+    name: str = ""
+    """Folder or Hugging Face id; empty if it was made in memory."""
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens covered per row."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
+@dataclass(frozen=True)
+class Best:
+    """Per row and wanted position the most likely token and what its distribution says of it."""
 
-    def join(
-        self, prompts: Sequence[Sequence[int]], room: int = 0, leave_end: bool = False
-    ) -> None:
-        """Add a row per prompt, covered but for its last token; `room` more tokens will come.
+    tokens: list[list[int]]
+    """`[row][column]` token ids."""
+    signals: dict[str, list[list[float]]] = field(default_factory=dict)
+    """The wanted fields of `Signals`, `[row][column]` each."""
+    sound: list[list[bool]] = field(default_factory=list)
+    """`[row][column]` whether the best logit was a finite number."""
 
-        With `leave_end`, it may cover less of a prompt: the next `feed` takes the rest along.
+
+class Executor(ABC):
+    """Runs one model over rows; owns its cache, shapes and layout, and decides nothing.
+
+    It is told with every pass how many tokens each row holds. What a row holds beyond that is
+    stale: it must neither be seen nor survive. A row that joins holds nothing.
+    """
+
+    facts: Facts
+    device: torch.device
+
+    @abstractmethod
+    def reserve(self, rows: int, columns: int) -> None:
+        """Expect so many rows of so many tokens; more may come."""
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep these rows, in this order, with the tokens each holds; a row may be kept twice."""
+
+    @abstractmethod
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """Feed every row its next tokens.
+
+        Args:
+            starts: per row the tokens it holds.
+            pieces: per row what follows them.
+            wanted: per row how many of its last tokens' logits are wanted, 0 ≤ wanted ≤ its piece.
+
+        Returns:
+            `(rows, max(wanted), V)` logits; column `j` of a row is after token
+            `len(piece) - wanted + j` of its piece, columns beyond `wanted` mean nothing.
         """
 
+    def best(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        signals: frozenset[str],
+    ) -> Best:
+        """Like `run`, but only the arg-max of each wanted position and what is said of it."""
+        return best_of(self.run(starts, pieces, wanted), signals)
+
+    def module(self) -> Any:
+        """The Hugging Face module behind it, or None."""
+        return None
+
+
+def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
+    """The arg-max of `(rows, n, V)` logits, with one transfer to the host."""
+    top, tokens = logits.max(-1)
+    sound = top.isfinite()
+    if not signals:
+        return Best(tokens.tolist(), {}, sound.tolist())
+    measured = measure(logits, tokens, signals)
+    names = sorted(signals)
+    host = torch.stack([tokens, sound, *(measured[name] for name in names)]).tolist()
+    rows = [[int(token) for token in row] for row in host[0]]
+    return Best(rows, dict(zip(names, host[2:], strict=True)), host[1])
+
+
+class Rows:
+    """Ragged rows of one model, under one invariant.
+
+    Row `r` covers `context[:lengths[r]]`, and the next pass feeds `context[lengths[r]:]`. So
+    reading a prompt, judging a draft and decoding a token are the same thing, rolling back is
+    setting a length, and "everything was accepted" is no special case.
+
+    Args:
+        executor: what runs the model.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.facts, self.device = executor, executor.facts, executor.device
+        self.limit, self.vocab_size = executor.facts.limit, executor.facts.vocab_size
+        self.lengths: list[int] = []
+        """Tokens covered per row."""
+        self.seconds = 0.0
+        """Wall time spent in passes so far."""
+        self.passes = 0
+
+    def join(self, count: int, room: int = 0) -> None:
+        """Add empty rows at the end; `room` tokens are expected of each."""
+        self.executor.reserve(len(self.lengths) + count, min(room, self.limit) + 1)
+        self.lengths.extend([0] * count)
+
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; drop the others."""
+        """Keep these rows, in this order; a row may be kept twice, the others are dropped."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.executor.keep(rows, self.lengths)
 
     def rollback(self, row: int, length: int) -> None:
         """Forget what a row holds beyond `length` tokens."""
+        if length < self.lengths[row]:
+            self.lengths[row] = length
 
-    def feed(
-        self,
-        pieces: Sequence[Sequence[int]],
-        first: int = 0,
-        want: Literal["all", "last", "none"] = "all",
-        skip: int = 0,
-    ) -> torch.Tensor:
-        """Feed each row its next tokens; logits `(rows, width - skip, V)`, `(rows, V)` or none."""
+    @torch.inference_mode()
+    def feed(self, pieces: Pieces, wanted: Sequence[int] | None = None) -> torch.Tensor:
+        """Feed every row its next tokens and cover them; see `Executor.run`.
+
+        Args:
+            pieces: per row.
+            wanted: per row; None wants the logits after every token.
+
+        Raises:
+            PromptError: a row would grow beyond the context.
+        """
+        began, counts = time.perf_counter(), self._counts(pieces)
+        logits = self.executor.run(self.lengths, pieces, counts if wanted is None else wanted)
+        self._covered(counts, began)
+        return logits
+
+    @torch.inference_mode()
+    def best(
+        self, pieces: Pieces, wanted: Sequence[int], signals: frozenset[str] = frozenset()
+    ) -> Best:
+        """Like `feed`, but only the most likely tokens; see `Executor.best`."""
+        began, counts = time.perf_counter(), self._counts(pieces)
+        best = self.executor.best(self.lengths, pieces, wanted, signals)
+        self._covered(counts, began)
+        return best
+
+    def read(self, texts: Pieces, room: int = 0) -> None:
+        """Add a row per text, and cover all of it but for its last token, in chunks."""
+        first = len(self.lengths)
+        self.join(len(texts), max(map(len, texts), default=0) + room)
+        none = [0] * len(self.lengths)
+        while any(len(t) - 1 > n for t, n in zip(texts, self.lengths[first:], strict=True)):
+            starts = self.lengths[first:]
+            chunks = [
+                list(t[n : min(n + CHUNK, len(t) - 1)]) for t, n in zip(texts, starts, strict=True)
+            ]
+            self.feed([*[[]] * first, *chunks], none)
+
+    def _counts(self, pieces: Pieces) -> list[int]:
+        counts = [len(piece) for piece in pieces]
+        for start, count in zip(self.lengths, counts, strict=True):
+            if start + count > self.limit:
+                raise PromptError(
+                    f"{start + count} tokens do not fit the model's context of {self.limit}"
+                )
+        return counts
+
+    def _covered(self, counts: list[int], began: float) -> None:
+        self.lengths = [start + count for start, count in zip(self.lengths, counts, strict=True)]
+        self.seconds += time.perf_counter() - began
+        self.passes += 1
+
+
+CHUNK = 512
+"""Prompt tokens fed in one pass."""

@@ -12,19 +12,20 @@ from transformers.cache_utils import Cache
 class RowCache(Cache):
     """A preallocated key-value cache whose rows have lengths of their own.
 
-    Row `r` covers the first `lengths[r]` tokens of its sequence; columns beyond hold leftovers that
-    the attention mask hides. So rollback is setting a length, and nothing is ever copied but when
-    the cache grows or rows leave.
+    A pass announces the rows it is for and where in each it begins (`open`); columns beyond a
+    row's tokens hold leftovers that the attention mask hides. So rollback is a number nobody here
+    keeps, and nothing is ever copied but when the cache grows, when rows leave, or when a pass is
+    for rows that do not follow each other.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.lengths: list[int] = []
         self._rows = 0
         self._columns = 0
         self._store: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._first = 0
-        self._count = 0
+        self._span = slice(0, 0)
+        self._pick: list[int] | None = None
+        self._start = 0
         self._end = 0
         self._where: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -50,38 +51,37 @@ class RowCache(Cache):
         return new
 
     @torch.inference_mode()
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, as rows 0, 1, ...; the others are dropped."""
-        if list(rows) != list(range(len(rows))):
-            longest = max((self.lengths[r] for r in rows), default=0)
-            index = list(rows)
-            for pair in self._store.values():
-                for tensor in pair:
-                    tensor[: len(index), :, :longest] = tensor[index, :, :longest]
-        self.lengths = [self.lengths[r] for r in rows]
+    def keep(self, rows: Sequence[int], longest: int) -> None:
+        """Keep these rows with their first `longest` tokens, as rows 0, 1, ...; a row may be kept
+        twice."""
+        if list(rows) == list(range(len(rows))):
+            return
+        self.reserve(len(rows), longest)
+        index = list(rows)
+        for pair in self._store.values():
+            for tensor in pair:
+                tensor[: len(index), :, :longest] = tensor[index, :, :longest]
 
-    def begin(self, first: int, counts: Sequence[int], width: int, device: torch.device) -> int:
-        """Announce a forward of `width` columns over rows `first, first + 1, ...`.
+    def open(self, rows: list[int], starts: Sequence[int], width: int, device: torch.device) -> int:
+        """Announce a pass of `width` columns from `starts[i]` on in row `rows[i]`, rows rising.
 
         Returns:
             How many columns the attention will see.
         """
-        starts = self.lengths[first : first + len(counts)]
-        end = max(starts) + width
-        if end > self._columns or first + len(counts) > self._rows:
-            self.reserve(first + len(counts), max(end, min(2 * self._columns, end + 4096)))
-        self._first, self._count, self._end = first, len(counts), end
+        self._start = max(starts)
+        end = self._start + width
+        low, high = rows[0], rows[-1]
+        if end > self._columns or high >= self._rows:
+            self.reserve(high + 1, max(end, min(2 * self._columns, end + 4096)))
+        self._span, self._end = slice(low, high + 1), end
         self._where = None
-        if len(counts) > 1:
-            rows = torch.arange(first, first + len(counts), device=device).unsqueeze(1)
+        if len(rows) > 1:
             begin = torch.tensor(starts, device=device).unsqueeze(1)
-            self._where = rows, begin + torch.arange(width, device=device)
+            index = torch.tensor(rows, device=device).unsqueeze(1)
+            self._where = index, begin + torch.arange(width, device=device)
+        adjacent = high - low + 1 == len(rows)
+        self._pick = None if adjacent else [row - low for row in rows]
         return end
-
-    def commit(self, counts: Sequence[int]) -> None:
-        """Count the fed tokens as covered: row `first + i` grows by `counts[i]`."""
-        for i, count in enumerate(counts):
-            self.lengths[self._first + i] += count
 
     def update(
         self,
@@ -91,25 +91,27 @@ class RowCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `(count, heads, width, dim)` states and return all columns up to the longest."""
+        """Write `(n, heads, width, dim)` states and return these rows' columns."""
         if layer_idx not in self._store:
             self._store[layer_idx] = (
                 self._grown(key_states[:0, :, :0]),
                 self._grown(value_states[:0, :, :0]),
             )
-        rows = slice(self._first, self._first + self._count)
-        seen = []
-        for store, new in zip(self._store[layer_idx], (key_states, value_states), strict=True):
-            if self._where is None:
-                store[rows, :, self._end - new.shape[2] : self._end] = new
-            else:
-                store[self._where[0], :, self._where[1]] = new.transpose(1, 2)
-            seen.append(store[rows, :, : self._end])
-        return seen[0], seen[1]
+        rows, end = self._span, self._end
+        keys, values = self._store[layer_idx]
+        if self._where is None:
+            keys[rows, :, end - key_states.shape[2] : end] = key_states
+            values[rows, :, end - value_states.shape[2] : end] = value_states
+        else:
+            keys[self._where[0], :, self._where[1]] = key_states.transpose(1, 2)
+            values[self._where[0], :, self._where[1]] = value_states.transpose(1, 2)
+        keys, values = keys[rows, :, :end], values[rows, :, :end]
+        # Rows that do not follow each other are copied together: attention wants one tensor.
+        return (keys, values) if self._pick is None else (keys[self._pick], values[self._pick])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this forward in its longest row."""
-        return max(self.lengths[self._first : self._first + self._count], default=0)
+        """Tokens before this pass in its longest row."""
+        return self._start
 
     @property
     def nbytes(self) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from forerun.errors import PromptError
-from forerun.runtime.layer_cache import LayerCache
+from forerun.runtime.base import Pieces
 from forerun.runtime.layers import LayerAccess
-from forerun.runtime.model import RowModel
+from forerun.runtime.torch_executor import TorchExecutor
 
 Leave = Callable[[int, list[int], torch.Tensor], list[bool]]
 """`(depth, rows, hidden (n, H) of each row's newest token)` to which of the rows leave there."""
@@ -73,15 +73,15 @@ class _Batch:
     """`(n, width, H)`, padded on the right."""
 
 
-class ExitModel(RowModel):
+class LayersExecutor(TorchExecutor):
     """A target that also drafts: SpecBound's bounded speculation with cached states.
 
     `climb` takes each row's newest token through the first layers and leaves it where it exits.
     Its hidden state stays *pending*, in a table of `(rows, drafted + 1, H)`, the only extra memory:
     keys and values go where they belong, in the one cache. A later token that goes deeper takes
-    the pending ones along, for it needs their keys there. `feed` recognises pending tokens, brings
+    the pending ones along, for it needs their keys there. `run` recognises pending tokens, brings
     all to the same depth and then through the remaining layers together, so that each token it is
-    fed passes each layer exactly once. With nothing pending, it is a plain `RowModel`.
+    fed passes each layer exactly once. With nothing pending, it is a plain `TorchExecutor`.
 
     Args:
         model: a causal language model of a family with layer-by-layer access.
@@ -94,53 +94,47 @@ class ExitModel(RowModel):
 
     def __init__(self, model: Any) -> None:
         self.access = LayerAccess(model.eval())
-        super().__init__(model)
-        self._layer_cache = LayerCache()
-        self.cache = self._layer_cache
         self.work = Work()
         self.draft_seconds = 0.0
-        """Wall time spent in `climb` so far; `seconds` is that of `feed`."""
+        """Wall time spent in `climb` so far."""
         self.counts: list[tuple[int, int]] = []
         """Per row, since it joined and without its prompt: positions × layers, and hidden states of
         shallow layers turned into logits."""
         self._pending: list[_Pending] = []
-        self._states = torch.empty(0, 0, self.access.width, dtype=self.dtype, device=self.device)
+        self._starts: Sequence[int] = ()
         self._batch: _Batch | None = None
+        super().__init__(model)
+        self._states = torch.empty(0, 0, self.access.width, dtype=self.dtype, device=self.device)
 
     @property
     def pending(self) -> list[list[int]]:
         """Per row the depths its pending tokens have come to."""
         return [list(row.depths) for row in self._pending]
 
-    def join(
-        self, prompts: Sequence[Sequence[int]], room: int = 0, leave_end: bool = False
-    ) -> None:
-        """Add a row per prompt and cover each but for its last token.
-
-        With `leave_end`, `feed` comes before `climb`, or the rest would climb with a draft's first.
-        """
-        self._pending.extend(_Pending() for _ in prompts)
-        self.counts.extend((0, 0) for _ in prompts)
-        super().join(prompts, room, leave_end)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; pending tokens are dropped (between rounds: none)."""
-        super().keep(rows)
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Reorder the cache; pending tokens are dropped (between rounds: none)."""
+        super().keep(rows, lengths)
+        self._grow(max(rows, default=-1) + 1)
         self._pending = [_Pending() for _ in rows]
         self.counts = [self.counts[row] for row in rows]
 
-    def rollback(self, row: int, length: int) -> None:
-        """Forget what a row holds beyond `length` tokens, pending or covered."""
-        self._pending[row].cut(max(length - self.lengths[row], 0))
-        super().rollback(row, length)
+    def _grow(self, rows: int) -> None:
+        """Rows that joined since the last pass have nothing pending."""
+        self._pending.extend(_Pending() for _ in range(rows - len(self._pending)))
+        self.counts.extend((0, 0) for _ in range(rows - len(self.counts)))
 
     @torch.inference_mode()
     def climb(
-        self, contexts: Sequence[Sequence[int] | None], depths: Sequence[int], leave: Leave
+        self,
+        starts: Sequence[int],
+        contexts: Sequence[Sequence[int] | None],
+        depths: Sequence[int],
+        leave: Leave,
     ) -> None:
         """Take the newest token of each row up from the embedding until it leaves.
 
         Args:
+            starts: per row the tokens that have passed all layers.
             contexts: per row all its tokens; None leaves the row alone.
             depths: where it may leave, rising; beyond the last nothing goes.
             leave: asked at each of these depths about the rows still climbing; see `Leave`.
@@ -149,8 +143,10 @@ class ExitModel(RowModel):
             PromptError: a context is longer than the model's.
         """
         began = time.perf_counter()
+        self._starts = starts
+        self._grow(len(starts))
         rows = [row for row, context in enumerate(contexts) if context is not None]
-        pieces = [list((contexts[row] or ())[self.lengths[row] :]) for row in rows]
+        pieces = [list((contexts[row] or ())[starts[row] :]) for row in rows]
         self._take(rows, pieces, fresh=1)
         at = 0
         for depth in depths if rows else ():
@@ -168,40 +164,41 @@ class ExitModel(RowModel):
         self._store()
         self.draft_seconds += time.perf_counter() - began
 
-    @torch.inference_mode()
-    def feed(
-        self,
-        pieces: Sequence[Sequence[int]],
-        first: int = 0,
-        want: Literal["all", "last", "none"] = "all",
-        skip: int = 0,
-    ) -> torch.Tensor:
-        """Feed each row its next tokens and cover them; what is pending of them is only finished.
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """As `TorchExecutor.run`; what is pending of the pieces is only finished.
 
-        Arguments and result as for `RowModel.feed`. Pending tokens that are not fed are dropped.
+        Pending tokens that are not fed are dropped.
         """
-        counts = [len(piece) for piece in pieces]
-        chosen = range(first, first + len(pieces))
-        if want != "none":
-            told = (max(count - skip, 0) for count in counts)
-            self.work.projections += sum(told) if want == "all" else sum(map(bool, counts))
-        if not any(self._pending[row].tokens for row in chosen):
-            if want != "none":  # prompts are fed without asking for logits; they are not counted
-                for row, count in zip(chosen, counts, strict=True):
-                    self._count([row], verify=self.access.layers * max(count - skip, 0))
-                self.work.verify_calls += self.access.layers * any(counts)
-            return super().feed(pieces, first, want, skip)
-        began = time.perf_counter()
-        self._take(list(chosen), [list(piece) for piece in pieces])
-        rows = [row for row in chosen if self._pending[row].tokens]
+        self._starts = starts
+        self._grow(len(starts))
+        self.work.projections += sum(wanted)
+        if not any(row.tokens for row in self._pending):
+            # Tokens whose logits nobody wants are a prompt's; they are not counted.
+            for row, count in enumerate(wanted):
+                self._count([row], verify=self.access.layers * count)
+            self.work.verify_calls += self.access.layers * any(wanted)
+            return super().run(starts, pieces, wanted)
+        self._take(list(range(len(pieces))), [list(piece) for piece in pieces])
+        rows = [row for row, pending in enumerate(self._pending) if pending.tokens]
         self._sweep(rows, 0, self.access.layers, drafting=False)
-        logits = self._finish(rows, first, counts, want)
-        logits = logits[:, skip:] if want == "all" else logits
+        for row in rows:
+            self._pending[row].cut(0)
+        batch, self._batch = self._batch, None
+        most = max(wanted, default=0)
+        out = torch.zeros(len(pieces), most, self.facts.vocab_size, device=self.device)
+        if batch is not None and most:
+            # Everything went the last stretch together; a row's wanted tokens are its last.
+            index = [row for row, n in enumerate(wanted) for _ in range(n)]
+            column = [j for n in wanted for j in range(n)]
+            place = {span[0]: i for i, span in enumerate(batch.spans)}
+            skipped = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
+            at = [skipped[row] + j for row, j in zip(index, column, strict=True)]
+            hidden = batch.hidden[[place[row] for row in index], at]
+            out = out.to(hidden.dtype)
+            out[index, column] = self.access.logits(hidden)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds += time.perf_counter() - began
-        self.forwards += 1
-        return logits
+        return out
 
     def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:
         """Make each row's pending tokens its piece: what is known keeps its depth.
@@ -209,10 +206,10 @@ class ExitModel(RowModel):
         The last `fresh` tokens start anew even if they are known.
         """
         for row, piece in zip(rows, pieces, strict=True):
-            if self.lengths[row] + len(piece) > self.limit:
-                longest = self.lengths[row] + len(piece)
+            if self._starts[row] + len(piece) > self.facts.limit:
+                longest = self._starts[row] + len(piece)
                 raise PromptError(
-                    f"{longest} tokens do not fit the model's context of {self.limit}"
+                    f"{longest} tokens do not fit the model's context of {self.facts.limit}"
                 )
         self._batch = None
         for row, piece in zip(rows, pieces, strict=True):
@@ -270,8 +267,8 @@ class ExitModel(RowModel):
         rows, begins, counts = ([span[i] for span in spans] for i in range(3))
         width = max(counts)
         self._reserve(max(begins) + width)
-        starts = [self.lengths[row] + begin for row, begin in zip(rows, begins, strict=True)]
-        columns = self._layer_cache.open(rows, starts, width, self.device)
+        starts = [self._starts[row] + begin for row, begin in zip(rows, begins, strict=True)]
+        columns = self.cache.open(rows, starts, width, self.device)
         slots = torch.tensor(begins, device=self.device).unsqueeze(1)
         where = (
             torch.tensor(rows, device=self.device).unsqueeze(1),
@@ -304,28 +301,7 @@ class ExitModel(RowModel):
     def _reserve(self, slots: int) -> None:
         """Make room for `slots` states in every row; contents are kept."""
         old = self._states
-        if slots > old.shape[1] or len(self.lengths) > old.shape[0]:
-            rows, slots = max(len(self.lengths), old.shape[0]), max(slots, old.shape[1])
+        if slots > old.shape[1] or len(self._starts) > old.shape[0]:
+            rows, slots = max(len(self._starts), old.shape[0]), max(slots, old.shape[1])
             self._states = old.new_zeros(rows, slots, old.shape[2])
             self._states[: old.shape[0], : old.shape[1]] = old
-
-    def _finish(
-        self, rows: list[int], first: int, counts: list[int], want: Literal["all", "last", "none"]
-    ) -> torch.Tensor:
-        """Cover what has passed all layers and turn it into logits."""
-        for row in rows:
-            self.lengths[row] += len(self._pending[row].tokens)
-            self._pending[row].cut(0)
-        batch, self._batch = self._batch, None
-        if batch is None or want == "none":
-            return torch.empty(0, device=self.device)
-        hidden = batch.hidden
-        if want == "last":
-            ends = torch.tensor([count - 1 for *_, count in batch.spans], device=self.device)
-            hidden = hidden[torch.arange(len(rows), device=self.device), ends]
-        logits = self.access.logits(hidden)
-        if len(rows) == len(counts):
-            return logits
-        spread = logits.new_zeros(len(counts), *logits.shape[1:])
-        spread[[row - first for row in rows]] = logits
-        return spread

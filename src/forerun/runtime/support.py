@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from forerun.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from forerun.runtime.model import RowModel
+from forerun.runtime.base import Rows
 
 PROVEN = frozenset({"gemma", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Model types whose rows are tested against the model run alone; others are probed when loaded."""
@@ -70,18 +68,18 @@ def context_limit(config: Any) -> int:
 
 
 @torch.inference_mode()
-def probe(rows: RowModel) -> None:
+def probe(rows: Rows, model: Any) -> None:
     """Prove a model type outside `PROVEN`: two ragged rows against the model run alone.
 
     Raises:
         UnsupportedModelError: they differ, or the model cannot be stepped at all.
     """
-    model, kind = rows.model, rows.model.config.get_text_config(decoder=True).model_type
+    kind = model.config.get_text_config(decoder=True).model_type
     failed = f"{kind} models are not proven here, and a probe of this one failed"
     texts = [[(7 * i + 3) % rows.vocab_size for i in range(n)] for n in (9, 4)]
     try:
-        rows.join(texts)
-        got = rows.feed([t[-1:] for t in texts], want="last")
+        rows.read(texts)
+        got = rows.feed([t[-1:] for t in texts])[:, 0]
         alone = [
             model(input_ids=torch.tensor([t], device=rows.device)).logits[0, -1] for t in texts
         ]
@@ -90,7 +88,7 @@ def probe(rows: RowModel) -> None:
         raise UnsupportedModelError(f"{failed}: {error}") from error
     wanted = torch.stack(alone)
     worst = float(((got - wanted).abs().max() / (wanted.abs().max() + 1e-6)).float())
-    if not worst <= (PROBE_TOLERANCE if rows.dtype == torch.float32 else 0.1):
+    if not worst <= (PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1):
         raise UnsupportedModelError(
             f"{failed}: a row in a batch differs from the row alone by {worst:.1e} (relative)"
         )

@@ -1,0 +1,64 @@
+"""The autoregressive loop: a token at a time, until every row has stopped."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from forerun.drafters.base import Guide, Proposal, Step, Texts
+
+
+class Stepper(Protocol):
+    """Something that says what may come next."""
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """What follows each text; `greedy` as `Guide.greedy`. None texts get no answer."""
+
+
+def step_by_step(
+    stepper: Stepper, texts: Texts, most: list[int], guide: Guide, catching_up: bool = False
+) -> Proposal:
+    """Draft for every row until its limit, its controller, the stepper or the text says stop.
+
+    Args:
+        stepper: the model.
+        texts: per row, None where nothing is drafted.
+        most: per row.
+        guide: sampling and the controllers' decisions.
+        catching_up: whether the first step reads on in texts it had not followed.
+    """
+    out = Proposal.none(len(texts))
+    ahead: list[list[int] | None] = [None if t is None else list(t) for t in texts]
+    active = [row for row, text in enumerate(ahead) if text is not None]
+    while active:
+        began = time.perf_counter()
+        step = stepper.step(ahead, guide.greedy)
+        drawing = active
+        if step.ended is not None:
+            # A row that ends here draws nothing: neither a token nor a coin.
+            for row in active:
+                out.stopped_by[row] = step.ended[row]
+            drawing = [row for row in active if step.ended[row] is None]
+        if drawing:
+            tokens = guide.choose(step, ahead, drawing, out)
+            for row, token in zip(drawing, tokens, strict=True):
+                out.tokens[row].append(token)
+                text = ahead[row]
+                assert text is not None
+                text.append(token)
+        _clock(out, time.perf_counter() - began, catching_up)
+        going = guide.settle(drawing, most, out)
+        for row in active:
+            if row not in going:
+                ahead[row] = None
+        active, catching_up = going, False
+    return out
+
+
+def _clock(out: Proposal, seconds: float, catching_up: bool) -> None:
+    if catching_up:
+        out.catch_up_seconds += seconds
+        return
+    if not out.steps and not out.catch_up_seconds:
+        out.first_seconds = seconds
+    out.steps += 1

@@ -1,0 +1,159 @@
+"""What is asked of an engine: a prompt to run, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forerun.controllers.base import LengthController
+from forerun.errors import PromptError, SettingError, require
+from forerun.rules.base import AcceptanceRule
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request wants its text sampled.
+
+    The transform of the logits, in this order: logit bias, end-of-text banned before
+    `min_new_tokens`, repetition / presence / frequency penalties, temperature, top-k, top-p, min-p.
+
+    Args:
+        temperature: ≥ 0; 0 is greedy decoding.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set with at least this much probability, in (0, 1].
+        min_p: drop tokens below `min_p` times the highest probability, in [0, 1].
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in the
+            prompt or the output. 1 is off.
+        presence_penalty: subtracted from logits of tokens already in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: token id → added to its logit; −inf bans it.
+        seed: of this request's own random stream; None draws one (it is in the result).
+        max_new_tokens: ≥ 1.
+        min_new_tokens: no end of text before this many tokens.
+        stop: strings at which the text ends (they are not part of it).
+        eos: end-of-text token ids; None uses the model's.
+        ignore_eos: go on after end-of-text tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    eos: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        if self.eos is not None:
+            object.__setattr__(self, "eos", tuple(self.eos))
+        finite = math.isfinite
+        t, k, p, m = self.temperature, self.top_k, self.top_p, self.min_p
+        require(finite(t) and t >= 0, "temperature", t, "a number ≥ 0 (0 is greedy)")
+        require(k >= 0, "top_k", k, "an integer ≥ 0 (0 keeps all)")
+        require(0 < p <= 1, "top_p", p, "in (0, 1]")
+        require(0 <= m <= 1, "min_p", m, "in [0, 1]")
+        r = self.repetition_penalty
+        require(finite(r) and r > 0, "repetition_penalty", r, "a number > 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(finite(value), name, value, "a finite number")
+        require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "≥ 1")
+        low, high = self.min_new_tokens, self.max_new_tokens
+        require(0 <= low <= high, "min_new_tokens", low, f"between 0 and max_new_tokens={high}")
+        require(all(self.stop), "stop", self.stop, "made of non-empty strings")
+        for bias in self.logit_bias.values():
+            require(not math.isnan(bias) and bias < math.inf, "logit_bias", bias, "a number < inf")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is the only one."""
+        return self.temperature == 0
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether anything but the temperature touches the logits."""
+        return bool(
+            self.logit_bias
+            or self.min_new_tokens
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p cut the distribution."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to run: the one noun for it, at every door.
+
+    Args:
+        prompt: token ids, at least one.
+        sampling: how its text is sampled.
+        controller: how far to run ahead.
+        rule: what to keep.
+        source: token ids of the text an encoder reads, for encoder-decoder targets; None for others.
+        stream: somebody waits for its first token: it comes from the pass that reads the prompt, as
+            soon as in plain decoding. Else the first draft rides along in that pass, which spares
+            one. Under sampling the two take other random numbers.
+        logprobs: report the log-probability of every committed token, and of so many of the
+            target's most likely ones there, ≥ 0, before the sampling transform; None for none.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    controller: LengthController
+    rule: AcceptanceRule
+    source: Sequence[int] | None = None
+    stream: bool = False
+    logprobs: int | None = None
+
+    def check(self, vocab_size: int, limit: int, has_tokenizer: bool, tells: bool) -> None:
+        """Refuse what cannot be served, before anything runs.
+
+        Args:
+            vocab_size: of the target.
+            limit: most tokens of the target's context.
+            has_tokenizer: whether text can be made.
+            tells: whether the drafter has a distribution that rules can read.
+
+        Raises:
+            PromptError: the prompt is empty, holds unknown ids or leaves no room in the context.
+            SettingError: stop strings without a tokenizer, an unusable token id, or a rule that
+                cannot serve this sampling or this drafter.
+        """
+        count = len(self.prompt)
+        if not count:
+            raise PromptError("the prompt is empty; give at least one token of text")
+        if count >= limit:
+            raise PromptError(
+                f"the prompt has {count} tokens and the context holds {limit}; shorten the prompt"
+            )
+        if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
+            raise PromptError(f"the prompt holds token ids outside the vocabulary of {vocab_size}")
+        for token in (*self.sampling.logit_bias, *(self.sampling.eos or ())):
+            if not 0 <= token < vocab_size:
+                raise SettingError(
+                    f"token id {token} in logit_bias or eos is outside the vocabulary of "
+                    f"{vocab_size}"
+                )
+        if self.sampling.stop and not has_tokenizer:
+            raise SettingError("stop strings need a tokenizer")
+        if self.logprobs is not None:
+            require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
+        self.rule.check(self.sampling.greedy, tells)

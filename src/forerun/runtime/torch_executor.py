@@ -1,0 +1,156 @@
+"""A Hugging Face model stepped over ragged rows by PyTorch, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from forerun.runtime.base import Executor, Facts, Pieces, Rows
+from forerun.runtime.cache import RowCache
+from forerun.runtime.support import PROVEN, check_supported, context_limit, probe
+
+CACHED_MASKS = 64
+"""Widest pass whose mask is kept: wider ones read prompts, hardly any two of one length."""
+TOGETHER = 32
+"""Padded tokens per row that a pass may waste: beyond, rows that read prompts get their own."""
+
+
+class TorchExecutor(Executor):
+    """Runs a decoder-only Hugging Face model over rows of different lengths, padded to one width.
+
+    Args:
+        model: any supported causal language model, on its device, in its dtype.
+
+    Raises:
+        UnsupportedModelError: a row cache cannot serve this architecture; says why.
+    """
+
+    def __init__(self, model: Any) -> None:
+        check_supported(model)
+        self.model = model.eval()
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.facts = facts_of(model)
+        self.cache = RowCache()
+        self._masks: dict[int, torch.Tensor] = {}
+        self._places = torch.arange(0, device=self.device)
+        if model.config.get_text_config(decoder=True).model_type not in PROVEN:
+            probe(Rows(self), model)
+
+    def module(self) -> Any:
+        """The model."""
+        return self.model
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow the cache once for what is expected."""
+        self.cache.reserve(rows, columns)
+
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Reorder the cache."""
+        self.cache.keep(rows, max(lengths, default=0))
+
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """One padded pass, or two where prompts are read beside rows that decode."""
+        if len(pieces) == 1 and pieces[0]:
+            return self._pass([0], starts, pieces, wanted)
+        groups = _by_width(pieces)
+        if len(groups) == 1 and len(groups[0]) == len(pieces):
+            return self._pass(groups[0], starts, pieces, wanted)
+        shape = len(pieces), max(wanted, default=0), self.facts.vocab_size
+        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for rows in groups:
+            some = [[values[row] for row in rows] for values in (starts, pieces, wanted)]
+            logits = self._pass(rows, *some)
+            out[rows, : logits.shape[1]] = logits
+        return out
+
+    def _pass(
+        self, rows: list[int], starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+    ) -> torch.Tensor:
+        """One forward of these rows, whose other arguments come in their order."""
+        counts = [len(piece) for piece in pieces]
+        width, most = max(counts), max(wanted)
+        skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
+        padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
+        columns = self.cache.open(rows, starts, width, self.device)
+        # Of the padded columns, the logits from the first that any row wants.
+        first = min(skipped) if most else width - 1
+        output = self.model(
+            input_ids=torch.tensor(padded, device=self.device),
+            position_ids=self._positions(starts, width),
+            attention_mask=self._mask(starts, width, columns),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=width - first if first else 0,  # 0: all
+        )
+        logits: torch.Tensor = output.logits
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the caller reads the result at once anyway
+        if min(skipped) == max(skipped):
+            return logits[:, :most]
+        at = torch.tensor(skipped, device=self.device).unsqueeze(1) - first
+        at = at + torch.arange(most, device=self.device)
+        index = torch.arange(len(rows), device=self.device).unsqueeze(1)
+        return logits[index, at.clamp_(max=logits.shape[1] - 1)]
+
+    def _positions(self, starts: Sequence[int], width: int) -> torch.Tensor:
+        if (end := max(starts) + width) > len(self._places):
+            # Padding may point past the end, which learned position tables do not have.
+            places = torch.arange(2 * end, device=self.device)
+            self._places = places.clamp_(max=self.facts.limit - 1)
+        rows = [self._places[start : start + width] for start in starts]
+        return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+    def _mask(self, starts: Sequence[int], width: int, columns: int) -> torch.Tensor:
+        """Additive `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i."""
+        if len(starts) == 1 and width <= CACHED_MASKS:
+            # A lower-right corner of one fixed triangle per width: no arithmetic per step.
+            full = self._masks.get(width)
+            if full is None or full.shape[-1] < columns:
+                room = max(self.cache.columns, columns) + 256
+                full = self._build_mask([room - width], width, room)
+                self._masks[width] = full
+            return full[..., -columns:]
+        return self._build_mask(starts, width, columns)
+
+    def _build_mask(self, starts: Sequence[int], width: int, columns: int) -> torch.Tensor:
+        begin = torch.tensor(starts, device=self.device).view(-1, 1, 1, 1)
+        query = begin + torch.arange(width, device=self.device).view(1, 1, -1, 1)
+        hidden = torch.arange(columns, device=self.device) > query
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
+
+
+def torch_rows(model: Any) -> Rows:
+    """Rows of a Hugging Face model, run by PyTorch."""
+    return Rows(TorchExecutor(model))
+
+
+def facts_of(model: Any) -> Facts:
+    """What a Hugging Face causal language model says of itself."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    every = sum(parameter.numel() for parameter in model.parameters())
+    config = model.config.get_text_config(decoder=True)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ends is not None:
+        ends = frozenset(ends if isinstance(ends, (list, tuple)) else [ends])
+    return Facts(
+        vocab_size=int(head.shape[0]),
+        limit=context_limit(model.config),
+        layers=int(getattr(config, "num_hidden_layers", 0)),
+        weights=every if table is head else every - table.numel(),
+        eos=ends,
+        precision=str(model.dtype).removeprefix("torch."),
+        name=str(getattr(model, "name_or_path", "") or ""),
+    )
+
+
+def _by_width(pieces: Pieces) -> list[list[int]]:
+    """Rows with something to feed, those with much longer pieces apart."""
+    fed = [row for row, piece in enumerate(pieces) if piece]
+    shortest = min((len(pieces[row]) for row in fed), default=0)
+    short = [row for row in fed if len(pieces[row]) <= shortest + TOGETHER]
+    long = [row for row in fed if len(pieces[row]) > shortest + TOGETHER]
+    return [rows for rows in (short, long) if rows]
