@@ -18,7 +18,7 @@ from forerun.errors import PromptError, SettingError
 from forerun.lab.audit import Kind, audit, checks, explain, first_difference
 from forerun.lab.peers import Peer, PeerOutput
 from forerun.model import Model
-from forerun.runtime import RowModel
+from forerun.runtime import torch_rows
 from forerun.testing import ScriptedModel
 from tiny import build, texts
 
@@ -42,7 +42,7 @@ def test_a_wrong_token_is_a_bug_wherever_it_stands() -> None:
     model = build("llama")
     prompt = texts(5)[0]
     right = greedy(model, prompt, 6)
-    wrapped = SimpleNamespace(target=RowModel(model))
+    wrapped = SimpleNamespace(target=torch_rows(model))
     for place in (0, 3, 5):
         wrong = list(right)
         wrong[place] = (right[place] + 1) % 97
@@ -62,7 +62,7 @@ def test_two_tokens_of_equal_weight_are_a_near_tie() -> None:
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head[twin] = head[best]
-    found = explain(SimpleNamespace(target=RowModel(model)), prompt, [best], [twin])
+    found = explain(SimpleNamespace(target=torch_rows(model)), prompt, [best], [twin])
     assert found.near_tie
     assert found.margin <= found.bound < 1e-3
     # Equal to each other, but neither is the best: still a bug.
@@ -70,7 +70,7 @@ def test_two_tokens_of_equal_weight_are_a_near_tie() -> None:
     other = (worse + 1) % 97
     with torch.no_grad():
         head[other] = head[worse]
-    assert not explain(SimpleNamespace(target=RowModel(model)), prompt, [worse], [other]).near_tie
+    assert not explain(SimpleNamespace(target=torch_rows(model)), prompt, [worse], [other]).near_tie
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
@@ -169,7 +169,7 @@ def pair(fault: Callable[[RowModel], Any] = lambda rows: rows) -> Model:
     with torch.no_grad():
         noise = torch.randn(draft.get_output_embeddings().weight.shape) * 0.3
         draft.get_output_embeddings().weight += noise
-    return Model(fault(RowModel(target)), ModelDrafter(RowModel(draft), 97))
+    return Model(fault(torch_rows(target)), ModelDrafter(torch_rows(draft), 97))
 
 
 PROMPTS = texts(5, 9, 3, 7)
@@ -255,8 +255,8 @@ def test_a_tie_up_to_rounding_is_a_near_tie(roundings: float, kind: Kind) -> Non
         head[twin] = head[best]
     logits = target(torch.tensor([PROMPTS[0]])).logits[0, -1]
     by = roundings * float(logits.detach().abs().max()) * torch.finfo(torch.float32).eps
-    rows = Off(RowModel(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0])))
-    model = Model(rows, ModelDrafter(RowModel(build("llama", seed=3)), 97))
+    rows = Off(torch_rows(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0])))
+    model = Model(rows, ModelDrafter(torch_rows(build("llama", seed=3)), 97))
     (found,) = audit(model, PROMPTS[:1], SHORT[:1], controller="fixed(3)")
     assert found.kind == kind
     assert found.difference is not None

@@ -17,7 +17,7 @@ from forerun.lab import calibrate
 from forerun.lab.calibrate import Entropies, easd, quantile, top_mean
 from forerun.model import Model
 from forerun.rules import RULES
-from forerun.runtime import RowModel
+from forerun.runtime import torch_rows
 from forerun.testing import ScriptedModel
 from tiny import LIMIT, build, texts
 
@@ -198,8 +198,8 @@ def forward_entropies(hf, prompt: list[int], output: list[int]) -> list[float]:
 def test_real_models_against_one_pass_over_the_text(pair, monkeypatch, elements):
     monkeypatch.setattr(calibrate, "ELEMENTS", elements)  # the small one: two tokens at a time
     target, draft = pair
-    runtime = RowModel(target)
-    model = Model(runtime, ModelDrafter(RowModel(draft), runtime.vocab_size))
+    runtime = torch_rows(target)
+    model = Model(runtime, ModelDrafter(torch_rows(draft), runtime.vocab_size))
     prompts = texts(5, 1, 9, 17)
     how = [Sampling(max_new_tokens=n) for n in (7, 12, 1, 20)]
     found = easd(model, prompts, sampling=how, share=0.2, batch_size=3)
@@ -224,8 +224,8 @@ def test_real_models_against_one_pass_over_the_text(pair, monkeypatch, elements)
 
 
 def test_a_full_context(pair):
-    runtime = RowModel(pair[0])
-    model = Model(runtime, ModelDrafter(RowModel(pair[1]), runtime.vocab_size))
+    runtime = torch_rows(pair[0])
+    model = Model(runtime, ModelDrafter(torch_rows(pair[1]), runtime.vocab_size))
     [prompt] = texts(LIMIT - 4)
     found = easd(model, [prompt], sampling=Sampling(max_new_tokens=50, ignore_eos=True))
     assert found.target.steps == 4

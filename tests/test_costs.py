@@ -16,7 +16,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.costs import Cell, Costs, Spread
 from forerun.lab.measuring import _as_live, cells, line
-from forerun.runtime import RowModel
+from forerun.runtime import torch_rows
 from tiny import LIMIT, build
 
 MEASURED = Cell(0.1, ((1, 1.0), (2, 1.1), (4, 1.5)), 0.05, batch=2, context=512)
@@ -141,8 +141,8 @@ def test_lines_are_never_negative(points: dict[int, float]) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    target = RowModel(build("llama", num_hidden_layers=2))
-    draft = RowModel(build("llama", seed=1, num_hidden_layers=1))
+    target = torch_rows(build("llama", num_hidden_layers=2))
+    draft = torch_rows(build("llama", seed=1, num_hidden_layers=1))
     return Model(target, ModelDrafter(draft, target.vocab_size))
 
 

@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime import RowModel
-from forerun.runtime.exits import ExitModel
+from forerun.runtime import torch_rows
+from forerun.runtime.exits import exit_rows
 from forerun.runtime.layers import FAMILIES, LayerAccess, LogitLens
 from forerun.runtime.support import PROVEN
 from tiny import CONFIGS, build, texts
@@ -73,9 +73,9 @@ def test_layers_read_and_write_a_cache(family: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_exit_model_with_nothing_pending_is_a_row_model(family: str) -> None:
     model, prompts = build(family), texts(5, 1, 9)
-    ours, plain = ExitModel(model), RowModel(model)
+    ours, plain = exit_rows(model), torch_rows(model)
     for rows in (ours, plain):
-        rows.join(prompts)
+        rows.read(prompts)
     for want in ("all", "last"):
         pieces = [p[n:] or [4, 5] for p, n in zip(prompts, plain.lengths, strict=True)]
         assert torch.equal(ours.feed(pieces, want=want), plain.feed(pieces, want=want))
@@ -101,7 +101,7 @@ def test_a_family_without_an_adapter_is_refused_with_those_that_have_one() -> No
     with pytest.raises(
         UnsupportedModelError, match=r"olmo models have no layer.*gpt2, gpt_neox, l"
     ):
-        ExitModel(model)
+        exit_rows(model)
 
 
 def test_a_model_that_calls_its_layers_otherwise_is_refused() -> None:
@@ -127,4 +127,4 @@ def test_a_model_that_calls_its_layers_otherwise_is_refused() -> None:
 
 def test_a_sliding_window_is_refused_as_everywhere() -> None:
     with pytest.raises(UnsupportedModelError, match="its sliding window"):
-        ExitModel(build("mistral", sliding_window=8))
+        exit_rows(build("mistral", sliding_window=8))

@@ -20,7 +20,7 @@ from forerun.lab.peers import (
     transformers_peers,
 )
 from forerun.model import Model
-from forerun.runtime import RowModel
+from forerun.runtime import torch_rows
 from forerun.testing import ScriptedModel
 from tiny import LIMIT, build, texts
 
@@ -30,7 +30,7 @@ PROMPTS = texts(4, 9, 6)
 @pytest.fixture
 def model() -> Model:
     draft = build("llama", num_hidden_layers=1)
-    return Model(RowModel(build("llama")), ModelDrafter(RowModel(draft), 97))
+    return Model(torch_rows(build("llama")), ModelDrafter(torch_rows(draft), 97))
 
 
 def everyone(model: Model) -> list[Peer]:
@@ -132,7 +132,7 @@ def test_the_schedule_reaches_transformers(model: Model, monkeypatch: pytest.Mon
         asked.clear()
         peer.generate(PROMPTS[:1], 30)
         assert set(asked[:-2]) == {3}, peer.name
-    same = Model(model.target, ModelDrafter(RowModel(build("llama")), 97))
+    same = Model(model.target, ModelDrafter(torch_rows(build("llama")), 97))
     same.eos = frozenset()
     heuristic = TransformersAssisted(same, "heuristic", 3)
     calls = []
@@ -155,7 +155,7 @@ def test_who_cannot_run_says_why(model: Model, monkeypatch: pytest.MonkeyPatch) 
     assert TransformersEarlyExit(alone, 2).available() is None
     assert TransformersEarlyExit(alone, 3).available() == "the target has 3 layers only"
     assert "not a model" in (TransformersAssisted(alone).available() or "")
-    other = Model(model.target, ModelDrafter(RowModel(build("llama", vocab_size=101)), 97))
+    other = Model(model.target, ModelDrafter(torch_rows(build("llama", vocab_size=101)), 97))
     assert "97, 101" in (TransformersAssisted(other).available() or "")
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert "scikit-learn" in (TransformersAssisted(model, "dynamic").available() or "")

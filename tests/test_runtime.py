@@ -9,8 +9,9 @@ import transformers as hf
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import ModelError, PromptError, SettingError, UnsupportedModelError
 from forerun.model import Model
-from forerun.runtime import RowCache, RowModel, load_model, load_tokenizer
-from forerun.runtime import model as model_module
+from forerun.runtime import load_model, load_tokenizer, torch_rows
+from forerun.runtime.cache import RowCache
+from forerun.runtime import base as base_module
 from forerun.runtime.load import resolve_device, resolve_dtype
 from forerun.runtime.support import PROVEN
 from tiny import CONFIGS, LIMIT, build, texts
@@ -29,10 +30,10 @@ def test_the_tested_families_are_the_proven_ones() -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_ragged_rows_equal_rows_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_module, "PREFILL_CHUNK", 5)
+    monkeypatch.setattr(base_module, "CHUNK", 5)
     model = build(family)
-    rows, prompts = RowModel(model), texts(5, 17, 1, 9)
-    rows.join(prompts)
+    rows, prompts = torch_rows(model), texts(5, 17, 1, 9)
+    rows.read(prompts)
     assert rows.lengths == [4, 16, 0, 8]
     more = [[3, 4, 5][:i] for i in range(4)]
     got = rows.feed([p[-1:] + m for p, m in zip(prompts, more, strict=True)])
@@ -50,7 +51,7 @@ def test_ragged_rows_equal_rows_alone(family: str, monkeypatch: pytest.MonkeyPat
 
     # One more joins; a row that is fed nothing stays as it is.
     late = texts(6, seed=5)[0]
-    rows.join([late])
+    rows.read([late])
     rows.feed([[], [], late[-1:]])
     got = rows.feed([[5], [5], [5]], want="last")
     for row, tokens in enumerate(([*prompts[3], 7, 5], [*prompts[1], 8, 9, 5], [*late, 5])):
@@ -60,8 +61,8 @@ def test_ragged_rows_equal_rows_alone(family: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("width", range(1, 26))
 def test_every_width_of_one_row(width: int) -> None:
     model = build("llama")
-    rows, (prompt, rest) = RowModel(model), texts(7, 25)
-    rows.join([prompt])
+    rows, (prompt, rest) = torch_rows(model), texts(7, 25)
+    rows.read([prompt])
     got = rows.feed([prompt[-1:] + rest[: width - 1]])
     wanted = alone(model, prompt + rest[: width - 1])[len(prompt) - 1 :]
     torch.testing.assert_close(got[0], wanted, atol=TOLERANCE, rtol=0)
@@ -69,8 +70,8 @@ def test_every_width_of_one_row(width: int) -> None:
 
 def test_bfloat16_rows_are_close() -> None:
     model = build("llama", scale=0.1).to(torch.bfloat16)
-    rows, prompts = RowModel(model), texts(4, 11)
-    rows.join(prompts)
+    rows, prompts = torch_rows(model), texts(4, 11)
+    rows.read(prompts)
     got = rows.feed([p[-1:] for p in prompts], want="last")
     for row, prompt in enumerate(prompts):
         torch.testing.assert_close(got[row], alone(model, prompt)[-1], atol=0.05, rtol=0.05)
@@ -78,8 +79,8 @@ def test_bfloat16_rows_are_close() -> None:
 
 def test_the_cache_grows_and_keeps_its_contents() -> None:
     model = build("llama")
-    rows, prompts = RowModel(model), texts(3, 3)
-    rows.join(prompts)
+    rows, prompts = torch_rows(model), texts(3, 3)
+    rows.read(prompts)
     before = rows.cache.columns
     tokens = [list(p) for p in prompts]
     for step in range(40):
@@ -93,8 +94,8 @@ def test_the_cache_grows_and_keeps_its_contents() -> None:
 
 
 def test_feeding_beyond_the_context_is_refused() -> None:
-    rows = RowModel(build("gpt2"))
-    rows.join([[3] * LIMIT])
+    rows = torch_rows(build("gpt2"))
+    rows.read([[3] * LIMIT])
     rows.feed([[3]])
     with pytest.raises(PromptError, match=f"{LIMIT + 1} tokens do not fit"):
         rows.feed([[3]])
@@ -129,7 +130,7 @@ def test_what_cannot_work_is_refused_with_the_reason(config: object, reason: str
 def test_a_refused_model_names_its_reason(tmp_path: object) -> None:
     model = build("mistral", sliding_window=8)
     with pytest.raises(UnsupportedModelError, match="mistral models cannot run here: its sliding"):
-        RowModel(model)
+        torch_rows(model)
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding window"):
         load_model(str(tmp_path))
@@ -141,7 +142,7 @@ def test_an_unproven_family_is_probed() -> None:
         num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, eos_token_id=2,
     )  # fmt: skip
     model = hf.AutoModelForCausalLM.from_config(config).eval()
-    assert RowModel(model).lengths == []
+    assert torch_rows(model).lengths == []
 
     class Forgetful(type(model)):  # type: ignore[misc]
         def forward(self, *args: object, **kwargs: object) -> object:
@@ -150,7 +151,7 @@ def test_an_unproven_family_is_probed() -> None:
 
     model.__class__ = Forgetful
     with pytest.raises(UnsupportedModelError, match="a probe of this one failed"):
-        RowModel(model)
+        torch_rows(model)
 
 
 def test_long_rope_is_limited_to_where_rows_are_independent() -> None:
@@ -200,26 +201,26 @@ def test_devices_and_dtypes() -> None:
 def test_the_end_of_a_prompt_may_be_left_to_the_next_pass(
     family: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "PREFILL_CHUNK", 5)
+    monkeypatch.setattr(base_module, "CHUNK", 5)
     model = build(family)
-    rows, (prompt, more) = RowModel(model), texts(length, 3)
-    rows.join([prompt], leave_end=True)
+    rows, (prompt, more) = torch_rows(model), texts(length, 3)
+    rows.read([prompt], leave_end=True)
     left = prompt[rows.lengths[0] :]
     assert 1 <= len(left) <= 5
-    assert rows.forwards == (length - 1) // 5
+    assert rows.passes == (length - 1) // 5
     got = rows.feed([left + more], skip=len(left) - 1)
     wanted = alone(model, prompt + more)[length - 1 :]
     torch.testing.assert_close(got[0], wanted, atol=TOLERANCE, rtol=0)
 
 
 def test_a_lone_request_takes_a_pass_per_round_and_none_besides() -> None:
-    rows = RowModel(build("llama"))
-    draft = ModelDrafter(RowModel(build("llama", seed=3)), rows.vocab_size)
+    rows = torch_rows(build("llama"))
+    draft = ModelDrafter(torch_rows(build("llama", seed=3)), rows.vocab_size)
     model = Model(rows, draft)
     (prompt,) = texts(9)
     done = model.generate([prompt], max_new_tokens=8, controller="fixed(2)")[0]
-    assert rows.forwards == len(done.rounds)
-    assert draft.rows.forwards == sum(r.drafted for r in done.rounds)
+    assert rows.passes == len(done.rounds)
+    assert draft.rows.passes == sum(r.drafted for r in done.rounds)
     assert done.rounds[0].verify_seconds == 0 < done.stats.prefill_seconds
     assert all(r.verify_seconds > 0 for r in done.rounds[1:])
     together = model.generate(

@@ -20,8 +20,8 @@ from forerun.engine import Engine, Sampling
 from forerun.errors import PromptError, SettingError, UnsupportedModelError
 from forerun.model import Model
 from forerun.rules import RULES
-from forerun.runtime import RowModel
-from forerun.runtime.exits import ExitModel
+from forerun.runtime import torch_rows
+from forerun.runtime.exits import exit_rows
 from forerun.runtime.heads import LightHeads, save_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
@@ -48,7 +48,7 @@ def calm(family: str = "llama", layers: int = LAYERS, scale: float = 0.2, **chan
 
 
 def specbound(model: Any, **how: Any) -> Model:
-    drafter = SpecBound(**how).build(RowModel(model), None)
+    drafter = SpecBound(**how).build(torch_rows(model), None)
     assert drafter.target is not None
     return Model(drafter.target, drafter)
 
@@ -59,7 +59,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def plainly(model: Any, prompts: list[list[int]], **how: Any) -> list[list[int]]:
-    plain = Model(RowModel(model), DRAFTERS.make("none").build(None, None))
+    plain = Model(torch_rows(model), DRAFTERS.make("none").build(None, None))
     return [c.tokens for c in plain.generate(prompts, ignore_eos=True, **how)]
 
 
@@ -127,7 +127,7 @@ def test_greedy_equals_plain_whatever_the_exits(
     lengths: list[int], max_rows: int,
 ) -> None:  # fmt: skip
     model, prompts = MODEL, texts(*lengths)
-    rows = ExitModel(model)
+    rows = exit_rows(model)
     heads = Gain(rows.access, gains)
     drafter = SpecBoundDrafter(rows, heads, tuple(sorted(layers)), threshold, 0.5, width)
     made = Engine(rows, drafter, max_rows=max_rows)
@@ -185,9 +185,9 @@ def test_states_keys_and_logits_equal_a_plain_forward(data: st.DataObject) -> No
     """Random texts, exit depths, stops, rejections: everything equals the model run alone."""
     family = data.draw(st.sampled_from(["llama", "gpt2", "gpt_neox", "phi3"]))
     model = FAMILY_MODELS[family]
-    rows, contexts = ExitModel(model), texts(*data.draw(st.lists(st.integers(1, 6), min_size=1,
+    rows, contexts = exit_rows(model), texts(*data.draw(st.lists(st.integers(1, 6), min_size=1,
                                                                  max_size=3)))  # fmt: skip
-    rows.join(contexts)
+    rows.read(contexts)
     token, depth = st.integers(3, VOCAB - 1), st.integers(1, LAYERS)
     for _ in range(data.draw(st.integers(1, 3))):
         drafts: list[list[int]] = [[] for _ in contexts]
@@ -242,8 +242,8 @@ class Exits:
 
 def test_layer_passes_of_one_round() -> None:
     """The example of the paper's appendix A: exits at 2, 4, 6 and 2 of (here) 8 layers."""
-    rows, context = ExitModel(calm(layers=8)), texts(6)[0]
-    rows.join([context])
+    rows, context = exit_rows(calm(layers=8)), texts(6)[0]
+    rows.read([context])
     for token, exit_at in ((5, 2), (6, 4), (7, 6), (8, 2)):
         rows.climb([context], range(1, 8), Exits({0: exit_at}))
         context = [*context, token]
@@ -293,8 +293,8 @@ def test_statistics_count_layer_passes_of_each_request(threshold: float) -> None
 
 
 def test_a_known_token_may_be_climbed_again() -> None:
-    rows, context = ExitModel(MODEL), texts(5)[0]
-    rows.join([context])
+    rows, context = exit_rows(MODEL), texts(5)[0]
+    rows.read([context])
     rows.climb([context], [1, 2], Exits({0: 2}))
     rows.climb([context], [1], Exits({0: 1}))
     assert rows.pending == [[1]]
@@ -306,8 +306,8 @@ def test_a_known_token_may_be_climbed_again() -> None:
 
 def test_bfloat16_states_are_close() -> None:
     model = calm(scale=0.1).to(torch.bfloat16)
-    rows, contexts = ExitModel(model), texts(4, 11)
-    rows.join(contexts)
+    rows, contexts = exit_rows(model), texts(4, 11)
+    rows.read(contexts)
     rows.climb(contexts, [1, 2, 3], Exits({0: 2, 1: 3}))
     got = rows.feed([[*c[-1:], *more] for c, more in zip(contexts, ([], [7]), strict=True)])
     for logits, tokens in ((got[0, 0], contexts[0]), (got[1, 1], [*contexts[1], 7])):
@@ -317,8 +317,8 @@ def test_bfloat16_states_are_close() -> None:
 
 @pytest.mark.parametrize("want", ["last", "none"])
 def test_feeding_some_rows_only(want: Any) -> None:
-    rows, contexts = ExitModel(MODEL), texts(5, 3, 7)
-    rows.join(contexts)
+    rows, contexts = exit_rows(MODEL), texts(5, 3, 7)
+    rows.read(contexts)
     rows.climb([contexts[0], None, contexts[2]], [2], Exits({0: 2, 2: 2}))
     got = rows.feed([contexts[0][-1:], [], [contexts[2][-1], 9]], want=want)
     assert rows.lengths == [5, 2, 8]
@@ -330,8 +330,8 @@ def test_feeding_some_rows_only(want: Any) -> None:
 
 
 def test_the_context_is_not_exceeded() -> None:
-    rows, context = ExitModel(calm("gpt2")), texts(LIMIT)[0]
-    rows.join([context])
+    rows, context = exit_rows(calm("gpt2")), texts(LIMIT)[0]
+    rows.read([context])
     rows.climb([context], [1], Exits({0: 1}))
     with pytest.raises(PromptError, match=f"{LIMIT + 1} tokens do not fit"):
         rows.climb([[*context, 3]], [1], Exits({0: 1}))
@@ -377,7 +377,7 @@ def test_annealing_makes_shallow_layers_less_sure() -> None:
 def test_the_draft_is_the_exit_heads_distribution_without_annealing() -> None:
     fast = specbound(MODEL, threshold=0.0, anneal=2.0, layers="2", depth=3)
     (context,) = texts(6)
-    fast.target.join([context])
+    fast.target.read([context])
     proposal = fast.drafter.step([context])
     hidden = forward(MODEL, context).hidden_states[2][0, -1]
     wanted = LogitLens(fast.drafter.rows.access).logits(2, hidden)  # type: ignore[attr-defined]
@@ -398,10 +398,10 @@ class Few(LogitLens):
 
 
 def test_heads_of_few_tokens_draft_those_alone() -> None:
-    rows = ExitModel(MODEL)
+    rows = exit_rows(MODEL)
     drafter = SpecBoundDrafter(rows, Few(rows.access, [3, 8, 40]), (2,), 0.0, 0.0, 4)
     contexts = [*texts(6, 9)]
-    rows.join(contexts)
+    rows.read(contexts)
     proposal = drafter.step(contexts)
     assert isinstance(proposal.logits, torch.Tensor)
     for context, logits in zip(contexts, proposal.logits, strict=True):
@@ -460,7 +460,7 @@ def test_sampling_is_lossless_by_enumeration(
     assert isinstance(drafter, SpecBoundDrafter)
     if few:
         drafter.heads = Few(drafter.rows.access, [0, 2, 3])
-    rows.join([context])
+    rows.read([context])
     law: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
     lengths = set()
     for tokens, weight, draft_logits in branches(drafter, context, width):
@@ -589,7 +589,7 @@ def test_an_error_in_the_middle_of_a_climb_leaves_the_model_usable() -> None:
                 raise RuntimeError("out of memory")
             return super().logits(layer, hidden)
 
-    rows = ExitModel(MODEL)
+    rows = exit_rows(MODEL)
     heads = Breaking(rows.access, [9.0, 0.1, 1.0])
     fast = Model(rows, SpecBoundDrafter(rows, heads, (1, 3), 0.5, 0.5, 4))
     how: dict[str, Any] = {"controller": "fixed(6)", "max_new_tokens": 16, "ignore_eos": True}
@@ -693,12 +693,12 @@ def test_loading_by_name(tmp_path: Any) -> None:
 def test_targets_that_cannot_draft_for_themselves() -> None:
     with pytest.raises(SettingError, match="needs a target that is a Hugging Face model"):
         SpecBound().build(ScriptedModel(torch.eye(3)), None)
-    rows = RowModel(build("llama"))
+    rows = torch_rows(build("llama"))
     rows.model.config.model_type = "olmo"
     with pytest.raises(UnsupportedModelError, match="have no layer-by-layer access"):
         SpecBound().build(rows, None)
-    drafter = SpecBound().build(RowModel(MODEL), None)
-    made = Engine(RowModel(MODEL), drafter)
+    drafter = SpecBound().build(torch_rows(MODEL), None)
+    made = Engine(torch_rows(MODEL), drafter)
     made.submit([3, 4], Sampling(), CONTROLLERS.make("fixed"), RULES.make("exact"))
     with pytest.raises(SettingError, match=r"verify with that one: Engine\(drafter\.target"):
         list(made.run())

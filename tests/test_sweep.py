@@ -20,8 +20,8 @@ from forerun.lab.exit_costs import ExitCosts, _fit, measure
 from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay, total
 from forerun.lab.sweep import Search, untuned
 from forerun.model import Model
-from forerun.runtime import RowModel
-from forerun.runtime.exits import ExitModel, Work
+from forerun.runtime import torch_rows
+from forerun.runtime.exits import exit_rows, Work
 from forerun.runtime.heads import LightHeads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from tiny import build, texts
@@ -58,7 +58,7 @@ def light(access: LayerAccess) -> LightHeads:
 
 
 def written(sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[Text]:
-    plain = Model(RowModel(MODEL), DRAFTERS.make("none").build(None, None))
+    plain = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
     plain.eos = eos
     return [
         Text(p, plain.generate([p], sampling=sampling)[0].tokens, sampling, eos) for p in PROMPTS
@@ -67,7 +67,7 @@ def written(sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[Text]
 
 def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tuple[int, int]]]:
     """What decoding takes: the model's counters, and drafted and accepted of every round."""
-    rows = ExitModel(MODEL)
+    rows = exit_rows(MODEL)
     drafter = SpecBoundDrafter(
         rows, heads or LogitLens(rows.access), setting.layers, setting.threshold, setting.anneal,
         setting.width,
@@ -92,7 +92,7 @@ EOS = frozenset(range(3, 30))
 @pytest.fixture(scope="module", params=SAMPLINGS, ids=["greedy", "penalties and end of text"])
 def recorded(request: pytest.FixtureRequest) -> Exits:
     eos = frozenset() if request.param.ignore_eos else EOS
-    rows = ExitModel(MODEL)
+    rows = exit_rows(MODEL)
     return Exits(rows, LogitLens(rows.access), EXITS, written(request.param, eos))
 
 
@@ -119,7 +119,7 @@ def test_every_round_and_every_counter_is_that_of_decoding(
 
 
 def test_trained_heads_that_know_some_tokens_only() -> None:
-    rows = ExitModel(MODEL)
+    rows = exit_rows(MODEL)
     few = light(rows.access)
     heads = LightHeads(rows.access, few.weights, tokens=torch.arange(40, 90))
     recorded = Exits(rows, heads, heads.layers, written(SAMPLINGS[0]))
@@ -139,18 +139,18 @@ def test_a_prefix_is_run_once_whatever_asks_for_it(recorded: Exits) -> None:
 def test_sampled_text_is_replayed_as_it_is_distributed() -> None:
     sampling = Sampling(temperature=1.0, top_k=12, max_new_tokens=8, ignore_eos=True)
     setting = Setting((1, 3), 0.35, 0.25, 4)
-    rows = ExitModel(MODEL)
+    rows = exit_rows(MODEL)
     spec = SpecBoundDrafter(
         rows, LogitLens(rows.access), setting.layers, setting.threshold, setting.anneal,
         setting.width,
     )  # fmt: skip
     fast, count = Model(rows, spec), 80
-    plain = Model(RowModel(MODEL), DRAFTERS.make("none").build(None, None))
+    plain = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
     hows = [replace(sampling, seed=seed) for seed in range(2 * count)]
     done = fast.generate([PROMPTS[2]] * count, controller="fixed(4)", sampling=hows[:count])
     outputs = plain.generate([PROMPTS[2]] * count, sampling=hows[count:])
     made = [Text(PROMPTS[2], c.tokens, sampling) for c in outputs]
-    recorded = Exits(ExitModel(MODEL), LogitLens(rows.access), (1, 3), made, seed=5)
+    recorded = Exits(exit_rows(MODEL), LogitLens(rows.access), (1, 3), made, seed=5)
     counts = [total(recorded, n, setting) for n in range(count)]
     for ours, theirs in (
         ([c.rounds for c in counts], [c.stats.rounds for c in done]),
@@ -243,7 +243,7 @@ def test_sensitivity_changes_one_thing(recorded: Exits) -> None:
 def test_untuned_is_what_the_drafter_does_without_settings(tmp_path: Any, trained: bool) -> None:
     from forerun.runtime.heads import save_heads
 
-    target = RowModel(MODEL)
+    target = torch_rows(MODEL)
     access = LayerAccess(MODEL)
     where = str(save_heads(light(access), tmp_path)) if trained else ""
     built: Any = SpecBound(exits=where).build(target, None)
@@ -257,14 +257,14 @@ def test_untuned_is_what_the_drafter_does_without_settings(tmp_path: Any, traine
 def test_settings_are_specs_that_load() -> None:
     setting = Setting((1, 4), 0.35, 0.75, 5)
     made: Any = DRAFTERS.make(setting.spec(""))
-    built = made.build(RowModel(MODEL), None)
+    built = made.build(torch_rows(MODEL), None)
     assert (built.layers, built._threshold, built._anneal, built._width) == ((1, 4), 0.35, 0.75, 5)
     assert SpecBound(**setting.settings()) == SpecBound(0.35, 0.75, 4, 5, "1,4")
 
 
 def test_measured_and_confirmed_on_a_tiny_model() -> None:
-    model = Model(RowModel(MODEL), DRAFTERS.make("none").build(None, None))
-    rows = ExitModel(MODEL)
+    model = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
+    rows = exit_rows(MODEL)
     heads = LogitLens(rows.access)
     short = replace(SAMPLINGS[0], max_new_tokens=10)
     made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))
@@ -272,7 +272,7 @@ def test_measured_and_confirmed_on_a_tiny_model() -> None:
     found = measure(model, rows, heads, EXITS, made, 4)
     assert len(found.layer) == len(found.project) == 6
     assert min(*found.layer[1:], *found.project[1:], found.exit, found.plain) > 0
-    search = Search(Exits(ExitModel(MODEL), heads, EXITS, made), found, 4)
+    search = Search(Exits(exit_rows(MODEL), heads, EXITS, made), found, 4)
     settings = [Setting((1,), 0.2, 0.0, 4), Setting((5,), 0.0, 0.0, 2)]
     live_ = sweep.confirm(model, rows, heads, search, settings)
     assert {c.setting for c in live_} == set(settings)

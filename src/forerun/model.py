@@ -17,12 +17,11 @@ from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
 from forerun.engine import Completion, Engine, Event, Sampling
-from forerun.engine.control import Memory
+from forerun.engine.crew import Memory
 from forerun.errors import SettingError, UnknownNameError
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
-from forerun.runtime import RowModel, load_model, load_tokenizer
-from forerun.runtime.base import Runtime
+from forerun.runtime import Rows, load_model, load_tokenizer, torch_rows
 from forerun.runtime.load import resolve_device
 from forerun.settings import Settings, resolve
 
@@ -37,7 +36,7 @@ class Model:
 
     def __init__(
         self,
-        target: Runtime,
+        target: Rows,
         drafter: Drafter,
         tokenizer: Any = None,
         settings: Settings | None = None,
@@ -177,7 +176,7 @@ def load(
     where = zoo.TARGET if target is None else target
     if target is None and dtype is None and resolve_device(device).type == "cpu":
         dtype = torch.float32
-    runtime = RowModel(load_model(where, device, dtype, trust_remote_code))
+    runtime = torch_rows(load_model(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(runtime, tokenizer)
     return Model(drafter.target or runtime, drafter, tokenizer, chosen)
@@ -230,11 +229,8 @@ def _is_ids(prompt: Any) -> bool:
     return len(prompt) > 0 and all(isinstance(t, int) for t in prompt)
 
 
-def _end_of_text(target: Any, tokenizer: Any) -> frozenset[int]:
-    config = getattr(getattr(target, "model", None), "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    if found is None:
-        found = getattr(tokenizer, "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, (list, tuple)) else [found])
+def _end_of_text(target: Rows, tokenizer: Any) -> frozenset[int]:
+    if target.facts.eos is not None:
+        return target.facts.eos
+    end = getattr(tokenizer, "eos_token_id", None)
+    return frozenset() if end is None else frozenset([end])

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,12 +21,13 @@ from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Engine, Sampling
 from forerun.rules import RULES
+from forerun.runtime.base import Executor, Facts
 
 Script = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor]
 
 
-class ScriptedModel:
-    """A runtime whose logits come from a script instead of weights.
+class ScriptedModel(Executor):
+    """An executor whose logits come from a script instead of weights.
 
     Args:
         script: `(V, V)` logits of the next token given the last one, or a function from the whole
@@ -35,61 +36,51 @@ class ScriptedModel:
     """
 
     def __init__(self, script: Script, limit: int = 1 << 20) -> None:
-        self._script, self.limit = script, limit
+        self._script = script
+        vocab = int(self._logits((0,)).shape[-1])
+        self.facts = Facts(vocab_size=vocab, limit=limit, executor="scripted")
         self.device = torch.device("cpu")
-        self.seconds = 0.0
-        self.forwards = 0
         self.history: list[list[int]] = []
-        """Tokens covered by each row's cache: what the engine really fed."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens covered per row."""
-        return [len(tokens) for tokens in self.history]
+        """Tokens each row holds: what the engine really fed."""
+        self.passes: list[list[int]] = []
+        """Per pass the tokens each row was fed."""
 
     @property
     def vocab_size(self) -> int:
         """Length of the logits."""
-        return int(self._logits((0,)).shape[-1])
+        return self.facts.vocab_size
 
     def _logits(self, context: tuple[int, ...]) -> torch.Tensor:
         return self._script(context) if callable(self._script) else self._script[context[-1]]
 
-    def join(
-        self, prompts: Sequence[Sequence[int]], room: int = 0, leave_end: bool = False
-    ) -> None:
-        """Add rows that cover their prompts but for the last token, or nothing of them yet."""
-        self.history.extend([] if leave_end else list(p[:-1]) for p in prompts)
+    def reserve(self, rows: int, columns: int) -> None:
+        """Nothing to do."""
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        self.history = [self.history[r] for r in rows]
+        self._grow(max(rows, default=-1) + 1)
+        self.history = [self.history[r][:n] for r, n in zip(rows, lengths, strict=True)]
 
-    def rollback(self, row: int, length: int) -> None:
-        """Forget what a row holds beyond `length` tokens."""
-        del self.history[row][length:]
+    def _grow(self, rows: int) -> None:
+        self.history.extend([] for _ in range(rows - len(self.history)))
 
-    def feed(
-        self,
-        pieces: Sequence[Sequence[int]],
-        first: int = 0,
-        want: Literal["all", "last", "none"] = "all",
-        skip: int = 0,
+    def run(
+        self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
     ) -> torch.Tensor:
-        """Cover the pieces and return the scripted logits (NaN where they mean nothing)."""
-        self.forwards += 1
-        width, nothing = max(map(len, pieces)), torch.full((self.vocab_size,), torch.nan)
-        rows = []
-        for row, piece in enumerate(pieces, start=first):
-            seen = []
-            for token in piece:
-                self.history[row].append(token)
-                assert len(self.history[row]) <= self.limit, "fed beyond the context"
-                seen.append(self._logits(tuple(self.history[row])))
-            rows.append(seen)
-        if want == "last":
-            return torch.stack([seen[-1] if seen else nothing for seen in rows])
-        return torch.stack([torch.stack(s + [nothing] * (width - len(s))) for s in rows])[:, skip:]
+        """The scripted logits (NaN where they mean nothing)."""
+        self._grow(len(starts))
+        self.passes.append([len(piece) for piece in pieces])
+        out = torch.full((len(pieces), max(wanted, default=0), self.vocab_size), torch.nan)
+        for row, (start, piece, count) in enumerate(zip(starts, pieces, wanted, strict=True)):
+            held = self.history[row]
+            assert start <= len(held), "fed beyond what the row holds"
+            del held[start:]
+            for place, token in enumerate(piece, start=count - len(piece)):
+                held.append(token)
+                assert len(held) <= self.facts.limit, "fed beyond the context"
+                if place >= 0:
+                    out[row, place] = self._logits(tuple(held))
+        return out
 
 
 def engine(

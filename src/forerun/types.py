@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,31 @@ class Signals:
                 for f in fields(self)
             }
         )
+
+
+class Token(NamedTuple):
+    """A drafted token, and what the draft's distribution says of it (fields of `Signals`; None
+    where nobody asked). Numbers live, arrays `(prompts,)` in a replay."""
+
+    id: Any
+    previous: tuple[int, ...] = ()
+    """The three tokens of the text before it, newest last."""
+    top1: Any = None
+    chosen: Any = None
+    entropy: Any = None
+    normalized_entropy: Any = None
+    logit_margin: Any = None
+    softmax_margin: Any = None
+
+
+class Round(NamedTuple):
+    """What became of one row's round, as its controller sees it."""
+
+    drafted: Any
+    accepted: Any
+    accept_prob: Sequence[Any]
+    stopped_by: Any
+    tokens: Sequence[Token]
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def specbound(
     from forerun.cli.run import load_job
     from forerun.lab.exit_costs import measure
     from forerun.lab.exit_replay import Exits
-    from forerun.runtime.exits import ExitModel
+    from forerun.runtime.exits import exit_rows
     from forerun.runtime.heads import keep_settings, load_heads
     from forerun.runtime.layers import LogitLens
     from forerun.zoo import EXITS
@@ -117,8 +117,8 @@ def specbound(
         trust_remote_code=trust_remote_code,
     )
     rows = tokenise(job.model, found, {"temperature": temperature})
-    model: Any = job.model.target.model  # type: ignore[attr-defined]
-    fast = ExitModel(model)
+    model: Any = job.model.target.executor.module()
+    fast = exit_rows(model)
     heads: Any = load_heads(trained, fast.access) if trained else LogitLens(fast.access)
     layers = sweep.candidates(tuple(heads.layers))
     began = time.perf_counter()
@@ -140,7 +140,7 @@ def specbound(
                 tell("writing", len(texts))
             told = partial(tell, "timing")
             costs = measure(job.model, fast, heads, layers, texts, width, seed=seed, tell=told)
-            search = sweep.Search(Exits(ExitModel(model), heads, layers, texts, seed), costs, width)
+            search = sweep.Search(Exits(exit_rows(model), heads, layers, texts, seed), costs, width)
             best = search.run(budget, seed, partial(tell, "searching"))
             chosen = search.top(confirm)
             untuned = sweep.untuned(tuple(heads.layers), fast.access.layers, bool(trained))

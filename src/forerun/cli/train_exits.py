@@ -120,7 +120,7 @@ def train_exits(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    model: Any = job.model.target.model  # type: ignore[attr-defined]
+    model: Any = job.model.target.executor.module()
     access = LayerAccess(model)
     exits = check_layers(asked or default_layers(access.layers), access.layers)
     if exits[-1] == access.layers:

@@ -13,7 +13,7 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
-from forerun.runtime.exits import LayersExecutor
+from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.types import Stop
 
@@ -48,8 +48,7 @@ class SpecBoundDrafter(Drafter):
         anneal: float,
         width: int,
     ) -> None:
-        assert isinstance(rows.executor, LayersExecutor), "specbound runs single layers"
-        self.rows, self.executor = rows, rows.executor
+        self.rows, self.executor = rows, layers_of(rows)
         self.target: Rows = rows
         self.heads, self.layers = heads, layers
         self._threshold, self._anneal, self._width = threshold, anneal, width
@@ -199,20 +198,21 @@ class SpecBound(DrafterSpec):
         model = target.executor.module()
         if model is None:
             raise SettingError("specbound needs a target that is a Hugging Face model")
-        executor = LayersExecutor(model)
-        heads: ExitHeads = LogitLens(executor.access)
+        rows = exit_rows(model)
+        access = layers_of(rows).access
+        heads: ExitHeads = LogitLens(access)
         chosen = self
         if self.exits:
             from forerun.runtime.heads import load_heads
 
-            heads = trained = load_heads(self.exits, executor.access)
+            heads = trained = load_heads(self.exits, access)
             chosen = self._tuned(trained.about.get("settings") or {})
-        layers = chosen._exits(executor.access.layers, tuple(heads.layers))
+        layers = chosen._exits(access.layers, tuple(heads.layers))
         settings = (
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
-        return SpecBoundDrafter(Rows(executor), heads, layers, *settings)  # type: ignore[arg-type]
+        return SpecBoundDrafter(rows, heads, layers, *settings)  # type: ignore[arg-type]
 
     def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
         """These settings where given, those found for the exit heads elsewhere."""

@@ -2,243 +2,168 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from forerun.drafters.base import Drafter
-from forerun.engine.control import Control
+from forerun.drafters.base import Drafter, Proposal, Step, Texts
+from forerun.engine.crew import Crew
+from forerun.engine.endings import draft_limit, draft_stop
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
+from forerun.runtime.base import best_of
 from forerun.signals import measure
-from forerun.types import BoolArray, FloatArray, IntArray, Signals, Stop
+from forerun.types import Stop, Token
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the rows' controllers and rules want to know of the draft distributions."""
+class Guide:
+    """Sampling and the controllers' decisions, for the rows as they are; see `drafters.Guide`."""
 
-    control: frozenset[str]
-    """Fields of `Signals` that controllers read, on the host."""
-    rule: frozenset[str]
-    """Fields of `Signals` that rules read, on the device."""
-    ranks: int
-    """Most likely tokens that rules read."""
+    def __init__(self, rows: Sequence[Row], crew: Crew, sampler: Sampler) -> None:
+        self._rows, self._crew, self._sampler = rows, crew, sampler
+        rules = [row.request.rule for row in rows]
+        self._rule_signals = frozenset().union(*(rule.signals for rule in rules))
+        self._ranks = max((rule.ranks for rule in rules), default=0)
+        certain = sampler.trivial and not self._rule_signals and not self._ranks
+        self.greedy = crew.signals if certain else None
+        self.certain = sampler.all_greedy
+        """Whether every token is the arg-max of something."""
 
+    def choose(
+        self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
+    ) -> list[int]:
+        """Draw a token for every active row and note in `proposal` what the draft says of it."""
+        if self.greedy is not None:
+            best = step.best
+            if best is None:
+                assert step.logits is not None, "a step has logits or best tokens"
+                best = best_of(step.logits.unsqueeze(1), self.greedy)
+            tokens = [best.tokens[row][0] for row in active]
+            said = {name: [values[row][0] for row in active] for name, values in best.signals.items()}
+        else:
+            assert step.logits is not None, "sampled rows need logits"
+            picked, said = self._draw(step.logits, texts, active, proposal)
+            tokens = [picked[row] for row in active]
+        for i, (row, token) in enumerate(zip(active, tokens, strict=True)):
+            text = texts[row]
+            assert text is not None
+            of_token = {name: values[i] for name, values in said.items()}
+            proposal.shown[row].append(Token(token, tuple(text[-3:]), **of_token))
+        return tokens
 
-@dataclass
-class Drafted:
-    """What the rows drafted in one round."""
+    def _draw(
+        self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
+    ) -> tuple[list[int], dict[str, list[float]]]:
+        """`(rows,)` tokens under the rows' sampling, and what controllers read of active rows."""
+        sampler, rows = self._sampler, self._rows
+        wide = logits.unsqueeze(1)
+        changed = sampler.shape(wide, rows, proposal.tokens, max(map(len, proposal.tokens)))
+        processed = sampler.sharpen(changed)[:, 0]
+        picked = processed.argmax(-1)
+        if not sampler.all_greedy:
+            greedy = sampler.greedy.to(logits.device)
+            certain = torch.full_like(processed, -torch.inf)
+            certain.scatter_(-1, picked.unsqueeze(-1), 0.0)
+            processed = torch.where(greedy.unsqueeze(-1), certain, processed)
+            coins = [0.0] * len(rows)
+            for row in active:
+                if not rows[row].sampling.greedy:
+                    coins[row] = rows[row].random.random()
+            uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
+            picked = torch.where(greedy, picked, sample(processed.softmax(-1), uniforms))
+            proposal.logits.append(processed)
+        # Controllers go by what the request draws from, rules by what both models say themselves.
+        shaped = logits if changed is wide else changed[:, 0]
+        measured = measure(shaped, picked, self._crew.signals)
+        proposal.measured.append(measure(logits, picked, self._rule_signals))
+        if self._ranks:
+            ranks = min(self._ranks, logits.shape[-1])
+            proposal.ranked.append(logits.topk(ranks, dim=-1).indices)
+        index = list(active)
+        return picked.tolist(), {name: v[index].tolist() for name, v in measured.items()}
 
-    tokens: list[list[int]]
-    stopped_by: IntArray
-    """`(rows,)` values of `Stop`."""
-    logits: list[torch.Tensor] = field(default_factory=list)
-    """Per step `(rows, V)` processed logits the tokens came from; empty where they were certain."""
-    measured: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """Per step what rules read, `(rows,)` each."""
-    ranked: list[torch.Tensor] = field(default_factory=list)
-    """Per step `(rows, ranks)` most likely tokens, where rules read them."""
-    seen: dict[str, FloatArray] = field(default_factory=dict)
-    """What controllers read, `(rows, limit)` each; meaningless beyond `shown`."""
-    shown: int = 0
-    """Steps that said something."""
-    steps: int = 0
-    """Steps the drafter took, a preview's included; without one that caught up with a context."""
-    first: float = 0.0
-    """Seconds of the first of these steps, if it was the round's first."""
-    prepared: float = 0.0
-    """Seconds it took to catch up with long contexts."""
-
-    @property
-    def lengths(self) -> IntArray:
-        """`(rows,)` drafted tokens."""
-        return np.array([len(tokens) for tokens in self.tokens])
-
-    @property
-    def signals(self) -> Signals:
-        """What the drafter said about each token, fields `(rows, steps)`."""
-        if not self.shown:
-            return Signals()
-        return Signals(**{name: values[:, : self.shown] for name, values in self.seen.items()})
+    def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
+        """Rows that draft on after their newest token; those that stop are told why."""
+        crew, going = self._crew, []
+        asked = crew.asks and bool(active)
+        if asked:
+            newest: list[Token | None] = [None] * len(self._rows)
+            for row in active:
+                newest[row] = proposal.shown[row][-1]
+            go_on = crew.go(newest)
+        for row in active:
+            tokens = proposal.tokens[row]
+            length, proposal.stopped_by[row] = draft_stop(
+                len(tokens),
+                not asked or go_on[row],
+                crew.drops_last[row],
+                tokens[-1] in self._rows[row].eos,
+            )
+            if proposal.stopped_by[row] is None and length < most[row]:
+                going.append(row)
+            del tokens[length:]
+        return going
 
 
 def draft(
-    rows: Sequence[Row],
-    drafter: Drafter,
-    control: Control,
-    sampler: Sampler,
-    rest_first: bool = False,
-) -> Drafted:
-    """Draft for every row until its limit, its controller, the drafter or the text says stop.
+    rows: Sequence[Row], ready: Sequence[bool], drafter: Drafter, crew: Crew, guide: Guide
+) -> Proposal:
+    """Draft for every row that is `ready`, as far as its room, controller and drafter let it.
 
-    With `rest_first`, a row has no room for a draft in its first round.
+    Every row's `stopped_by` is set.
     """
-    wanted = control.limit()
-    none = [rest_first and not row.rounds for row in rows]
-    room = np.array(
-        [0 if rest else row.room(drafter.limit) for row, rest in zip(rows, none, strict=True)]
-    )
-    limits = np.minimum(wanted, room)
-    stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
-    if not control.any_previews:
-        return _run(rows, drafter, control, sampler, limits, stopped)
-    previews = control.previews
+    limits = [
+        draft_limit(wanted, row.room(drafter.limit) if on else 0)
+        for wanted, row, on in zip(crew.limits(), rows, ready, strict=True)
+    ]
+    if not any(crew.previews):
+        return _propose(rows, limits, drafter, guide)
     # A greedy preview is the draft; a sampled one only says how long the draft shall be.
-    keep = sampler.all_greedy
-    out = _run(rows, drafter, control, sampler, np.where(previews | keep, limits, 0), stopped)
-    planned = np.where(previews, control.plan(out.lengths, out.signals), limits)
-    stopped = np.where(planned < out.lengths, Stop.CONFIDENCE, out.stopped_by)
+    keep = guide.certain
+    first = [
+        pair if keep or looks else (0, pair[1])
+        for pair, looks in zip(limits, crew.previews, strict=True)
+    ]
+    out = _propose(rows, first, drafter, guide)
+    planned = crew.plan(out.shown)
+    for row, looks in enumerate(crew.previews):
+        if not looks:
+            continue
+        shorter = planned[row] < len(out.tokens[row])
+        why = Stop.CONFIDENCE if shorter else out.stopped_by[row] or Stop.LIMIT
+        limits[row] = min(planned[row], limits[row][0]), why
+        if keep:
+            del out.tokens[row][planned[row] :]
+            out.stopped_by[row] = why
+        else:
+            drafter.rollback(row, len(rows[row].context) - 1)  # the next step feeds the last token
     if keep:
-        for tokens, n in zip(out.tokens, planned, strict=True):
-            del tokens[n:]
-        out.stopped_by = np.where(previews, stopped, out.stopped_by)
         return out
-    for at in np.flatnonzero(previews).tolist():
-        drafter.rollback(at, len(rows[at].context) - 1)  # the next step feeds the last token
-    anew = _run(rows, drafter, control, sampler, np.minimum(planned, limits), stopped)
-    anew.steps, anew.prepared = anew.steps + out.steps, anew.prepared + out.prepared
-    anew.first = out.first
+    anew = _propose(rows, limits, drafter, guide)
+    anew.steps, anew.first_seconds = anew.steps + out.steps, out.first_seconds
+    anew.catch_up_seconds += out.catch_up_seconds
     return anew
 
 
-def _run(
-    rows: Sequence[Row],
-    drafter: Drafter,
-    control: Control,
-    sampler: Sampler,
-    limits: IntArray,
-    stopped_by: IntArray,
-) -> Drafted:
-    """Draft up to `limits`; rows that reach them were `stopped_by`."""
-    out = Drafted([[] for _ in rows], stopped_by.copy())
-    active, asks = limits > 0, control.asks
-    if not active.any():
-        return out
-    wanted = Wanted(
-        control.signals,
-        frozenset().union(*(row.rule.signals for row in rows)),
-        max(row.rule.ranks for row in rows),
-    )
-    began = time.perf_counter()
-    out.seen = {name: np.zeros((len(rows), int(limits.max()))) for name in wanted.control}
-    # What each row drafts from, extended in place as it goes; None where it does not (any more).
-    texts = [list(row.context) if on else None for row, on in zip(rows, active, strict=True)]
-    most: list[int] = limits.tolist()
-    catching_up = drafter.prepare(texts)
-    out.prepared = time.perf_counter() - began
-    took: float | None = None
-    while active.any():
-        tokens, ended = _next(rows, texts, drafter, wanted, sampler, out, active)
-        if took is None:
-            took = time.perf_counter() - began
-            if catching_up:
-                out.prepared = took
-            else:
-                out.first, out.steps = took - out.prepared, 1
-        else:
-            out.steps += 1
-        for i, text in enumerate(texts):
-            if text is None:
-                continue
-            if (token := tokens[i]) < 0:
-                why = ended[i]
-                active[i], out.stopped_by[i] = False, Stop.EXHAUSTED if why is None else why
-            else:
-                out.tokens[i].append(token)
-                text.append(token)
-        if asks and out.shown and active.any():
-            stop = active & ~control.keep_going(out.lengths, out.signals)
-            if stop.any():
-                out.stopped_by[stop] = Stop.CONFIDENCE
-                active &= ~stop
-                # Dropping is decided before anyone looks at which token it is: keeping back only
-                # some tokens would bias what is sampled.
-                if control.any_drops:
-                    for at in np.flatnonzero(stop & control.drops_last).tolist():
-                        out.tokens[at].pop()
-        for at, (row, drafted) in enumerate(zip(rows, out.tokens, strict=True)):
-            # A row that stopped earlier cannot end in end-of-text: that would have been why.
-            if drafted and drafted[-1] in row.eos:
-                active[at], out.stopped_by[at] = False, Stop.END_OF_TEXT
-            elif len(drafted) >= most[at]:
-                active[at] = False
-            if not active[at]:
-                texts[at] = None
-    return out
-
-
-def _next(
-    rows: Sequence[Row],
-    texts: Sequence[list[int] | None],
-    drafter: Drafter,
-    wanted: Wanted,
-    sampler: Sampler,
-    out: Drafted,
-    active: BoolArray,
-) -> tuple[list[int], list[Stop | None]]:
-    """One more token per row, -1 if it has none, and why the drafter ended it, if it says so.
-
-    Both are meaningless in rows that are not active.
-    """
-    proposal = drafter.step(texts)
-    ended: list[Stop | None] = [None] * len(rows)
-    if proposal.ended is not None:
-        ended = list(proposal.ended)
-        # A row that ends here draws nothing: neither a token nor a coin.
-        active = active & np.array([why is None for why in ended])
-        if not active.any():
-            return [-1] * len(rows), ended
-    if proposal.logits is None:
-        assert proposal.tokens is not None, "a proposal is logits or tokens"
-        return [t if on else -1 for t, on in zip(proposal.tokens, active, strict=True)], ended
-    picked, shaped, processed = _pick(rows, proposal.logits, sampler, out, active)
-    # Controllers go by what the request draws from, rules by what both models say of themselves.
-    if shaped is proposal.logits:
-        told = measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
+def _propose(
+    rows: Sequence[Row], limits: Sequence[tuple[int, Stop]], drafter: Drafter, guide: Guide
+) -> Proposal:
+    """What the drafter proposes up to these limits, with a reason for every row's end."""
+    most = [limit for limit, _ in limits]
+    if not any(most):
+        out = Proposal.none(len(rows))
     else:
-        told = measure(shaped, picked, wanted.control)
-        measured = measure(proposal.logits, picked, wanted.rule)
-    # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
-    some = not active.all()
-    for name in wanted.control:
-        values = told[name].cpu().numpy()
-        out.seen[name][:, out.shown] = np.where(active, values, 0.0) if some else values
-    out.shown += 1
-    out.measured.append({k: measured[k] for k in wanted.rule})
-    if wanted.ranks:
-        ranks = min(wanted.ranks, proposal.logits.shape[-1])
-        out.ranked.append(proposal.logits.topk(ranks, dim=-1).indices)
-    if processed is not None:
-        out.logits.append(processed)
-    return [t if on else -1 for t, on in zip(picked.tolist(), active, strict=True)], ended
-
-
-def _pick(
-    rows: Sequence[Row], logits: torch.Tensor, sampler: Sampler, out: Drafted, active: BoolArray
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Choose each row's token; also the logits with penalties and biases, and with all of the
-    transform where the token is not certain."""
-    if sampler.trivial:
-        return logits.argmax(-1), logits, None
-    done, wide = max(map(len, out.tokens)), logits.unsqueeze(1)
-    changed = sampler.shape(wide, rows, out.tokens, done)
-    shaped = logits if changed is wide else changed[:, 0]
-    processed = sampler.sharpen(changed)[:, 0]
-    best = processed.argmax(-1)
-    if sampler.all_greedy:
-        return best, shaped, None
-    greedy = sampler.greedy.to(logits.device)
-    one_hot = torch.full_like(processed, -torch.inf).scatter_(-1, best.unsqueeze(-1), 0.0)
-    processed = torch.where(greedy.unsqueeze(-1), one_hot, processed)
-    coins = [
-        row.random.random() if on and not row.sampling.greedy else 0.0
-        for row, on in zip(rows, active, strict=True)
-    ]
-    uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
-    picked = torch.where(greedy, best, sample(processed.softmax(-1), uniforms))
-    return picked, shaped, processed
+        texts = [row.context if limit else None for row, limit in zip(rows, most, strict=True)]
+        out = drafter.propose(texts, most, guide)
+    for row, (limit, why) in enumerate(limits):
+        tokens = out.tokens[row]
+        assert len(tokens) <= limit, "a drafter proposes no more than it was asked for"
+        if out.stopped_by[row] is None:  # a block may go on beyond the end of the text
+            end = next((i for i, t in enumerate(tokens, 1) if t in rows[row].eos), 0)
+            if end:
+                del tokens[end:]
+                out.stopped_by[row] = Stop.END_OF_TEXT
+            else:
+                out.stopped_by[row] = why if len(tokens) == limit else Stop.EXHAUSTED
+    return out

@@ -5,26 +5,46 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from forerun.controllers.base import LengthController
-from forerun.drafters.base import Drafter
-from forerun.engine.control import Control, Memory
-from forerun.engine.drafting import Drafted, draft
-from forerun.engine.judging import judge
-from forerun.engine.results import Completion, Event, FinishReason, Piece, Round
+from forerun.drafters.base import Drafter, Proposal
+from forerun.engine import scoring
+from forerun.engine.crew import Crew, Memory
+from forerun.engine.drafting import Guide, draft
+from forerun.engine.judging import Judged, Judgements, compare, judge
+from forerun.engine.meter import Lap, Meter
+from forerun.engine.results import Completion, Event, FinishReason, Round
 from forerun.engine.row import Row
-from forerun.engine.sampling import Sampler, Sampling
+from forerun.engine.sampling import Sampler
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.errors import PromptError, SettingError, require
-from forerun.rules import RULES, AcceptanceRule
-from forerun.runtime.base import Runtime
-from forerun.types import RoundOutcome, Stop, Verdict
+from forerun.errors import ForerunError, require
+from forerun.requests import Request, Sampling
+from forerun.rules.base import AcceptanceRule
+from forerun.runtime.base import CHUNK, Executor, Rows
+from forerun.types import Round as Outcome
+from forerun.types import Stop
 
-Committed = list[tuple[list[Piece], FinishReason | None]]
+
+@dataclass
+class _Pass:
+    """What one round feeds the target, and what became of it. Lists are per row."""
+
+    began: float
+    upto: list[int]
+    """Tokens of each row's context that are covered afterwards, its draft left out."""
+    ready: list[bool]
+    """Whether that is all of it: then something is committed."""
+    read: bool
+    """Whether any row reads a prompt."""
+    drafter_before: float
+    target_before: float
+    counters: list[dict[str, int]]
+    drafting: float = 0.0
 
 
 class Engine:
@@ -37,81 +57,73 @@ class Engine:
         eos: the model's end-of-text ids.
         max_rows: requests decoded together; more wait their turn.
         memory: what controllers carry from request to request, to share it among engines.
+        meter: what rounds cost, likewise.
     """
 
     def __init__(
         self,
-        target: Runtime,
+        target: Rows | Executor,
         drafter: Drafter,
         tokenizer: Any = None,
         eos: frozenset[int] = frozenset(),
         max_rows: int = 16,
         memory: Memory | None = None,
+        meter: Meter | None = None,
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.target = target if isinstance(target, Rows) else Rows(target)
+        self.drafter, self.tokenizer = drafter, tokenizer
         self._eos, self._max_rows = eos, max_rows
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
-        self._control = Control(self._memory)
-        self._sampler = Sampler([], [])
+        self._meter = Meter() if meter is None else meter
         self._ids = itertools.count()
+        self._crew = Crew(self._meter, self._memory)
+        self._refresh()
 
     def submit(
         self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        controller: LengthController,
-        rule: AcceptanceRule,
+        request: Request | Sequence[int],
+        sampling: Sampling | None = None,
+        controller: LengthController | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> int:
         """Queue a request; it joins between rounds. Returns its id.
 
+        Takes a `Request`, or its first four fields.
+
         Raises:
-            PromptError: the prompt is empty or leaves no room in the context.
-            SettingError: stop strings without a tokenizer, or an unusable token id.
+            PromptError, SettingError: it cannot be served; see `Request.check`.
         """
-        if not prompt:
-            raise PromptError("the prompt is empty; give at least one token of text")
-        if len(prompt) >= self.target.limit:
-            raise PromptError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.target.limit}; "
-                "shorten the prompt"
-            )
-        vocab = self.target.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            raise PromptError(f"the prompt holds token ids outside the vocabulary of {vocab}")
-        for token in (*sampling.logit_bias, *(sampling.eos or ())):
-            if not 0 <= token < vocab:
-                raise SettingError(
-                    f"token id {token} in logit_bias or eos is outside the vocabulary of {vocab}"
-                )
-        if sampling.stop and self.tokenizer is None:
-            raise SettingError("stop strings need a tokenizer")
-        if (rule.signals or rule.ranks) and not self.drafter.has_distribution:
-            raise SettingError(
-                f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
-                "none; use a draft model, or rule 'standard'"
-            )
-        if sampling.seed is not None and not sampling.greedy:  # the same seed, the same text
-            controller = controller.timeless(self.drafter.ratio(self.target))
-        seed = np.random.SeedSequence().entropy if sampling.seed is None else sampling.seed
+        if not isinstance(request, Request):
+            assert sampling is not None and controller is not None and rule is not None
+            request = Request(request, sampling, controller, rule)
+        target, own = self.target, self.drafter.target is self.target
+        request.check(
+            target.vocab_size,
+            target.limit,
+            self.tokenizer is not None,
+            self.drafter.has_distribution,
+        )
+        how, prompt = request.sampling, list(request.prompt)
+        seed = np.random.SeedSequence().entropy if how.seed is None else how.seed
         assert isinstance(seed, int)
         seed %= 1 << 63
-        eos = self._eos if sampling.eos is None else frozenset(sampling.eos)
+        eos = self._eos if how.eos is None else frozenset(how.eos)
         row = Row(
             id=next(self._ids),
-            context=list(prompt),
+            request=request,
+            context=prompt,
             prompt=len(prompt),
-            sampling=sampling,
-            controller=controller,
-            rule=rule,
-            eos=frozenset() if sampling.ignore_eos else eos,
+            eos=frozenset() if how.ignore_eos else eos,
             seed=seed,
             random=np.random.default_rng(seed),
-            text=Detokenizer(self.tokenizer, list(prompt)),
-            stops=StopStrings(sampling.stop),
-            limit=self.target.limit,
+            text=Detokenizer(self.tokenizer, prompt),
+            stops=StopStrings(how.stop),
+            limit=target.limit,
+            # A target that drafts has read the prompt only after its first pass.
+            rests_first=request.stream or own,
             submitted=time.perf_counter(),
         )
         self._waiting.append(row)
@@ -126,16 +138,21 @@ class Engine:
             while self._rows or self._waiting:
                 yield from self.step()
         finally:
-            self._clear()
+            self.clear()
 
     def cancel(self, request: int) -> Completion | None:
         """Stop a request now; None if it is not running or waiting."""
         for row in (*self._rows, *self._waiting):
             if row.id == request:
                 self._waiting = [w for w in self._waiting if w is not row]
-                self._keep([i for i, r in enumerate(self._rows) if r is not row])
+                self._keep([r is not row for r in self._rows])
                 return row.complete("cancelled")
         return None
+
+    def clear(self) -> None:
+        """Drop everything, also what an error in the middle of a round left behind."""
+        self._waiting.clear()
+        self._drop_rows()
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -143,153 +160,258 @@ class Engine:
         self._admit()
         if not self._rows:
             return []
-        began, target_before = time.perf_counter(), self.target.seconds
-        drafter_before = self.drafter.seconds
-        counts_before = list(self.drafter.counts or ())
-
-        # A target that drafts reads a prompt first: the first token comes as soon as plainly. Not
-        # only where it is alone, or what is sampled would depend on that.
-        own = self.drafter.target is self.target
-        drafted = draft(self._rows, self.drafter, self._control, self._sampler, rest_first=own)
-        drafting = time.perf_counter() - began
-        logits, reads_prompt = self._verify(drafted)
-        verdict = judge(self._rows, drafted, logits, self._sampler)
-        accepted: list[int] = verdict.accepted.tolist()
-        committed = self._commit(drafted, accepted, verdict.next_token.tolist())
-        drift = self._drift(verdict, drafted, committed)
-        counts = [
-            (passes - before, exits - asked)
-            for (passes, exits), (before, asked) in zip(
-                self.drafter.counts or (), counts_before, strict=True
-            )
-        ]
-
-        outcome = RoundOutcome(
-            drafted=drafted.lengths,
-            accepted=np.array(accepted),
-            accept_prob=verdict.accept_prob.double().cpu().numpy(),
-            stopped_by=drafted.stopped_by,
-            signals=drafted.signals,
-            draft_seconds=drafting - drafted.prepared if drafted.steps else 0.0,
-            # A pass that also read the prompt says nothing about what judging costs.
-            verify_seconds=0.0 if reads_prompt else time.perf_counter() - began - drafting,
-            draft_steps=drafted.steps,
-            first_step_seconds=drafted.first,
-            catch_up_seconds=drafted.prepared,
-        )
-        self._control.observe(outcome)
-        forward = self.drafter.seconds - drafter_before, self.target.seconds - target_before
-        if reads_prompt:  # then that is what the pass counts as
-            self._rows[0].prefill += forward[1]
-            forward, began = (forward[0], 0.0), began + forward[1]
-        return self._report(drafted, outcome, committed, drift, counts, forward, began)
+        try:
+            passed = self._schedule()
+            proposal = self._draft(passed)
+            judged = self._verify(passed, proposal)
+        except Exception as error:  # of a model: what shared the pass ends with it
+            return self._abandon(error)
+        committed = self._commit(proposal, judged)
+        self._observe(passed, proposal, judged)
+        return self._report(passed, proposal, judged, committed)
 
     def _admit(self) -> None:
-        """Let waiting requests join. The first verification reads the end of a lone prompt."""
+        """Let waiting requests join, as rows that have read nothing yet."""
         joining = self._waiting[: self._max_rows - len(self._rows)]
         if not joining:
             return
         del self._waiting[: len(joining)]
-        began = time.perf_counter()
-        prompts = [row.context for row in joining]
-        room = max(row.sampling.max_new_tokens for row in joining)
-        self.target.join(prompts, room, leave_end=len(prompts) == 1 and not self._rows)
-        self.drafter.join(prompts, room)
+        room = max(row.prompt + row.sampling.max_new_tokens for row in joining)
+        self.target.join(len(joining), room)
+        longest = max(row.sampling.max_new_tokens for row in joining)
+        self.drafter.join([row.context for row in joining], longest)
         self._rows.extend(joining)
         for row in joining:
-            self._control.join(row.controller)
-            row.prefill = time.perf_counter() - began
+            seeded = row.sampling.seed is not None and not row.sampling.greedy
+            ratio = self.drafter.ratio(self.target) if seeded else None  # same seed, same text
+            self._crew.join(row.request.controller, ratio)
         self._refresh()
 
-    def _keep(self, rows: list[int]) -> None:
+    def _keep(self, staying: Sequence[bool]) -> None:
         """Let all other rows leave."""
-        if len(rows) == len(self._rows):
+        if all(staying):
             return
+        rows = [row for row, stays in enumerate(staying) if stays]
         self.target.keep(rows)
         self.drafter.keep(rows)
-        self._control.keep(rows)
-        self._rows = [self._rows[r] for r in rows]
+        self._crew.keep(rows)
+        self._rows = [self._rows[row] for row in rows]
         self._refresh()
 
-    def _clear(self) -> None:
-        """Drop everything, also what an error in the middle of a round or a join left behind."""
-        self._waiting.clear()
-        self._rows, self._control = [], Control(self._memory)
+    def _drop_rows(self) -> None:
+        self._rows = []
+        self._crew = Crew(self._meter, self._memory)
         self.target.keep([])
         self.drafter.keep([])
         self._refresh()
 
     def _refresh(self) -> None:
-        self._sampler = Sampler([r.sampling for r in self._rows], [r.eos for r in self._rows])
+        """What is constant while the same rows run."""
+        rows = self._rows
+        self._sampler = Sampler([row.sampling for row in rows], [row.eos for row in rows])
+        self._guide = Guide(rows, self._crew, self._sampler)
+        self._scores = any(row.request.logprobs is not None for row in rows)
+        self._compares = self._sampler.trivial and not self._scores and all(
+            row.request.rule.matches_greedy for row in rows
+        )
 
-    def _verify(self, drafted: Drafted) -> tuple[torch.Tensor, bool]:
-        """The target's logits after the context and each drafted token; did it read a prompt?"""
+    def _schedule(self) -> _Pass:
+        """How far each row reads this round: prompts in chunks, under one budget for all."""
+        budget, upto = CHUNK, []
+        for row, covered in zip(self._rows, self.target.lengths, strict=True):
+            unread = len(row.context) - covered
+            if unread > 1:
+                unread = min(unread, budget)
+                budget -= unread
+            upto.append(covered + unread)
+        counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
+        return _Pass(
+            time.perf_counter(),
+            upto,
+            [n == len(row.context) for n, row in zip(upto, self._rows, strict=True)],
+            budget < CHUNK,
+            self.drafter.seconds,
+            self.target.seconds,
+            counters,
+        )
+
+    def _draft(self, passed: _Pass) -> Proposal:
+        proposal = draft(self._rows, passed.ready, self.drafter, self._crew, self._guide)
+        if not all(passed.ready):
+            self.drafter.follow(
+                [
+                    None if ready else row.context[:n]
+                    for row, n, ready in zip(self._rows, passed.upto, passed.ready, strict=True)
+                ]
+            )
+        passed.drafting = time.perf_counter() - passed.began
+        return proposal
+
+    def _verify(self, passed: _Pass, proposal: Proposal) -> Judgements:
+        """One pass of the target over what each row reads, then its rule's word on the draft."""
+        drafts, rows = proposal.tokens, self._rows
         pieces = [
-            [*row.context[n:], *tokens]
-            for row, n, tokens in zip(self._rows, self.target.lengths, drafted.tokens, strict=True)
+            [*row.context[covered:n], *tokens]
+            for row, covered, n, tokens in zip(
+                rows, self.target.lengths, passed.upto, drafts, strict=True
+            )
         ]
-        unread = {len(p) - len(t) - 1 for p, t in zip(pieces, drafted.tokens, strict=True)}
-        assert unread == {0} or len(pieces) == 1, "only a lone row may have more to read"
-        return self.target.feed(pieces, skip=max(unread)), unread != {0}
+        wanted = [
+            len(tokens) + 1 if ready else 0
+            for tokens, ready in zip(drafts, passed.ready, strict=True)
+        ]
+        judged = [row for row, n in enumerate(wanted) if n]
+        if self._compares:
+            return compare(drafts, self.target.best(pieces, wanted), judged)
+        logits = self.target.feed(pieces, wanted)
+        if not judged:
+            return {}
+        out = judge(rows, proposal, logits, self._sampler, judged)
+        if self._scores:
+            scoring.note(rows, proposal, logits, out)
+        return out
 
-    def _commit(self, drafted: Drafted, accepted: list[int], following: list[int]) -> Committed:
+    def _commit(
+        self, proposal: Proposal, judged: Judgements
+    ) -> dict[int, tuple[int, FinishReason | None]]:
         """Extend every row by what was kept and roll both caches back to it."""
-        out: Committed = []
-        for i, row in enumerate(self._rows):
-            self.drafter.rollback(i, len(row.context) + accepted[i])
-            out.append(row.commit(drafted.tokens[i], accepted[i], following[i]))
-            self.target.rollback(i, len(row.context) - 1)
+        out: dict[int, tuple[int, FinishReason | None]] = {}
+        for i, kept in list(judged.items()):
+            row, before = self._rows[i], self._rows[i].produced
+            try:
+                if isinstance(kept, Exception):
+                    raise kept
+                self.drafter.rollback(i, len(row.context) + kept.accepted)
+                out[i] = row.commit(proposal.tokens[i], kept.accepted, kept.following)
+                self.target.rollback(i, len(row.context) - 1)
+                if row.request.stream:
+                    row.pieces(row.produced)
+            except Exception as error:  # its rule, its stop strings, its tokenizer
+                judged[i] = error
+                out[i] = (0, "error")
+                row.cut(before)
         return out
 
-    def _drift(
-        self, verdict: Verdict, drafted: Drafted, committed: Committed
-    ) -> list[list[float] | None]:
-        """Per row the drift of its judged positions: what was accepted, and the first rejection.
-
-        Bonus and plain tokens are the target's own, they add none.
-        """
-        if verdict.drift is None:
-            return [None] * len(self._rows)
-        out: list[list[float] | None] = []
-        everything = verdict.drift.double().cpu().tolist()
-        for i, (row, (pieces, _)) in enumerate(zip(self._rows, committed, strict=True)):
-            judged = min(len(drafted.tokens[i]), len(pieces))
-            some = None if row.rule.lossless else everything[i][:judged]
-            out.append(some)
-            if some is not None:
-                row.drift = (row.drift or 0.0) + sum(some)
-        return out
+    def _observe(self, passed: _Pass, proposal: Proposal, judged: Judgements) -> None:
+        """Tell the controllers what became of their rows, and the meter what it took."""
+        outcomes: list[Outcome | None] = [None] * len(self._rows)
+        for i, kept in judged.items():
+            if isinstance(kept, Judged):
+                stop = proposal.stopped_by[i]
+                outcomes[i] = Outcome(
+                    len(proposal.tokens[i]), kept.accepted, kept.accept_prob, stop,
+                    proposal.shown[i],
+                )  # fmt: skip
+        self._crew.observe(outcomes)
+        if not passed.read:
+            steps, reading = proposal.steps, proposal.catch_up_seconds
+            self._meter.tell(
+                Lap(
+                    rows=len(self._rows),
+                    width=max(map(len, proposal.tokens)),
+                    steps=steps,
+                    draft_seconds=passed.drafting - reading if steps else 0.0,
+                    first_step_seconds=proposal.first_seconds,
+                    verify_seconds=time.perf_counter() - passed.began - passed.drafting,
+                    catch_up_seconds=reading,
+                )
+            )
 
     def _report(
         self,
-        drafted: Drafted,
-        outcome: RoundOutcome,
-        committed: Committed,
-        drift: list[list[float] | None],
-        counts: list[tuple[int, int]],
-        forward: tuple[float, float],
-        began: float,
+        passed: _Pass,
+        proposal: Proposal,
+        judged: Judgements,
+        committed: dict[int, tuple[int, FinishReason | None]],
     ) -> list[Event]:
-        """Let finished rows leave; one event per row."""
-        rows, events = self._rows, []
-        self._keep([i for i, (_, reason) in enumerate(committed) if reason is None])
+        """Let finished rows leave; one event per row that got on."""
+        drafting = self.drafter.seconds - passed.drafter_before
+        verifying = self.target.seconds - passed.target_before
         now = time.perf_counter()
-        other = now - began - sum(forward)
-        for i, (row, (pieces, reason)) in enumerate(zip(rows, committed, strict=True)):
-            round_ = Round(
-                drafted=int(outcome.drafted[i]),
-                accepted=int(outcome.accepted[i]),
-                committed=len(pieces),
-                stopped_by=Stop(int(outcome.stopped_by[i])),
-                draft_seconds=forward[0],
-                verify_seconds=forward[1],
-                other_seconds=other,
-                drift=drift[i],
-                layer_passes=counts[i][0] if counts else None,
-                exit_projections=counts[i][1] if counts else None,
+        other = now - passed.began - drafting - verifying
+        events, staying = [], [True] * len(self._rows)
+        for i, row in enumerate(self._rows):
+            # A pass that reads a row's prompt is that row's prefill.
+            reads = not row.rounds
+            row.prefill += verifying * reads
+            if i not in committed:
+                continue
+            (count, reason), kept, before = committed[i], judged[i], len(row.origins)
+            if isinstance(kept, Judged):
+                row.rounds.append(
+                    self._round(passed, proposal, i, kept, count, (drafting, verifying, other))
+                )
+                row.first_token = row.first_token or now - row.submitted
+            done = None
+            if (error := self._crew.failed.get(i)) and not reason:
+                reason, kept = "error", error
+            if reason:
+                staying[i] = False
+                done = self._complete(row, reason, kept)
+            events.append(
+                Event(
+                    row.id,
+                    proposal.tokens[i],
+                    row.rounds[-1] if row.rounds else None,
+                    _look(row, before - count, before),
+                    done,
+                )
             )
-            row.first_token = row.first_token or now - row.submitted
-            row.rounds.append(round_)
-            done = row.complete(reason) if reason else None
-            events.append(Event(row.id, pieces, drafted.tokens[i], round_, done))
+        self._keep(staying)
         return events
+
+    def _round(
+        self,
+        passed: _Pass,
+        proposal: Proposal,
+        i: int,
+        kept: Judged,
+        committed: int,
+        seconds: tuple[float, float, float],
+    ) -> Round:
+        row, drafted = self._rows[i], len(proposal.tokens[i])
+        drift = None
+        if not row.request.rule.lossless:
+            # What was accepted and the first rejection; bonus and plain tokens add none.
+            drift = (kept.drift or [])[: min(drafted, committed)]
+            row.drift = (row.drift or 0.0) + sum(drift)
+        before = passed.counters[i]
+        counted = {k: n - before.get(k, 0) for k, n in self.drafter.counters(i).items()}
+        drafting, verifying, other = seconds
+        return Round(
+            drafted=drafted,
+            accepted=kept.accepted,
+            committed=committed,
+            stopped_by=proposal.stopped_by[i] or Stop.LIMIT,
+            draft_seconds=drafting,
+            verify_seconds=verifying if row.rounds else 0.0,
+            other_seconds=other,
+            drift=drift,
+            counters=counted,
+        )
+
+    def _complete(self, row: Row, reason: FinishReason, kept: Judged | Exception) -> Completion:
+        try:
+            error = None if isinstance(kept, Judged) else _line(kept)
+            return row.complete("error" if error else reason, error)
+        except Exception as error:  # its tokenizer
+            return row.complete("error", _line(error))
+
+    def _abandon(self, error: Exception) -> list[Event]:
+        """End all rows with what a model raised; requests that wait are served yet."""
+        rows = self._rows
+        self._drop_rows()
+        return [
+            Event(row.id, [], None, _look(row, 0, 0), row.complete("error", _line(error)))
+            for row in rows
+        ]
+
+
+def _look(row: Row, begin: int, end: int) -> Any:
+    return lambda: row.pieces(end)[begin:end]
+
+
+def _line(error: Exception) -> str:
+    """One line for the person who asked."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if isinstance(error, ForerunError) else f"{type(error).__name__}: {text}"

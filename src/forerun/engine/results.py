@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from forerun.types import Stop
 
@@ -18,7 +19,7 @@ class Origin(StrEnum):
     PLAIN = "plain"  # the target's own token in a round without a draft
 
 
-FinishReason = Literal["eos", "stop", "length", "context", "cancelled"]
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,20 @@ class Piece:
     token: int
     text: str
     origin: Origin
+
+
+class Logprob(NamedTuple):
+    """What the target said where a token was committed, before the sampling transform."""
+
+    logprob: float
+    """Natural logarithm of the token's probability."""
+    top: list[tuple[int, float]]
+    """The most likely token ids there with theirs, best first, as many as were asked for."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented fields."""
+        top = [{"token": token, "logprob": logprob} for token, logprob in self.top]
+        return {"logprob": self.logprob, "top": top}
 
 
 @dataclass(frozen=True)
@@ -51,11 +66,20 @@ class Round:
     drift: list[float] | None = None
     """Under a lossy rule: the exact total-variation distance to the target at each judged position
     that was committed (accepted tokens, and the correction after a rejection)."""
-    layer_passes: int | None = None
-    """Positions × layers of the target, drafting included, if the drafter runs the target's layers
-    (early exits); plain decoding takes one per layer and token."""
-    exit_projections: int | None = None
-    """Likewise, hidden states of shallow layers turned into logits."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """What the drafter counts, by name (`Drafter.counters`). Early exits: `layer_passes`, positions
+    × layers of the target, drafting included (plain decoding takes one per layer and token), and
+    `exit_projections`, hidden states of shallow layers turned into logits."""
+
+    @property
+    def layer_passes(self) -> int | None:
+        """That counter, or None."""
+        return self.counters.get("layer_passes")
+
+    @property
+    def exit_projections(self) -> int | None:
+        """That counter, or None."""
+        return self.counters.get("exit_projections")
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; times in milliseconds."""
@@ -167,14 +191,18 @@ class Completion:
     text: str
     tokens: list[int]
     finish_reason: FinishReason
-    """"eos", "stop" (a stop string), "length" (max_new_tokens), "context" (the context is full) or
-    "cancelled"."""
+    """"eos", "stop" (a stop string), "length" (max_new_tokens), "context" (the context is full),
+    "cancelled" or "error" (`error` says which; what was written before stands)."""
     rounds: list[Round]
     stats: Stats
     pieces: list[Piece]
     seed: int
     """Of the request's random stream. A request that asks for a seed gets the same text each time;
     one that does not may be drafted by the clock, which takes other random numbers."""
+    logprobs: list[Logprob] | None = None
+    """Per token, if the request asked for them."""
+    error: str | None = None
+    """What ended the request, in one line, with the finish reason "error"."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape of one completion."""
@@ -184,20 +212,37 @@ class Completion:
             "finish_reason": self.finish_reason,
             "origins": [p.origin.value for p in self.pieces],
             "seed": self.seed,
+            **({} if self.error is None else {"error": self.error}),
+            **({} if self.logprobs is None else {"logprobs": [p.to_json() for p in self.logprobs]}),
             "rounds": [r.to_json() for r in self.rounds],
             "stats": self.stats.to_json(),
         }
 
 
-@dataclass(frozen=True)
 class Event:
-    """What one round added to one request."""
+    """What one round added to one request.
 
-    request: int
-    """The id `Engine.submit` returned."""
-    pieces: list[Piece]
-    drafted: list[int]
-    """The tokens that were drafted; `round.accepted` of them were kept."""
-    round: Round
-    completion: Completion | None = None
-    """Set in a request's last event."""
+    Attributes:
+        request: the id `Engine.submit` returned.
+        drafted: the tokens that were drafted; `round.accepted` of them were kept.
+        round: what became of them; None if the request ended before its first.
+        completion: set in a request's last event.
+    """
+
+    __slots__ = ("_look", "completion", "drafted", "request", "round")
+
+    def __init__(
+        self,
+        request: int,
+        drafted: list[int],
+        round: Round | None,
+        look: Callable[[], list[Piece]],
+        completion: Completion | None = None,
+    ) -> None:
+        self.request, self.drafted, self.round = request, drafted, round
+        self.completion, self._look = completion, look
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The committed tokens with their text, which is made when somebody looks."""
+        return self._look()

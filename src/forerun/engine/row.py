@@ -8,25 +8,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.controllers.base import LengthController
-from forerun.engine.results import Completion, FinishReason, Origin, Piece, Round, Stats
-from forerun.engine.sampling import Sampling
+from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.rules.base import AcceptanceRule
+from forerun.requests import Request, Sampling
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A row of the batch: its request, its text so far, and its own random stream."""
 
     id: int
+    request: Request
     context: list[int]
     """Prompt and committed tokens."""
     prompt: int
     """How many tokens of the context are the prompt."""
-    sampling: Sampling
-    controller: LengthController
-    rule: AcceptanceRule
     eos: frozenset[int]
     seed: int
     random: np.random.Generator
@@ -34,13 +30,22 @@ class Row:
     stops: StopStrings
     limit: int
     """Most tokens of context."""
+    rests_first: bool
+    """Whether its first token comes without a draft, as soon as plainly."""
     submitted: float
     prefill: float = 0.0
     first_token: float = 0.0
     drift: float | None = None
     """Summed drift of the tokens so far; None under a lossless rule."""
     rounds: list[Round] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    _pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its text is sampled."""
+        return self.request.sampling
 
     @property
     def produced(self) -> int:
@@ -49,44 +54,78 @@ class Row:
 
     def room(self, drafter_limit: int) -> int:
         """Most tokens worth drafting: one more is always committed, and all must fit."""
+        if self.rests_first and not self.rounds:
+            return 0
         budget = self.sampling.max_new_tokens - self.produced - 1
         context = min(self.limit - 1, drafter_limit) - len(self.context)
         return max(0, min(budget, context))
 
     def commit(
         self, draft: Sequence[int], accepted: int, following: int
-    ) -> tuple[list[Piece], FinishReason | None]:
-        """Extend the text by the accepted tokens and the target's own, up to where it ends."""
+    ) -> tuple[int, FinishReason | None]:
+        """Extend the text by the accepted tokens and the target's own, up to where it ends.
+
+        Returns:
+            Tokens committed, and why the text ended, if it did.
+        """
         own = Origin.BONUS if accepted == len(draft) else Origin.CORRECTION
         own = own if draft else Origin.PLAIN
-        pieces: list[Piece] = []
         reason: FinishReason | None = None
+        before = self.produced
         for place, token in enumerate([*draft[:accepted], following]):
             self.context.append(token)
-            text, stopped = self.stops.push(self.text.push(token))
-            reason = self._finished(token, stopped)
-            if reason not in (None, "stop"):
-                text += self.stops.flush(self.text.flush())
-            pieces.append(Piece(token, text, Origin.DRAFT if place < accepted else own))
+            self.origins.append(Origin.DRAFT if place < accepted else own)
+            reason = self._finished(token)
             if reason:
                 break
-        self.pieces.extend(pieces)
-        return pieces, reason
+        return self.produced - before, reason
 
-    def _finished(self, token: int, stopped: bool) -> FinishReason | None:
+    def cut(self, produced: int) -> None:
+        """Take back what was committed beyond so many tokens."""
+        del self.context[self.prompt + produced :], self.origins[produced:]
+        del self._pieces[produced:], self.logprobs[produced:]
+
+    def _finished(self, token: int) -> FinishReason | None:
         if token in self.eos:
             return "eos"
-        if stopped:
-            return "stop"
+        if self.sampling.stop:
+            self.pieces(self.produced)
+            if self.stops.met:
+                return "stop"
         if self.produced >= self.sampling.max_new_tokens:
             return "length"
         return "context" if len(self.context) >= self.limit else None
 
-    def complete(self, reason: FinishReason) -> Completion:
+    def pieces(self, upto: int) -> list[Piece]:
+        """The text of the first `upto` tokens, made now if nobody has looked before."""
+        for place in range(len(self._pieces), upto):
+            token = self.context[self.prompt + place]
+            text = self.stops.push(self.text.push(token))
+            self._pieces.append(Piece(token, text, self.origins[place]))
+        return self._pieces
+
+    def complete(self, reason: FinishReason, error: str | None = None) -> Completion:
         """The finished generation."""
         total = time.perf_counter() - self.submitted
         tokens = self.context[self.prompt :]
         stats = Stats.of(self.rounds, self.prompt, self.prefill, self.first_token, total)
-        assert stats.tokens == len(tokens) == len(self.pieces), "committed tokens must add up"
-        text = "".join(piece.text for piece in self.pieces)
-        return Completion(text, tokens, reason, self.rounds, stats, self.pieces, self.seed)
+        assert stats.tokens == len(tokens), "committed tokens must add up"
+        if error is None:
+            pieces = self.pieces(len(tokens))
+            if pieces and reason not in ("stop", "cancelled"):
+                last = pieces[-1]
+                rest = self.stops.flush(self.text.flush())
+                pieces[-1] = Piece(last.token, last.text + rest, last.origin)
+        else:
+            pieces = self._pieces
+        return Completion(
+            text="".join(piece.text for piece in pieces),
+            tokens=tokens,
+            finish_reason=reason,
+            rounds=self.rounds,
+            stats=stats,
+            pieces=pieces,
+            seed=self.seed,
+            logprobs=self.logprobs[: len(tokens)] if self.request.logprobs is not None else None,
+            error=error,
+        )

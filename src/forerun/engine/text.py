@@ -57,16 +57,18 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
+        self.met = False
+        """Whether a stop string was met (and cut off, with all that follows)."""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string was met (and cut off)."""
+    def push(self, text: str) -> str:
+        """Text that is safe to show."""
         if not self._stops:
-            return text, False
+            return text
         text = self._held + text
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self._held = ""
-            return text[: min(found)], True
+            self._held, self.met = "", True
+            return text[: min(found)]
         held = max(
             (
                 n
@@ -77,7 +79,7 @@ class StopStrings:
             default=0,
         )
         self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        return text[: len(text) - held]
 
     def flush(self, text: str = "") -> str:
         """What was held back: the text ended without a stop string."""

@@ -23,7 +23,7 @@ from forerun.errors import PromptError, SettingError, require
 from forerun.lab.peers import Peer
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule
-from forerun.runtime.base import Runtime
+from forerun.runtime.base import Rows
 
 SAFETY = 4.0
 """A margin within this many times the observed spread of the logits counts as a near-tie."""
@@ -149,20 +149,21 @@ class _Transform:
 
 
 @torch.inference_mode()
-def _logits(target: Runtime, context: list[int], width: int, rows: int = 1) -> torch.Tensor:
+def _logits(target: Rows, context: list[int], width: int, rows: int = 1) -> torch.Tensor:
     """The logits after `context` when its last `width` tokens are fed in one pass."""
     first = len(target.lengths)
     try:
-        target.join([context[: len(context) - width + 1]] * rows)
+        target.read([context[: len(context) - width + 1]] * rows)
         piece = context[target.lengths[first] :]
-        return target.feed([piece] * rows, first=first, want="last")[0]
+        pieces = [*[[]] * first, *[piece] * rows]
+        return target.feed(pieces, [min(len(p), 1) for p in pieces])[first, 0]
     finally:
         target.keep(list(range(first)))
 
 
 def _precision(target: Any) -> tuple[float, float]:
     """Relative rounding of the products, and how many of them shapes may make at most."""
-    dtype = getattr(target, "dtype", torch.float32)
+    dtype = getattr(torch, target.facts.precision, torch.float32)
     eps, most = torch.finfo(dtype).eps, CEILING.get(dtype, CEILING_WIDE)
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 2.0**-10, CEILING[torch.float16]  # TF32 keeps ten bits

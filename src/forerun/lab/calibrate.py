@@ -16,7 +16,7 @@ from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError, require
 from forerun.model import Model, Prompt
 from forerun.registry import Spec
-from forerun.runtime.base import Runtime
+from forerun.runtime.base import Rows
 from forerun.signals import entropy
 
 ELEMENTS = 1 << 25
@@ -209,14 +209,14 @@ def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
 
 
 @torch.inference_mode()
-def _of_target(target: Runtime, texts: list[Text]) -> torch.Tensor:
+def _of_target(target: Rows, texts: list[Text]) -> torch.Tensor:
     """Float64 entropies after the prompt and after each output token but the last, text by text."""
     pieces = [[prompt[-1], *output[:-1]] for prompt, output in texts]
     longest = max(map(len, pieces))
     width = max(1, ELEMENTS // (len(texts) * target.vocab_size))
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     try:
-        target.join([prompt for prompt, _ in texts], longest)
+        target.read([prompt for prompt, _ in texts], longest)
         for start in range(0, longest, width):
             parts = [piece[start : start + width] for piece in pieces]
             logits = target.feed(parts)
@@ -228,7 +228,7 @@ def _of_target(target: Runtime, texts: list[Text]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _of_draft(drafter: Drafter, texts: list[Text]) -> torch.Tensor:
+def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
     """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
     longest = max(len(output) for _, output in texts)
     found = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
@@ -244,7 +244,7 @@ def _of_draft(drafter: Drafter, texts: list[Text]) -> torch.Tensor:
             rows = [row for row, context in enumerate(contexts) if context is not None]
             if not rows:
                 break
-            logits = drafter.step(contexts).logits
+            logits = drafter.step(contexts, None).logits
             assert logits is not None, "the drafter has a distribution"
             found[rows, step] = _entropy(logits[rows])
     finally:

@@ -16,8 +16,9 @@ from forerun.engine import Completion, Round, Sampling
 from forerun.errors import PromptError
 from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay
 from forerun.model import Model
-from forerun.runtime.exits import ExitModel
-from forerun.runtime.layer_cache import LayerCache
+from forerun.runtime.base import Rows
+from forerun.runtime.cache import RowCache
+from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
 
@@ -78,7 +79,7 @@ def _weigh(costs: list[float], calls: list[int]) -> float:
     return sum(cost * count for cost, count in zip(costs, calls, strict=False))
 
 
-def speculating(model: Model, rows: ExitModel, heads: ExitHeads, setting: Setting) -> Model:
+def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) -> Model:
     """`model` decoding with a setting of specbound; all such models may share `rows`."""
     drafter = SpecBoundDrafter(
         rows, heads, setting.layers, setting.threshold, setting.anneal, setting.width
@@ -91,7 +92,7 @@ def speculating(model: Model, rows: ExitModel, heads: ExitHeads, setting: Settin
 @torch.inference_mode()
 def measure(
     model: Model,
-    rows: ExitModel,
+    rows: Rows,
     heads: ExitHeads,
     layers: Sequence[int],
     texts: Sequence[Text],
@@ -121,7 +122,7 @@ def measure(
 
 
 def _pieces(
-    rows: ExitModel,
+    rows: Rows,
     heads: ExitHeads,
     layers: Sequence[int],
     width: int,
@@ -129,10 +130,9 @@ def _pieces(
     tell: Callable[[int, int], None] | None,
 ) -> tuple[list[float], list[float], float]:
     """Median seconds of a layer and of a projection by positions, and of an exit."""
-    access, device = rows.access, rows.device
-    cache = LayerCache()
+    executor, device, cache = layers_of(rows), rows.device, RowCache()
+    access = executor.access
     cache.reserve(1, context + width + 2)
-    cache.lengths = [context]
     tokens = torch.arange(width + 2, device=device).unsqueeze(0) % rows.vocab_size
     places = context + torch.arange(width + 2, device=device).unsqueeze(0)
     states = access.embed(tokens, places)
@@ -148,7 +148,7 @@ def _pieces(
 
     def through(many: int) -> None:
         columns = cache.open([0], [context], many, device)
-        mask = torch.zeros(1, 1, many, columns, dtype=rows.dtype, device=device)
+        mask = torch.zeros(1, 1, many, columns, dtype=executor.dtype, device=device)
         access.run(states[:, :many], 0, access.layers, mask, places[:, :many], cache)
 
     def ask(depth: int) -> None:
@@ -177,7 +177,7 @@ def _pieces(
 
 def _rest(
     model: Model,
-    rows: ExitModel,
+    rows: Rows,
     heads: ExitHeads,
     layers: Sequence[int],
     texts: Sequence[Text],
@@ -197,7 +197,7 @@ def _rest(
     for text, sampling in zip(texts, short, strict=True):
         output = timed(model, text, None, sampling).completion.tokens
         again.append(Text(text.prompt, output, sampling, text.eos))
-    exits = Exits(ExitModel(rows.model), heads, tuple(layers), again, seed)
+    exits = Exits(exit_rows(rows.executor.module()), heads, tuple(layers), again, seed)
     beyond: list[tuple[list[float], float]] = []
     alone: list[float] = []
     drawn: list[float] = []

@@ -21,7 +21,8 @@ from forerun.engine.sampling import Sampler, Sampling
 from forerun.errors import SettingError
 from forerun.registry import Spec
 from forerun.rules.base import sample
-from forerun.runtime.exits import ExitModel, Work
+from forerun.runtime.base import Rows
+from forerun.runtime.exits import Work, layers_of
 from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
 
@@ -117,7 +118,7 @@ class Counts:
         return sum(self.verified)
 
     def work(self) -> Work:
-        """The same as an `ExitModel` counts it."""
+        """The same as a `LayersExecutor` counts it."""
 
         def passes(calls: list[int]) -> int:
             return sum(width * count for width, count in enumerate(calls))
@@ -167,7 +168,7 @@ class Exits:
         SettingError: the runtime is in use.
     """
 
-    rows: ExitModel
+    rows: Rows
     heads: ExitHeads
     layers: tuple[int, ...]
     texts: Sequence[Text]
@@ -181,7 +182,7 @@ class Exits:
             raise SettingError("the exits need a runtime of their own; this one has rows")
         for first in range(0, len(self.texts), JOINED):
             some = self.texts[first : first + JOINED]
-            self.rows.join([t.prompt for t in some], max(len(t.output) for t in some) + 1)
+            self.rows.read([t.prompt for t in some], max(len(t.output) for t in some) + 1)
 
     def after(self, text: int, place: int, wrong: tuple[int, ...] = ()) -> Said:
         """What the exits say after `place` tokens of a text's output and some not of it."""
@@ -200,7 +201,7 @@ class Exits:
         context = [*of.prompt, *of.output[:place], *wrong]
         contexts: list[Sequence[int] | None] = [None] * len(self.texts)
         contexts[text] = context
-        access = self.rows.access
+        access = layers_of(self.rows).access
         found: list[torch.Tensor] = []
         own: list[torch.Tensor] = []
 
@@ -213,7 +214,7 @@ class Exits:
 
         # What the target itself says is needed to draw whether it would have kept a sampled token.
         last = (access.layers,) if known and not greedy else ()
-        self.rows.climb(contexts, (*self.layers, *last), stay)
+        layers_of(self.rows).climb(self.rows.lengths, contexts, (*self.layers, *last), stay)
         self.asked += 1
         logits = torch.cat(found)
         processed = self._processed(of, context, torch.cat([self._spread(logits), *own]))
@@ -250,7 +251,7 @@ class Exits:
 
     def _sure(self, logits: torch.Tensor) -> FloatArray:
         """`(exit layers, anneals)`, computed as the drafter does."""
-        total = self.rows.access.layers
+        total = layers_of(self.rows).access.layers
         columns = []
         for anneal in ANNEALS:
             heat = [temperature(layer, total, anneal) for layer in self.layers]
@@ -330,7 +331,7 @@ def _round(
             wrong = (*wrong, token)
         if token in of.eos:
             break
-    layers = exits.rows.access.layers
+    layers = layers_of(exits.rows).access.layers
     if depths:
         depths += [0] * (counts.drafted + 1 - len(depths))
         _sweep(counts, counts.verify_calls, depths, 0, layers, None)
@@ -355,7 +356,7 @@ def _climb(counts: Counts, depths: list[int], setting: Setting, sure: FloatArray
 def _sweep(
     counts: Counts, calls: list[int], depths: list[int], first: int, last: int, span: int | None
 ) -> int | None:
-    """Bring all tokens between two depths to `last`, as `ExitModel` does; counts into `calls`.
+    """Bring all tokens between two depths to `last`, as a `LayersExecutor` does; counts into `calls`.
 
     `span` is how many tokens are under way together, None at the start; so is the result.
     """

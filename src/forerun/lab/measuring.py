@@ -13,7 +13,7 @@ from forerun.errors import SettingError, require
 from forerun.lab.costs import REPEATS, WIDTHS, Cell, Costs, Spread
 from forerun.lab.provenance import identity, machine
 from forerun.model import Model
-from forerun.runtime.base import Runtime
+from forerun.runtime.base import Rows
 
 WARM = 3
 """Turns that are not counted."""
@@ -136,7 +136,7 @@ def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
 
 
 def _passes(
-    target: Runtime,
+    target: Rows,
     prompts: Sequence[Sequence[int]],
     widths: Sequence[int],
     repeats: int,
@@ -146,7 +146,7 @@ def _passes(
     found: dict[int, list[float]] = {width: [] for width in widths}
     covered = len(prompts[0]) - 1
     try:
-        target.join(prompts, widths[-1])
+        target.read(prompts, widths[-1])
         for turn in range(WARM + repeats):
             for width in widths:
                 before = target.seconds

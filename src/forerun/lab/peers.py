@@ -68,7 +68,7 @@ class TransformersPlain(Peer):
     name = "transformers"
 
     def __init__(self, model: Model) -> None:
-        self._hf: Any = getattr(model.target, "model", None)
+        self._hf: Any = model.target.executor.module()
         self._eos = sorted(model.eos)
         self._limit = model.target.limit
 
@@ -173,7 +173,7 @@ class TransformersAssisted(_OneByOne):
         require(0 <= threshold <= 1, "threshold", threshold, "in [0, 1]")
         self._schedule = schedule
         rows = model.drafter.rows if isinstance(model.drafter, ModelDrafter) else None
-        self._draft: Any = getattr(rows, "model", None)
+        self._draft: Any = None if rows is None else rows.executor.module()
         self._settings = _drafting(schedule, tokens, threshold)
         stop = f",threshold={threshold:g}" if threshold else ""
         self.name = f"transformers-assisted({schedule},tokens={tokens}{stop})"

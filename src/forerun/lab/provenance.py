@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from forerun import zoo
+from forerun.runtime.base import Rows
 
 HASHED = 4 << 30
 """Weights files of more bytes than this are not read in full to name a model."""
@@ -33,7 +34,7 @@ def machine(runtime: Any) -> dict[str, Any]:
     }
 
 
-def identity(runtime: Any) -> dict[str, Any]:
+def identity(runtime: Rows) -> dict[str, Any]:
     """Name and hash of a model.
 
     The name is ``"shipped"``, a Hugging Face id, or that of the folder, without the way to it. The
@@ -41,7 +42,7 @@ def identity(runtime: Any) -> dict[str, Any]:
     ``"weights"``. Of more than 4 GiB only `config.json` and the first file are read
     (``"config and first shard"``); of a model that is in no folder here nothing is.
     """
-    name = str(getattr(getattr(runtime, "model", None), "name_or_path", "") or "")
+    name = runtime.facts.name
     folder = _folder(name)
     shipped = folder is not None and folder in (zoo.TARGET, zoo.DRAFT)
     said = "shipped" if shipped else (Path(name).name if Path(name).is_dir() else name)

@@ -35,8 +35,7 @@ from forerun.lab.provenance import identity, machine
 from forerun.lab.trace import SIGNALS, Trace, concatenate
 from forerun.model import Model
 from forerun.rules.base import sample
-from forerun.runtime import RowModel
-from forerun.runtime.base import Runtime
+from forerun.runtime.base import Rows
 from forerun.signals import entropy, float_type, measure
 from forerun.types import BoolArray, FloatArray, IntArray
 
@@ -227,7 +226,7 @@ class _Said:
 
 
 def _parts(
-    model: Model, rows: Runtime, tasks: Sequence[Task], depth: int, batch_size: int
+    model: Model, rows: Rows, tasks: Sequence[Task], depth: int, batch_size: int
 ) -> Iterator[Part]:
     for start in range(0, len(tasks), batch_size):
         batch, began = tasks[start : start + batch_size], time.perf_counter()
@@ -258,12 +257,12 @@ def _text(model: Model, task: Task, done: Completion, depth: int) -> _Text:
 
 
 @torch.inference_mode()
-def _listen(target: Runtime, rows: Runtime, texts: list[_Text], depth: int) -> list[_Said]:
+def _listen(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Said]:
     """Both models over the texts, then the tails."""
     prompts, longest = [text.context for text in texts], max(len(t.tokens) for t in texts)
     try:
-        target.join(prompts, longest)
-        rows.join(prompts, longest + depth)
+        target.read(prompts, longest)
+        rows.read(prompts, longest + depth)
         said = _heads(target, rows, texts, depth)
         target.keep([])
         _tails(rows, texts, said, depth, target.vocab_size)
@@ -273,7 +272,7 @@ def _listen(target: Runtime, rows: Runtime, texts: list[_Text], depth: int) -> l
     return said
 
 
-def _heads(target: Runtime, rows: Runtime, texts: list[_Text], depth: int) -> list[_Said]:
+def _heads(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Said]:
     """The draft's token at every true prefix, and whether the target keeps it."""
     pieces = [[text.context[-1], *text.tokens] for text in texts]
     longest, vocab, device = max(map(len, pieces)), target.vocab_size, target.device
@@ -359,7 +358,7 @@ def _of_target(told: torch.Tensor, said: torch.Tensor) -> dict[str, torch.Tensor
     }
 
 
-def _tails(rows: Runtime, texts: list[_Text], said: list[_Said], depth: int, vocab: int) -> None:
+def _tails(rows: Rows, texts: list[_Text], said: list[_Said], depth: int, vocab: int) -> None:
     """Draft on where the target does not keep the draft's token; fills `said` in.
 
     Args:
@@ -379,21 +378,17 @@ def _tails(rows: Runtime, texts: list[_Text], said: list[_Said], depth: int, voc
         rows.keep(range(len(texts)))
 
 
-def _fork(rows: Runtime, texts: list[_Text], said: list[_Said], places: list[Place]) -> None:
+def _fork(rows: Rows, texts: list[_Text], said: list[_Said], places: list[Place]) -> None:
     """Add a row per place that covers its text up to there."""
-    if isinstance(rows, RowModel):
-        # Copying what is covered already is much cheaper than feeding it again.
-        count = len(texts)
-        rows.cache.reserve(count + len(places), rows.cache.columns)
-        rows.keep([*range(count), *(r for r, _ in places)])
-        for i, (r, m) in enumerate(places):
-            rows.rollback(count + i, texts[r].prompt + m)
-        return
-    rows.join([[*texts[r].upto(m), int(said[r].tokens[m, 0])] for r, m in places])
+    # Copying what is covered already is much cheaper than feeding it again.
+    count = len(texts)
+    rows.keep([*range(count), *(r for r, _ in places)])
+    for i, (r, m) in enumerate(places):
+        rows.rollback(count + i, texts[r].prompt + m)
 
 
 def _follow(
-    rows: Runtime,
+    rows: Rows,
     texts: list[_Text],
     said: list[_Said],
     places: list[Place],
@@ -414,7 +409,9 @@ def _follow(
         if not any(on):
             return
         pieces = [tokens[-1:] if fits else [] for tokens, fits in zip(ahead, on, strict=True)]
-        logits = _fit(rows.feed(pieces, len(texts), "last"), vocab)
+        pieces = [*[[]] * len(texts), *pieces]
+        logits = rows.feed(pieces, [len(piece) for piece in pieces])[len(texts) :, 0]
+        logits = _fit(logits, vocab)
         shaped = sampler.shape(logits.unsqueeze(1), stems, ahead, step)
         logits, processed = shaped[:, 0], sampler.sharpen(shaped)[:, 0]
         tokens = processed.argmax(-1)

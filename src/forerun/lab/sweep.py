@@ -13,7 +13,7 @@ from forerun.lab.exit_costs import ExitCosts, Timed, speculating, timed
 from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, total
 from forerun.lab.replay import geometric
 from forerun.model import Model
-from forerun.runtime.exits import ExitModel
+from forerun.runtime.base import Rows
 from forerun.runtime.layers import ExitHeads
 
 MOST_LAYERS = 12
@@ -201,7 +201,7 @@ class Confirmed:
 
 def confirm(
     model: Model,
-    rows: ExitModel,
+    rows: Rows,
     heads: ExitHeads,
     search: Search,
     settings: Sequence[Setting],

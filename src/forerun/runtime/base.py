@@ -33,6 +33,8 @@ class Facts:
     """End-of-text ids; None if the model names none."""
     precision: str = "float32"
     """Of weights and arithmetic, as reports name it."""
+    executor: str = ""
+    """Which one runs it, as `--runtime` names it."""
     name: str = ""
     """Folder or Hugging Face id; empty if it was made in memory."""
 

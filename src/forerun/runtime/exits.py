@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from forerun.errors import PromptError
-from forerun.runtime.base import Pieces
+from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.torch_executor import TorchExecutor
 
@@ -305,3 +305,14 @@ class LayersExecutor(TorchExecutor):
             rows, slots = max(len(self._starts), old.shape[0]), max(slots, old.shape[1])
             self._states = old.new_zeros(rows, slots, old.shape[2])
             self._states[: old.shape[0], : old.shape[1]] = old
+
+
+def exit_rows(model: Any) -> Rows:
+    """Rows of a Hugging Face model that also drafts; see `LayersExecutor`."""
+    return Rows(LayersExecutor(model))
+
+
+def layers_of(rows: Rows) -> LayersExecutor:
+    """The executor of rows made by `exit_rows`."""
+    assert isinstance(rows.executor, LayersExecutor), "these rows run whole models only"
+    return rows.executor

@@ -143,6 +143,7 @@ def facts_of(model: Any) -> Facts:
         weights=every if table is head else every - table.numel(),
         eos=ends,
         precision=str(model.dtype).removeprefix("torch."),
+        executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),
     )
 
