@@ -10,7 +10,7 @@ import transformers as hf
 
 from forerun.errors import UnsupportedModelError
 from forerun.runtime import torch_rows
-from forerun.runtime.exits import exit_rows
+from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import FAMILIES, LayerAccess, LogitLens
 from forerun.runtime.support import PROVEN
 from tiny import CONFIGS, build, texts
@@ -76,12 +76,13 @@ def test_an_exit_model_with_nothing_pending_is_a_row_model(family: str) -> None:
     ours, plain = exit_rows(model), torch_rows(model)
     for rows in (ours, plain):
         rows.read(prompts)
-    for want in ("all", "last"):
+    for wanted in ([1, 1, 1], [2, 1, 0]):
         pieces = [p[n:] or [4, 5] for p, n in zip(prompts, plain.lengths, strict=True)]
-        assert torch.equal(ours.feed(pieces, want=want), plain.feed(pieces, want=want))
+        assert torch.equal(ours.feed(pieces, wanted), plain.feed(pieces, wanted))
     assert ours.lengths == plain.lengths
-    assert ours.work.passes == ours.access.layers * (3 + 6)
-    assert ours.work.projections == 3 + 3
+    executor = layers_of(ours)
+    assert executor.work.passes == executor.access.layers * (3 + 3)
+    assert executor.work.projections == 3 + 3
 
 
 def test_the_logit_lens_is_the_models_own_norm_and_unembedding() -> None:

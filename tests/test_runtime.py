@@ -11,9 +11,7 @@ from forerun.errors import ModelError, PromptError, SettingError, UnsupportedMod
 from forerun.model import Model
 from forerun.runtime import load_model, load_tokenizer, torch_rows
 from forerun.runtime.cache import RowCache
-from forerun.runtime import base as base_module
 from forerun.runtime.load import resolve_device, resolve_dtype
-from forerun.runtime.support import PROVEN
 from tiny import CONFIGS, LIMIT, build, texts
 
 TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers stays below 1e-5
@@ -22,40 +20,6 @@ TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers s
 def alone(model: object, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]  # type: ignore[operator]
-
-
-def test_the_tested_families_are_the_proven_ones() -> None:
-    assert set(CONFIGS) == PROVEN
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_ragged_rows_equal_rows_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_module, "CHUNK", 5)
-    model = build(family)
-    rows, prompts = torch_rows(model), texts(5, 17, 1, 9)
-    rows.read(prompts)
-    assert rows.lengths == [4, 16, 0, 8]
-    more = [[3, 4, 5][:i] for i in range(4)]
-    got = rows.feed([p[-1:] + m for p, m in zip(prompts, more, strict=True)])
-    for row, (prompt, extra) in enumerate(zip(prompts, more, strict=True)):
-        wanted = alone(model, prompt + extra)[len(prompt) - 1 :]
-        torch.testing.assert_close(got[row, : len(extra) + 1], wanted, atol=TOLERANCE, rtol=0)
-
-    # Reject everything fed last, let two rows leave, reorder the others, go on.
-    for row, prompt in enumerate(prompts):
-        rows.rollback(row, len(prompt))
-    rows.keep([3, 1])
-    got = rows.feed([[7], [8, 9]], want="last")
-    for row, tokens in ((0, [*prompts[3], 7]), (1, [*prompts[1], 8, 9])):
-        torch.testing.assert_close(got[row], alone(model, tokens)[-1], atol=TOLERANCE, rtol=0)
-
-    # One more joins; a row that is fed nothing stays as it is.
-    late = texts(6, seed=5)[0]
-    rows.read([late])
-    rows.feed([[], [], late[-1:]])
-    got = rows.feed([[5], [5], [5]], want="last")
-    for row, tokens in enumerate(([*prompts[3], 7, 5], [*prompts[1], 8, 9, 5], [*late, 5])):
-        torch.testing.assert_close(got[row], alone(model, tokens)[-1], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("width", range(1, 26))
@@ -72,7 +36,7 @@ def test_bfloat16_rows_are_close() -> None:
     model = build("llama", scale=0.1).to(torch.bfloat16)
     rows, prompts = torch_rows(model), texts(4, 11)
     rows.read(prompts)
-    got = rows.feed([p[-1:] for p in prompts], want="last")
+    got = rows.feed([p[-1:] for p in prompts])[:, 0]
     for row, prompt in enumerate(prompts):
         torch.testing.assert_close(got[row], alone(model, prompt)[-1], atol=0.05, rtol=0.05)
 
@@ -81,14 +45,15 @@ def test_the_cache_grows_and_keeps_its_contents() -> None:
     model = build("llama")
     rows, prompts = torch_rows(model), texts(3, 3)
     rows.read(prompts)
-    before = rows.cache.columns
+    before = rows.executor.cache.columns
     tokens = [list(p) for p in prompts]
     for step in range(40):
-        got = rows.feed([t[n:] for t, n in zip(tokens, rows.lengths, strict=True)], want="last")
+        pieces = [t[n:] for t, n in zip(tokens, rows.lengths, strict=True)]
+        got = rows.feed(pieces, [1, 1])[:, 0]
         for t in tokens:
             t.append(3 + step)
-    assert rows.cache.columns > before
-    assert rows.cache.nbytes > 0
+    assert rows.executor.cache.columns > before
+    assert rows.executor.cache.nbytes > 0
     for row, t in enumerate(tokens):
         torch.testing.assert_close(got[row], alone(model, t[:-1])[-1], atol=TOLERANCE, rtol=0)
 
@@ -194,23 +159,6 @@ def test_devices_and_dtypes() -> None:
         resolve_dtype("float99")
     assert resolve_dtype("bf16") is torch.bfloat16
     assert resolve_dtype("auto") is None
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("length", [1, 2, 5, 6, 10, 14])
-def test_the_end_of_a_prompt_may_be_left_to_the_next_pass(
-    family: str, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base_module, "CHUNK", 5)
-    model = build(family)
-    rows, (prompt, more) = torch_rows(model), texts(length, 3)
-    rows.read([prompt], leave_end=True)
-    left = prompt[rows.lengths[0] :]
-    assert 1 <= len(left) <= 5
-    assert rows.passes == (length - 1) // 5
-    got = rows.feed([left + more], skip=len(left) - 1)
-    wanted = alone(model, prompt + more)[length - 1 :]
-    torch.testing.assert_close(got[0], wanted, atol=TOLERANCE, rtol=0)
 
 
 def test_a_lone_request_takes_a_pass_per_round_and_none_besides() -> None:

@@ -20,8 +20,8 @@ from forerun.engine import Engine, Sampling
 from forerun.errors import PromptError, SettingError, UnsupportedModelError
 from forerun.model import Model
 from forerun.rules import RULES
-from forerun.runtime import torch_rows
-from forerun.runtime.exits import exit_rows
+from forerun.runtime import Rows, torch_rows
+from forerun.runtime.exits import LayersExecutor, exit_rows, layers_of
 from forerun.runtime.heads import LightHeads, save_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
@@ -128,7 +128,7 @@ def test_greedy_equals_plain_whatever_the_exits(
 ) -> None:  # fmt: skip
     model, prompts = MODEL, texts(*lengths)
     rows = exit_rows(model)
-    heads = Gain(rows.access, gains)
+    heads = Gain(layers_of(rows).access, gains)
     drafter = SpecBoundDrafter(rows, heads, tuple(sorted(layers)), threshold, 0.5, width)
     made = Engine(rows, drafter, max_rows=max_rows)
     fixed, standard = CONTROLLERS.make(f"fixed({limit})"), RULES.make("standard")
@@ -139,7 +139,7 @@ def test_greedy_equals_plain_whatever_the_exits(
     done: dict[int, Any] = {}
     while len(done) < len(prompts):
         fed = 0
-        before = rows.work.passes
+        before = layers_of(rows).work.passes
         for event in made.step():
             contexts[event.request] += [p.token for p in event.pieces]
             fed += event.round.drafted + 1
@@ -148,10 +148,10 @@ def test_greedy_equals_plain_whatever_the_exits(
             if event.completion:
                 done[event.request] = event.completion
         # Every token that was fed passed each layer once, wherever it had exited.
-        assert rows.work.passes - before == LAYERS * fed
+        assert layers_of(rows).work.passes - before == LAYERS * fed
         alive = [contexts[i] for i in order if i not in done][: len(rows.lengths)]
         check_cache(rows, alive)
-        assert not any(rows.pending)
+        assert not any(layers_of(rows).pending)
     assert [done[i].tokens for i in order] == plainly(model, prompts, max_new_tokens=12)
     assert set(heads.asked) <= layers
 
@@ -159,14 +159,14 @@ def test_greedy_equals_plain_whatever_the_exits(
 MODEL = calm()
 
 
-def check_cache(rows: ExitModel, contexts: list[list[int]]) -> None:
+def check_cache(rows: Rows, contexts: list[list[int]]) -> None:
     """The cache of every row equals that of a plain forward of the same tokens."""
     for row, (context, covered) in enumerate(zip(contexts, rows.lengths, strict=True)):
         assert covered == len(context) - 1
         if not covered:
             continue
-        own = forward(rows.model, context[:-1]).past_key_values.layers
-        for layer, (keys, values) in rows.cache._store.items():
+        own = forward(rows.executor.module(), context[:-1]).past_key_values.layers
+        for layer, (keys, values) in layers_of(rows).cache._store.items():
             for ours, theirs in ((keys, own[layer].keys), (values, own[layer].values)):
                 close(ours[row, :, :covered], theirs[0])
 
@@ -191,7 +191,7 @@ def test_states_keys_and_logits_equal_a_plain_forward(data: st.DataObject) -> No
     token, depth = st.integers(3, VOCAB - 1), st.integers(1, LAYERS)
     for _ in range(data.draw(st.integers(1, 3))):
         drafts: list[list[int]] = [[] for _ in contexts]
-        before, needed = rows.work.passes, 0
+        before, needed = layers_of(rows).work.passes, 0
         climbing = list(range(len(contexts)))
         for _ in range(data.draw(st.integers(0, 4))):
             climbing = [r for r in climbing if data.draw(st.booleans())]
@@ -199,23 +199,23 @@ def test_states_keys_and_logits_equal_a_plain_forward(data: st.DataObject) -> No
             shown = [[*c, *d] for c, d in zip(contexts, drafts, strict=True)]
             seen = Exits(exits)
             asked = [shown[r] if r in exits else None for r in range(len(contexts))]
-            rows.climb(asked, range(1, LAYERS), seen)
+            layers_of(rows).climb(rows.lengths, asked, range(1, LAYERS), seen)
             for row, layer, hidden in seen.states:
                 wanted = forward(model, shown[row]).hidden_states[layer][0, -1]
                 close(hidden, wanted)
             for row in climbing:
-                depths = rows.pending[row]
+                depths = layers_of(rows).pending[row]
                 assert depths == sorted(depths, reverse=True)
                 assert depths[-1] == min(exits[row], LAYERS - 1)
                 drafts[row].append(data.draw(token))
-        pending = sum(sum(d) for d in rows.pending)
-        assert rows.work.passes - before == pending  # nothing was run twice
+        pending = sum(sum(d) for d in layers_of(rows).pending)
+        assert layers_of(rows).work.passes - before == pending  # nothing was run twice
         pieces = [[c[-1], *d] for c, d in zip(contexts, drafts, strict=True)]
         for row, piece in enumerate(pieces):  # a controller may drop the last drafted tokens
             del piece[1 + data.draw(st.integers(0, len(piece) - 1)) :]
-            needed += LAYERS * len(piece) + sum(rows.pending[row][len(piece) :])
+            needed += LAYERS * len(piece) + sum(layers_of(rows).pending[row][len(piece) :])
         logits = rows.feed(pieces)
-        assert rows.work.passes - before == needed
+        assert layers_of(rows).work.passes - before == needed
         for row, piece in enumerate(pieces):
             wanted = forward(model, contexts[row][:-1] + piece).logits[0, -len(piece) :]
             close(logits[row, : len(piece)], wanted)
@@ -245,18 +245,18 @@ def test_layer_passes_of_one_round() -> None:
     rows, context = exit_rows(calm(layers=8)), texts(6)[0]
     rows.read([context])
     for token, exit_at in ((5, 2), (6, 4), (7, 6), (8, 2)):
-        rows.climb([context], range(1, 8), Exits({0: exit_at}))
+        layers_of(rows).climb(rows.lengths, [context], range(1, 8), Exits({0: exit_at}))
         context = [*context, token]
-    assert rows.pending == [[6, 6, 6, 2]]
+    assert layers_of(rows).pending == [[6, 6, 6, 2]]
     # Layers 3-4 ran for the first two together, 5-6 for the first three.
-    assert rows.work.draft_calls == 2 + 4 + 6 + 2
-    assert rows.work.draft_passes == 6 + 6 + 6 + 2
+    assert layers_of(rows).work.draft_calls == 2 + 4 + 6 + 2
+    assert layers_of(rows).work.draft_passes == 6 + 6 + 6 + 2
     rows.feed([context[rows.lengths[0] :]])
     # The last drafted token starts at the embedding; from layer 3 on it takes the fourth along, and
     # from layer 7 on all.
-    assert rows.work.verify_calls == 8
-    assert rows.work.passes == 5 * 8
-    assert rows.work.projections == 5
+    assert layers_of(rows).work.verify_calls == 8
+    assert layers_of(rows).work.passes == 5 * 8
+    assert layers_of(rows).work.projections == 5
     assert rows.lengths == [10]
 
 
@@ -264,7 +264,7 @@ def test_a_difficult_token_costs_what_plain_decoding_costs() -> None:
     model, prompts = calm(), texts(7)
     fast = specbound(model, threshold=1.01, depth=3)
     (done,) = fast.generate(prompts, max_new_tokens=10, ignore_eos=True)
-    work = fast.target.work  # type: ignore[attr-defined]
+    work = layers_of(fast.target).work
     # The first has no draft, and the tenth no budget for one.
     assert done.stats.stopped_by == {"budget": 2, "difficult": 8}
     assert work.passes == work.draft_calls + work.verify_calls == LAYERS * 10
@@ -277,7 +277,7 @@ def test_statistics_count_layer_passes_of_each_request(threshold: float) -> None
     fast = specbound(calm(), threshold=threshold, depth=3)
     how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
     together = fast.generate(texts(7, 5, 9), **how)
-    work = fast.target.work  # type: ignore[attr-defined]
+    work = layers_of(fast.target).work
     assert sum(c.stats.layer_passes or 0 for c in together) == work.passes
     assert sum(c.stats.exit_projections or 0 for c in together) == work.exit_projections
     for prompt, done in zip(texts(7, 5, 9), together, strict=True):
@@ -295,12 +295,10 @@ def test_statistics_count_layer_passes_of_each_request(threshold: float) -> None
 def test_a_known_token_may_be_climbed_again() -> None:
     rows, context = exit_rows(MODEL), texts(5)[0]
     rows.read([context])
-    rows.climb([context], [1, 2], Exits({0: 2}))
-    rows.climb([context], [1], Exits({0: 1}))
-    assert rows.pending == [[1]]
-    rows.rollback(0, len(context) - 1)
-    assert rows.pending == [[]]
-    got = rows.feed([context[-1:]], want="last")[0]
+    layers_of(rows).climb(rows.lengths, [context], [1, 2], Exits({0: 2}))
+    layers_of(rows).climb(rows.lengths, [context], [1], Exits({0: 1}))
+    assert layers_of(rows).pending == [[1]]
+    got = rows.feed([context[-1:]])[0, 0]
     close(got, forward(MODEL, context).logits[0, -1])
 
 
@@ -308,33 +306,33 @@ def test_bfloat16_states_are_close() -> None:
     model = calm(scale=0.1).to(torch.bfloat16)
     rows, contexts = exit_rows(model), texts(4, 11)
     rows.read(contexts)
-    rows.climb(contexts, [1, 2, 3], Exits({0: 2, 1: 3}))
+    layers_of(rows).climb(rows.lengths, contexts, [1, 2, 3], Exits({0: 2, 1: 3}))
     got = rows.feed([[*c[-1:], *more] for c, more in zip(contexts, ([], [7]), strict=True)])
     for logits, tokens in ((got[0, 0], contexts[0]), (got[1, 1], [*contexts[1], 7])):
         wanted = forward(model, tokens).logits[0, -1]
         torch.testing.assert_close(logits, wanted, atol=0.3, rtol=0.05)
 
 
-@pytest.mark.parametrize("want", ["last", "none"])
-def test_feeding_some_rows_only(want: Any) -> None:
+@pytest.mark.parametrize("wanted", [[1, 0, 1], [0, 0, 0]])
+def test_feeding_some_rows_only(wanted: list[int]) -> None:
     rows, contexts = exit_rows(MODEL), texts(5, 3, 7)
     rows.read(contexts)
-    rows.climb([contexts[0], None, contexts[2]], [2], Exits({0: 2, 2: 2}))
-    got = rows.feed([contexts[0][-1:], [], [contexts[2][-1], 9]], want=want)
+    layers_of(rows).climb(rows.lengths, [contexts[0], None, contexts[2]], [2], Exits({0: 2, 2: 2}))
+    got = rows.feed([contexts[0][-1:], [], [contexts[2][-1], 9]], wanted)
     assert rows.lengths == [5, 2, 8]
-    if want == "last":
+    if any(wanted):
         for row, tokens in ((0, contexts[0]), (2, [*contexts[2], 9])):
             wanted = forward(MODEL, tokens).logits[0, -1]
-            close(got[row], wanted)
+            close(got[row, 0], wanted)
     assert rows.feed([[], [], []]).numel() == 0
 
 
 def test_the_context_is_not_exceeded() -> None:
     rows, context = exit_rows(calm("gpt2")), texts(LIMIT)[0]
     rows.read([context])
-    rows.climb([context], [1], Exits({0: 1}))
+    layers_of(rows).climb(rows.lengths, [context], [1], Exits({0: 1}))
     with pytest.raises(PromptError, match=f"{LIMIT + 1} tokens do not fit"):
-        rows.climb([[*context, 3]], [1], Exits({0: 1}))
+        layers_of(rows).climb(rows.lengths, [[*context, 3]], [1], Exits({0: 1}))
     with pytest.raises(PromptError, match=f"{LIMIT + 1} tokens do not fit"):
         rows.feed([[context[-1], 3]])
     fast = specbound(calm("gpt2"), threshold=0.0, width=4)
@@ -378,9 +376,9 @@ def test_the_draft_is_the_exit_heads_distribution_without_annealing() -> None:
     fast = specbound(MODEL, threshold=0.0, anneal=2.0, layers="2", depth=3)
     (context,) = texts(6)
     fast.target.read([context])
-    proposal = fast.drafter.step([context])
+    proposal = fast.drafter.step([context], None)
     hidden = forward(MODEL, context).hidden_states[2][0, -1]
-    wanted = LogitLens(fast.drafter.rows.access).logits(2, hidden)  # type: ignore[attr-defined]
+    wanted = LogitLens(fast.drafter.executor.access).logits(2, hidden)  # type: ignore[attr-defined]
     assert proposal.logits is not None
     close(proposal.logits[0], wanted)
     assert proposal.ended == [None]
@@ -399,14 +397,14 @@ class Few(LogitLens):
 
 def test_heads_of_few_tokens_draft_those_alone() -> None:
     rows = exit_rows(MODEL)
-    drafter = SpecBoundDrafter(rows, Few(rows.access, [3, 8, 40]), (2,), 0.0, 0.0, 4)
+    drafter = SpecBoundDrafter(rows, Few(layers_of(rows).access, [3, 8, 40]), (2,), 0.0, 0.0, 4)
     contexts = [*texts(6, 9)]
     rows.read(contexts)
-    proposal = drafter.step(contexts)
+    proposal = drafter.step(contexts, None)
     assert isinstance(proposal.logits, torch.Tensor)
     for context, logits in zip(contexts, proposal.logits, strict=True):
         hidden = forward(MODEL, context).hidden_states[2][0, -1]
-        wanted = LogitLens(rows.access).logits(2, hidden).detach()
+        wanted = LogitLens(layers_of(rows).access).logits(2, hidden).detach()
         assert logits.isfinite().nonzero().flatten().tolist() == [3, 8, 40]
         close(logits[[3, 8, 40]], wanted[[3, 8, 40]])
     rows.keep([])
@@ -426,7 +424,7 @@ def branches(drafter: SpecBoundDrafter, context: list[int], width: int) -> Itera
         ended = len(tokens) == width
         if not ended:
             for i in range(len(tokens) + 1):  # this branch from its start
-                proposal = drafter.step([[*context, *tokens[:i]]])
+                proposal = drafter.step([[*context, *tokens[:i]]], None)
             assert proposal.ended is not None
             ended = proposal.ended[0] is not None
         if ended:
@@ -459,14 +457,14 @@ def test_sampling_is_lossless_by_enumeration(
     rows, drafter, context = fast.target, fast.drafter, [0, 2, 0]
     assert isinstance(drafter, SpecBoundDrafter)
     if few:
-        drafter.heads = Few(drafter.rows.access, [0, 2, 3])
+        drafter.heads = Few(drafter.executor.access, [0, 2, 3])
     rows.read([context])
     law: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
     lengths = set()
     for tokens, weight, draft_logits in branches(drafter, context, width):
         rows.rollback(0, len(context) - 1)
         for i in range(len(tokens) + 1 if len(tokens) < width else width):
-            drafter.step([[*context, *tokens[:i]]])
+            drafter.step([[*context, *tokens[:i]]], None)
         k = len(tokens)
         lengths.add(k)
         draft = Draft(
@@ -590,12 +588,12 @@ def test_an_error_in_the_middle_of_a_climb_leaves_the_model_usable() -> None:
             return super().logits(layer, hidden)
 
     rows = exit_rows(MODEL)
-    heads = Breaking(rows.access, [9.0, 0.1, 1.0])
+    heads = Breaking(layers_of(rows).access, [9.0, 0.1, 1.0])
     fast = Model(rows, SpecBoundDrafter(rows, heads, (1, 3), 0.5, 0.5, 4))
     how: dict[str, Any] = {"controller": "fixed(6)", "max_new_tokens": 16, "ignore_eos": True}
     with pytest.raises(RuntimeError, match="out of memory"):
         fast.generate(texts(5, 8), **how)
-    assert rows.lengths == rows.pending == []
+    assert rows.lengths == layers_of(rows).pending == []
     got = fast.generate(texts(5, 8), **how)
     assert [c.tokens for c in got] == plainly(MODEL, texts(5, 8), max_new_tokens=16)
 
@@ -657,13 +655,13 @@ def test_loading_by_name(tmp_path: Any) -> None:
     )
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class":"PreTrainedTokenizerFast"}')
     loaded = forerun.model.load(str(tmp_path), "specbound(threshold=0.3,depth=4,layers=1)")
-    assert isinstance(loaded.target, ExitModel)
+    assert isinstance(loaded.target.executor, LayersExecutor)
     assert loaded.drafter.target is loaded.target
     prompts, how = texts(4, 7), {"max_new_tokens": 12, "ignore_eos": True}
     wanted = plainly(model, prompts, max_new_tokens=12)
     assert [c.tokens for c in loaded.generate(prompts, **how)] == wanted
     assert [c.tokens for c in loaded.generate(prompts, plain=True, **how)] == wanted
-    assert loaded.target.draft_seconds > 0
+    assert loaded.drafter.seconds > 0
 
     heads = tmp_path / "heads"
     access = loaded.target.access
@@ -692,7 +690,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
 
 def test_targets_that_cannot_draft_for_themselves() -> None:
     with pytest.raises(SettingError, match="needs a target that is a Hugging Face model"):
-        SpecBound().build(ScriptedModel(torch.eye(3)), None)
+        SpecBound().build(Rows(ScriptedModel(torch.eye(3))), None)
     rows = torch_rows(build("llama"))
     rows.model.config.model_type = "olmo"
     with pytest.raises(UnsupportedModelError, match="have no layer-by-layer access"):

@@ -8,6 +8,7 @@
     ├── ModelError                     a model cannot be loaded or served
     │   └── UnsupportedModelError      its architecture cannot work here (the reason is named)
     ├── PromptError (ValueError)       the prompt is empty or does not fit the context
+    ├── GenerationError                a request ended in the middle; what was written is in it
     └── MissingExtraError (ImportError)  an optional dependency is not installed
 """
 
@@ -47,6 +48,18 @@ class UnsupportedModelError(ModelError):
 
 class PromptError(ForerunError, ValueError):
     """The prompt is empty or does not fit the context."""
+
+
+class GenerationError(ForerunError):
+    """A request ended with an error in the middle of its text.
+
+    Attributes:
+        completion: what was written before.
+    """
+
+    def __init__(self, message: str, completion: object = None) -> None:
+        super().__init__(message)
+        self.completion = completion
 
 
 class MissingExtraError(ForerunError, ImportError):

@@ -18,7 +18,7 @@ from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
 from forerun.engine import Completion, Engine, Event, Sampling
 from forerun.engine.crew import Memory
-from forerun.errors import SettingError, UnknownNameError
+from forerun.errors import GenerationError, SettingError, UnknownNameError
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Rows, load_model, load_tokenizer, torch_rows
@@ -68,6 +68,8 @@ class Model:
         done = {e.request: e.completion for e in self.stream(prompts, **settings) if e.completion}
         # Ids rise in the order of submission, which is the order of the prompts.
         results = [done[i] for i in sorted(done)]
+        if one and (error := results[0].error) is not None:
+            raise GenerationError(error, results[0])
         return results[0] if one else results
 
     def stream(

@@ -111,6 +111,11 @@ class LayersExecutor(TorchExecutor):
         """Per row the depths its pending tokens have come to."""
         return [list(row.depths) for row in self._pending]
 
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow the cache; rows that join have nothing pending."""
+        super().reserve(rows, columns)
+        self._grow(rows)
+
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Reorder the cache; pending tokens are dropped (between rounds: none)."""
         super().keep(rows, lengths)
@@ -173,7 +178,6 @@ class LayersExecutor(TorchExecutor):
         self._grow(len(starts))
         self.work.projections += sum(wanted)
         if not any(row.tokens for row in self._pending):
-            # Tokens whose logits nobody wants are a prompt's; they are not counted.
             for row, count in enumerate(wanted):
                 self._count([row], verify=self.access.layers * count)
             self.work.verify_calls += self.access.layers * any(wanted)
@@ -183,6 +187,8 @@ class LayersExecutor(TorchExecutor):
         self._sweep(rows, 0, self.access.layers, drafting=False)
         for row in rows:
             self._pending[row].cut(0)
+            # Tokens whose logits nobody wants are a prompt's; they are not counted.
+            self._count([row], verify=self.access.layers * (wanted[row] - len(pieces[row])))
         batch, self._batch = self._batch, None
         most = max(wanted, default=0)
         out = torch.zeros(len(pieces), most, self.facts.vocab_size, device=self.device)

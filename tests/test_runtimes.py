@@ -1,0 +1,191 @@
+"""What every executor must do, whatever it runs on: rows in one batch equal the model run alone.
+
+An executor is a line in the table. Logits are compared, not arg-maxes, which would hide errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.runtime import base as base_module
+from forerun.runtime.base import Executor, Rows
+from forerun.runtime.exits import LayersExecutor
+from forerun.runtime.support import PROVEN
+from forerun.runtime.torch_executor import TorchExecutor
+from forerun.signals import measure
+from forerun.testing import ScriptedModel
+from tiny import CONFIGS, LIMIT, VOCAB, build, texts
+
+TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers stays below 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """An executor of a model, and the model run alone."""
+
+    make: Callable[[], Executor]
+    alone: Callable[[Sequence[int]], torch.Tensor]
+    """`(n, V)` logits after every token of a text."""
+
+
+def of_model(kind: Callable[[Any], Executor], family: str) -> Case:
+    model = build(family)
+
+    def alone(tokens: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([list(tokens)])).logits[0]
+
+    return Case(lambda: kind(model), alone)
+
+
+def of_script() -> Case:
+    def script(context: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash(context) % 1_000_003)
+        return torch.randn(VOCAB, generator=generator)
+
+    return Case(
+        lambda: ScriptedModel(script, LIMIT),
+        lambda tokens: torch.stack([script(tuple(tokens[: i + 1])) for i in range(len(tokens))]),
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
+    **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
+    "scripted": of_script,
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]()
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_the_tested_families_are_the_proven_ones() -> None:
+    assert set(CONFIGS) == PROVEN
+
+
+def test_ragged_rows_equal_rows_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_module, "CHUNK", 5)
+    rows, prompts = Rows(case.make()), texts(5, 17, 1, 9)
+    rows.read(prompts)
+    assert rows.lengths == [4, 16, 0, 8]
+    more = [[3, 4, 5][:i] for i in range(4)]
+    got = rows.feed([p[-1:] + m for p, m in zip(prompts, more, strict=True)])
+    for row, (prompt, extra) in enumerate(zip(prompts, more, strict=True)):
+        close(got[row, : len(extra) + 1], case.alone(prompt + extra)[len(prompt) - 1 :])
+
+    # Reject everything fed last, let two rows leave, reorder the others, go on.
+    for row, prompt in enumerate(prompts):
+        rows.rollback(row, len(prompt))
+    rows.keep([3, 1])
+    got = rows.feed([[7], [8, 9]], [1, 1])[:, 0]
+    for row, tokens in ((0, [*prompts[3], 7]), (1, [*prompts[1], 8, 9])):
+        close(got[row], case.alone(tokens)[-1])
+
+    # One more joins; a row that is fed nothing stays as it is.
+    late = texts(6, seed=5)[0]
+    rows.read([late])
+    rows.feed([[], [], late[-1:]])
+    got = rows.feed([[5], [5], [5]])[:, 0]
+    for row, tokens in enumerate(([*prompts[3], 7, 5], [*prompts[1], 8, 9, 5], [*late, 5])):
+        close(got[row], case.alone(tokens)[-1])
+    rows.keep([])
+    assert rows.lengths == []
+
+
+def test_prompts_are_read_beside_rows_that_decode(case: Case) -> None:
+    """Rows of one pass may read a prompt, judge a draft, decode a token, or do nothing."""
+    rows, (old, new, idle, late) = Rows(case.make()), texts(7, 50, 4, 40)
+    rows.read([old, idle])
+    rows.join(2)
+    got = rows.feed([[old[-1], 5, 6], [], new[:45], late], [3, 0, 0, 1])
+    close(got[0], case.alone([*old, 5, 6])[-3:])
+    close(got[3, 0], case.alone(late)[-1])
+    assert rows.lengths == [9, 3, 45, 40]
+    got = rows.feed([[9], [], [*new[45:], 3, 4], []], [1, 0, 3, 0])
+    close(got[0, 0], case.alone([*old, 5, 6, 9])[-1])
+    close(got[2], case.alone([*new, 3, 4])[-3:])
+
+
+def test_a_row_may_be_kept_twice(case: Case) -> None:
+    rows, (first, second) = Rows(case.make()), texts(6, 9)
+    rows.read([first, second])
+    rows.keep([1, 0, 1])
+    got = rows.feed([[second[-1], 5], [first[-1]], [second[-1], 6]], [1, 1, 1])[:, 0]
+    for row, tokens in enumerate(([*second, 5], first, [*second, 6])):
+        close(got[row], case.alone(tokens)[-1])
+
+
+def test_nothing_is_fed_and_nothing_wanted(case: Case) -> None:
+    rows, prompts = Rows(case.make()), texts(4, 6)
+    rows.read(prompts)
+    assert rows.feed([[], []]).shape[:2] == (2, 0)
+    rows.feed([prompts[0][-1:], []], [0, 0])
+    assert rows.lengths == [4, 5]
+    close(rows.feed([[5], []], [1, 0])[0, 0], case.alone([*prompts[0], 5])[-1])
+
+
+SIGNALS = frozenset({"top1", "chosen", "entropy", "logit_margin"})
+
+
+def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
+    prompts = texts(5, 8, 3)
+    logits, best = Rows(case.make()), Rows(case.make())
+    for rows in (logits, best):
+        rows.read(prompts)
+    pieces = [[prompts[0][-1], 5, 9], [prompts[1][-1]], []]
+    wanted = [3, 1, 0]
+    full, got = logits.feed(pieces, wanted), best.best(pieces, wanted, SIGNALS)
+    for row, count in enumerate(wanted):
+        tokens = full[row, :count].argmax(-1)
+        assert got.tokens[row][:count] == tokens.tolist()
+        assert all(got.sound[row][:count])
+        said = measure(full[row, :count], tokens, SIGNALS)
+        for name in SIGNALS:
+            assert got.signals[name][row][:count] == pytest.approx(said[name].tolist(), abs=1e-4)
+    assert best.lengths == logits.lengths
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("name", ["torch-llama", "torch-gpt2", "layers-llama", "scripted"])
+def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
+    """Random joins, pieces, rollbacks, leaves and repetitions."""
+    case = CASES[name]()
+    rows, contexts = Rows(case.make()), []
+    token = st.integers(3, VOCAB - 1)
+    for _ in range(data.draw(st.integers(1, 6))):
+        for _ in range(data.draw(st.integers(0, 2))):
+            rows.join(1)
+            contexts.append([])
+        if not contexts:
+            continue
+        pieces = [
+            data.draw(st.lists(token, max_size=min(5, LIMIT - len(c)))) for c in contexts
+        ]
+        wanted = [data.draw(st.integers(0, len(piece))) for piece in pieces]
+        got = rows.feed(pieces, wanted)
+        for row, (piece, count) in enumerate(zip(pieces, wanted, strict=True)):
+            contexts[row] += piece
+            if count:
+                close(got[row, :count], case.alone(contexts[row])[-count:])
+            length = data.draw(st.integers(0, len(contexts[row])))
+            rows.rollback(row, length)
+            del contexts[row][length:]
+        kept = data.draw(st.lists(st.integers(0, len(contexts) - 1), max_size=4))
+        if data.draw(st.booleans()):
+            rows.keep(kept)
+            contexts = [list(contexts[row]) for row in kept]
+        assert rows.lengths == [len(c) for c in contexts]
