@@ -16,6 +16,8 @@ from forerun.runtime.model import PREFILL_CHUNK, RowModel
 
 BEHIND = 8
 """Tokens that a step may feed on top of the newest one."""
+STAND_IN = 0
+"""What a draft reads for an id it lacks."""
 
 
 class ModelDrafter(Drafter):
@@ -24,13 +26,14 @@ class ModelDrafter(Drafter):
     Args:
         rows: the draft model.
         vocab_size: the target's vocabulary; draft logits are cut or padded (−inf) to it, so only
-            ids both models know are ever drafted.
+            ids both models know are ever drafted. Ids of the target that the draft lacks it reads
+            as `STAND_IN`; that may cost acceptance, and changes no output.
     """
 
     def __init__(self, rows: Runtime, vocab_size: int) -> None:
         self.rows = rows
         self.limit = rows.limit
-        self._vocab = vocab_size
+        self._vocab, self._known = vocab_size, rows.vocab_size
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -45,7 +48,8 @@ class ModelDrafter(Drafter):
     def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
         """Empty rows: a prompt is read when its row first drafts (`prepare`)."""
         longest = max(map(len, prompts))
-        self.rows.join([prompt[:1] for prompt in prompts], min(longest + room, self.limit))
+        starts = [self._readable(prompt[:1]) for prompt in prompts]
+        self.rows.join(starts, min(longest + room, self.limit))
 
     def prepare(self, contexts: Sequence[Sequence[int] | None]) -> bool:
         """Feed what is more than a few tokens behind, in chunks and without logits.
@@ -60,7 +64,7 @@ class ModelDrafter(Drafter):
                 if lone and BEHIND < behind < PREFILL_CHUNK:
                     return True
                 upto = covered + min(behind, PREFILL_CHUNK) if behind > BEHIND else covered
-                pieces.append(list((context or ())[covered:upto]))
+                pieces.append(self._readable((context or ())[covered:upto]))
             if not any(pieces):
                 return False
             self.rows.feed(pieces, want="none")
@@ -76,7 +80,10 @@ class ModelDrafter(Drafter):
     def step(self, contexts: Sequence[Sequence[int] | None]) -> Proposal:
         """Feed what each row's cache lacks and return the next-token logits."""
         covered = self.rows.lengths
-        pieces = [[] if c is None else list(c[n:]) for c, n in zip(contexts, covered, strict=True)]
+        pieces = [
+            [] if c is None else self._readable(c[n:])
+            for c, n in zip(contexts, covered, strict=True)
+        ]
         logits = self.rows.feed(pieces, want="last")
         width = logits.shape[-1]
         if width > self._vocab:
@@ -84,6 +91,11 @@ class ModelDrafter(Drafter):
         elif width < self._vocab:
             logits = torch.nn.functional.pad(logits, (0, self._vocab - width), value=-torch.inf)
         return Proposal(logits=logits)
+
+    def _readable(self, ids: Sequence[int]) -> list[int]:
+        """The ids as the draft can read them: a target of more ids may know some that it lacks."""
+        known = self._known
+        return list(ids) if known >= self._vocab else [i if i < known else STAND_IN for i in ids]
 
 
 def _weights(model: Any) -> int:
@@ -128,18 +140,35 @@ class ModelDraft(DrafterSpec):
         return ModelDrafter(RowModel(model), target.vocab_size)
 
 
+SAMPLE = "Words, 123 words; äöü\n\tand MORE."
+"""Two tokenizers that agree on this agree on the rest."""
+
+
 def check_same_tokenizer(target: Any, draft: Any, name: str) -> None:
     """Raise `ModelError` unless both tokenizers mean the same by every id they share."""
-    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
-    target_ids = {i: t for t, i in target_vocab.items()}
-    draft_ids = {i: t for t, i in draft_vocab.items()}
-    shared = target_ids.keys() & draft_ids.keys()
-    differing = sum(target_ids[i] != draft_ids[i] for i in shared)
-    sample = "Words, 123 words; äöü\n\tand MORE."
-    same_text = target.encode(sample) == draft.encode(sample)
-    # A few added special tokens may differ; a different vocabulary may not.
-    if differing > 16 or not same_text or not shared:
-        raise ModelError(
-            f"the draft {name!r} has another tokenizer than the target ({differing} of "
-            f"{len(shared)} shared ids differ); use a draft of the same family, or --draft lookup"
+    target_ids = {i: t for t, i in target.get_vocab().items()}
+    draft_ids = {i: t for t, i in draft.get_vocab().items()}
+    shared = sorted(target_ids.keys() & draft_ids.keys())
+    differing = [i for i in shared if target_ids[i] != draft_ids[i]]
+    texts = [list(tokenizer.encode(SAMPLE)) for tokenizer in (target, draft)]
+    if not shared:
+        why = "they share no token id"
+    elif len(differing) > 16:  # a few added special tokens may differ; a vocabulary may not
+        first = differing[0]
+        why = (
+            f"{len(differing)} of {len(shared)} shared ids differ, e.g. {first} is "
+            f"{target_ids[first]!r} in the target and {draft_ids[first]!r} in the draft"
         )
+    elif texts[0] != texts[1]:
+        at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
+        here, there = (", ".join(map(str, ids[at : at + 4])) for ids in texts)
+        why = (
+            f"the same text encodes differently: {SAMPLE!r} has the ids {here} … in the target and "
+            f"{there} … in the draft from place {at} on"
+        )
+    else:
+        return
+    raise ModelError(
+        f"the draft {name!r} has another tokenizer than the target: {why}; use a draft of the same "
+        "family, or the drafter lookup"
+    )

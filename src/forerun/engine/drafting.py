@@ -196,7 +196,11 @@ def _next(
     if proposal.logits is None:
         assert proposal.tokens is not None, "a proposal is logits or tokens"
         return [t if on else -1 for t, on in zip(proposal.tokens, active, strict=True)], ended
-    picked, shaped, processed = _pick(rows, proposal.logits, sampler, out, active)
+    picked, shaped, processed, sound = _pick(rows, proposal.logits, sampler, out, active)
+    # Where the drafter says no numbers, it has nothing to say, whatever would have been drawn.
+    active = active & sound.cpu().numpy()
+    if not active.any():
+        return [-1] * len(rows), ended
     # Controllers go by what the request draws from, rules by what both models say of themselves.
     if shaped is proposal.logits:
         told = measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
@@ -220,18 +224,20 @@ def _next(
 
 def _pick(
     rows: Sequence[Row], logits: torch.Tensor, sampler: Sampler, out: Drafted, active: BoolArray
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Choose each row's token; also the logits with penalties and biases, and with all of the
-    transform where the token is not certain."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Choose each row's token; also the logits with penalties and biases, with all of the
+    transform where the token is not certain, and `(rows,)` whether they are of a distribution."""
     if sampler.trivial:
-        return logits.argmax(-1), logits, None
+        best = logits.argmax(-1)
+        return best, logits, None, _finite(logits, best)
     done, wide = max(map(len, out.tokens)), logits.unsqueeze(1)
     changed = sampler.shape(wide, rows, out.tokens, done)
     shaped = logits if changed is wide else changed[:, 0]
     processed = sampler.sharpen(changed)[:, 0]
     best = processed.argmax(-1)
+    sound = _finite(processed, best)
     if sampler.all_greedy:
-        return best, shaped, None
+        return best, shaped, None, sound
     greedy = sampler.greedy.to(logits.device)
     one_hot = torch.full_like(processed, -torch.inf).scatter_(-1, best.unsqueeze(-1), 0.0)
     processed = torch.where(greedy.unsqueeze(-1), one_hot, processed)
@@ -241,4 +247,9 @@ def _pick(
     ]
     uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
     picked = torch.where(greedy, best, sample(processed.softmax(-1), uniforms))
-    return picked, shaped, processed
+    return picked, shaped, processed, sound
+
+
+def _finite(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`(rows,)` bool: with the arg-max, whether there is no NaN, no +inf, and not only −inf."""
+    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()

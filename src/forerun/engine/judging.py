@@ -46,14 +46,40 @@ def judge(rows: Sequence[Row], drafted: Drafted, logits: torch.Tensor, sampler: 
         return rows[0].rule.judge(draft, target, uniforms)
     accepted = torch.empty(len(rows), dtype=torch.long, device=device)
     following, prob = accepted.clone(), torch.zeros(draft.tokens.shape, device=device)
-    drift = torch.zeros_like(prob)
+    drift, failed = torch.zeros_like(prob), torch.zeros_like(accepted, dtype=torch.bool)
     for rule, members in groups.items():
         verdict = rule.judge(draft.take(members), target.take(members), uniforms[members])
         accepted[members], following[members] = verdict.accepted, verdict.next_token
         prob[members] = verdict.accept_prob.to(prob)
         if verdict.drift is not None:
             drift[members] = verdict.drift.to(drift)
-    return Verdict(accepted, following, prob, drift=drift)
+        if verdict.failed is not None:
+            failed[members] = verdict.failed
+    return Verdict(accepted, following, prob, drift=drift, failed=failed)
+
+
+def errors(rows: Sequence[Row], verdict: Verdict, logits: torch.Tensor) -> list[str | None]:
+    """Per row why the target has no next token for it; None where it has one.
+
+    Args:
+        rows: the batch.
+        verdict: of `judge`.
+        logits: `(rows, K + 1, V)` the target's raw logits.
+    """
+    out: list[str | None] = [None] * len(rows)
+    if verdict.failed is None or not (failed := verdict.failed.nonzero().flatten().tolist()):
+        return out
+    for i in failed:
+        place = int(verdict.accepted[i])
+        done = f"after {rows[i].produced + place} new tokens"
+        if bool(logits[i, place].amax().isfinite()):
+            out[i] = f"{done} logit_bias and min_new_tokens leave no token to choose; allow one"
+        else:
+            out[i] = (
+                f"{done} the target's logits are no numbers (NaN or infinite); the checkpoint may "
+                "be damaged, or its values too large for the dtype: try float32 or bfloat16"
+            )
+    return out
 
 
 def _spent(rows: Sequence[Row]) -> torch.Tensor | None:

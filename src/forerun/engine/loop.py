@@ -14,7 +14,7 @@ from forerun.controllers.base import LengthController
 from forerun.drafters.base import Drafter
 from forerun.engine.control import Control, Memory
 from forerun.engine.drafting import Drafted, draft
-from forerun.engine.judging import judge
+from forerun.engine.judging import errors, judge
 from forerun.engine.results import Completion, Event, FinishReason, Piece, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler, Sampling
@@ -88,6 +88,11 @@ class Engine:
                 )
         if sampling.stop and self.tokenizer is None:
             raise SettingError("stop strings need a tokenizer")
+        if rule.greedy_only and not sampling.greedy:
+            raise SettingError(
+                f"rule {RULES.text(rule)!r} needs temperature 0, got {sampling.temperature}; "
+                "use rule 'standard'"
+            )
         if (rule.signals or rule.ranks) and not self.drafter.has_distribution:
             raise SettingError(
                 f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
@@ -155,7 +160,8 @@ class Engine:
         logits, reads_prompt = self._verify(drafted)
         verdict = judge(self._rows, drafted, logits, self._sampler)
         accepted: list[int] = verdict.accepted.tolist()
-        committed = self._commit(drafted, accepted, verdict.next_token.tolist())
+        failed = errors(self._rows, verdict, logits)
+        committed = self._commit(drafted, accepted, verdict.next_token.tolist(), failed)
         drift = self._drift(verdict, drafted, committed)
         counts = [
             (passes - before, exits - asked)
@@ -232,12 +238,18 @@ class Engine:
         assert unread == {0} or len(pieces) == 1, "only a lone row may have more to read"
         return self.target.feed(pieces, skip=max(unread)), unread != {0}
 
-    def _commit(self, drafted: Drafted, accepted: list[int], following: list[int]) -> Committed:
+    def _commit(
+        self,
+        drafted: Drafted,
+        accepted: list[int],
+        following: list[int],
+        failed: list[str | None],
+    ) -> Committed:
         """Extend every row by what was kept and roll both caches back to it."""
         out: Committed = []
         for i, row in enumerate(self._rows):
             self.drafter.rollback(i, len(row.context) + accepted[i])
-            out.append(row.commit(drafted.tokens[i], accepted[i], following[i]))
+            out.append(row.commit(drafted.tokens[i], accepted[i], following[i], failed[i]))
             self.target.rollback(i, len(row.context) - 1)
         return out
 

@@ -18,7 +18,7 @@ class Origin(StrEnum):
     PLAIN = "plain"  # the target's own token in a round without a draft
 
 
-FinishReason = Literal["eos", "stop", "length", "context", "cancelled"]
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,16 @@ class Completion:
     text: str
     tokens: list[int]
     finish_reason: FinishReason
-    """"eos", "stop" (a stop string), "length" (max_new_tokens), "context" (the context is full) or
-    "cancelled"."""
+    """"eos", "stop" (a stop string), "length" (max_new_tokens), "context" (the context is full),
+    "cancelled" or "error"."""
     rounds: list[Round]
     stats: Stats
     pieces: list[Piece]
     seed: int
     """Of the request's random stream. A request that asks for a seed gets the same text each time;
     one that does not may be drafted by the clock, which takes other random numbers."""
+    error: str | None = None
+    """What ended the text where `finish_reason` is "error"; what was written before it stands."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape of one completion."""
@@ -182,6 +184,7 @@ class Completion:
             "text": self.text,
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
+            "error": self.error,
             "origins": [p.origin.value for p in self.pieces],
             "seed": self.seed,
             "rounds": [r.to_json() for r in self.rounds],

@@ -37,6 +37,8 @@ class Row:
     submitted: float
     prefill: float = 0.0
     first_token: float = 0.0
+    error: str | None = None
+    """What ended the request before its time."""
     drift: float | None = None
     """Summed drift of the tokens so far; None under a lossless rule."""
     rounds: list[Round] = field(default_factory=list)
@@ -54,14 +56,18 @@ class Row:
         return max(0, min(budget, context))
 
     def commit(
-        self, draft: Sequence[int], accepted: int, following: int
+        self, draft: Sequence[int], accepted: int, following: int, error: str | None = None
     ) -> tuple[list[Piece], FinishReason | None]:
-        """Extend the text by the accepted tokens and the target's own, up to where it ends."""
+        """Extend the text by the accepted tokens and the target's own, up to where it ends.
+
+        With an `error` there is no such token, and unless an accepted one does, it ends the text.
+        """
         own = Origin.BONUS if accepted == len(draft) else Origin.CORRECTION
         own = own if draft else Origin.PLAIN
         pieces: list[Piece] = []
         reason: FinishReason | None = None
-        for place, token in enumerate([*draft[:accepted], following]):
+        tokens = [*draft[:accepted], following]
+        for place, token in enumerate(tokens[:accepted] if error else tokens):
             self.context.append(token)
             text, stopped = self.stops.push(self.text.push(token))
             reason = self._finished(token, stopped)
@@ -71,6 +77,8 @@ class Row:
             if reason:
                 break
         self.pieces.extend(pieces)
+        if error and not reason:
+            self.error, reason = error, "error"
         return pieces, reason
 
     def _finished(self, token: int, stopped: bool) -> FinishReason | None:
@@ -89,4 +97,6 @@ class Row:
         stats = Stats.of(self.rounds, self.prompt, self.prefill, self.first_token, total)
         assert stats.tokens == len(tokens) == len(self.pieces), "committed tokens must add up"
         text = "".join(piece.text for piece in self.pieces)
-        return Completion(text, tokens, reason, self.rounds, stats, self.pieces, self.seed)
+        return Completion(
+            text, tokens, reason, self.rounds, stats, self.pieces, self.seed, self.error
+        )

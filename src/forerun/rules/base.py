@@ -29,6 +29,8 @@ class AcceptanceRule(ABC):
     """BibTeX entries; empty if there are none."""
     lossless: ClassVar[bool]
     """Whether the output has exactly the target's distribution, whatever the draft."""
+    greedy_only: ClassVar[bool] = False
+    """Whether requests that sample are refused."""
 
     @property
     def signals(self) -> frozenset[str]:

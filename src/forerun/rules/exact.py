@@ -31,6 +31,7 @@ class Exact(AcceptanceRule):
     paper: ClassVar[str] = "greedy case of Leviathan et al. 2023"
     bibtex: ClassVar[str] = bibtex("leviathan2023")
     lossless: ClassVar[bool] = True
+    greedy_only: ClassVar[bool] = True
 
     def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""

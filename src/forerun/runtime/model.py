@@ -46,7 +46,7 @@ class RowModel:
         self._masks: dict[int, torch.Tensor] = {}
         self._places = torch.arange(0, device=self.device)
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
-            probe(self)
+            probe(self, self.model)
 
     @property
     def lengths(self) -> list[int]:
