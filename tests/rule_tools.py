@@ -128,6 +128,12 @@ def joint(target: Conditional, start: tuple[int, ...], depth: int, vocab: int):
     return table
 
 
+def drawn(logits: torch.Tensor) -> list[float]:
+    """Probability of drafting each token; from what is no distribution, `sample` takes token 0."""
+    probs = logits.softmax(-1)
+    return (one_hot(-torch.arange(len(probs))) if probs.isnan().any() else probs).tolist()
+
+
 def drafts(draft: Conditional, window, vocab, certain, stop):
     """(tokens, probability, all tokens drawn) of every draft, stopping where `stop` says so."""
     if certain:
@@ -139,7 +145,7 @@ def drafts(draft: Conditional, window, vocab, certain, stop):
     for i in range(window):
         grown = []
         for prefix, mass in open_:
-            for v, p in enumerate(draft[prefix].softmax(-1).tolist()):
+            for v, p in enumerate(drawn(draft[prefix])):
                 if p > 0:
                     kept = stop(draft[prefix], (*prefix, v))
                     place = grown if kept is None and i + 1 < window else found

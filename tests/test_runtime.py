@@ -175,3 +175,31 @@ def test_a_lone_request_takes_a_pass_per_round_and_none_besides() -> None:
         [prompt, texts(5, seed=4)[0]], max_new_tokens=8, controller="fixed(2)"
     )
     assert together[0].tokens == done.tokens
+
+
+@pytest.mark.parametrize(("target", "draft"), [(97, 60), (60, 97)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_vocabularies_of_two_sizes_share_what_they_can(
+    target: int, draft: int, temperature: float
+) -> None:
+    """Padded to different sizes: also where the text holds ids that the draft lacks."""
+    big = build("llama", vocab_size=target, tie_word_embeddings=False)
+    small = build("llama", seed=3, vocab_size=draft, tie_word_embeddings=False)
+    with torch.no_grad():  # alike on the ids they share, so that drafts are kept
+        few = min(target, draft)
+        for a, b in zip(big.parameters(), small.parameters(), strict=True):
+            b[:few] = a[:few]
+    prompts = [[3, 4, target - 1], [target - 1], [5], [target - 2] * 30]
+    drafter = ModelDrafter(torch_rows(small), target)
+    model = Model(torch_rows(big), drafter)
+    how = {"max_new_tokens": 20, "temperature": temperature, "seed": 1, "ignore_eos": True}
+    done = model.generate(prompts, controller="fixed(3)", batch_size=3, **how)
+    assert all(len(c.tokens) == 20 and max(c.tokens) < target for c in done)
+    assert sum(c.stats.accepted for c in done) > 0
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert model.generate(prompt, controller="fixed(3)", **how).tokens == completion.tokens
+    if not temperature:
+        plain = model.generate(prompts, plain=True, **how)
+        assert [c.tokens for c in done] == [c.tokens for c in plain]
+    if target > draft:
+        assert any(max(c.tokens) >= draft for c in done)

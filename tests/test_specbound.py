@@ -48,7 +48,7 @@ def calm(family: str = "llama", layers: int = LAYERS, scale: float = 0.2, **chan
 
 
 def specbound(model: Any, **how: Any) -> Model:
-    drafter = SpecBound(**how).build(torch_rows(model), None)
+    drafter = SpecBound(**{"exits": "", **how}).build(torch_rows(model), None)
     assert drafter.target is not None
     return Model(drafter.target, drafter)
 
@@ -654,7 +654,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
         '"vocab":{"a":0,"b":1},"unk_token":"a"}}'
     )
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class":"PreTrainedTokenizerFast"}')
-    loaded = forerun.model.load(str(tmp_path), "specbound(threshold=0.3,depth=4,layers=1)")
+    loaded = forerun.model.load(str(tmp_path), "specbound(threshold=0.3,depth=4,layers=1,exits='')")
     assert isinstance(loaded.target.executor, LayersExecutor)
     assert loaded.drafter.target is loaded.target
     prompts, how = texts(4, 7), {"max_new_tokens": 12, "ignore_eos": True}
@@ -690,12 +690,12 @@ def test_loading_by_name(tmp_path: Any) -> None:
 
 def test_targets_that_cannot_draft_for_themselves() -> None:
     with pytest.raises(SettingError, match="needs a target that is a Hugging Face model"):
-        SpecBound().build(Rows(ScriptedModel(torch.eye(3))), None)
+        SpecBound(exits="").build(Rows(ScriptedModel(torch.eye(3))), None)
     rows = torch_rows(build("llama"))
     rows.model.config.model_type = "olmo"
     with pytest.raises(UnsupportedModelError, match="have no layer-by-layer access"):
-        SpecBound().build(rows, None)
-    drafter = SpecBound().build(torch_rows(MODEL), None)
+        SpecBound(exits="").build(rows, None)
+    drafter = SpecBound(exits="").build(torch_rows(MODEL), None)
     made = Engine(torch_rows(MODEL), drafter)
     made.submit([3, 4], Sampling(), CONTROLLERS.make("fixed"), RULES.make("exact"))
     with pytest.raises(SettingError, match=r"verify with that one: Engine\(drafter\.target"):

@@ -6,10 +6,13 @@
     ├── SettingError (ValueError)      a parameter is out of range or of the wrong kind
     │   └── UnknownNameError           no such controller, rule, drafter or key ("did you mean")
     ├── ModelError                     a model cannot be loaded or served
-    │   └── UnsupportedModelError      its architecture cannot work here (the reason is named)
-    ├── PromptError (ValueError)       the prompt is empty or does not fit the context
+    │   ├── UnsupportedModelError      its architecture cannot work here (the reason is named)
+    │   └── NumericalError             its logits are no numbers
     ├── GenerationError                a request ended in the middle; what was written is in it
+    ├── PromptError (ValueError)       the prompt is no prompt, empty, or too long for the context
     └── MissingExtraError (ImportError)  an optional dependency is not installed
+
+    ForerunWarning (UserWarning)       it works, but perhaps not as meant
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from collections.abc import Iterable
 
 class ForerunError(Exception):
     """Base of every error forerun raises on purpose."""
+
+
+class ForerunWarning(UserWarning):
+    """Something works, but perhaps not as the user meant it; never about the library itself."""
 
 
 class SettingError(ForerunError, ValueError):
@@ -46,8 +53,12 @@ class UnsupportedModelError(ModelError):
     """The architecture cannot be served by a row cache; the message names the reason."""
 
 
+class NumericalError(ModelError):
+    """A model's logits are those of no distribution: NaN, +inf, or every token excluded."""
+
+
 class PromptError(ForerunError, ValueError):
-    """The prompt is empty or does not fit the context."""
+    """The prompt is neither text nor token ids, is empty, or does not fit the context."""
 
 
 class GenerationError(ForerunError):

@@ -16,9 +16,11 @@ from forerun.drafters.base import DrafterSpec
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
-from forerun.engine import Completion, Engine, Event, Sampling
+from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
-from forerun.errors import GenerationError, SettingError, UnknownNameError
+from forerun.engine.meter import Meter
+from forerun.engine.scoring import score_text
+from forerun.errors import GenerationError, PromptError, SettingError, UnknownNameError, require
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Rows, load_model, load_tokenizer, torch_rows
@@ -122,6 +124,27 @@ class Model:
         for text, how in zip(prompts, samplings, strict=True):
             engine.submit(self.encode(text), how, length, keep)
         yield from engine.run()
+
+    def score(self, text: Prompt, top: int = 0) -> list[Logprob]:
+        """Log-probabilities of a given text under the target, in plain passes.
+
+        Args:
+            text: text or token ids, at least two tokens that fit the context.
+            top: how many of the likeliest tokens to report at each place, ≥ 0.
+
+        Returns:
+            One `Logprob` per token but the first, natural logarithms, before any sampling.
+
+        Raises:
+            PromptError: fewer than two tokens, or more than the context holds.
+        """
+        ids = self.encode(text)
+        if not 2 <= len(ids) <= self.target.limit:
+            raise PromptError(
+                f"a text of 2 to {self.target.limit} tokens can be scored; this one has {len(ids)}"
+            )
+        require(top >= 0, "top", top, "≥ 0")
+        return score_text(self.target, ids, top)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (ids pass through)."""

@@ -107,7 +107,7 @@ class Request:
         sampling: how its text is sampled.
         controller: how far to run ahead.
         rule: what to keep.
-        source: token ids of the text an encoder reads, for encoder-decoder targets; None for others.
+        source: token ids of the text an encoder reads, for encoder-decoder targets.
         stream: somebody waits for its first token: it comes from the pass that reads the prompt, as
             soon as in plain decoding. Else the first draft rides along in that pass, which spares
             one. Under sampling the two take other random numbers.
@@ -152,8 +152,10 @@ class Request:
                     f"token id {token} in logit_bias or eos is outside the vocabulary of "
                     f"{vocab_size}"
                 )
+        if self.source is not None:
+            raise SettingError("a source is for encoder-decoder targets; this one has no encoder")
         if self.sampling.stop and not has_tokenizer:
             raise SettingError("stop strings need a tokenizer")
         if self.logprobs is not None:
             require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
-        self.rule.check(self.sampling.greedy, tells)
+        self.rule.check(self.sampling.temperature, tells)

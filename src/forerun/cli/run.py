@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.console import status
-from forerun.errors import SettingError, require
+from forerun.cli.console import note, status, stderr
+from forerun.errors import ForerunWarning, NumericalError, SettingError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,9 +129,12 @@ def _quiet() -> Iterator[None]:
 
     logging.set_verbosity_error()
     hub.set_verbosity_error()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
+        warnings.simplefilter("always", ForerunWarning)
         yield
+    for warning in caught:
+        note(stderr(), str(warning.message))
 
 
 def run(
@@ -160,6 +163,10 @@ def run(
                 done[event.request] = event.completion
     finally:
         stream.close()  # type: ignore[attr-defined]
+    if failed := [c.error for c in done.values() if c.error]:
+        if len(failed) == len(done):
+            raise NumericalError(failed[0])
+        note(stderr(), f"{len(failed)} of {len(done)} prompts failed; the first: {failed[0]}")
     return Timed([done[i] for i in sorted(done)], time.perf_counter() - began)
 
 

@@ -37,6 +37,7 @@ ENDED = {
     "length": "--max-new-tokens",
     "context": "a full context",
     "cancelled": "cancelled",
+    "error": "an error",
 }
 
 

@@ -74,8 +74,8 @@ class Guide(Protocol):
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> list[int]:
-        """Draw a token for every active row and note in `proposal` what the draft says of it."""
+    ) -> dict[int, int]:
+        """Draw a token for every active row that has one, and note what the draft says of it."""
 
     def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
         """Rows that draft on after their newest token; those that stop are told why."""

@@ -18,6 +18,8 @@ from forerun.runtime.torch_executor import torch_rows
 
 BEHIND = 8
 """Tokens that a step may feed on top of the newest one and still count as a step."""
+STAND_IN = 0
+"""What a draft reads for an id it lacks."""
 
 
 class ModelDrafter(Drafter):
@@ -26,7 +28,8 @@ class ModelDrafter(Drafter):
     Args:
         rows: the draft model.
         vocab_size: the target's vocabulary; draft logits are cut or padded (−inf) to it, so only
-            ids both models know are ever drafted.
+            ids both models know are ever drafted. Ids of the target that the draft lacks it reads
+            as `STAND_IN`; that may cost acceptance, and changes no output.
     """
 
     def __init__(self, rows: Rows | Executor, vocab_size: int) -> None:
@@ -86,7 +89,11 @@ class ModelDrafter(Drafter):
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
         lengths = self.rows.lengths
-        return [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]
+        pieces = [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]
+        known = self.rows.vocab_size
+        if known < self._vocab:
+            return [[i if i < known else STAND_IN for i in piece] for piece in pieces]
+        return pieces
 
     def _read(self, texts: Texts, leave: int) -> int:
         """Read in chunks, without logits, until no row has more than `leave` tokens to go.
@@ -135,18 +142,35 @@ class ModelDraft(DrafterSpec):
         return ModelDrafter(torch_rows(model), target.vocab_size)
 
 
+SAMPLE = "Words, 123 words; äöü\n\tand MORE."
+"""Two tokenizers that agree on this agree on the rest."""
+
+
 def check_same_tokenizer(target: Any, draft: Any, name: str) -> None:
     """Raise `ModelError` unless both tokenizers mean the same by every id they share."""
-    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
-    target_ids = {i: t for t, i in target_vocab.items()}
-    draft_ids = {i: t for t, i in draft_vocab.items()}
-    shared = target_ids.keys() & draft_ids.keys()
-    differing = sum(target_ids[i] != draft_ids[i] for i in shared)
-    sample = "Words, 123 words; äöü\n\tand MORE."
-    same_text = target.encode(sample) == draft.encode(sample)
-    # A few added special tokens may differ; a different vocabulary may not.
-    if differing > 16 or not same_text or not shared:
-        raise ModelError(
-            f"the draft {name!r} has another tokenizer than the target ({differing} of "
-            f"{len(shared)} shared ids differ); use a draft of the same family, or --draft lookup"
+    target_ids = {i: t for t, i in target.get_vocab().items()}
+    draft_ids = {i: t for t, i in draft.get_vocab().items()}
+    shared = sorted(target_ids.keys() & draft_ids.keys())
+    differing = [i for i in shared if target_ids[i] != draft_ids[i]]
+    texts = [list(tokenizer.encode(SAMPLE)) for tokenizer in (target, draft)]
+    if not shared:
+        why = "they share no token id"
+    elif len(differing) > 16:  # a few added special tokens may differ; a vocabulary may not
+        first = differing[0]
+        why = (
+            f"{len(differing)} of {len(shared)} shared ids differ, e.g. {first} is "
+            f"{target_ids[first]!r} in the target and {draft_ids[first]!r} in the draft"
         )
+    elif texts[0] != texts[1]:
+        at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
+        here, there = (", ".join(map(str, ids[at : at + 4])) for ids in texts)
+        why = (
+            f"the same text encodes differently: {SAMPLE!r} has the ids {here} … in the target and "
+            f"{there} … in the draft from place {at} on"
+        )
+    else:
+        return
+    raise ModelError(
+        f"the draft {name!r} has another tokenizer than the target: {why}; use a draft of the same "
+        "family, or the drafter lookup"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 from forerun.checks import between, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
 from forerun.drafters.stepping import step_by_step
-from forerun.errors import SettingError, require
+from forerun.errors import ForerunWarning, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import ExitHeads, LogitLens
@@ -150,7 +151,7 @@ class SpecBound(DrafterSpec):
             used; a token that no exit up to D took goes no deeper than the last of them.
         exits: a folder of trained exit heads; empty uses the target's own norm and unembedding at
             every layer (the logit lens). None: the heads that ship, for the shipped target; the
-            logit lens for others.
+            logit lens for others, with a warning.
 
     Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
     decides where to exit. Verification also feeds the last drafted token, from the embedding up,
@@ -198,6 +199,14 @@ class SpecBound(DrafterSpec):
         model = target.executor.module()
         if model is None:
             raise SettingError("specbound needs a target that is a Hugging Face model")
+        if self.exits is None:
+            warnings.warn(
+                "specbound has no trained exit heads for this target and asks its own head at "
+                "every layer, which is rarely sure early; forerun train-exits trains them, exits "
+                "names their folder (empty: keep the own head, without this warning)",
+                ForerunWarning,
+                stacklevel=2,
+            )
         rows = exit_rows(model)
         access = layers_of(rows).access
         heads: ExitHeads = LogitLens(access)

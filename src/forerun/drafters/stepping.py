@@ -40,8 +40,9 @@ def step_by_step(
                 out.stopped_by[row] = step.ended[row]
             drawing = [row for row in active if step.ended[row] is None]
         if drawing:
-            tokens = guide.choose(step, ahead, drawing, out)
-            for row, token in zip(drawing, tokens, strict=True):
+            drawn = guide.choose(step, ahead, drawing, out)
+            drawing = list(drawn)
+            for row, token in drawn.items():
                 out.tokens[row].append(token)
                 text = ahead[row]
                 assert text is not None

@@ -32,35 +32,43 @@ class Guide:
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> list[int]:
-        """Draw a token for every active row and note in `proposal` what the draft says of it."""
-        if self.greedy is not None:
+    ) -> dict[int, int]:
+        """Draw a token for every active row and note in `proposal` what the draft says of it.
+
+        Rows for which the draft says no numbers are left out: it has nothing to say.
+        """
+        if self.greedy is None:
+            assert step.logits is not None, "sampled rows need logits"
+            tokens, sound, said = self._draw(step.logits, texts, active, proposal)
+        else:
             best = step.best
             if best is None:
                 assert step.logits is not None, "a step has logits or best tokens"
                 best = best_of(step.logits.unsqueeze(1), self.greedy)
-            tokens = [best.tokens[row][0] for row in active]
-            said = {name: [values[row][0] for row in active] for name, values in best.signals.items()}
-        else:
-            assert step.logits is not None, "sampled rows need logits"
-            picked, said = self._draw(step.logits, texts, active, proposal)
-            tokens = [picked[row] for row in active]
-        for i, (row, token) in enumerate(zip(active, tokens, strict=True)):
+            tokens, sound = [row[0] for row in best.tokens], [row[0] for row in best.sound]
+            said = {name: [row[0] for row in rows] for name, rows in best.signals.items()}
+        out: dict[int, int] = {}
+        for row in active:
+            if not sound[row]:
+                proposal.stopped_by[row] = Stop.EXHAUSTED
+                continue
             text = texts[row]
             assert text is not None
-            of_token = {name: values[i] for name, values in said.items()}
-            proposal.shown[row].append(Token(token, tuple(text[-3:]), **of_token))
-        return tokens
+            of_token = {name: values[row] for name, values in said.items()}
+            proposal.shown[row].append(Token(tokens[row], tuple(text[-3:]), **of_token))
+            out[row] = tokens[row]
+        return out
 
     def _draw(
         self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> tuple[list[int], dict[str, list[float]]]:
-        """`(rows,)` tokens under the rows' sampling, and what controllers read of active rows."""
+    ) -> tuple[list[int], list[bool], dict[str, list[float]]]:
+        """Per row a token under its sampling, whether its logits were sound, and what controllers
+        read of it; meaningless where a row is not active."""
         sampler, rows = self._sampler, self._rows
         wide = logits.unsqueeze(1)
         changed = sampler.shape(wide, rows, proposal.tokens, max(map(len, proposal.tokens)))
         processed = sampler.sharpen(changed)[:, 0]
-        picked = processed.argmax(-1)
+        top, picked = processed.max(-1)
         if not sampler.all_greedy:
             greedy = sampler.greedy.to(logits.device)
             certain = torch.full_like(processed, -torch.inf)
@@ -80,8 +88,8 @@ class Guide:
         if self._ranks:
             ranks = min(self._ranks, logits.shape[-1])
             proposal.ranked.append(logits.topk(ranks, dim=-1).indices)
-        index = list(active)
-        return picked.tolist(), {name: v[index].tolist() for name, v in measured.items()}
+        said = {name: values.tolist() for name, values in measured.items()}
+        return picked.tolist(), top.isfinite().tolist(), said
 
     def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
         """Rows that draft on after their newest token; those that stop are told why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from forerun.drafters.base import Proposal
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
+from forerun.errors import NumericalError
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import Best
 from forerun.types import Draft, Target, Verdict
@@ -21,30 +23,35 @@ class Judged:
     """What is kept of one row's draft."""
 
     accepted: int
-    following: int
-    """The target's own token after it."""
+    following: int | None
+    """The target's own token after it; None if it has none."""
     accept_prob: list[float]
     """Per drafted token the probability of keeping it given that all before it were kept."""
     drift: list[float] | None = None
     """Per drafted token under a lossy rule; see `Verdict.drift`."""
+    error: Exception | None = None
+    """Why there is no token to follow."""
 
 
 Judgements = dict[int, Judged | Exception]
 """Per row that was judged; what its rule raised, if it did."""
 
 
-def compare(drafts: Sequence[Sequence[int]], best: Best, judged: Sequence[int]) -> Judgements:
+def compare(
+    rows: Sequence[Row], drafts: Sequence[Sequence[int]], best: Best, judged: Sequence[int]
+) -> Judgements:
     """The judgement where all rows are greedy and their rules only compare with the arg-max."""
     out: Judgements = {}
     for row in judged:
         draft, said, accepted = drafts[row], best.tokens[row], 0
-        while accepted < len(draft) and draft[accepted] == said[accepted]:
+        sound = best.sound[row]
+        while accepted < len(draft) and draft[accepted] == said[accepted] and sound[accepted]:
             accepted += 1
-        if not all(best.sound[row][: accepted + 1]):
-            out[row] = unsound()
-            continue
         prob = [1.0] * accepted + [0.0] * (len(draft) - accepted)
-        out[row] = Judged(accepted, said[accepted], prob)
+        if sound[accepted]:
+            out[row] = Judged(accepted, said[accepted], prob)
+        else:
+            out[row] = Judged(accepted, None, prob, error=_unsound(rows[row], accepted, False))
     return out
 
 
@@ -81,46 +88,50 @@ def judge(
                 verdict = rule.judge(draft, target, uniforms)
             else:
                 verdict = rule.judge(draft.take(members), target.take(members), uniforms[members])
-            out.update(_per_row(verdict, members, proposal, rule.lossless))
+            out.update(_per_row(rows, verdict, members, proposal, logits))
         except Exception:  # one of them is to blame: each by itself
             for row in members:
                 try:
                     verdict = rule.judge(draft.take([row]), target.take([row]), uniforms[[row]])
-                    out.update(_per_row(verdict, [row], proposal, rule.lossless))
+                    out.update(_per_row(rows, verdict, [row], proposal, logits))
                 except Exception as error:
                     out[row] = error
-    best = target.logits.amax(-1)
-    for row, kept in out.items():
-        if isinstance(kept, Judged) and not bool(_usable(best[row, : kept.accepted + 1])):
-            out[row] = unsound()
     return out
 
 
-def unsound() -> Exception:
-    """What ends a request whose target says no numbers."""
-    from forerun.errors import ModelError
-
-    return ModelError(
-        "the target's logits are not numbers here, so its text cannot go on; check its weights, or "
-        "load it in float32"
+def _unsound(row: Row, accepted: int, excluded: bool) -> Exception:
+    """Why the target has no next token for a row that accepted so many of its draft."""
+    done = f"after {row.produced + accepted} new tokens"
+    if excluded:
+        return NumericalError(
+            f"{done} logit_bias and min_new_tokens leave no token to choose; allow one"
+        )
+    return NumericalError(
+        f"{done} the target's logits are no numbers (NaN or infinite); the checkpoint may be "
+        "damaged, or its values too large for the dtype: try float32 or bfloat16"
     )
 
 
-def _usable(best: torch.Tensor) -> torch.Tensor:
-    return best.isfinite().all()
-
-
 def _per_row(
-    verdict: Verdict, members: Sequence[int], proposal: Proposal, lossless: bool
+    rows: Sequence[Row],
+    verdict: Verdict,
+    members: Sequence[int],
+    proposal: Proposal,
+    logits: torch.Tensor,
 ) -> Judgements:
+    """A verdict on some members of the batch, row by row."""
     accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
     probs = verdict.accept_prob.tolist()
-    drift = None if lossless or verdict.drift is None else verdict.drift.tolist()
-    out: Judgements = {}
+    drift = None if verdict.drift is None else verdict.drift.tolist()
+    failed = [False] * len(members) if verdict.failed is None else verdict.failed.tolist()
+    out: dict[int, Any] = {}
     for i, row in enumerate(members):
-        n = len(proposal.tokens[row])
-        lost = None if drift is None else drift[i][:n]
-        out[row] = Judged(accepted[i], following[i], probs[i][:n], lost)
+        n, kept = len(proposal.tokens[row]), accepted[i]
+        lost = None if drift is None or rows[row].request.rule.lossless else drift[i][:n]
+        out[row] = Judged(kept, following[i], probs[i][:n], lost)
+        if failed[i]:
+            excluded = bool(logits[row, kept].amax().isfinite())
+            out[row].following, out[row].error = None, _unsound(rows[row], kept, excluded)
     return out
 
 

@@ -157,10 +157,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every row: draft, verify, judge, commit, observe."""
-        self._admit()
-        if not self._rows:
-            return []
         try:
+            self._admit()
+            if not self._rows:
+                return []
             passed = self._schedule()
             proposal = self._draft(passed)
             judged = self._verify(passed, proposal)
@@ -176,11 +176,10 @@ class Engine:
         if not joining:
             return
         del self._waiting[: len(joining)]
-        room = max(row.prompt + row.sampling.max_new_tokens for row in joining)
-        self.target.join(len(joining), room)
-        longest = max(row.sampling.max_new_tokens for row in joining)
-        self.drafter.join([row.context for row in joining], longest)
         self._rows.extend(joining)
+        longest = max(row.sampling.max_new_tokens for row in joining)
+        self.target.join(len(joining), longest + max(row.prompt for row in joining))
+        self.drafter.join([row.context for row in joining], longest)
         for row in joining:
             seeded = row.sampling.seed is not None and not row.sampling.greedy
             ratio = self.drafter.ratio(self.target) if seeded else None  # same seed, same text
@@ -262,7 +261,7 @@ class Engine:
         ]
         judged = [row for row, n in enumerate(wanted) if n]
         if self._compares:
-            return compare(drafts, self.target.best(pieces, wanted), judged)
+            return compare(rows, drafts, self.target.best(pieces, wanted), judged)
         logits = self.target.feed(pieces, wanted)
         if not judged:
             return {}
@@ -392,8 +391,10 @@ class Engine:
 
     def _complete(self, row: Row, reason: FinishReason, kept: Judged | Exception) -> Completion:
         try:
-            error = None if isinstance(kept, Judged) else _line(kept)
-            return row.complete("error" if error else reason, error)
+            error = kept.error if isinstance(kept, Judged) else kept
+            if reason == "error" and error is not None:
+                return row.complete("error", _line(error))
+            return row.complete(reason)
         except Exception as error:  # its tokenizer
             return row.complete("error", _line(error))
 

@@ -61,9 +61,9 @@ class Row:
         return max(0, min(budget, context))
 
     def commit(
-        self, draft: Sequence[int], accepted: int, following: int
+        self, draft: Sequence[int], accepted: int, following: int | None
     ) -> tuple[int, FinishReason | None]:
-        """Extend the text by the accepted tokens and the target's own, up to where it ends.
+        """Extend the text by the accepted tokens and the target's own, if any, up to where it ends.
 
         Returns:
             Tokens committed, and why the text ended, if it did.
@@ -72,13 +72,14 @@ class Row:
         own = own if draft else Origin.PLAIN
         reason: FinishReason | None = None
         before = self.produced
-        for place, token in enumerate([*draft[:accepted], following]):
+        own_token = [] if following is None else [following]
+        for place, token in enumerate([*draft[:accepted], *own_token]):
             self.context.append(token)
             self.origins.append(Origin.DRAFT if place < accepted else own)
             reason = self._finished(token)
             if reason:
                 break
-        return self.produced - before, reason
+        return self.produced - before, reason or ("error" if following is None else None)
 
     def cut(self, produced: int) -> None:
         """Take back what was committed beyond so many tokens."""

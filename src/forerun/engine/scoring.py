@@ -10,6 +10,7 @@ from forerun.drafters.base import Proposal
 from forerun.engine.judging import Judged, Judgements
 from forerun.engine.results import Logprob
 from forerun.engine.row import Row
+from forerun.runtime.base import CHUNK, Rows
 from forerun.signals import float_type
 
 
@@ -28,7 +29,9 @@ def note(
         top = rows[i].request.logprobs
         if top is None or not isinstance(kept, Judged):
             continue
-        tokens = [*proposal.tokens[i][: kept.accepted], kept.following]
+        tokens = proposal.tokens[i][: kept.accepted]
+        if kept.following is not None:
+            tokens = [*tokens, kept.following]
         rows[i].logprobs.extend(score(logits[i, : len(tokens)], tokens, top))
 
 
@@ -42,3 +45,22 @@ def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Logprob
         Logprob(value, list(zip(ids, values, strict=True)))
         for value, (ids, values) in zip(chosen, pairs, strict=True)
     ]
+
+
+@torch.inference_mode()
+def score_text(target: Rows, ids: Sequence[int], top: int) -> list[Logprob]:
+    """What the target says of every token of a text but the first; see `score`.
+
+    The text is read in a row of its own, beside whatever else runs.
+    """
+    row, out = len(target.lengths), []
+    target.join(1, len(ids))
+    try:
+        for start in range(0, len(ids) - 1, CHUNK):
+            piece = list(ids[start : min(start + CHUNK, len(ids) - 1)])
+            pieces: list[list[int]] = [*[[] for _ in range(row)], piece]
+            logits = target.feed(pieces)[row]
+            out += score(logits, ids[start + 1 : start + 1 + len(piece)], top)
+    finally:
+        target.keep(range(row))
+    return out

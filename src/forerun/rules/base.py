@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -15,8 +16,10 @@ from forerun.types import Draft, Target, Verdict
 class AcceptanceRule(ABC):
     """Judges a draft against the target.
 
-    Subclasses are frozen dataclasses whose fields are the settings; `judge` is pure and rows never
-    influence each other.
+    Subclasses are frozen dataclasses whose fields are the settings; `decide` is pure and rows never
+    influence each other. What is no number is never accepted: a draft ends where its distribution,
+    or the target's, has a NaN, +inf, or nothing but −inf (`sound_length`), and a row whose next
+    token would come from such logits of the target has failed (`Verdict.failed`).
     """
 
     summary: ClassVar[str]
@@ -30,6 +33,8 @@ class AcceptanceRule(ABC):
     matches_greedy: ClassVar[bool] = False
     """Whether all it does under greedy decoding is to keep tokens while they are the target's
     arg-max, so that only arg-maxes need be known."""
+    greedy_only: ClassVar[bool] = False
+    """Whether requests that sample are refused."""
 
     @property
     def signals(self) -> frozenset[str]:
@@ -42,25 +47,29 @@ class AcceptanceRule(ABC):
         """How many of the draft's most likely tokens the rule reads; likewise."""
         return 0
 
-    def check(self, greedy: bool, tells: bool) -> None:
+    def check(self, temperature: float, tells: bool) -> None:
         """Refuse a request this rule cannot serve; called when it is submitted.
 
         Args:
-            greedy: whether the request decodes greedily.
+            temperature: of the request.
             tells: whether the drafter has a distribution.
 
         Raises:
-            SettingError: the rule reads what there is not.
+            SettingError: the rule is for greedy requests, or reads what there is not.
         """
-        if (self.signals or self.ranks) and not tells:
-            from forerun.rules import RULES
+        from forerun.rules import RULES
 
+        if self.greedy_only and temperature:
+            raise SettingError(
+                f"rule {RULES.text(self)!r} needs temperature 0, got {temperature}; "
+                "use rule 'standard'"
+            )
+        if (self.signals or self.ranks) and not tells:
             raise SettingError(
                 f"rule {RULES.text(self)!r} reads the draft's distribution and this drafter has "
                 "none; use a draft model, or rule 'standard'"
             )
 
-    @abstractmethod
     def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Accept a prefix of each row's draft and choose the token after it.
 
@@ -70,6 +79,12 @@ class AcceptanceRule(ABC):
             uniforms: `(rows, K + 1)` float64 coins in [0, 1), each row's from its own stream:
                 column `i` decides position `i`, the last column draws the next token.
         """
+        verdict = self.decide(draft, target, uniforms)
+        return replace(verdict, failed=_failed(verdict, target))
+
+    @abstractmethod
+    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+        """What `judge` returns, but for `failed`; arguments as there."""
 
 
 class PositionRule(AcceptanceRule):
@@ -79,7 +94,7 @@ class PositionRule(AcceptanceRule):
     def weigh(self, odds: Odds) -> Weighed:
         """How likely each drafted token is kept, and what replaces it."""
 
-    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Accept a prefix by coins, draw the next token."""
         odds, width = Odds(draft, target), draft.tokens.shape[1]
         if width == 0:  # plain decoding: nothing to weigh
@@ -99,13 +114,26 @@ class PositionRule(AcceptanceRule):
         return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)
 
 
+def _failed(verdict: Verdict, target: Target) -> torch.Tensor:
+    """`(rows,)` bool: the target's logits at the next token are those of no distribution.
+
+    A token that was drawn has a finite logit and a probability. If the logits are not sound, either
+    it is their arg-max, which is then not finite, or its probability is a NaN.
+    """
+    row = torch.arange(len(verdict.accepted), device=verdict.accepted.device)
+    good = target.logits[row, verdict.accepted, verdict.next_token].isfinite()
+    if verdict.next_probs is not None:
+        good &= verdict.next_probs[row, verdict.next_token].isfinite()
+    return ~good
+
+
 def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
     """`(rows, V)` distribution of the token after the accepted ones (greedy rows: one-hot, or
     logits if all are)."""
     draft, row = odds.draft, torch.arange(len(accepted), device=accepted.device)
     logits = odds.target.logits[row, accepted]
     at = accepted.clamp(max=max(odds.width - 1, 0))
-    rejected = accepted < draft.lengths
+    rejected = accepted < odds.lengths
     if weighed.barred is not None:
         token = draft.tokens[row, at].unsqueeze(-1)
         struck = logits.scatter(-1, token, -torch.inf)

@@ -10,7 +10,7 @@ import torch
 from forerun.citations import bibtex
 from forerun.rules.base import AcceptanceRule, sample
 from forerun.rules.exact import match_greedy
-from forerun.rules.odds import one_hot
+from forerun.rules.odds import one_hot, sound_length
 from forerun.signals import float_type
 from forerun.types import Draft, Target, Verdict
 
@@ -39,20 +39,23 @@ class Block(AcceptanceRule):
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
 
-    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Keep the longest prefix whose coin allows it, draw the next token."""
         if target.greedy.all():
             return match_greedy(draft, target.logits)
         dtype, width = float_type(target.logits), draft.tokens.shape[1]
+        tokens = draft.tokens.unsqueeze(-1)
         goal = target.logits.softmax(-1, dtype=dtype)
+        sound = goal[:, :width].gather(-1, tokens).isfinite()
         if target.greedy.any():
             greedy = target.greedy.to(goal.device).view(-1, 1, 1)
             goal = torch.where(greedy, one_hot(target.logits), goal)
-        tokens = draft.tokens.unsqueeze(-1)
         if draft.logits is None:
             guess = torch.zeros_like(goal[:, :width]).scatter_(-1, tokens, 1)
         else:
             guess = draft.logits.softmax(-1, dtype=dtype)
+            sound &= guess.gather(-1, tokens) > 0
+        lengths = sound_length(draft.lengths, sound.squeeze(-1))
 
         joint = _joint(goal[:, :width].gather(-1, tokens), guess.gather(-1, tokens))
         residual = (joint[:, :width].unsqueeze(-1) * goal[:, :width] - guess).clamp(min=0)
@@ -61,7 +64,7 @@ class Block(AcceptanceRule):
         # Where joint is 1 and nothing is left over, both models agree from here on.
         inner = torch.where(whole > 0, mass / whole, torch.ones_like(mass))
         place = torch.arange(1, width + 1, device=goal.device)
-        last, inside = (place == draft.lengths.unsqueeze(-1), place <= draft.lengths.unsqueeze(-1))
+        last, inside = (place == lengths.unsqueeze(-1), place <= lengths.unsqueeze(-1))
         stop = torch.where(last, joint[:, 1:], torch.nn.functional.pad(inner[:, 1:], (0, 1)))
         stop = stop * inside
 
@@ -71,7 +74,7 @@ class Block(AcceptanceRule):
         probs = goal[row, accepted]
         if width:
             at = accepted.clamp(max=width - 1)
-            use = (accepted < draft.lengths) & (mass[row, at] > 0)
+            use = (accepted < lengths) & (mass[row, at] > 0)
             drawn = residual[row, at] / mass[row, at].unsqueeze(-1)
             probs = torch.where(use.unsqueeze(-1), drawn, probs)
         chance = _reached(stop)

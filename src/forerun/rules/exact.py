@@ -32,15 +32,9 @@ class Exact(AcceptanceRule):
     bibtex: ClassVar[str] = bibtex("leviathan2023")
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
+    greedy_only: ClassVar[bool] = True
 
-    def check(self, greedy: bool, tells: bool) -> None:
-        """Greedy requests only."""
-        if not greedy:
-            raise SettingError(
-                "rule 'exact' needs temperature 0, got a sampling request; use rule 'standard'"
-            )
-
-    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
         if not target.greedy.all():
             row = int(target.greedy.logical_not().nonzero()[0])
@@ -58,8 +52,11 @@ def match_greedy(draft: Draft, logits: torch.Tensor) -> Verdict:
     if width == 0:  # plain decoding: nothing to compare
         nothing = choice.new_zeros(len(choice), 0, dtype=float_type(logits))
         return Verdict(torch.zeros_like(draft.lengths), choice[:, 0], nothing)
+    best = logits[:, :width].gather(-1, choice[:, :width].unsqueeze(-1)).squeeze(-1)
     inside = torch.arange(width, device=choice.device) < draft.lengths.unsqueeze(-1)
-    match = (draft.tokens == choice[:, :width]) & inside
+    match = (draft.tokens == choice[:, :width]) & inside & best.isfinite()
+    if draft.logits is not None:  # sampled neighbours: greedy rows on their own have none
+        match &= draft.logits.amax(-1).isfinite()
     accepted = match.cumprod(-1).sum(-1)
     next_token = choice.gather(1, accepted.unsqueeze(-1)).squeeze(-1)
     return Verdict(accepted, next_token, match.to(float_type(logits)))

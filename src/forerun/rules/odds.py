@@ -79,26 +79,39 @@ class Odds:
         return bool(self.target.greedy.any())
 
     @cached_property
+    def lengths(self) -> torch.Tensor:
+        """`(rows,)` drafted tokens up to the first that either model has no number for."""
+        if self.width == 0:
+            return self.draft.lengths
+        if self.all_greedy:
+            sound = self.best_logit.isfinite().squeeze(-1)
+        else:
+            sound = self._log_target_token.isnan().logical_not_()
+        if self.draft.logits is not None:
+            sound &= self._log_draft_token.isfinite()
+        return sound_length(self.draft.lengths, sound)
+
+    @cached_property
     def inside(self) -> torch.Tensor:
-        """`(rows, K)` bool: before the end of the row's draft."""
+        """`(rows, K)` bool: before the end of the row's draft (see `lengths`)."""
         place = torch.arange(self.width, device=self.draft.tokens.device)
-        return place < self.draft.lengths.unsqueeze(-1)
+        return place < self.lengths.unsqueeze(-1)
 
     @cached_property
     def match(self) -> torch.Tensor:
         """`(rows, K)` bool: the drafted token is the target's arg-max."""
-        return self.draft.tokens == self.target.logits[:, : self.width].argmax(-1)
+        return self.draft.tokens == self._best.squeeze(-1)
 
     @cached_property
     def ratio(self) -> torch.Tensor:
         """`(rows, K)` `min(1, target / draft)` of the drafted tokens."""
         if self.all_greedy:
             return self.match.to(self.dtype)
-        log = self._log_target.gather(-1, self.draft.tokens.unsqueeze(-1))
+        log = self._log_target_token
         if self.draft.logits is not None:
-            log = log - self._log_draft.gather(-1, self.draft.tokens.unsqueeze(-1))
+            log = log - self._log_draft_token
         # A token that neither model allows gives −inf + inf: not a number, and not acceptable.
-        ratio = log.squeeze(-1).clamp(max=0).exp().nan_to_num(0)
+        ratio = log.clamp(max=0).exp().nan_to_num(0)
         return self._greedy_else(self.match.to(self.dtype), ratio)
 
     @cached_property
@@ -119,8 +132,8 @@ class Odds:
 
     @cached_property
     def best_logit(self) -> torch.Tensor:
-        """`(rows, K, 1)` the target's highest processed logit."""
-        return self.target.logits[:, : self.width].amax(-1, keepdim=True)
+        """`(rows, K, 1)` the target's highest processed logit; a NaN if there is one."""
+        return self.target.logits[:, : self.width].gather(-1, self._best)
 
     @cached_property
     def tokens(self) -> View:
@@ -129,11 +142,11 @@ class Odds:
         if self.all_greedy:
             target = self.match.unsqueeze(-1).to(self.dtype)
         else:
-            target = self._log_target.gather(-1, token).exp()
-            target = self._greedy_else(self.match.to(self.dtype), target.squeeze(-1)).unsqueeze(-1)
+            target = self._log_target_token.exp()
+            target = self._greedy_else(self.match.to(self.dtype), target).unsqueeze(-1)
         draft = torch.ones_like(target)
         if self.draft.logits is not None:
-            draft = self._log_draft.gather(-1, token).exp()
+            draft = self._log_draft_token.exp().unsqueeze(-1)
         logits = self.target.logits[:, : self.width].gather(-1, token)
         return View(target, draft, self.ratio.unsqueeze(-1), logits)
 
@@ -176,6 +189,11 @@ class Odds:
         return Weighed(accept, drift, residual=False)
 
     @cached_property
+    def _best(self) -> torch.Tensor:
+        """`(rows, K, 1)` the target's arg-max."""
+        return self.target.logits[:, : self.width].argmax(-1, keepdim=True)
+
+    @cached_property
     def _log_target(self) -> torch.Tensor:
         return self.target.logits[:, : self.width].log_softmax(-1, dtype=self.dtype)
 
@@ -184,8 +202,31 @@ class Odds:
         assert self.draft.logits is not None, "the drafted tokens were certain"
         return self.draft.logits.log_softmax(-1, dtype=self.dtype)
 
+    @cached_property
+    def _log_target_token(self) -> torch.Tensor:
+        """`(rows, K)`; a NaN where any of the target's logits is none, or +inf, or all are −inf."""
+        return self._log_target.gather(-1, self.draft.tokens.unsqueeze(-1)).squeeze(-1)
+
+    @cached_property
+    def _log_draft_token(self) -> torch.Tensor:
+        return self._log_draft.gather(-1, self.draft.tokens.unsqueeze(-1)).squeeze(-1)
+
     def _greedy_else(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.where(self.greedy, one, other) if self.some_greedy else other
+
+
+def sound_length(lengths: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+    """`(rows,)` how long drafts of these lengths are if they end before what is not sound.
+
+    Both models' logits at a position are known before its token is drawn, so this takes nothing
+    from losslessness.
+
+    Args:
+        lengths: `(rows,)` drafted tokens.
+        sound: `(rows, K)` bool: both models' logits there are those of a distribution. It shows in
+            a single number: the highest logit is finite, or a log-probability is no NaN.
+    """
+    return torch.minimum(lengths, sound.cumprod(-1).sum(-1))
 
 
 def one_hot(logits: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,8 @@ class Standard(PositionRule):
         """`min(1, target/draft)`."""
         return Weighed(odds.ratio)
 
-    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Accept a prefix by coins, draw the next token."""
         if target.greedy.all():
             return match_greedy(draft, target.logits)
-        return super().judge(draft, target, uniforms)
+        return super().decide(draft, target, uniforms)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.errors import ModelError, SettingError
+from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
 
 DTYPES = {
     "auto": None,
@@ -25,7 +28,7 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from its name; None and "auto" mean the checkpoint's own."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise SettingError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
@@ -37,7 +40,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     try:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise SettingError(f"device {str(device)!r} cannot be used: {reason}") from error
     return resolved
@@ -52,7 +55,11 @@ def load_model(
     """Load a causal language model from a folder or a Hugging Face id (safetensors only).
 
     Raises:
-        ModelError: missing, corrupt, or not a causal language model; one line says which.
+        ModelError: missing, corrupt, incomplete, or not a causal language model; one line says
+            which.
+
+    Warns:
+        ForerunWarning: the checkpoint holds tensors that the model has no place for.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,22 +68,89 @@ def load_model(
     from forerun.runtime.support import refusal
 
     where, options = resolve_device(device), {"trust_remote_code": trust_remote_code}
+    wanted = resolve_dtype(dtype) or "auto"
     _check_path(name)
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(str(name), **options)
-        if reason := refusal(config.get_text_config(decoder=True)):
-            raise ModelError(f"{config.model_type} models cannot run here: {reason}")
-        model = AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=resolve_dtype(dtype) or "auto", use_safetensors=True, **options
+        if reason := refusal(config):
+            raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
+        _check_generation_config(name)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(name),
+            dtype=wanted,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused
+            **options,
         )
+        _check_complete(name, report)
+        model = model.to(where).eval()
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=where))
     except ModelError:
         raise
     except SafetensorError as error:
         raise ModelError(f"the weights in {str(name)!r} are corrupt: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"cannot load the model {str(name)!r}: {_first_line(error)}") from error
-    return model.to(where).eval()
+    except Exception as error:  # whatever it is, this model cannot be used
+        raise ModelError(f"cannot load the model {str(name)!r}: {_why(error)}") from error
+    return model
+
+
+def _why(error: Exception) -> str:
+    if str(error).startswith("Unrecognized configuration class"):
+        return "it is not a language model that writes text; use a decoder-only model"
+    if isinstance(error, (OSError, ValueError, KeyError, RuntimeError)):
+        return _first_line(error)
+    kind = "" if "alidation error" in str(error) else f"{type(error).__name__}: "
+    return f"its config.json cannot be right ({kind}{_first_line(error)})"
+
+
+def _check_complete(name: str | Path, report: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that leaves weights as they were made up; tied ones are none of these."""
+    if wrong := sorted(report["mismatched_keys"]):
+        key, given, needed = wrong[0]
+        raise ModelError(
+            f"the weights in {str(name)!r} do not fit their config.json: {key} is "
+            f"{tuple(given)} where the model has {tuple(needed)} ({len(wrong)} in all)"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the weights in {str(name)!r} are incomplete: {_listed(missing)} missing; "
+            "download or save the model again"
+        )
+    if extra := sorted(report["unexpected_keys"]):
+        message = f"the model {str(name)!r} has no place for {_listed(extra)} of its checkpoint"
+        warnings.warn(message, ForerunWarning, stacklevel=3)
+
+
+def _check_generation_config(name: str | Path) -> None:
+    """Refuse a file that cannot be read: without its end-of-text ids, texts may never end."""
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        str(name),
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        wrong = None if isinstance(found, dict) else "it is not an object"
+    except ValueError as error:
+        found, wrong = {}, str(error)
+    if wrong is None:
+        ids = found.get("eos_token_id")
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
+            wrong = f"eos_token_id is {ids!r}, not one or more token ids"
+    if wrong:
+        raise ModelError(
+            f"generation_config.json of {str(name)!r} cannot be used: {wrong}; repair it, or "
+            "delete it to take the end-of-text ids of config.json"
+        )
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -87,6 +161,11 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise bare Exception for a damaged file
+        if Path(str(name)).is_dir() and not _tokenizer_files(Path(str(name))):
+            raise ModelError(
+                f"{str(name)!r} holds no tokenizer: tokenizer.json is missing; copy the "
+                "tokenizer's files there from the model it was made from"
+            ) from error
         raise ModelError(
             f"cannot load the tokenizer of {str(name)!r}: {_first_line(error)}"
         ) from error
@@ -104,5 +183,19 @@ def _check_path(name: str | Path) -> None:
         raise ModelError(f"no model folder at {text!r}; give a folder or a Hugging Face id")
 
 
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [f for of in ("*token*", "vocab*", "merges*", "spiece*") for f in folder.glob(of)]
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """One line; what a line that ends in a colon announces belongs to it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines.pop(0) if lines else type(error).__name__
+    while line.endswith(":") and lines:
+        line = f"{line} {lines.pop(0)}"
+    return line

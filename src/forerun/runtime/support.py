@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from forerun.errors import UnsupportedModelError
+from forerun.errors import ModelError, UnsupportedModelError
 from forerun.runtime.base import Rows
 
 PROVEN = frozenset({"gemma", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"})
@@ -18,7 +18,7 @@ PROBE_TOLERANCE = 2e-3
 
 def check_supported(model: Any) -> None:
     """Raise `UnsupportedModelError` with the reason if the configuration rules rows out."""
-    config = model.config.get_text_config(decoder=True)
+    config = model.config
     if reason := refusal(config):
         raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
@@ -29,7 +29,11 @@ def check_supported(model: Any) -> None:
 
 def refusal(config: Any) -> str | None:
     """The reason a configuration cannot be served, or None."""
-    if getattr(config, "is_encoder_decoder", False):
+    for part in ("vision", "audio"):
+        if hasattr(config, f"{part}_config"):
+            return f"{part}-language models are not supported; use a model of text alone"
+    whole, config = config, config.get_text_config(decoder=True)
+    if getattr(whole, "is_encoder_decoder", False):
         return "encoder-decoder models are not supported yet; use a decoder-only model"
     if config.model_type in ("bert", "roberta", "electra", "distilbert", "albert", "deberta-v2"):
         return "encoder-only models do not generate text; use a decoder-only model"
@@ -47,6 +51,8 @@ def refusal(config: Any) -> str | None:
     for sign in ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim"):
         if hasattr(config, sign):
             return "its recurrent state cannot be rolled back"
+    if getattr(config, "alibi", False):
+        return "its attention biases (ALiBi) do not take positions per row"
     if getattr(config, "model_type", "") in ("rwkv", "reformer", "xlnet", "mpt", "bloom"):
         return "its attention does not take positions per row"
     return None
@@ -56,6 +62,8 @@ def context_limit(config: Any) -> int:
     """Most tokens of context the model can serve with rows that do not influence each other."""
     config = config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None) or 1 << 20
+    if not isinstance(limit, int) or limit < 2:
+        raise ModelError(f"max_position_embeddings must be a whole number above 1, got {limit!r}")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
     if kind in ("dynamic", "longrope"):
@@ -71,6 +79,10 @@ def context_limit(config: Any) -> int:
 def probe(rows: Rows, model: Any) -> None:
     """Prove a model type outside `PROVEN`: two ragged rows against the model run alone.
 
+    Args:
+        rows: the runtime around the model, without rows.
+        model: the model itself.
+
     Raises:
         UnsupportedModelError: they differ, or the model cannot be stepped at all.
     """
@@ -85,7 +97,8 @@ def probe(rows: Rows, model: Any) -> None:
         ]
         rows.keep([])
     except Exception as error:  # whatever it is, this model cannot be stepped
-        raise UnsupportedModelError(f"{failed}: {error}") from error
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedModelError(f"{failed}: {line}") from error
     wanted = torch.stack(alone)
     worst = float(((got - wanted).abs().max() / (wanted.abs().max() + 1e-6)).float())
     if not worst <= (PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1):
