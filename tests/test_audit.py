@@ -18,7 +18,7 @@ from forerun.errors import PromptError, SettingError
 from forerun.lab.audit import Kind, audit, checks, explain, first_difference
 from forerun.lab.peers import Peer, PeerOutput
 from forerun.model import Model
-from forerun.runtime import torch_rows
+from forerun.runtime import Executor, Rows, TorchExecutor, torch_rows
 from forerun.testing import ScriptedModel
 from tiny import build, texts
 
@@ -99,7 +99,7 @@ def test_a_tie_that_a_penalty_makes_is_seen_through_the_penalty() -> None:
 
 def test_a_ban_of_the_end_is_seen() -> None:
     table = torch.tensor([[0.0, 5.0, 3.0]]).repeat(3, 1)
-    model = SimpleNamespace(target=ScriptedModel(table), eos=frozenset({1}))
+    model = SimpleNamespace(target=Rows(ScriptedModel(table)), eos=frozenset({1}))
     # 1 is the best, but no end of text is allowed yet, so who wrote it is wrong by any measure.
     found = explain(model, [0], [1], [2], Sampling(min_new_tokens=4))
     assert not found.near_tie
@@ -109,26 +109,35 @@ def test_a_ban_of_the_end_is_seen() -> None:
 # ---- planted bugs, and what is none
 
 
-class Wrapped:
-    """A runtime with a fault; everything else is the runtime's own."""
+class Wrapped(Executor):
+    """An executor with a fault; everything else is the executor's own."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Executor) -> None:
+        self.inner, self.facts, self.device = inner, inner.facts, inner.device
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def reserve(self, rows: int, columns: int) -> None:
+        self.inner.reserve(rows, columns)
+
+    def keep(self, rows: Any, lengths: Any) -> None:
+        self.inner.keep(rows, lengths)
+
+    def run(self, starts: Any, pieces: Any, wanted: Any) -> torch.Tensor:
+        return self.inner.run(starts, pieces, wanted)
 
 
 class Off(Wrapped):
     """One token's logit is off in passes of some shape."""
 
-    def __init__(self, inner: Any, token: int, by: float, when: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, inner: Executor, token: int, by: float, when: Callable[[int, int], bool]
+    ) -> None:
         super().__init__(inner)
         self.token, self.by, self.when = token, by, when
 
-    def feed(self, pieces: Any, first: int = 0, want: Any = "all", skip: int = 0) -> torch.Tensor:
-        logits = self.inner.feed(pieces, first, want, skip)
-        if self.when(len(pieces), max(map(len, pieces))):
+    def run(self, starts: Any, pieces: Any, wanted: Any) -> torch.Tensor:
+        logits = self.inner.run(starts, pieces, wanted)
+        fed = [len(piece) for piece in pieces if piece]
+        if fed and self.when(len(fed), max(fed)):
             logits = logits.clone()
             logits[..., self.token] += self.by
         return logits
@@ -137,39 +146,32 @@ class Off(Wrapped):
 class Forgetful(Wrapped):
     """Rolling back leaves the first rejected token where the right one should come."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
-        self.fed: dict[int, tuple[int, list[int]]] = {}
-        self.stale: dict[int, int] = {}
+        self.held: dict[int, list[int]] = {}
 
-    def feed(self, pieces: Any, first: int = 0, want: Any = "all", skip: int = 0) -> torch.Tensor:
-        starts = self.inner.lengths
-        pieces = [
-            [self.stale.pop(row, p[0]), *p[1:]] if p else p
-            for row, p in enumerate(pieces, start=first)
-        ]
-        self.fed |= {row: (starts[row], p) for row, p in enumerate(pieces, start=first)}
-        return self.inner.feed(pieces, first, want, skip)
+    def run(self, starts: Any, pieces: Any, wanted: Any) -> torch.Tensor:
+        fed = []
+        for row, (start, piece) in enumerate(zip(starts, pieces, strict=True)):
+            held = self.held.get(row, [])
+            stale = start < len(held) and bool(piece)
+            fed.append([held[start], *piece[1:]] if stale else list(piece))
+            self.held[row] = [*held[:start], *fed[-1]]
+        return self.inner.run(starts, fed, wanted)
 
-    def rollback(self, row: int, length: int) -> None:
-        start, piece = self.fed[row]
-        if length - start < len(piece):
-            self.stale[row] = piece[length - start]
-        self.inner.rollback(row, length)
-
-    def keep(self, rows: Any) -> None:
-        self.fed, self.stale = {}, {}  # rows are only compared alone here
-        self.inner.keep(rows)
+    def keep(self, rows: Any, lengths: Any) -> None:
+        self.held = {}  # rows are only compared alone here
+        self.inner.keep(rows, lengths)
 
 
-def pair(fault: Callable[[RowModel], Any] = lambda rows: rows) -> Model:
+def pair(fault: Callable[[Executor], Executor] = lambda executor: executor) -> Model:
     """A tiny target with a fault, and a draft that is often wrong."""
     target = build("llama")
     draft = build("llama")
     with torch.no_grad():
         noise = torch.randn(draft.get_output_embeddings().weight.shape) * 0.3
         draft.get_output_embeddings().weight += noise
-    return Model(fault(torch_rows(target)), ModelDrafter(torch_rows(draft), 97))
+    return Model(Rows(fault(TorchExecutor(target))), ModelDrafter(torch_rows(draft), 97))
 
 
 PROMPTS = texts(5, 9, 3, 7)
@@ -255,8 +257,8 @@ def test_a_tie_up_to_rounding_is_a_near_tie(roundings: float, kind: Kind) -> Non
         head[twin] = head[best]
     logits = target(torch.tensor([PROMPTS[0]])).logits[0, -1]
     by = roundings * float(logits.detach().abs().max()) * torch.finfo(torch.float32).eps
-    rows = Off(torch_rows(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0])))
-    model = Model(rows, ModelDrafter(torch_rows(build("llama", seed=3)), 97))
+    faulty = Off(TorchExecutor(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0])))
+    model = Model(Rows(faulty), ModelDrafter(torch_rows(build("llama", seed=3)), 97))
     (found,) = audit(model, PROMPTS[:1], SHORT[:1], controller="fixed(3)")
     assert found.kind == kind
     assert found.difference is not None

@@ -16,7 +16,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.costs import Cell, Costs, Spread
 from forerun.lab.measuring import _as_live, cells, line
-from forerun.runtime import torch_rows
+from forerun.runtime import Rows, torch_rows
 from tiny import LIMIT, build
 
 MEASURED = Cell(0.1, ((1, 1.0), (2, 1.1), (4, 1.5)), 0.05, batch=2, context=512)
@@ -171,14 +171,14 @@ def test_measuring(model: Model) -> None:
 
 def test_forwards_are_timed_where_they_are_said_to_be(model: Model, monkeypatch: Any) -> None:
     fed: list[tuple[int, int, int]] = []
-    real = RowModel.feed
+    real = Rows.feed
 
-    def feed(self: RowModel, pieces: Any, *rest: Any, **named: Any) -> Any:
+    def feed(self: Rows, pieces: Any, *rest: Any, **named: Any) -> Any:
         if self is model.target:
             fed.append((len(pieces), self.lengths[0], len(pieces[0])))
         return real(self, pieces, *rest, **named)
 
-    monkeypatch.setattr(RowModel, "feed", feed)
+    monkeypatch.setattr(Rows, "feed", feed)
     list(cells(model, [2], [10], widths=[1, 3], repeats=2))
     assert fed.count((2, 10, 3)) >= 5  # two timings and the warm-up, each on a context of 10
     assert fed.count((2, 10, 1)) >= 5

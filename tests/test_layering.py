@@ -16,6 +16,7 @@ ROOT = Path(forerun.__file__).parent
 LAYERS = [
     ["errors", "types", "citations", "registry", "signals", "checks", "confidence"],
     ["controllers", "rules"],
+    ["requests"],
     ["runtime"],
     ["drafters"],
     ["engine"],

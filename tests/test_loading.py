@@ -19,7 +19,7 @@ import forerun
 from forerun.drafters.model import check_same_tokenizer
 from forerun.drafters.specbound import SpecBound
 from forerun.errors import ForerunError, ForerunWarning, ModelError, UnsupportedModelError
-from forerun.runtime import RowModel, load_model, load_tokenizer
+from forerun.runtime import torch_rows, load_model, load_tokenizer
 from forerun.runtime.support import refusal
 from tiny import VOCAB, build
 
@@ -170,7 +170,7 @@ def test_falcon_with_alibi(tmp_path: Path) -> None:
     config = hf.FalconConfig(**sizes, alibi=True, bos_token_id=1, eos_token_id=2)
     model = hf.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(UnsupportedModelError, match=r"falcon models cannot run here: .*ALiBi"):
-        RowModel(model)
+        torch_rows(model)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="ALiBi"):
         load_model(tmp_path)
@@ -202,7 +202,7 @@ def test_another_tokenizer_is_refused_with_what_differs() -> None:
 
 
 def test_specbound_without_trained_heads_says_what_it_needs() -> None:
-    rows = RowModel(build("llama"))
+    rows = torch_rows(build("llama"))
     with pytest.warns(ForerunWarning, match="forerun train-exits trains them"):
         SpecBound().build(rows, None)
     SpecBound(exits="").build(rows, None)  # on purpose: no warning, which would be an error here

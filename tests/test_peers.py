@@ -82,8 +82,8 @@ def test_the_context_is_a_limit(model: Model) -> None:
 
 
 def test_the_checkpoints_own_settings_do_not_count_and_come_back(model: Model) -> None:
-    target: Any = model.target.model  # type: ignore[attr-defined]
-    draft: Any = model.drafter.rows.model  # type: ignore[attr-defined]
+    target: Any = model.target.executor.module()
+    draft: Any = model.drafter.rows.executor.module()  # type: ignore[attr-defined]
     right = plain(model, 8)
     target.generation_config.repetition_penalty = 5.0
     target.generation_config.max_length = 7
@@ -99,8 +99,8 @@ def test_an_interrupted_peer_leaves_the_model_whole(
 ) -> None:
     from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-    target: Any = model.target.model  # type: ignore[attr-defined]
-    configs = [target.generation_config, model.drafter.rows.model.generation_config]  # type: ignore[attr-defined]
+    target: Any = model.target.executor.module()
+    configs = [target.generation_config, model.drafter.rows.executor.module().generation_config]  # type: ignore[attr-defined]
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -112,7 +112,7 @@ def test_an_interrupted_peer_leaves_the_model_whole(
             peer.generate(PROMPTS, 8)
         assert target.config.num_hidden_layers == 3
         assert target.generation_config is configs[0]
-        assert model.drafter.rows.model.generation_config is configs[1]  # type: ignore[attr-defined]
+        assert model.drafter.rows.executor.module().generation_config is configs[1]  # type: ignore[attr-defined]
     assert plain(model, 8) == right
 
 

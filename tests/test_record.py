@@ -20,6 +20,7 @@ from forerun.errors import PromptError, SettingError
 from forerun.lab import record as lab
 from forerun.lab.record import Task, record
 from forerun.lab.trace import SIGNALS
+from forerun.runtime.base import Facts
 from forerun.signals import measure
 from forerun.testing import ScriptedModel
 
@@ -49,7 +50,7 @@ def naive(model, task, tokens, depth):
         drafter.join([known], depth)
         run, said = [], []
         for step in range(depth):
-            logits = drafter.step([[*known, *run]]).logits
+            logits = drafter.step([[*known, *run]], None).logits
             logits = sampler.shape(logits[:, None], [text], [run], step)[:, 0]
             token = logits.argmax(-1)
             said.append(measure(logits, token, set(SIGNALS)))
@@ -319,7 +320,7 @@ def test_identity(tmp_path, monkeypatch):
     (folder / "config.json").write_text("{}")
     for name in ("a", "b"):
         (folder / f"{name}.safetensors").write_bytes(name.encode())
-    runtime = SimpleNamespace(model=SimpleNamespace(name_or_path=str(folder)))
+    runtime = SimpleNamespace(facts=Facts(1, 1, name=str(folder)))
     found = provenance.identity(runtime)
     assert (found["name"], found["hashed"]) == ("mine", "weights")
     (folder / "b.safetensors").write_bytes(b"c")
@@ -329,4 +330,4 @@ def test_identity(tmp_path, monkeypatch):
     assert found["hashed"] == "config and first shard"
     (folder / "b.safetensors").write_bytes(b"d")
     assert provenance.identity(runtime) == found
-    assert provenance.identity(object()) == {"name": "unnamed", "sha256": None, "hashed": None}
+    assert provenance.identity(SimpleNamespace(facts=Facts(1, 1))) == {"name": "unnamed", "sha256": None, "hashed": None}

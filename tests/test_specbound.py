@@ -591,8 +591,8 @@ def test_an_error_in_the_middle_of_a_climb_leaves_the_model_usable() -> None:
     heads = Breaking(layers_of(rows).access, [9.0, 0.1, 1.0])
     fast = Model(rows, SpecBoundDrafter(rows, heads, (1, 3), 0.5, 0.5, 4))
     how: dict[str, Any] = {"controller": "fixed(6)", "max_new_tokens": 16, "ignore_eos": True}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        fast.generate(texts(5, 8), **how)
+    failed = fast.generate(texts(5, 8), **how)
+    assert ["out of memory" in str(c.error) for c in failed] == [True, True]
     assert rows.lengths == layers_of(rows).pending == []
     got = fast.generate(texts(5, 8), **how)
     assert [c.tokens for c in got] == plainly(MODEL, texts(5, 8), max_new_tokens=16)
@@ -664,7 +664,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
     assert loaded.drafter.seconds > 0
 
     heads = tmp_path / "heads"
-    access = loaded.target.access
+    access = layers_of(loaded.target).access
     weights = {
         layer: {"weight": torch.zeros(32, 32), "bias": torch.zeros(32), "scale": torch.ones(1)}
         for layer in (1, 3, 4)
@@ -692,11 +692,9 @@ def test_targets_that_cannot_draft_for_themselves() -> None:
     with pytest.raises(SettingError, match="needs a target that is a Hugging Face model"):
         SpecBound(exits="").build(Rows(ScriptedModel(torch.eye(3))), None)
     rows = torch_rows(build("llama"))
-    rows.model.config.model_type = "olmo"
+    rows.executor.module().config.model_type = "olmo"
     with pytest.raises(UnsupportedModelError, match="have no layer-by-layer access"):
         SpecBound(exits="").build(rows, None)
     drafter = SpecBound(exits="").build(torch_rows(MODEL), None)
-    made = Engine(torch_rows(MODEL), drafter)
-    made.submit([3, 4], Sampling(), CONTROLLERS.make("fixed"), RULES.make("exact"))
     with pytest.raises(SettingError, match=r"verify with that one: Engine\(drafter\.target"):
-        list(made.run())
+        Engine(torch_rows(MODEL), drafter)

@@ -21,7 +21,7 @@ from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, repla
 from forerun.lab.sweep import Search, untuned
 from forerun.model import Model
 from forerun.runtime import torch_rows
-from forerun.runtime.exits import exit_rows, Work
+from forerun.runtime.exits import exit_rows, layers_of, Work
 from forerun.runtime.heads import LightHeads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from tiny import build, texts
@@ -69,7 +69,7 @@ def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tu
     """What decoding takes: the model's counters, and drafted and accepted of every round."""
     rows = exit_rows(MODEL)
     drafter = SpecBoundDrafter(
-        rows, heads or LogitLens(rows.access), setting.layers, setting.threshold, setting.anneal,
+        rows, heads or LogitLens(layers_of(rows).access), setting.layers, setting.threshold, setting.anneal,
         setting.width,
     )  # fmt: skip
     model = Model(rows, drafter)
@@ -93,7 +93,7 @@ EOS = frozenset(range(3, 30))
 def recorded(request: pytest.FixtureRequest) -> Exits:
     eos = frozenset() if request.param.ignore_eos else EOS
     rows = exit_rows(MODEL)
-    return Exits(rows, LogitLens(rows.access), EXITS, written(request.param, eos))
+    return Exits(rows, LogitLens(layers_of(rows).access), EXITS, written(request.param, eos))
 
 
 made = st.builds(
@@ -120,8 +120,8 @@ def test_every_round_and_every_counter_is_that_of_decoding(
 
 def test_trained_heads_that_know_some_tokens_only() -> None:
     rows = exit_rows(MODEL)
-    few = light(rows.access)
-    heads = LightHeads(rows.access, few.weights, tokens=torch.arange(40, 90))
+    few = light(layers_of(rows).access)
+    heads = LightHeads(layers_of(rows).access, few.weights, tokens=torch.arange(40, 90))
     recorded = Exits(rows, heads, heads.layers, written(SAMPLINGS[0]))
     for setting in (Setting((1, 4), 0.3, 0.5, 4), Setting((2,), 0.0, 0.0, 3)):
         for number, text in enumerate(recorded.texts):
@@ -141,7 +141,7 @@ def test_sampled_text_is_replayed_as_it_is_distributed() -> None:
     setting = Setting((1, 3), 0.35, 0.25, 4)
     rows = exit_rows(MODEL)
     spec = SpecBoundDrafter(
-        rows, LogitLens(rows.access), setting.layers, setting.threshold, setting.anneal,
+        rows, LogitLens(layers_of(rows).access), setting.layers, setting.threshold, setting.anneal,
         setting.width,
     )  # fmt: skip
     fast, count = Model(rows, spec), 80
@@ -150,7 +150,7 @@ def test_sampled_text_is_replayed_as_it_is_distributed() -> None:
     done = fast.generate([PROMPTS[2]] * count, controller="fixed(4)", sampling=hows[:count])
     outputs = plain.generate([PROMPTS[2]] * count, sampling=hows[count:])
     made = [Text(PROMPTS[2], c.tokens, sampling) for c in outputs]
-    recorded = Exits(exit_rows(MODEL), LogitLens(rows.access), (1, 3), made, seed=5)
+    recorded = Exits(exit_rows(MODEL), LogitLens(layers_of(rows).access), (1, 3), made, seed=5)
     counts = [total(recorded, n, setting) for n in range(count)]
     for ours, theirs in (
         ([c.rounds for c in counts], [c.stats.rounds for c in done]),
@@ -265,7 +265,7 @@ def test_settings_are_specs_that_load() -> None:
 def test_measured_and_confirmed_on_a_tiny_model() -> None:
     model = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
     rows = exit_rows(MODEL)
-    heads = LogitLens(rows.access)
+    heads = LogitLens(layers_of(rows).access)
     short = replace(SAMPLINGS[0], max_new_tokens=10)
     made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))
     assert [t.output for t in made] == [t.output for t in written(short)[:2]]

@@ -23,7 +23,7 @@ from forerun.engine.scoring import score_text
 from forerun.errors import GenerationError, PromptError, SettingError, UnknownNameError, require
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
-from forerun.runtime import Rows, load_model, load_tokenizer, torch_rows
+from forerun.runtime import Executor, Rows, load_model, load_tokenizer, torch_rows
 from forerun.runtime.load import resolve_device
 from forerun.settings import Settings, resolve
 
@@ -38,14 +38,15 @@ class Model:
 
     def __init__(
         self,
-        target: Rows,
+        target: Rows | Executor,
         drafter: Drafter,
         tokenizer: Any = None,
         settings: Settings | None = None,
     ) -> None:
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.target = target if isinstance(target, Rows) else Rows(target)
+        self.drafter, self.tokenizer = drafter, tokenizer
         self.settings = settings or Settings()
-        self.eos = _end_of_text(target, tokenizer)
+        self.eos = _end_of_text(self.target, tokenizer)
         self._memory: Memory = {}
 
     @overload
@@ -254,7 +255,7 @@ def _is_ids(prompt: Any) -> bool:
     return len(prompt) > 0 and all(isinstance(t, int) for t in prompt)
 
 
-def _end_of_text(target: Rows, tokenizer: Any) -> frozenset[int]:
+def _end_of_text(target: Rows | Executor, tokenizer: Any) -> frozenset[int]:
     if target.facts.eos is not None:
         return target.facts.eos
     end = getattr(tokenizer, "eos_token_id", None)

@@ -97,7 +97,7 @@ def specbound(
     from forerun.cli.run import load_job
     from forerun.lab.exit_costs import measure
     from forerun.lab.exit_replay import Exits
-    from forerun.runtime.exits import exit_rows
+    from forerun.runtime.exits import exit_rows, layers_of
     from forerun.runtime.heads import keep_settings, load_heads
     from forerun.runtime.layers import LogitLens
     from forerun.zoo import EXITS
@@ -119,7 +119,8 @@ def specbound(
     rows = tokenise(job.model, found, {"temperature": temperature})
     model: Any = job.model.target.executor.module()
     fast = exit_rows(model)
-    heads: Any = load_heads(trained, fast.access) if trained else LogitLens(fast.access)
+    access = layers_of(fast).access
+    heads: Any = load_heads(trained, access) if trained else LogitLens(access)
     layers = sweep.candidates(tuple(heads.layers))
     began = time.perf_counter()
     search: Search | None = None
@@ -143,7 +144,7 @@ def specbound(
             search = sweep.Search(Exits(exit_rows(model), heads, layers, texts, seed), costs, width)
             best = search.run(budget, seed, partial(tell, "searching"))
             chosen = search.top(confirm)
-            untuned = sweep.untuned(tuple(heads.layers), fast.access.layers, bool(trained))
+            untuned = sweep.untuned(tuple(heads.layers), access.layers, bool(trained))
             if untuned is not None and set(untuned.layers) <= set(layers):
                 search.score(untuned)
                 if untuned not in chosen:

@@ -70,11 +70,6 @@ class SpecBoundDrafter(Drafter):
 
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
         """Draft token by token, each as deep as it needs."""
-        if len(texts) != len(self.rows.lengths):
-            raise SettingError(
-                "specbound drafts with the layers of its own runtime; verify with that one: "
-                "Engine(drafter.target, drafter)"
-            )
         return step_by_step(self, texts, most, guide)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:

@@ -22,7 +22,7 @@ from forerun.engine.results import Completion, Event, FinishReason, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.errors import ForerunError, require
+from forerun.errors import ForerunError, SettingError, require
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import CHUNK, Executor, Rows
@@ -72,6 +72,11 @@ class Engine:
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target = target if isinstance(target, Rows) else Rows(target)
+        if drafter.target not in (None, self.target):
+            raise SettingError(
+                "this drafter runs layers of a target of its own; verify with that one: "
+                "Engine(drafter.target, drafter)"
+            )
         self.drafter, self.tokenizer = drafter, tokenizer
         self._eos, self._max_rows = eos, max_rows
         self._rows: list[Row] = []
