@@ -17,7 +17,8 @@ from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
 from forerun.engine import Completion, Engine, Event, Sampling
-from forerun.engine.control import Memory
+from forerun.engine.crew import Memory
+from forerun.engine.meter import Meter
 from forerun.errors import SettingError, UnknownNameError
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
@@ -46,6 +47,8 @@ class Model:
         self.settings = settings or Settings()
         self.eos = _end_of_text(target, tokenizer)
         self._memory: Memory = {}
+        self.meter = Meter()
+        """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> Completion: ...
@@ -117,7 +120,9 @@ class Model:
                 "a stream of this model is still running; finish or close it first, "
                 "or submit all requests to one forerun.engine.Engine"
             )
-        engine = Engine(self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory)
+        engine = Engine(
+            self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory, self.meter
+        )
         for text, how in zip(prompts, samplings, strict=True):
             engine.submit(self.encode(text), how, length, keep)
         yield from engine.run()

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from forerun.drafters.base import Drafter
-from forerun.engine.control import Control
+from forerun.engine.crew import Crew
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
 from forerun.signals import measure
-from forerun.types import BoolArray, FloatArray, IntArray, Signals, Stop
+from forerun.types import SIGNALS, BoolArray, IntArray, Stop, Token
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Wanted:
     """What the rows' controllers and rules want to know of the draft distributions."""
 
     control: frozenset[str]
-    """Fields of `Signals` that controllers read, on the host."""
+    """Fields of `Token` that controllers read, on the host."""
     rule: frozenset[str]
-    """Fields of `Signals` that rules read, on the device."""
+    """Signals that rules read, on the device."""
     ranks: int
     """Most likely tokens that rules read."""
 
@@ -43,10 +43,8 @@ class Drafted:
     """Per step what rules read, `(rows,)` each."""
     ranked: list[torch.Tensor] = field(default_factory=list)
     """Per step `(rows, ranks)` most likely tokens, where rules read them."""
-    seen: dict[str, FloatArray] = field(default_factory=dict)
-    """What controllers read, `(rows, limit)` each; meaningless beyond `shown`."""
-    shown: int = 0
-    """Steps that said something."""
+    shown: list[list[Token]] = field(default_factory=list)
+    """Per row the tokens that its controller is shown, a dropped one included."""
     steps: int = 0
     """Steps the drafter took, a preview's included; without one that caught up with a context."""
     first: float = 0.0
@@ -59,18 +57,11 @@ class Drafted:
         """`(rows,)` drafted tokens."""
         return np.array([len(tokens) for tokens in self.tokens])
 
-    @property
-    def signals(self) -> Signals:
-        """What the drafter said about each token, fields `(rows, steps)`."""
-        if not self.shown:
-            return Signals()
-        return Signals(**{name: values[:, : self.shown] for name, values in self.seen.items()})
-
 
 def draft(
     rows: Sequence[Row],
     drafter: Drafter,
-    control: Control,
+    crew: Crew,
     sampler: Sampler,
     rest_first: bool = False,
 ) -> Drafted:
@@ -78,20 +69,20 @@ def draft(
 
     With `rest_first`, a row has no room for a draft in its first round.
     """
-    wanted = control.limit()
+    wanted = np.array(crew.limits(), dtype=np.int64)
     none = [rest_first and not row.rounds for row in rows]
     room = np.array(
         [0 if rest else row.room(drafter.limit) for row, rest in zip(rows, none, strict=True)]
     )
     limits = np.minimum(wanted, room)
     stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
-    if not control.any_previews:
-        return _run(rows, drafter, control, sampler, limits, stopped)
-    previews = control.previews
+    previews = np.array(crew.previews)
+    if not previews.any():
+        return _run(rows, drafter, crew, sampler, limits, stopped)
     # A greedy preview is the draft; a sampled one only says how long the draft shall be.
     keep = sampler.all_greedy
-    out = _run(rows, drafter, control, sampler, np.where(previews | keep, limits, 0), stopped)
-    planned = np.where(previews, control.plan(out.lengths, out.signals), limits)
+    out = _run(rows, drafter, crew, sampler, np.where(previews | keep, limits, 0), stopped)
+    planned = np.where(previews, crew.plan(out.shown), limits)
     stopped = np.where(planned < out.lengths, Stop.CONFIDENCE, out.stopped_by)
     if keep:
         for tokens, n in zip(out.tokens, planned, strict=True):
@@ -100,7 +91,7 @@ def draft(
         return out
     for at in np.flatnonzero(previews).tolist():
         drafter.rollback(at, len(rows[at].context) - 1)  # the next step feeds the last token
-    anew = _run(rows, drafter, control, sampler, np.minimum(planned, limits), stopped)
+    anew = _run(rows, drafter, crew, sampler, np.minimum(planned, limits), stopped)
     anew.steps, anew.prepared = anew.steps + out.steps, anew.prepared + out.prepared
     anew.first = out.first
     return anew
@@ -109,23 +100,22 @@ def draft(
 def _run(
     rows: Sequence[Row],
     drafter: Drafter,
-    control: Control,
+    crew: Crew,
     sampler: Sampler,
     limits: IntArray,
     stopped_by: IntArray,
 ) -> Drafted:
     """Draft up to `limits`; rows that reach them were `stopped_by`."""
-    out = Drafted([[] for _ in rows], stopped_by.copy())
-    active, asks = limits > 0, control.asks
+    out = Drafted([[] for _ in rows], stopped_by.copy(), shown=[[] for _ in rows])
+    active = limits > 0
     if not active.any():
         return out
     wanted = Wanted(
-        control.signals,
+        crew.signals,
         frozenset().union(*(row.rule.signals for row in rows)),
         max(row.rule.ranks for row in rows),
     )
     began = time.perf_counter()
-    out.seen = {name: np.zeros((len(rows), int(limits.max()))) for name in wanted.control}
     # What each row drafts from, extended in place as it goes; None where it does not (any more).
     texts = [list(row.context) if on else None for row, on in zip(rows, active, strict=True)]
     most: list[int] = limits.tolist()
@@ -133,7 +123,7 @@ def _run(
     out.prepared = time.perf_counter() - began
     took: float | None = None
     while active.any():
-        tokens, ended = _next(rows, texts, drafter, wanted, sampler, out, active)
+        tokens, ended, signals = _next(rows, texts, drafter, wanted, sampler, out, active)
         if took is None:
             took = time.perf_counter() - began
             if catching_up:
@@ -142,6 +132,7 @@ def _run(
                 out.first, out.steps = took - out.prepared, 1
         else:
             out.steps += 1
+        newest: list[Token | None] = [None] * len(rows)
         for i, text in enumerate(texts):
             if text is None:
                 continue
@@ -149,18 +140,20 @@ def _run(
                 why = ended[i]
                 active[i], out.stopped_by[i] = False, Stop.EXHAUSTED if why is None else why
             else:
+                said = {name: values[i] for name, values in signals.items()}
+                newest[i] = shown = Token(token, tuple(text[-3:]), **said)
                 out.tokens[i].append(token)
+                out.shown[i].append(shown)
                 text.append(token)
-        if asks and out.shown and active.any():
-            stop = active & ~control.keep_going(out.lengths, out.signals)
+        if crew.asks and active.any():
+            stop = active & ~np.array(crew.go(newest))
             if stop.any():
                 out.stopped_by[stop] = Stop.CONFIDENCE
                 active &= ~stop
                 # Dropping is decided before anyone looks at which token it is: keeping back only
                 # some tokens would bias what is sampled.
-                if control.any_drops:
-                    for at in np.flatnonzero(stop & control.drops_last).tolist():
-                        out.tokens[at].pop()
+                for at in np.flatnonzero(stop & crew.drops_last).tolist():
+                    out.tokens[at].pop()
         for at, (row, drafted) in enumerate(zip(rows, out.tokens, strict=True)):
             # A row that stopped earlier cannot end in end-of-text: that would have been why.
             if drafted and drafted[-1] in row.eos:
@@ -180,10 +173,11 @@ def _next(
     sampler: Sampler,
     out: Drafted,
     active: BoolArray,
-) -> tuple[list[int], list[Stop | None]]:
-    """One more token per row, -1 if it has none, and why the drafter ended it, if it says so.
+) -> tuple[list[int], list[Stop | None], dict[str, list[float]]]:
+    """One more token per row, -1 if it has none, why the drafter ended it, if it says so, and what
+    controllers read.
 
-    Both are meaningless in rows that are not active.
+    All are meaningless in rows that are not active.
     """
     proposal = drafter.step(texts)
     ended: list[Stop | None] = [None] * len(rows)
@@ -192,30 +186,27 @@ def _next(
         # A row that ends here draws nothing: neither a token nor a coin.
         active = active & np.array([why is None for why in ended])
         if not active.any():
-            return [-1] * len(rows), ended
+            return [-1] * len(rows), ended, {}
     if proposal.logits is None:
         assert proposal.tokens is not None, "a proposal is logits or tokens"
-        return [t if on else -1 for t, on in zip(proposal.tokens, active, strict=True)], ended
+        tokens = [t if on else -1 for t, on in zip(proposal.tokens, active, strict=True)]
+        return tokens, ended, {}
     picked, shaped, processed = _pick(rows, proposal.logits, sampler, out, active)
+    signals = wanted.control & frozenset(SIGNALS)
     # Controllers go by what the request draws from, rules by what both models say of themselves.
     if shaped is proposal.logits:
-        told = measured = measure(proposal.logits, picked, wanted.control | wanted.rule)
+        told = measured = measure(proposal.logits, picked, signals | wanted.rule)
     else:
-        told = measure(shaped, picked, wanted.control)
+        told = measure(shaped, picked, signals)
         measured = measure(proposal.logits, picked, wanted.rule)
-    # Rows that no longer draft have no logits: what they say is 0, not whatever stands there.
-    some = not active.all()
-    for name in wanted.control:
-        values = told[name].cpu().numpy()
-        out.seen[name][:, out.shown] = np.where(active, values, 0.0) if some else values
-    out.shown += 1
     out.measured.append({k: measured[k] for k in wanted.rule})
     if wanted.ranks:
         ranks = min(wanted.ranks, proposal.logits.shape[-1])
         out.ranked.append(proposal.logits.topk(ranks, dim=-1).indices)
     if processed is not None:
         out.logits.append(processed)
-    return [t if on else -1 for t, on in zip(picked.tolist(), active, strict=True)], ended
+    tokens = [t if on else -1 for t, on in zip(picked.tolist(), active, strict=True)]
+    return tokens, ended, {name: told[name].tolist() for name in signals}
 
 
 def _pick(

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun import types
 from forerun.controllers.base import LengthController
+from forerun.costs import Costs
 from forerun.drafters.base import Drafter
-from forerun.engine.control import Control, Memory
+from forerun.engine.crew import Crew, Memory
 from forerun.engine.drafting import Drafted, draft
 from forerun.engine.judging import judge
+from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Completion, Event, FinishReason, Piece, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler, Sampling
@@ -22,7 +25,10 @@ from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import PromptError, SettingError, require
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Runtime
-from forerun.types import RoundOutcome, Stop, Verdict
+from forerun.types import Stop, Verdict
+
+SLOPE = 0.02
+"""What each further token adds to a pass, for costs that are assumed."""
 
 Committed = list[tuple[list[Piece], FinishReason | None]]
 
@@ -37,6 +43,7 @@ class Engine:
         eos: the model's end-of-text ids.
         max_rows: requests decoded together; more wait their turn.
         memory: what controllers carry from request to request, to share it among engines.
+        meter: what rounds cost, to share it likewise or to give it.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class Engine:
         eos: frozenset[int] = frozenset(),
         max_rows: int = 16,
         memory: Memory | None = None,
+        meter: Meter | None = None,
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
@@ -54,7 +62,8 @@ class Engine:
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
-        self._control = Control(self._memory)
+        self._meter = Meter() if meter is None else meter
+        self._crew = Crew(self._meter, self._memory)
         self._sampler = Sampler([], [])
         self._ids = itertools.count()
 
@@ -93,8 +102,9 @@ class Engine:
                 f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
                 "none; use a draft model, or rule 'standard'"
             )
+        repeatable = None
         if sampling.seed is not None and not sampling.greedy:  # the same seed, the same text
-            controller = controller.timeless(self.drafter.ratio(self.target))
+            repeatable = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
         seed = np.random.SeedSequence().entropy if sampling.seed is None else sampling.seed
         assert isinstance(seed, int)
         seed %= 1 << 63
@@ -113,6 +123,7 @@ class Engine:
             stops=StopStrings(sampling.stop),
             limit=self.target.limit,
             submitted=time.perf_counter(),
+            repeatable=repeatable,
         )
         self._waiting.append(row)
         return row.id
@@ -150,7 +161,7 @@ class Engine:
         # A target that drafts reads a prompt first: the first token comes as soon as plainly. Not
         # only where it is alone, or what is sampled would depend on that.
         own = self.drafter.target is self.target
-        drafted = draft(self._rows, self.drafter, self._control, self._sampler, rest_first=own)
+        drafted = draft(self._rows, self.drafter, self._crew, self._sampler, rest_first=own)
         drafting = time.perf_counter() - began
         logits, reads_prompt = self._verify(drafted)
         verdict = judge(self._rows, drafted, logits, self._sampler)
@@ -164,25 +175,34 @@ class Engine:
             )
         ]
 
-        outcome = RoundOutcome(
-            drafted=drafted.lengths,
-            accepted=np.array(accepted),
-            accept_prob=verdict.accept_prob.double().cpu().numpy(),
-            stopped_by=drafted.stopped_by,
-            signals=drafted.signals,
-            draft_seconds=drafting - drafted.prepared if drafted.steps else 0.0,
-            # A pass that also read the prompt says nothing about what judging costs.
-            verify_seconds=0.0 if reads_prompt else time.perf_counter() - began - drafting,
-            draft_steps=drafted.steps,
-            first_step_seconds=drafted.first,
-            catch_up_seconds=drafted.prepared,
+        probs = verdict.accept_prob.double().cpu().tolist()
+        self._crew.observe(
+            [
+                types.Round(len(tokens), kept, prob, int(stop), shown)
+                for tokens, kept, prob, stop, shown in zip(
+                    drafted.tokens, accepted, probs, drafted.stopped_by, drafted.shown, strict=True
+                )
+            ]
         )
-        self._control.observe(outcome)
+        for error in self._crew.failed.values():
+            raise error
+        if not reads_prompt:  # such a pass says nothing about what judging costs
+            self._meter.tell(
+                Lap(
+                    len(self._rows),
+                    int(drafted.lengths.max()),
+                    drafted.steps,
+                    drafting - drafted.prepared if drafted.steps else 0.0,
+                    drafted.first,
+                    time.perf_counter() - began - drafting,
+                    drafted.prepared,
+                )
+            )
         forward = self.drafter.seconds - drafter_before, self.target.seconds - target_before
         if reads_prompt:  # then that is what the pass counts as
             self._rows[0].prefill += forward[1]
             forward, began = (forward[0], 0.0), began + forward[1]
-        return self._report(drafted, outcome, committed, drift, counts, forward, began)
+        return self._report(drafted, accepted, committed, drift, counts, forward, began)
 
     def _admit(self) -> None:
         """Let waiting requests join. The first verification reads the end of a lone prompt."""
@@ -197,7 +217,7 @@ class Engine:
         self.drafter.join(prompts, room)
         self._rows.extend(joining)
         for row in joining:
-            self._control.join(row.controller)
+            self._crew.join(row.controller, row.repeatable)
             row.prefill = time.perf_counter() - began
         self._refresh()
 
@@ -207,14 +227,14 @@ class Engine:
             return
         self.target.keep(rows)
         self.drafter.keep(rows)
-        self._control.keep(rows)
+        self._crew.keep(rows)
         self._rows = [self._rows[r] for r in rows]
         self._refresh()
 
     def _clear(self) -> None:
         """Drop everything, also what an error in the middle of a round or a join left behind."""
         self._waiting.clear()
-        self._rows, self._control = [], Control(self._memory)
+        self._rows, self._crew = [], Crew(self._meter, self._memory)
         self.target.keep([])
         self.drafter.keep([])
         self._refresh()
@@ -263,7 +283,7 @@ class Engine:
     def _report(
         self,
         drafted: Drafted,
-        outcome: RoundOutcome,
+        accepted: list[int],
         committed: Committed,
         drift: list[list[float] | None],
         counts: list[tuple[int, int]],
@@ -277,10 +297,10 @@ class Engine:
         other = now - began - sum(forward)
         for i, (row, (pieces, reason)) in enumerate(zip(rows, committed, strict=True)):
             round_ = Round(
-                drafted=int(outcome.drafted[i]),
-                accepted=int(outcome.accepted[i]),
+                drafted=len(drafted.tokens[i]),
+                accepted=accepted[i],
                 committed=len(pieces),
-                stopped_by=Stop(int(outcome.stopped_by[i])),
+                stopped_by=Stop(int(drafted.stopped_by[i])),
                 draft_seconds=forward[0],
                 verify_seconds=forward[1],
                 other_seconds=other,

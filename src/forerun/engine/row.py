@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.controllers.base import LengthController
+from forerun.costs import Costs
 from forerun.engine.results import Completion, FinishReason, Origin, Piece, Round, Stats
 from forerun.engine.sampling import Sampling
 from forerun.engine.text import Detokenizer, StopStrings
@@ -35,6 +36,8 @@ class Row:
     limit: int
     """Most tokens of context."""
     submitted: float
+    repeatable: Costs | None = None
+    """Costs to draft by where the text must be repeatable."""
     prefill: float = 0.0
     first_token: float = 0.0
     drift: float | None = None

@@ -1,0 +1,192 @@
+"""The controllers of the rows that are decoded together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.controllers.base import LengthController, Memo
+from forerun.costs import Costs
+from forerun.engine.meter import Meter
+from forerun.types import Round, Token
+
+MOST_UNTIMED = 12
+"""Most tokens to draft by a controller that weighs costs before any were measured."""
+
+Memory = dict[LengthController, Any]
+"""Per controller the state of the newest request that left; see `LengthController.carry`."""
+
+
+@dataclass
+class _Member:
+    """One row."""
+
+    controller: LengthController
+    state: Any
+    given: Costs | None
+    """Its own costs, if it decides for itself."""
+    asks: bool
+    weighs: bool
+    shares: bool
+    """Whether it drafts on as long as that is worth it for all in sum."""
+    loss: float = 0.0
+    memo: Memo = None
+
+
+class Crew:
+    """Asks each row's controller, and sums up what rows that share the pass say.
+
+    An exception of a controller ends its row's drafting and is kept in `failed`; the others go on.
+
+    Args:
+        meter: what rounds cost.
+        memory: of requests before; kept up to date.
+    """
+
+    def __init__(self, meter: Meter, memory: Memory | None = None) -> None:
+        self._meter = meter
+        self._memory = {} if memory is None else memory
+        self._members: list[_Member] = []
+        self._costs: Costs | None = None
+        self.failed: dict[int, Exception] = {}
+        """By row, since the rows last changed."""
+        self._changed()
+
+    def join(self, controller: LengthController, repeatable: Costs | None = None) -> None:
+        """Add a row at the end.
+
+        Args:
+            controller: whom to ask.
+            repeatable: costs to decide by, for a request whose draft must not depend on the clock,
+                on earlier requests or on its neighbours.
+        """
+        carries = controller.carries and repeatable is None and controller in self._memory
+        state = controller.carry(self._memory[controller]) if carries else controller.start()
+        given = controller.own_costs or repeatable
+        weighs = controller.weighs
+        self._members.append(
+            _Member(controller, state, given, controller.asks, weighs, weighs and given is None)
+        )
+        self._changed()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        stay = set(rows)
+        for row, member in enumerate(self._members):
+            good = row not in stay and row not in self.failed
+            if good and member.given is None and member.controller.carries:
+                self._memory[member.controller] = member.state
+        self._members = [self._members[row] for row in rows]
+        self.failed = {new: self.failed[old] for new, old in enumerate(rows) if old in self.failed}
+        self._changed()
+
+    def _changed(self) -> None:
+        controllers = [member.controller for member in self._members]
+        self.signals: frozenset[str] = frozenset().union(*(c.signals for c in controllers))
+        """Everything any row's controller reads."""
+        self.asks = any(c.asks for c in controllers)
+        """Whether any may end a draft early."""
+        self.previews = [c.previews for c in controllers]
+        """Whose length is planned from a preview."""
+        self.drops_last = [c.drops_last for c in controllers]
+        """Who leaves out the token at which drafting stopped."""
+
+    def limits(self) -> list[int]:
+        """Most tokens to draft per row; begins a round."""
+        rows = len(self._members)
+        wanted = self._meter.wants(rows)
+        costs = self._costs = self._meter.costs(rows)
+        limits, shared, worth = [0] * rows, [], 0.0
+
+        def open_(row: int, member: _Member) -> None:
+            nonlocal worth
+            opening = member.controller.open(member.state, member.given or costs)
+            member.memo, member.loss = opening.memo, opening.loss
+            if member.shares:
+                limits[row] = opening.most
+                shared.append(row)
+                worth += opening.worth
+            else:
+                limits[row] = opening.alone
+
+        self._each(open_)
+        if shared and wanted == "draft":
+            for row in shared:
+                limits[row] = min(limits[row], MOST_UNTIMED)
+        elif shared and (wanted == "plain" or worth < 0):
+            for row in shared:
+                limits[row] = 0
+        return limits
+
+    def go(self, tokens: Sequence[Token | None]) -> list[bool]:
+        """Whether each row drafts another token.
+
+        Args:
+            tokens: per row the newest one, None where it no longer drafts.
+        """
+        answers, shared, worth = [False] * len(tokens), [], 0.0
+
+        def ask(row: int, member: _Member) -> None:
+            nonlocal worth
+            token = tokens[row]
+            if token is None:
+                if member.shares:
+                    worth -= member.loss
+                return
+            if not member.asks:
+                answers[row] = True
+                return
+            controller, state, costs = member.controller, member.state, member.given or self._costs
+            assert costs is not None, "limits begins a round"
+            memo = member.memo = controller.fold(state, member.memo, token)
+            if not member.shares:
+                answers[row] = bool(controller.keep_going(state, costs, memo))
+                return
+            worth += controller.worth(state, costs, memo)
+            shared.append(row)
+
+        self._each(ask)
+        for row in shared:
+            answers[row] = worth > 0
+        return answers
+
+    def plan(self, tokens: Sequence[Sequence[Token]]) -> list[int]:
+        """How many of its previewed tokens each row drafts after all; all, unless it previews."""
+        planned = [len(shown) for shown in tokens]
+
+        def ask(row: int, member: _Member) -> None:
+            if not self.previews[row] or not planned[row]:
+                return
+            controller, state, costs = member.controller, member.state, member.given or self._costs
+            assert costs is not None, "limits begins a round"
+            memo = member.memo
+            for token in tokens[row]:
+                memo = controller.fold(state, memo, token)
+            planned[row] = min(planned[row], controller.plan(state, costs, memo))
+
+        self._each(ask)
+        return planned
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """What became of every row's draft."""
+        longest = max((round.drafted for round in rounds), default=0)
+
+        def learn(row: int, member: _Member) -> None:
+            costs = member.given or self._costs
+            assert costs is not None, "limits begins a round"
+            seen = rounds[row]
+            if member.shares and longest > seen.drafted:
+                seen = seen._replace(longest=longest)
+            member.state = member.controller.observe(member.state, costs, seen)
+
+        self._each(learn)
+
+    def _each(self, ask: Callable[[int, _Member], None]) -> None:
+        """Ask every row that has not failed."""
+        for row, member in enumerate(self._members):
+            if row not in self.failed:
+                try:
+                    ask(row, member)
+                except Exception as error:  # a policy of anybody's
+                    self.failed[row] = error
