@@ -154,7 +154,7 @@ class _Timings:
         if self._newest is not None and (wider := width - self._newest[0]):
             before_width, before = self._newest
             narrow = (before_width, before) if wider > 0 else (width, seconds)
-            unit = narrow[1] / (1 + self._slope * (narrow[0] - 1))
+            unit = narrow[1] / max(1 + self._slope * (narrow[0] - 1), 0.5)  # width may be 0
             expected = self._slope * wider
             # The start of a row alone is about right; a batch's is a guess, which the first two
             # passes settle.
