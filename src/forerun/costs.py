@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -110,6 +110,10 @@ class Costs:
     def ratio(self) -> float:
         """The cost ratio c: one target pass over one draft step."""
         return self.verify[0][1] / self.draft
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented fields; how long catching up took last is no part of them."""
+        return {name: value for name, value in asdict(self).items() if name != "catch_up"}
 
     @classmethod
     def synthetic(

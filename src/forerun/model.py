@@ -127,6 +127,10 @@ class Model:
             engine.submit(self.encode(text), how, length, keep)
         yield from engine.run()
 
+    def forget(self) -> None:
+        """Start the next request as if it were the first; what rounds cost stays known."""
+        self._memory.clear()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (ids pass through)."""
         if not isinstance(prompt, str):

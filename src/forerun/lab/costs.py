@@ -79,7 +79,7 @@ class CostTable:
         """The documented shape; times in seconds."""
         spread: list[Any] = [asdict(s) for s in self.spread] or [None] * len(self.cells)
         cells = [
-            {**_fields(cell), "ratio": cell.ratio, "spread": one}
+            {**cell.to_json(), "ratio": cell.ratio, "spread": one}
             for cell, one in zip(self.cells, spread, strict=True)
         ]
         return {"schema": SCHEMA, "cells": cells, "about": self.about}
@@ -166,11 +166,6 @@ class CostTable:
 
 Costs = CostTable
 """The name of `CostTable` in earlier versions."""
-
-
-def _fields(cell: Cell) -> dict[str, Any]:
-    """What a table says of a cell. How long catching up took last is no part of it."""
-    return {name: value for name, value in asdict(cell).items() if name != "catch_up"}
 
 
 def _cell(found: dict[str, Any]) -> Cell:
