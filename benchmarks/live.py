@@ -23,7 +23,8 @@ from benchmarks.common import (
     tasks,
 )
 from forerun import zoo
-from forerun.lab.costs import Cell, Costs
+from forerun.engine.meter import Meter
+from forerun.lab.costs import Cell, CostTable
 from forerun.lab.replay import Rounds, replay, stream
 from forerun.lab.trace import Trace
 from forerun.types import FloatArray
@@ -45,7 +46,9 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
     parts = [np.arange(part, len(work), PARTS) for part in range(PARTS)]
     runs, tables = {}, []
     for part in parts:
-        tables.append(Costs.measure(model, [1], [128]).at(1, 128))
+        tables.append(CostTable.measure(model, [1], [128]).at(1, 128))
+        model.meter = Meter.given(tables[-1])
+        model.forget()
         done = interleaved(
             [work[i] for i in part], methods, lambda t, m: generate(model, t, m), "live"
         )
@@ -78,7 +81,8 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
         f"{len(work)} test prompts without penalties, greedy, batch 1, live and paired; and what "
         "replay of a trace "
         f"predicts from costs, measured anew before every {len(parts[0])} prompts. Rounds: prompts "
-        "whose rounds and drafted tokens are the predicted ones (`auto` reads the clock). Who "
+        "whose rounds and drafted tokens are the predicted ones (`auto` is given the same costs). "
+        "Who "
         "drafts far in the first round has less left to gain, so the lines are not for comparison "
         "with each other.\n\n"
         + table(

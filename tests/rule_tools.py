@@ -12,11 +12,11 @@ import torch
 from forerun.rules import RULES, AcceptanceRule
 from forerun.rules.odds import one_hot
 from forerun.signals import measure
-from forerun.types import Draft, Signals, Target, Verdict
+from forerun.types import SIGNALS, Draft, Target, Verdict
 
 NEG = -math.inf
 LAST = 1 - 2**-53  # the highest coin
-EVERY_SIGNAL = frozenset(f.name for f in fields(Signals))
+EVERY_SIGNAL = frozenset(SIGNALS)
 
 
 def make(spec: str) -> AcceptanceRule:

@@ -2,185 +2,249 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import numpy as np
 import pytest
 
-from forerun.controllers import CONTROLLERS, auto_costs
-from forerun.controllers.auto import Auto
-from forerun.controllers.auto_survival import AHEAD_INFO, GREEDY, LEFT, SCALE_INFO, USELESS
-from forerun.types import RoundOutcome, Signals, Stop
+from forerun.controllers import CONTROLLERS
+from forerun.controllers.auto import Auto, AutoState
+from forerun.controllers.auto_survival import (
+    GREEDY,
+    SCALE_WEIGHTS,
+    SHIFT_WEIGHT,
+    TYPICAL_MARGIN,
+    USELESS_KEPT,
+    USELESS_START,
+    Survival,
+    in_force,
+)
+from forerun.costs import Costs
+from forerun.engine import meter as metering
+from forerun.engine.crew import Crew
+from forerun.engine.meter import Lap, Meter
+from forerun.types import Round, Stop, Token
 
 K = 24
+COSTS = Costs.synthetic(4, slope=0.1)
 
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-np.asarray(x, dtype=float)))
 
 
-def signals(margins, chosen=0.5):
-    margins = np.array([margins], dtype=float)
-    return Signals(logit_margin=margins, chosen=np.full_like(margins, chosen))
+def told(margins, chosen=0.5):
+    return [Token(logit_margin=float(m), chosen=chosen) for m in margins]
 
 
-def seen(drafted, accepted, margins=None, prob=None, stop=Stop.LIMIT, clock=(0.0, 0.0)):
-    """One row's round of a greedy request; `margins` None is a drafter without a distribution."""
-    hit = np.arange(max(drafted, 1)) < accepted
-    return RoundOutcome(
-        np.array([drafted]),
-        np.array([accepted]),
-        np.array([hit.astype(float) if prob is None else prob]),
-        np.array([int(stop)]),
-        Signals() if margins is None else signals(margins),
-        *clock,
-    )
+def seen(drafted, accepted, margins=None, prob=None, stop=Stop.LIMIT):
+    """A round of a greedy request; `margins` None is a drafter without a distribution."""
+    hit = [float(i < accepted) for i in range(max(drafted, 1))] if prob is None else prob
+    return Round(drafted, accepted, hit, int(stop), [] if margins is None else told(margins))
 
 
 class Source:
-    """Texts whose draft keeps each token with a chance that its margin tells, and a clock.
+    """Texts whose draft keeps each token with a chance that its margin tells.
 
     With `chance` given the margins tell nothing: they are all `margin`.
     """
 
-    def __init__(self, c, slope=0.0, jump=0.0, chance=None, margin=3.0, blind=False, seed=0):
-        self.draft, self.slope, self.jump = 1 / c, slope, jump
+    def __init__(self, chance=None, margin=3.0, blind=False, seed=0):
         self.chance, self.margin, self.blind = chance, margin, blind
         self.random = np.random.default_rng(seed)
 
-    def verify(self, drafted):
-        return 1 + self.jump * (drafted > 0) + self.slope * drafted
-
-    def run(self, controller, state, tokens):
-        """The state after at least `tokens` tokens, and tokens per time."""
-        done, time = 0, 0.0
-        while done < tokens:
-            margins = self.random.gamma(1.5, 2.5, (1, K))
-            chance = sigmoid(GREEDY[0] + GREEDY[1] * np.minimum(margins, 8))
-            if self.chance is not None:
-                margins[:], chance[:] = self.margin, self.chance
-            hits = self.random.random((1, K)) < chance
-            drafted, limit = 0, min(int(controller.limit(state)[0]), K)
-            told = Signals() if self.blind else signals(margins[0])
-            while drafted < limit:
-                drafted += 1
-                part = told if self.blind else signals(margins[0, :drafted])
-                if not controller.keep_going(state, np.array([drafted]), part)[0]:
-                    break
-            accepted = int(hits[0, :drafted].cumprod().sum())
-            clock = (drafted * self.draft, self.verify(drafted))
-            shown = None if self.blind else margins[0, :drafted] if drafted else np.zeros(1)
-            state = controller.observe(state, seen(drafted, accepted, shown, clock=clock))
-            done, time = done + accepted + 1, time + sum(clock)
-        return state, done / time
+    def draw(self):
+        """Tokens as a controller sees them, and whether each is kept."""
+        margins = self.random.gamma(1.5, 2.5, K)
+        chance = sigmoid(GREEDY.constant + GREEDY.per_margin * np.minimum(margins, 8))
+        if self.chance is not None:
+            margins[:], chance[:] = self.margin, self.chance
+        hits = self.random.random(K) < chance
+        return [Token()] * K if self.blind else told(margins), hits
 
 
-def speed(source, controller, tokens=1500):
-    return source.run(controller, controller.start(1), tokens)[1]
+class Clock:
+    """What rounds take, in plain target passes of a row alone."""
+
+    def __init__(self, c, slope=0.0, jump=0.0, first=0.0):
+        self.draft, self.slope, self.jump, self.first = 1 / c, slope, jump, first
+
+    def lap(self, rows, width):
+        first = self.draft + self.first
+        draft = first + (width - 1) * self.draft if width else 0.0
+        verify = 1 + self.jump * (width > 0) + self.slope * width
+        return Lap(rows, width, width, draft, first if width else 0.0, verify)
+
+
+class Live:
+    """Rows decoded together, by a clock they share."""
+
+    def __init__(self, controller, clock, *sources, meter=None):
+        self.sources, self.clock = sources, clock
+        self.controller = CONTROLLERS.make(controller)
+        self.meter, self.memory = meter or Meter(), {}
+        self.crew = Crew(self.meter, self.memory)
+        for _ in sources:
+            self.crew.join(self.controller)
+
+    def renew(self):
+        """One row's request ends, the next begins."""
+        self.crew.keep([])
+        self.crew.join(self.controller)
+
+    @property
+    def state(self) -> AutoState:
+        """Of a row alone."""
+        return self.crew._members[0].state
+
+    @property
+    def resting(self):
+        """Whether the next round of a row alone is plain, and not for a probe to come."""
+        costs = self.meter.costs(1)
+        return self.controller.open(self.state._replace(rested=0), costs).worth < 0
+
+    def round(self):
+        """Tokens committed, and the time it took."""
+        limits = [min(limit, K) for limit in self.crew.limits()]
+        drawn = [source.draw() for source in self.sources]
+        drafted, going = [0] * len(limits), [limit > 0 for limit in limits]
+        while any(going):
+            for row, on in enumerate(going):
+                drafted[row] += on
+            newest = [
+                tokens[n - 1] if on else None
+                for (tokens, _), n, on in zip(drawn, drafted, going, strict=True)
+            ]
+            answers = self.crew.go(newest)
+            going = [
+                on and yes and n < limit
+                for on, yes, n, limit in zip(going, answers, drafted, limits, strict=True)
+            ]
+        rounds = []
+        for (tokens, hits), n in zip(drawn, drafted, strict=True):
+            accepted = int(hits[:n].cumprod().sum())
+            prob = [float(i < accepted) for i in range(n)]
+            rounds.append(Round(n, accepted, prob, 0, tokens[:n]))
+        self.crew.observe(rounds)
+        assert not self.crew.failed, self.crew.failed
+        lap = self.clock.lap(len(limits), max(drafted))
+        self.meter.tell(lap)
+        took = lap.draft_seconds + lap.verify_seconds
+        return sum(r.accepted + 1 for r in rounds), took, drafted
+
+    def run(self, tokens):
+        """Tokens per time and row, of at least so many per row."""
+        done = time = 0.0
+        while done < tokens * len(self.sources):
+            more, took, _ = self.round()
+            done, time = done + more, time + took
+        return done / time / len(self.sources)
+
+
+def speed(controller, clock, source, tokens=1500):
+    return Live(controller, clock, source).run(tokens)
 
 
 def test_the_rule_by_hand():
-    controller = Auto(cost=4, slope=0.1)
-    state = replace(controller.start(1), price=np.array([0.5]))
-    share = sigmoid(state.soft)[0]
-    assert share < 0.2  # greedy is expected
+    controller = Auto()
+    state = controller.start()
+    by = in_force(state.learned)
+    assert sigmoid(state.learned.sampled) < 0.2  # greedy is expected
     margins = [3.0, 1.0]
-    kept = sigmoid(state.kept[0, 0] + state.kept[0, 1] * np.array(margins) + state.kept[0, 2] * 0.5)
-    ahead = sigmoid(state.next[0, 1] + state.next[0, 2] * 1.0 + state.next[0, 3] * 2.0)
-    worth = kept.prod() * ahead * (1 - sigmoid(USELESS))
+    kept = sigmoid(by.constant + by.per_margin * np.array(margins) + by.per_chosen * 0.5)
+    ahead = sigmoid(by.next_constant + by.next_newest * 1.0 + by.next_mean * 2.0)
+    worth = kept.prod() * ahead * (1 - sigmoid(USELESS_START))
     for price in (worth - 1e-9, worth + 1e-9):
-        state = replace(state, price=np.array([price]))
-        go = controller.keep_going(state, np.array([2]), signals(margins))
-        assert go.tolist() == [worth > price]
+        memo = controller.open(state, COSTS).memo._replace(price=price)
+        for token in told(margins):
+            memo = controller.fold(state, memo, token)
+        assert controller.worth(state, COSTS, memo) == pytest.approx(worth - price, abs=1e-12)
+        assert controller.keep_going(state, COSTS, memo) == (worth > price)
 
 
 def test_price_is_the_rate_times_what_a_token_costs():
-    # c = 4, v = 0.1: a token costs 0.25 + 0.1·1.1; before anything was seen the rate is that of the
+    # c = 4, v = 0.1: a token costs 0.25 + 0.1; before anything was seen the rate is that of the
     # best fixed length, here by search, and it is at least 1, that of plain decoding.
-    controller = Auto(cost=4, slope=0.1)
-    state = controller.start(1)
-    useful = 1 - sigmoid(USELESS)
-    first = useful * sigmoid(state.next[0, 0])
-    later = useful * sigmoid(state.next[0, 1] + 4 * (state.next[0, 2] + state.next[0, 3]))
-    each = 0.25 + 0.1 * 1.1
+    controller = Auto()
+    state = controller.start()
+    by, useful = in_force(state.learned), 1 - sigmoid(USELESS_START)
+    first = useful * sigmoid(by.first)
+    later = useful * sigmoid(by.next_constant + TYPICAL_MARGIN * (by.next_newest + by.next_mean))
+    each = 0.25 + 0.1
     rates = [
         (1 + first * sum(later**j for j in range(n))) / (1.1 + 0.25 + (n - 1) * each)
         for n in range(1, 33)
     ]
-    np.testing.assert_allclose(state.price, max(rates) * each, rtol=1e-12)
-    dear = Auto(cost=0.1, slope=0.1).start(1)
-    assert not dear.awake[0]
-    np.testing.assert_allclose(dear.price, 10 + 0.11)
+    opening = controller.open(state, COSTS)
+    np.testing.assert_allclose(opening.loss, max(rates) * each, rtol=1e-12)
+    assert opening.memo.price == opening.loss
+    # Rounds so far are added to twelve expected ones.
+    tokens, seconds = max(
+        ((1 + first * sum(later**j for j in range(n)), 1.35 + (n - 1) * each)
+         for n in range(1, 33)), key=lambda pair: pair[0] / pair[1]
+    )  # fmt: skip
+    state = state._replace(drafts=3.0, drafted=10.0, committed=11.0)
+    rate = (12 * tokens + 11) / (12 * seconds + 3 * 1.35 + 7 * each)
+    opening = controller.open(state, COSTS)
+    np.testing.assert_allclose(opening.loss, rate * each, rtol=1e-12)
+    worth = 12 * tokens + 11 - 0.95 * (12 * seconds + 3 * 1.35 + 7 * each)
+    np.testing.assert_allclose(opening.worth, worth / 15, rtol=1e-12)
+    dear = controller.open(controller.start(), Costs.synthetic(0.1, slope=0.1))
+    assert dear.worth < 0
+    assert dear.alone == 0
+    np.testing.assert_allclose(dear.loss, 10 + 0.1)
 
 
 def test_one_round_corrects_by_hand():
-    controller = Auto(cost=4)
-    state = replace(controller.start(1), soft=np.array([-10.0]))
-    z = np.array(GREEDY[0] + GREEDY[1] * np.array([2.0, 1.0]))
+    controller = Auto()
+    state = controller.start()._replace(learned=Survival(sampled=-10.0))
+    z = np.array(GREEDY.constant + GREEDY.per_margin * np.array([2.0, 1.0]))
     p, hit = sigmoid(z), np.array([1.0, 0.0])
     w = p * (1 - p)
     info = np.array([[w.sum(), (w * z).sum()], [(w * z).sum(), (w * z * z).sum()]])
-    turn = np.linalg.solve(info + np.diag(SCALE_INFO), [(hit - p).sum(), ((hit - p) * z).sum()])
-    q = sigmoid([GREEDY[3], GREEDY[4] + (GREEDY[5] + GREEDY[6]) * 2.0])
-    new = controller.observe(state, seen(3, 1, [2.0, 1.0, 5.0]))
-    np.testing.assert_allclose(new.scale[0], np.add(turn, [0, 1]), rtol=1e-3)
-    ahead = (hit - q).sum() / (AHEAD_INFO + (q * (1 - q)).sum())
-    np.testing.assert_allclose(new.ahead[0], ahead, rtol=1e-3)
-    useless = np.log(LEFT / q[0]) + np.log((1 - LEFT) / (1 - q[1]))
-    np.testing.assert_allclose(new.useless[0], max(USELESS + useless, USELESS), rtol=1e-3)
+    turn = np.linalg.solve(info + np.diag(SCALE_WEIGHTS), [(hit - p).sum(), ((hit - p) * z).sum()])
+    q = sigmoid(
+        [GREEDY.first, GREEDY.next_constant + (GREEDY.next_newest + GREEDY.next_mean) * 2.0]
+    )
+    new = controller.observe(state, COSTS, seen(3, 1, [2.0, 1.0, 5.0])).learned
+    scale = [new.constant, new.slope]
+    np.testing.assert_allclose(scale, np.add(turn, [0, 1]), rtol=1e-3)
+    ahead = (hit - q).sum() / (SHIFT_WEIGHT + (q * (1 - q)).sum())
+    np.testing.assert_allclose(new.shift, ahead, rtol=1e-3)
+    useless = np.log(USELESS_KEPT / q[0]) + np.log((1 - USELESS_KEPT) / (1 - q[1]))
+    expected = max(USELESS_START + useless, USELESS_START)
+    np.testing.assert_allclose(new.useless, expected, rtol=1e-3)
 
 
 def test_nothing_behind_a_rejection_teaches():
     controller = Auto()
-    state = controller.start(1)
+    state = controller.start()
     one = seen(4, 1, [5.0, 1.0, 0.1, 7.0], prob=[1.0, 0.0, 0.0, 0.0])
     two = seen(4, 1, [5.0, 1.0, 6.0, 0.2], prob=[1.0, 0.0, 1.0, 0.5])
-    one, two = controller.observe(state, one), controller.observe(state, two)
-    for f in fields(one):
-        np.testing.assert_array_equal(getattr(one, f.name), getattr(two, f.name), err_msg=f.name)
+    assert controller.observe(state, COSTS, one) == controller.observe(state, COSTS, two)
 
 
 def test_it_tells_greedy_from_sampled():
     controller = Auto()
-    start = controller.start(1)
-    greedy = controller.observe(start, seen(2, 1, [2.0, 1.0]))
-    sampled = controller.observe(start, seen(2, 1, [2.0, 1.0], prob=[1.0, 0.3]))
-    assert sigmoid(greedy.soft)[0] < 0.01
-    assert sigmoid(sampled.soft)[0] > 0.99
-    assert sampled.kept[0, 2] > 2 > 0.1 > greedy.kept[0, 2]  # the drafted token's probability
+    start = controller.start()
+    greedy = controller.observe(start, COSTS, seen(2, 1, [2.0, 1.0])).learned
+    sampled = controller.observe(start, COSTS, seen(2, 1, [2.0, 1.0], prob=[1.0, 0.3])).learned
+    assert sigmoid(greedy.sampled) < 0.01
+    assert sigmoid(sampled.sampled) > 0.99
+    # The drafted token's probability.
+    assert in_force(sampled).per_chosen > 2 > 0.1 > in_force(greedy).per_chosen
 
 
-def test_costs_are_found_and_outliers_are_not():
-    controller, rng = Auto(), np.random.default_rng(0)
-    state = controller.start(1)
-    for i in range(200):
-        drafted = int(rng.integers(0, 9))
-        slow = 20.0 if i % 9 == 5 else 1.0  # also another task's turn on the machine
-        clock = (0.002 * drafted * slow, (0.010 + (drafted > 0) * 0.003 + 0.0004 * drafted) * slow)
-        state = controller.observe(
-            state, seen(drafted, drafted, [4.0] * max(drafted, 1), clock=clock)
-        )
-    assert state.step[0] == pytest.approx(0.002, rel=0.01)
-    assert state.plain[0] == pytest.approx(0.010, rel=0.01)
-    assert state.base[0] == pytest.approx(0.0134, rel=0.05)
-    assert state.slope[0] == pytest.approx(0.0004 / 0.0134, rel=0.5)
-
-
-def test_given_costs_make_it_repeatable():
-    controller = Auto(cost=4)
-    state = controller.start(1)
-    fast = controller.observe(state, seen(3, 2, [4.0, 2.0, 1.0], clock=(0.01, 0.02)))
-    slow = controller.observe(state, seen(3, 2, [4.0, 2.0, 1.0], clock=(0.9, 0.01)))
-    for f in fields(fast):
-        np.testing.assert_array_equal(getattr(fast, f.name), getattr(slow, f.name))
+def test_a_slope_that_is_given_is_not_measured():
+    steep, flat = (Auto(slope=slope).open(AutoState(), COSTS) for slope in (1.0, 0.0))
+    assert steep.loss > 2 * flat.loss
+    measured = Auto().open(AutoState(), COSTS)
+    np.testing.assert_allclose(Auto(slope=0.1 / 1.1).open(AutoState(), COSTS).loss, measured.loss)
 
 
 @pytest.mark.parametrize(("c", "slope", "jump"), [(2, 0, 0.1), (5, 0.03, 0), (20, 0.01, 0.2)])
 def test_beats_every_fixed_length_where_confidence_tells(c, slope, jump):
-    auto = speed(Source(c, slope, jump), Auto())
-    fixed = [
-        speed(Source(c, slope, jump), CONTROLLERS.make(f"fixed({n})")) for n in (1, 2, 3, 4, 6, 8)
-    ]
+    clock = Clock(c, slope, jump)
+    auto = speed("auto", clock, Source())
+    fixed = [speed(f"fixed({n})", clock, Source()) for n in (1, 2, 3, 4, 6, 8)]
     assert auto > 1.05 * max(fixed)
 
 
@@ -188,300 +252,213 @@ def test_beats_every_fixed_length_where_confidence_tells(c, slope, jump):
 @pytest.mark.parametrize("blind", [False, True])
 def test_near_the_best_fixed_length_where_nothing_tells(c, chance, blind):
     # Where tokens are alike and independent some fixed length is the best policy.
-    make = lambda: Source(c, 0.02, chance=chance, blind=blind)  # noqa: E731
-    best = max(
-        speed(make(), CONTROLLERS.make(f"fixed({n})"), 2000) for n in (1, 2, 3, 5, 8, 12, 16)
-    )
-    assert speed(make(), Auto(), 2000) > 0.96 * best
+    def of(controller):
+        return speed(controller, Clock(c, 0.02), Source(chance, blind=blind), 2000)
+
+    assert of("auto") > 0.96 * max(of(f"fixed({n})") for n in (1, 2, 3, 5, 8, 12, 16))
 
 
-def copies(controller, first, later, tokens, seed=0):
-    """Tokens per time with a drafter that costs nothing, says nothing, and is right in runs."""
-    rng, state, done, time = np.random.default_rng(seed), controller.start(1), 0, 0.0
-    while done < tokens:
-        drafted, accepted = min(int(controller.limit(state)[0]), K), 0
-        while accepted < drafted and rng.random() < (later if accepted else first):
-            accepted += 1
-        clock = (1e-3 * (drafted > 0), 1 + 0.1 * (drafted > 0) + 0.04 * drafted)
-        state = controller.observe(state, seen(drafted, accepted, clock=clock))
-        done, time = done + accepted + 1, time + sum(clock)
-    return done / time
+class Copies(Source):
+    """A drafter that costs nothing, says nothing, and is right in runs."""
+
+    def __init__(self, first, later):
+        super().__init__(blind=True)
+        self.first, self.later = first, later
+
+    def draw(self):
+        return [Token()] * K, self.random.random(K) < np.r_[self.first, [self.later] * (K - 1)]
+
+
+class Copying(Clock):
+    def lap(self, rows, width):
+        return Lap(
+            rows, width, width, 1e-3 * (width > 0), 0.0, 1 + 0.1 * (width > 0) + 0.04 * width
+        )
 
 
 @pytest.mark.parametrize(
     ("first", "later"), [(0.9, 0.97), (0.4, 0.9), (0.3, 0.5), (0.1, 0.5), (0, 0)]
 )
 def test_a_draft_that_says_nothing_is_as_long_as_pays(first, later):
-    fixed = [CONTROLLERS.make(f"fixed({n})") for n in (0, 1, 2, 3, 5, 8, 12, 16, 24)]
-    best = max(copies(controller, first, later, 3000) for controller in fixed)
-    assert copies(Auto(), first, later, 3000) > 0.95 * best
+    fixed = [f"fixed({n})" for n in (0, 1, 2, 3, 5, 8, 12, 16, 24)]
+    best = max(speed(spec, Copying(9), Copies(first, later), 3000) for spec in fixed)
+    assert speed("auto", Copying(9), Copies(first, later), 3000) > 0.95 * best
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40])
 def test_the_first_guess_does_not_matter(ratio, monkeypatch):
-    usual = speed(Source(5, 0.03), Auto())
-    monkeypatch.setattr(auto_costs, "RATIO", float(ratio))
-    assert speed(Source(5, 0.03), Auto()) == pytest.approx(usual, rel=0.01)
+    usual = speed("auto", Clock(5, 0.03), Source())
+    monkeypatch.setattr(metering, "RATIO", float(ratio))
+    assert speed("auto", Clock(5, 0.03), Source()) == pytest.approx(usual, rel=0.01)
 
 
 @pytest.mark.parametrize(("c", "jump"), [(4.2, 0.36), (2, 0.1), (1, 0.2), (0.5, 0)])
 @pytest.mark.parametrize("margin", [0.1, 5.0])
 def test_hopeless_drafts_cost_next_to_nothing(c, jump, margin):
-    controller = Auto()
-    source = Source(c, 0.03, jump, chance=0.0, margin=margin)
-    state, first = source.run(controller, controller.start(1), 64)
-    assert first > 0.6  # nothing is known yet
-    assert source.run(controller, state, 2000)[1] > 0.985
+    live = Live("auto", Clock(c, 0.03, jump), Source(0.0, margin))
+    assert live.run(64) > 0.6  # nothing is known yet
+    assert live.run(2000) > 0.985
     # Requests of 64 tokens, each going on from what the one before learned.
     rates = []
     for _ in range(25):
-        state = controller.renew(state)
-        state, rate = source.run(controller, state, 64)
-        rates.append(rate)
+        live.renew()
+        rates.append(live.run(64))
     assert 1 / np.mean(1 / np.array(rates)) > 0.98
 
 
 def test_a_draft_as_slow_as_the_target_costs_next_to_nothing():
-    assert speed(Source(1, 0.03, 0.1, chance=0.9), Auto()) > 0.98
+    assert speed("auto", Clock(1, 0.03, 0.1), Source(0.9)) > 0.98
 
 
 def test_it_comes_back():
-    controller = Auto()
-    state, _ = Source(4, chance=0.0).run(controller, controller.start(1), 300)
-    assert not state.awake[0]
-    state, _ = Source(4, chance=0.98, margin=6).run(controller, state, 400)
-    assert state.awake[0]
-    assert Source(4, chance=0.98, margin=6).run(controller, state, 300)[1] > 2
+    live = Live("auto", Clock(4), Source(0.0))
+    live.run(300)
+    assert live.resting
+    live.sources = (Source(0.98, margin=6),)
+    live.run(400)
+    assert not live.resting
+    assert live.run(300) > 2
 
 
 def test_probes_become_rare():
-    controller = Auto(cost=2)
-    state, at = controller.start(1), []
+    controller, costs = Auto(), Costs.synthetic(2, 0.02)
+    state, at = controller.start(), []
     for i in range(1500):
-        drafted = min(int(controller.limit(state)[0]), 1)
-        state = controller.observe(state, seen(drafted, 0, [0.1]))
+        drafted = min(controller.limit(state, costs), 1)
+        state = controller.observe(state, costs, seen(drafted, 0, [0.1]))
         at += [i] if drafted else []
     gaps = np.diff(at)
     assert gaps[-1] == gaps[-2] == max(gaps) > 4 * gaps[gaps > 1][0]
 
 
-def test_renewed_rows_keep_costs_and_lose_corrections():
-    controller = Auto()
-    state, _ = Source(8, 0.02, chance=0.3, margin=6).run(controller, controller.start(1), 200)
-    new = controller.renew(state)
-    for name in ("step", "lead", "base", "slope", "plain", "soft"):
-        np.testing.assert_array_equal(getattr(new, name), getattr(state, name))
-    assert new.rounds[0] == 0
-    assert abs(new.scale[0, 0]) < abs(state.scale[0, 0])
-    assert abs(new.ahead[0]) < abs(state.ahead[0])
-    # Rest goes on where it was.
-    assert new.rounds - new.probed == state.rounds - state.probed
+def test_a_drafter_with_nothing_to_propose_is_not_resting():
+    controller, costs = Auto(), Costs.synthetic(8)
+    state = controller.start()
+    for _ in range(100):
+        state = controller.observe(state, costs, seen(0, 0, stop=Stop.EXHAUSTED))
+    state = controller.observe(state, costs, seen(1, 0, [3.0]))
+    assert state.interval == controller.start().interval
+
+
+def test_the_next_request_loses_corrections_and_goes_on_resting():
+    live = Live("auto", Clock(8, 0.02), Source(0.3, margin=6))
+    live.run(200)
+    state = live.state._replace(rested=5)
+    new = Auto().carry(state)
+    assert new.learned.sampled == state.learned.sampled
+    assert abs(new.learned.constant) < abs(state.learned.constant)
+    assert abs(new.learned.shift) < abs(state.learned.shift)
+    assert 0 < new.drafts < state.drafts
+    assert (new.rested, new.interval) == (state.rested, state.interval)
 
 
 def test_one_hard_text_does_not_rest_the_next_but_many_do():
-    controller, hopeless, awake = Auto(), Source(5, chance=0.0), []
-    state = controller.start(1)
+    live, awake = Live("auto", Clock(5), Source(0.0)), []
     for _ in range(8):
-        state, _ = hopeless.run(controller, state, 64)
-        assert not state.awake[0]
-        state = controller.renew(state)
-        awake.append(bool(state.awake[0]))
+        live.run(64)
+        assert live.resting
+        live.renew()
+        awake.append(not live.resting)
     assert awake == sorted(awake, reverse=True)
     assert awake[0]
     assert not awake[-1]
-    state, _ = Source(5, chance=0.98, margin=6).run(controller, state, 400)
-    assert controller.renew(state).awake[0]
+    live.sources = (Source(0.98, margin=6),)
+    live.run(400)
+    live.renew()
+    assert not live.resting
 
 
-def test_a_pass_that_read_the_prompt_leaves_the_units_alone():
-    """Before anything was timed the unit is a target pass, and must not be added to seconds."""
-    controller = Auto()
-    state = controller.observe(controller.start(1), seen(1, 0, [0.1]))
-    assert state.seconds[0] == 0
-    only_draft = replace(seen(3, 1, [4.0, 2.0, 1.0], clock=(0.003, 0.0)), draft_steps=2)
-    state = controller.observe(state, only_draft)
-    assert state.step[0] == 0.0015
-    assert 0 < state.base[0] < 0.1
-    assert np.isnan(state.plain[0])
-
-
-def test_a_first_step_that_is_slower_is_told_apart():
-    controller = Auto()
-    state = controller.start(1)
-    for drafted in (1, 2, 5, 3, 1, 4, 8):
-        clock = (0.002 + 0.001 * (drafted - 1), 0.010)
-        outcome = seen(drafted, drafted, [4.0] * drafted, clock=clock)
-        outcome = replace(outcome, draft_steps=drafted, first_step_seconds=0.002)
-        state = controller.observe(state, outcome)
-    assert state.step[0] == pytest.approx(0.001)
-    assert state.lead[0] == pytest.approx(0.001)
-
-
-def test_seconds_of_a_batch_or_of_each_row():
-    controller = Auto()
-    state = controller.start(2)
-    outcome = RoundOutcome(
-        np.array([2, 2]), np.array([1, 2]), np.ones((2, 2)), np.zeros(2, dtype=int),
-        Signals(logit_margin=np.ones((2, 2)), chosen=np.ones((2, 2))), 0.004, 0.010,
-    )  # fmt: skip
-    each = replace(outcome, draft_seconds=np.full(2, 0.004), verify_seconds=np.full(2, 0.010))
-    one, two = controller.observe(state, outcome), controller.observe(state, each)
-    for f in fields(one):
-        np.testing.assert_array_equal(getattr(one, f.name), getattr(two, f.name))
-    assert one.step.tolist() == [0.002, 0.002]
-
-
-def batch(controller, sources, tokens, state=None, slope=0.25):
-    """Rows decoded together by a clock they share: the state, and tokens of all per time.
-
-    A pass judges as many tokens in every row as the longest draft has.
-    """
-    rows = len(sources)
-    state = controller.start(rows) if state is None else state
-    done, time = 0, 0.0
-    while done < tokens * rows:
-        state = controller.regrouped(state)
-        margins = np.array([s.random.gamma(1.5, 2.5, K) for s in sources])
-        chance = sigmoid(GREEDY[0] + GREEDY[1] * np.minimum(margins, 8))
-        for row, source in enumerate(sources):
-            if source.chance is not None:
-                margins[row], chance[row] = source.margin, source.chance
-        hits = np.array([s.random.random(K) for s in sources]) < chance
-        limit = np.minimum(controller.limit(state), K)
-        drafted, steps, active = np.zeros(rows, dtype=int), 0, limit > 0
-        while active.any():
-            drafted, steps = drafted + active, steps + 1
-            shown = np.where(np.arange(steps) < drafted[:, None], margins[:, :steps], 0.0)
-            told = Signals(logit_margin=shown, chosen=np.full(shown.shape, 0.5))
-            active &= controller.keep_going(state, drafted, told) & (drafted < limit)
-        inside = np.arange(max(steps, 1)) < drafted[:, None]
-        kept = (hits[:, : max(steps, 1)] & inside).cumprod(axis=1)
-        first = 0.3 * (steps > 0)
-        outcome = RoundOutcome(
-            drafted,
-            kept.sum(axis=1),
-            kept.astype(float),
-            np.zeros(rows, dtype=int),
-            Signals(
-                logit_margin=np.where(inside, margins[:, : max(steps, 1)], 0.0),
-                chosen=np.where(inside, 0.5, 0.0),
-            ),
-            draft_seconds=0.2 * steps + 0.1 * (steps > 0),
-            verify_seconds=1 + slope * steps,
-            draft_steps=steps,
-            first_step_seconds=first,
-        )
-        state = controller.observe(state, outcome)
-        done += int(outcome.accepted.sum()) + rows
-        time += outcome.draft_seconds + outcome.verify_seconds
-    return state, done / time / rows
+# --- in a batch ---------------------------------------------------------------------------------
 
 
 def rows_of(*chances, margin=3.0):
-    return [Source(5, chance=c, margin=margin, seed=i) for i, c in enumerate(chances)]
+    return [Source(chance, margin, seed=i) for i, chance in enumerate(chances)]
 
 
-@pytest.mark.parametrize("source", [{}, {"chance": 0.9}, {"chance": 0.0}])
-def test_one_row_decoded_together_is_a_row_by_itself(source):
-    alone, together = Auto(), Auto().together()
-    one = batch(alone, [Source(5, **source)], 600)
-    two = batch(together, [Source(5, **source)], 600)
-    assert one[1] == two[1]
-    for name in ("price", "awake", "rest", "patience", "step", "base", "slope", "plain", "useless"):
-        np.testing.assert_array_equal(getattr(one[0], name), getattr(two[0], name), err_msg=name)
+def batch(slope=0.25):
+    return Clock(5, slope, first=0.1)
 
 
 def test_rows_decoded_together_draft_on_while_it_pays_for_all():
-    controller = Auto().together()
-    state = replace(controller.start(3), price=np.array([0.5, 9.0, 9.0]))  # the first row's counts
-    margins = np.array([[6.0], [0.2], [0.2]])
-    told = Signals(logit_margin=margins, chosen=np.full((3, 1), 0.5))
-    drafted = np.array([1, 1, 1])
-    alone = Auto()
-    for price in (0.05, 0.2, 0.3, 0.35, 0.5, 0.9):
-        state = replace(state, price=np.full(3, price))
-        worth = np.array([
-            next(
-                p for p in np.linspace(0, 1, 20001)
-                if not alone.keep_going(replace(state, price=np.full(3, p)), drafted, told)[row]
-            )
-            for row in range(3)
-        ])  # fmt: skip
-        go = controller.keep_going(state, drafted, told)
-        assert go.tolist() == [worth.sum() > 3 * price] * 3
+    controller, margins = Auto(), [6.0, 0.2, 0.2]
+    tokens = told(margins)
+    answers = set()
+    for c in (1.5, 2, 3, 4, 6, 10, 30):
+        costs = Costs.synthetic(c, 0.02)
+        crew = Crew(Meter.given(costs))
+        for _ in margins:
+            crew.join(controller)
+        crew.limits()
+        state = controller.start()
+        opening = controller.open(state, costs)
+        worth = [
+            controller.worth(state, costs, controller.fold(state, opening.memo, t)) for t in tokens
+        ]
+        go = crew.go(tokens)
+        assert go == [sum(worth) > 0] * 3
+        answers.add(go[0])
         # A row that has stopped adds nothing, and still waits for the others.
-        wider = Signals(logit_margin=np.hstack([margins, margins]), chosen=np.full((3, 2), 0.5))
-        some = controller.keep_going(state, np.array([1, 2, 2]), wider)
-        assert some.tolist() == [bool(some[0])] * 3
-        assert not some[0] or go[0]
+        crew.limits()
+        rest = crew.go([tokens[0], tokens[1], None])
+        assert rest == [worth[0] + worth[1] - opening.loss > 0] * 2 + [False]
+        # Each by itself would not do the same.
+        assert [w > 0 for w in worth] != go or c > 6 or c < 2
+    assert answers == {True, False}
 
 
 def test_rows_decoded_together_rest_as_one_where_it_does_not_pay():
-    controller = Auto().together()
     for slope, sources in ((0.25, rows_of(0.0, 0.0, 0.0, 0.0)), (1.0, rows_of(0.8, 0.3, 0.2, 0.6))):
-        state, _ = batch(controller, sources, 100, slope=slope)
-        assert not state.awake.any()
-        assert np.ptp(controller.limit(state)) == 0
-        assert batch(controller, sources, 1500, state, slope)[1] > 0.98
+        live = Live("auto", batch(slope), *sources)
+        live.run(100)
+        done = time = plain = 0.0
+        for _ in range(1500):
+            more, took, drafted = live.round()
+            assert not any(drafted) or all(drafted)
+            done, time, plain = done + more, time + took, plain + (not any(drafted))
+        assert done / time / 4 > 0.98
+        assert plain > 1200
 
 
 def test_a_batch_is_faster_together_than_each_row_for_itself():
-    sources = lambda: rows_of(0.95, 0.5, 0.6, 0.3, 0.5, 0.9, 0.4, 0.7)  # noqa: E731
-    together = batch(Auto().together(), sources(), 800)[1]
-    assert together > 1.05 * batch(Auto(), sources(), 800)[1]
-    fixed = [batch(CONTROLLERS.make(f"fixed({n})"), sources(), 800)[1] for n in (1, 2, 3, 4, 6)]
-    assert together > 0.97 * max(fixed)
+    def of(controller):
+        sources = rows_of(0.95, 0.5, 0.6, 0.3, 0.5, 0.9, 0.4, 0.7)
+        return Live(controller, batch(), *sources).run(800)
+
+    together = of("auto")
+    assert together > 1.05 * of("auto(cost=5,slope=0.02)")  # decides for itself
+    assert together > 0.97 * max(of(f"fixed({n})") for n in (1, 2, 3, 4, 6))
     assert together > 1
 
 
-def test_costs_are_known_per_size_of_the_batch():
-    controller = Auto().together()
-    state, _ = batch(controller, rows_of(*[None] * 8), 100, slope=0.3)
-    small = state.take(np.array([0, 1]))
-    small, _ = batch(controller, rows_of(None, None), 600, small, slope=0.05)
-    assert small.size.tolist() == [1, 1]
-    assert small.slope[0] == pytest.approx(0.05, rel=0.3)
-    large = controller.regrouped(small.join(small).join(small))  # 5 to 8 rows share their costs
-    np.testing.assert_allclose(large.slope, state.slope[0])
-    np.testing.assert_allclose(large.base, state.base[0])
-    assert large.price[0] > 1.2 * small.price[0]
-    new = controller.regrouped(small.join(small))
-    assert np.isnan(new.plain).all()
-    assert not controller.limit(new).any()  # a plain round first, to compare with
-    assert new.slope[0] == pytest.approx(small.slope[0] * 2**0.5)
-
-
-def test_a_row_without_room_learns_no_plain_round_from_the_others_drafts():
-    controller = Auto().together()
-    state, _ = batch(controller, rows_of(0.9, 0.9), 50)
-    plain = state.plain.copy()
-    outcome = RoundOutcome(
-        np.array([0, 3]), np.array([0, 2]), np.array([[0.0] * 3, [1.0, 1.0, 0.0]]),
-        np.array([int(Stop.BUDGET), 0]),
-        Signals(logit_margin=np.ones((2, 3)), chosen=np.ones((2, 3))), 0.7, 1.75, 3, 0.3,
-    )  # fmt: skip
-    for _ in range(40):
-        state = controller.observe(state, outcome)
-    np.testing.assert_array_equal(state.plain, plain)
-
-
-def test_a_plain_round_of_a_batch_says_nothing_of_what_drafts_cost():
-    controller = Auto().together()
-    state = controller.regrouped(controller.start(3))
-    first = controller.limit(state)
-    nothing = RoundOutcome(
-        np.zeros(3, dtype=int), np.zeros(3, dtype=int), np.zeros((3, 0)),
-        np.full(3, int(Stop.EXHAUSTED)), Signals(), 1e-4, 0.015,
-    )  # fmt: skip
-    state = controller.observe(state, nothing)
-    assert not np.isnan(state.plain).any()
-    np.testing.assert_array_equal(controller.limit(state), first)
-    assert first.max() < controller.high
-
-
 def test_given_costs_leave_rows_to_themselves():
-    controller = Auto(cost=4)
-    assert controller.together() is controller
-    bounded = CONTROLLERS.make("bounded(auto, high=2)").together()
-    assert type(bounded.inner) is type(Auto().together())
-    assert bounded.limit(bounded.regrouped(bounded.start(3))).tolist() == [2, 2, 2]
+    memory = {}
+    alone, given = Auto(cost=4), Crew(Meter.given(Costs.synthetic(0.5)), memory)
+    for controller in (alone, Auto(), Auto()):
+        given.join(controller)
+    assert given.limits() == [32, 0, 0]  # by the others' costs it does not pay
+    given.observe([Round(5, 5, [1.0] * 5, 0, told([4.0] * 5))] + [Round(0, 0)] * 2)
+    given.keep([])
+    assert set(memory) == {Auto()}
+    crew = Crew(Meter.given(Costs.synthetic(0.5)), memory)
+    crew.join(Auto(), repeatable=Costs.synthetic(4))
+    assert crew.limits() == [32]
+
+
+def test_a_row_without_room_pays_for_the_others_drafts():
+    controller = Auto()
+    state = controller.start()
+    waiting = Round(0, 0, (), int(Stop.BUDGET), (), longest=3)
+    after = controller.observe(state, COSTS, waiting)
+    assert (after.drafts, after.drafted, after.committed) == (1.0, 3.0, 1.0)
+    assert after.learned == state.learned
+    assert after.rested == 0
+    assert controller.open(after, COSTS).worth < controller.open(state, COSTS).worth
+
+
+def test_first_rounds_of_a_batch():
+    """A draft before anything was timed, then a plain round, as the size is new."""
+    live = Live("auto", batch(), *rows_of(0.9, 0.9, 0.9))
+    first, second, third = live.round()[2], live.round()[2], live.round()[2]
+    assert 0 < max(first) <= 12
+    assert not any(second)
+    assert any(third)

@@ -19,7 +19,6 @@ from forerun.lab.informed import GRID, Study, crossfitted, informed
 from forerun.lab.replay import replay
 from forerun.lab.stopping import Stopper, columns
 from forerun.lab.trace import SIGNALS, Trace
-from forerun.types import Signals
 
 SOME = ("fixed(3)", "hf-threshold(threshold=0.5,length=4)", "svip(threshold=0.5,keep=false)")
 CELLS = (
@@ -370,5 +369,4 @@ def test_the_maker_of_traces_is_consistent():
                         trace.signals["top1"][row, at + i, 0],
                     ]
                     assert same[0] == same[1]
-    assert isinstance(trace.at(np.array([0]), np.array([0])), Signals)
     assert bounds.reach(trace).max() <= trace.depth

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from forerun.controllers import CONTROLLERS, LengthController, State
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers.base import Wrapper
+from forerun.controllers.elementwise import filled, joined, mapped, spread, taken
 from forerun.controllers.hf_threshold import best_threshold
+from forerun.costs import Costs
+from forerun.engine.crew import Crew
+from forerun.engine.meter import Meter
 from forerun.errors import SettingError, UnknownNameError
-from forerun.types import CENSORING, RoundOutcome, Signals, Stop
+from forerun.types import CENSORING, Round, Stop, Token
 
 CASES = {
     "auto": ["auto", "auto(cost=4,slope=0.03,high=9)", "auto(cost=9)", "auto(high=1)"],
@@ -159,79 +166,114 @@ BAD = {
 SPECS = [spec for specs in CASES.values() for spec in specs]
 K = 24
 JUDGED = [s for s in Stop if s not in CENSORING]
+COSTS = Costs.synthetic(5, slope=0.02)
 
 
 def make(spec: str) -> LengthController:
     return CONTROLLERS.make(spec)
 
 
-def measured(probs: np.ndarray) -> Signals:
-    """Every field, as if `1 / probs` tokens were equally likely, or two of that margin."""
-    surprise = -np.log(np.clip(probs, 1e-9, 1))
-    return Signals(
-        top1=probs,
-        chosen=probs.copy(),
-        entropy=surprise,
-        normalized_entropy=surprise / -np.log(1e-9),
-        logit_margin=9 * probs,
-        softmax_margin=-np.expm1(-9 * probs),
-    )
+def token(prob) -> Token:
+    """Every signal, as if `1 / prob` tokens were equally likely, or two of that margin."""
+    surprise = -np.log(np.clip(prob, 1e-9, 1))
+    surprise = surprise if isinstance(prob, np.ndarray) else float(surprise)
+    margin = 9 * prob
+    softmax = -np.expm1(-margin) if isinstance(prob, np.ndarray) else -math.expm1(-margin)
+    return Token(1, (), prob, prob, surprise, surprise / -math.log(1e-9), margin, softmax)
 
 
-def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> RoundOutcome:
-    """One row's round from plain numbers."""
-    width = max(drafted, 1)
-    probs = np.full((1, width), 0.5) if probs is None else np.array([probs], dtype=float)
-    return RoundOutcome(
-        np.array([drafted]),
-        np.array([accepted]),
-        np.ones((1, width)),
-        np.array([int(stopped_by)]),
-        measured(probs),
-    )
+def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> Round:
+    """A round from plain numbers."""
+    probs = [0.5] * max(drafted, 1) if probs is None else probs
+    tokens = [token(p) for p in probs]
+    return Round(drafted, accepted, [1.0] * len(probs), int(stopped_by), tokens)
 
 
-def random_outcome(rng: np.random.Generator, limit: np.ndarray, stops=tuple(Stop)) -> RoundOutcome:
+def random_rounds(rng, limit, stops=tuple(Stop)) -> Round:
+    """A round of as many requests as there are limits; arrays."""
     drafted = rng.integers(0, np.minimum(limit, K) + 1)
     accepted = np.where(rng.random(len(limit)) < 0.4, drafted, rng.integers(0, drafted + 1))
-    inside = np.arange(K) < drafted[:, None]
-    probs = np.where(inside, rng.random((len(limit), K)), 0.0)
+    probs = rng.random((K, len(limit)))
+    coins = np.where(rng.random(probs.shape) < 0.5, np.round(probs), probs)
     stopped = rng.choice([int(s) for s in stops], len(limit))
-    return RoundOutcome(drafted, accepted, probs, stopped, measured(probs))
+    return Round(drafted, accepted, list(coins), stopped, [token(p) for p in probs])
 
 
-def arrays(part) -> dict[str, np.ndarray]:
-    found = {}
-    for f in fields(part):
-        value = getattr(part, f.name)
-        if is_dataclass(value):
-            found.update({f"{f.name}.{k}": v for k, v in arrays(value).items()})
-        elif isinstance(value, np.ndarray):
-            found[f.name] = value
-    return found
+def column(tree, row):
+    """One request of a tree of arrays, in plain numbers."""
+
+    def of(leaf):
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        return leaf[..., row].copy() if leaf.ndim > 1 else leaf[row].item()
+
+    return mapped(of, tree)
 
 
-def freeze(part) -> None:
-    for array in arrays(part).values():
-        array.flags.writeable = False
+def alone(rounds: Round, row: int) -> Round:
+    """One request of a round of arrays."""
+    drafted, accepted, stopped = (
+        int(x[row]) for x in (rounds.drafted, rounds.accepted, rounds.stopped_by)
+    )
+    tokens = [column(t, row) for t in rounds.tokens]
+    return Round(drafted, accepted, [float(p[row]) for p in rounds.accept_prob], stopped, tokens)
 
 
-def assert_same(one, other, but=()) -> None:
+def leaves(tree) -> list:
+    if isinstance(tree, tuple):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return [tree]
+
+
+def assert_same(one, other, rtol=0.0, but=()) -> None:
+    """Equal trees; fields named in `but` aside."""
     assert type(one) is type(other)
-    for name, array in arrays(one).items():
-        if name not in but:
-            np.testing.assert_array_equal(array, arrays(other)[name], err_msg=name)
+    names = getattr(type(one), "_fields", [""] * len(one))
+    for name, a, b in zip(names, one, other, strict=True):
+        if name in but:
+            continue
+        if isinstance(a, tuple):
+            assert_same(a, b, rtol)
+        else:
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol, err_msg=name)
 
 
-def history(controller, rows=3, rounds=12, seed=0, stops=tuple(Stop)):
-    """(state, outcome) pairs of a random run, then the last state."""
+def freeze(tree) -> None:
+    for leaf in leaves(tree):
+        if isinstance(leaf, np.ndarray):
+            leaf.flags.writeable = False
+
+
+def history(controller, rounds=12, seed=0, stops=tuple(Stop)):
+    """(state, round) pairs of a random run of one request, then the last state."""
     rng = np.random.default_rng(seed)
-    state, pairs = controller.start(rows), []
+    state, pairs = controller.start(), []
     for _ in range(rounds):
-        seen = random_outcome(rng, controller.limit(state), stops)
+        limit = np.array([controller.limit(state, COSTS)])
+        seen = alone(random_rounds(rng, limit, stops), 0)
         pairs.append((state, seen))
-        state = controller.observe(state, seen)
+        state = controller.observe(state, COSTS, seen)
     return pairs, state
+
+
+def asked(controller, state, tokens) -> list[bool]:
+    """The answers after each token."""
+    memo, answers = controller.open(state, COSTS).memo, []
+    for shown in tokens:
+        memo = controller.fold(state, memo, shown)
+        answers.append(bool(controller.keep_going(state, COSTS, memo)))
+    return answers
+
+
+def goes(spec, state=None, **signals) -> bool:
+    """The answer after tokens with these signals, in order."""
+    controller = make(spec) if isinstance(spec, str) else spec
+    state = controller.start() if state is None else state
+    shown = [
+        Token(**dict(zip(signals, values, strict=True)))
+        for values in zip(*signals.values(), strict=True)
+    ]
+    return asked(controller, state, shown)[-1]
 
 
 def test_every_registered_controller_is_in_the_table():
@@ -256,23 +298,23 @@ def test_is_a_frozen_dataclass_with_its_card(name):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_shapes_and_dtypes(spec):
+def test_numbers_are_plain(spec):
+    """Live everything is Python's own, or an array over positions."""
     controller = make(spec)
-    for rows in (0, 1, 4):
-        pairs, last = history(controller, rows)
-        for state in [s for s, _ in pairs] + [last]:
-            assert isinstance(state, State)
-            assert len(state) == rows
-            assert all(len(a) == rows for a in arrays(state).values())
-            limit = controller.limit(state)
-            assert limit.shape == (rows,)
-            assert limit.dtype == np.int64
-            assert (limit >= 0).all()
-            signals = measured(np.full((rows, 2), 0.5))
-            go = controller.keep_going(state, np.full(rows, 2), signals)
-            assert go.shape == (rows,)
-            assert go.dtype == bool
-        np.testing.assert_array_equal(last.rounds, len(pairs))
+    pairs, last = history(controller)
+    for state, seen in [*pairs, (last, outcome(2, 1))]:
+        assert isinstance(state, tuple)
+        assert all(isinstance(leaf, (int, float, np.ndarray)) for leaf in leaves(state))
+        limit = controller.limit(state, COSTS)
+        assert type(limit) is int
+        assert limit >= 0
+        opening = controller.open(state, COSTS)
+        assert opening.alone == limit
+        assert type(opening.most) is int
+        for value in (opening.worth, opening.loss):
+            assert isinstance(value, (int, float))
+        memo = controller.fold(state, opening.memo, seen.tokens[0])
+        assert isinstance(controller.worth(state, COSTS, memo), float)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -280,70 +322,126 @@ def test_pure(spec):
     controller = make(spec)
     pairs, _ = history(controller)
     for state, seen in pairs:
-        freeze(state), freeze(seen)  # writing in place now raises
-        signals = seen.signals
-        first = controller.observe(state, seen), controller.limit(state)
-        again = controller.observe(state, seen), controller.limit(state)
-        assert_same(first[0], again[0])
-        np.testing.assert_array_equal(first[1], again[1])
-        np.testing.assert_array_equal(
-            controller.keep_going(state, seen.drafted, signals),
-            controller.keep_going(state, seen.drafted, signals),
-        )
-        first[1][:] = -1  # the caller owns what it got
-        np.testing.assert_array_equal(again[1], controller.limit(state))
+        freeze(state)  # writing in place now raises
+        first = controller.observe(state, COSTS, seen)
+        assert_same(first, controller.observe(state, COSTS, seen))
+        assert controller.limit(state, COSTS) == controller.limit(state, COSTS)
+        answers = asked(controller, state, seen.tokens)
+        assert answers == asked(controller, state, seen.tokens)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_rows_do_not_influence_each_other(spec):
-    controller = make(spec)
-    rows = 4
-    pairs, last = history(controller, rows, seed=1)
-    for row in range(rows):
-        only = np.array([row])
-        state = controller.start(1)
-        for whole, seen in pairs:
-            assert_same(state, whole.take(only))
-            np.testing.assert_array_equal(controller.limit(state), controller.limit(whole)[only])
-            part = seen.signals.take(only)
-            np.testing.assert_array_equal(
-                controller.keep_going(state, seen.drafted[only], part),
-                controller.keep_going(whole, seen.drafted, seen.signals)[only],
-            )
-            state = controller.observe(state, seen.take(only))
-        assert_same(state, last.take(only))
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_numbers_and_arrays_do_the_same(spec, seed):
+    """One formula: what one request does live is what it does among others in a replay."""
+    controller, prompts = make(spec), 5
+    rng = np.random.default_rng(seed)
+    wide = spread(controller.start(), prompts)
+    narrow = [controller.start()] * prompts
+    for _ in range(12):
+        opening = controller.open(wide, COSTS)
+        limit = np.broadcast_to(controller.limit(wide, COSTS), prompts)
+        single = [controller.open(state, COSTS) for state in narrow]
+        assert limit.tolist() == [controller.limit(state, COSTS) for state in narrow]
+        for name in ("worth", "loss"):
+            values = np.broadcast_to(getattr(opening, name), prompts)
+            wanted = [getattr(one, name) for one in single]
+            np.testing.assert_allclose(values, wanted, rtol=1e-12, atol=1e-12)
+        rounds = random_rounds(rng, limit)
+        memo, memos = opening.memo, [one.memo for one in single]
+        for shown in rounds.tokens[:6]:
+            memo = controller.fold(wide, memo, shown)
+            memos = [
+                controller.fold(state, one, column(shown, row))
+                for row, (state, one) in enumerate(zip(narrow, memos, strict=True))
+            ]
+            for ask in ("worth", "keep_going", *["plan"] * controller.previews):
+                answer = np.broadcast_to(getattr(controller, ask)(wide, COSTS, memo), prompts)
+                wanted = [
+                    getattr(controller, ask)(state, COSTS, one)
+                    for state, one in zip(narrow, memos, strict=True)
+                ]
+                np.testing.assert_allclose(answer, wanted, rtol=1e-12, atol=1e-12)
+        wide = controller.observe(wide, COSTS, rounds)
+        narrow = [
+            controller.observe(state, COSTS, alone(rounds, row)) for row, state in enumerate(narrow)
+        ]
+        for row, state in enumerate(narrow):
+            assert_same(column(wide, row), state, rtol=1e-12)
+    carried = filled(controller.carry(wide), prompts) if controller.carries else None
+    for row, state in enumerate(narrow):
+        if carried is not None:
+            assert_same(column(carried, row), controller.carry(state), rtol=1e-12)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_decoded_together_with_nobody_else_a_row_is_by_itself(spec):
+def test_what_it_can_do_is_declared(spec):
     controller = make(spec)
-    together = controller.together()
-    pairs, last = history(controller, 1, seed=4)
-    state = together.regrouped(together.start(1))
-    for alone, seen in pairs:
-        np.testing.assert_array_equal(together.limit(state), controller.limit(alone))
-        state = together.regrouped(together.observe(state, seen))
-        assert_same(state, together.regrouped(state))
-    np.testing.assert_array_equal(together.limit(state), controller.limit(last))
+    pairs, last = history(controller, 20)
+    for state, seen in pairs:
+        answers = asked(controller, state, seen.tokens)
+        assert controller.asks or all(answers)
+        opening = controller.open(state, COSTS)
+        if not controller.weighs:
+            assert opening.worth == math.inf
+            assert opening.loss == 0
+        else:
+            memo = controller.fold(state, opening.memo, seen.tokens[0])
+            worth = controller.worth(state, COSTS, memo)
+            assert controller.keep_going(state, COSTS, memo) == (worth > 0)
+    if controller.own_costs is not None:
+        assert not controller.carries
+        other = Costs.synthetic(50, 0.5)
+        assert controller.open(last, other) == controller.open(last, COSTS)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_rows_leave_join_and_change_places(spec):
+def test_in_a_crew_of_one_a_row_is_by_itself(spec):
     controller = make(spec)
-    _, state = history(controller, 4, seed=2)
-    front, back = state.take(np.array([0, 1])), state.take(np.array([2, 3]))
-    assert_same(front.join(back), state)
-    assert_same(back.join(front), state.take(np.array([2, 3, 0, 1])))
-    assert len(state.join(controller.start(2))) == 6
+    crew = Crew(Meter.given(COSTS))
+    crew.join(controller)
+    pairs, last = history(controller, seed=4)
+    memory = {controller: last}
+    later = Crew(Meter.given(COSTS), memory)
+    later.join(controller)
+    first = controller.carry(last) if controller.carries else controller.start()
+    assert later.limits() == [controller.limit(first, COSTS)]
+    later.keep([])
+    assert controller.carries or memory[controller] is last
+    for state, seen in pairs:
+        limit = crew.limits()
+        assert limit == [controller.limit(state, COSTS)]
+        if limit[0]:
+            answers = [crew.go([shown]) for shown in seen.tokens]
+            assert answers == [[answer] for answer in asked(controller, state, seen.tokens)]
+        crew.observe([seen])
+    assert crew.limits() == [controller.limit(last, COSTS)]
+    assert not crew.failed
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_requests_leave_join_and_change_places(spec):
+    controller = make(spec)
+    rng, state = np.random.default_rng(2), spread(controller.start(), 4)
+    for _ in range(8):
+        limit = np.broadcast_to(controller.limit(state, COSTS), 4)
+        state = controller.observe(state, COSTS, random_rounds(rng, limit))
+    front, back = taken(state, np.array([0, 1])), taken(state, np.array([2, 3]))
+    assert_same(joined(front, back), state)
+    assert_same(joined(back, front), taken(state, np.array([2, 3, 0, 1])))
+    for row in range(4):
+        assert_same(column(taken(state, np.array([row])), 0), column(state, row))
+    assert_same(column(joined(state, spread(controller.start(), 2)), 5), controller.start())
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_pickles(spec):
     controller = make(spec)
+    _, state = history(controller)
     copy = pickle.loads(pickle.dumps(controller))
     assert copy == controller
     assert hash(copy) == hash(controller)
-    _, state = history(controller)
     assert_same(pickle.loads(pickle.dumps(state)), state)
 
 
@@ -367,57 +465,60 @@ def test_bad_settings_are_refused(name, bad):
         make(f"{name}({bad})")
 
 
+COUNTERS = ("rounds", "rested")
+"""What counts rounds, or plain ones, and learns nothing else."""
+
+
 @pytest.mark.parametrize("stop", CENSORING)
 @pytest.mark.parametrize("spec", SPECS)
 def test_learns_nothing_from_censored_rounds(spec, stop):
     controller = make(spec)
-    _, state = history(controller, 1)
-    after = controller.observe(state, outcome(2, 2, stop, [0.9, 0.8]))
-    assert_same(after, state, but=("rounds",))
+    _, state = history(controller)
+    after = controller.observe(state, COSTS, outcome(2, 2, stop, [0.9, 0.8]))
+    assert_same(after, state, but=COUNTERS)
 
 
 @pytest.mark.parametrize("stop", Stop)
 @pytest.mark.parametrize("spec", SPECS)
 def test_learns_nothing_without_a_draft(spec, stop):
     controller = make(spec)
-    _, state = history(controller, 1)
-    nothing = np.zeros((1, 0))
-    for width in (0, 3):
-        wide = np.zeros((1, width))
-        seen = replace(outcome(0, 0, stop), accept_prob=wide, signals=measured(wide))
-        assert_same(controller.observe(state, seen), state, but=("rounds",))
-    seen = replace(outcome(0, 0, stop), accept_prob=nothing, signals=Signals())
-    assert_same(controller.observe(state, seen), state, but=("rounds",))
+    _, state = history(controller)
+    for probs in ([], [0.0] * 3):
+        seen = outcome(0, 0, stop, probs)
+        assert_same(controller.observe(state, COSTS, seen), state, but=COUNTERS)
+    assert_same(controller.observe(state, COSTS, Round(0, 0, (), stop)), state, but=COUNTERS)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_drafters_without_a_distribution(spec):
+@pytest.mark.parametrize("tokens", [[], [Token(1, (2,)), Token(3, (2, 1))]])
+def test_drafters_without_a_distribution(spec, tokens):
     controller = make(spec)
-    state = controller.start(2)
-    assert controller.keep_going(state, np.array([1, 1]), Signals()).all()
-    seen = RoundOutcome(
-        np.array([2, 2]), np.array([2, 1]), np.ones((2, 2)), np.zeros(2, dtype=int), Signals()
-    )
-    assert len(controller.observe(state, seen)) == 2
+    state = controller.start()
+    assert asked(controller, state, [Token(1)]) == [True]
+    for accepted in (0, 1, 2):
+        state = controller.observe(state, COSTS, Round(2, accepted, [1.0, 1.0], 0, tokens))
+    assert controller.limit(state, COSTS) >= 0
+    if controller.previews:
+        memo = controller.fold(state, controller.open(state, COSTS).memo, Token(1))
+        assert controller.plan(state, COSTS, memo) >= 1
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_signals_are_declared(spec):
     controller = make(spec)
-    names = {f.name for f in fields(Signals)}
-    assert controller.signals <= names
+    assert controller.signals <= set(Token._fields)
     # Dropping a token because of what was sampled is lossy: see LengthController.drops_last.
-    assert not (controller.drops_last and "chosen" in controller.signals)
+    assert not (controller.drops_last and {"chosen", "id"} & controller.signals)
     pairs, _ = history(controller)
     for state, seen in pairs:
-        asked = Signals(**{n: getattr(seen.signals, n) for n in controller.signals})
+        bare = [
+            Token(**{n: getattr(shown, n) for n in controller.signals}) for shown in seen.tokens
+        ]
         assert_same(
-            controller.observe(state, seen), controller.observe(state, replace(seen, signals=asked))
+            controller.observe(state, COSTS, seen),
+            controller.observe(state, COSTS, seen._replace(tokens=bare)),
         )
-        np.testing.assert_array_equal(
-            controller.keep_going(state, seen.drafted, seen.signals),
-            controller.keep_going(state, seen.drafted, asked),
-        )
+        assert asked(controller, state, seen.tokens) == asked(controller, state, bare)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("fixed")])
@@ -425,11 +526,17 @@ def test_limits_stay_in_bounds(spec):
     controller = make(spec)
     low = getattr(controller, "low", 0)
     high = getattr(controller, "high", None) or getattr(controller, "length", None)
-    for rounds in ([Stop.LIMIT], JUDGED, list(Stop)):
-        pairs, last = history(controller, rounds=40, stops=rounds)
-        for state in [s for s, _ in pairs] + [last]:
-            assert (controller.limit(state) >= low).all()
-            assert (controller.limit(state) <= high).all()
+    for stops in ([Stop.LIMIT], JUDGED, list(Stop)):
+        for seed in range(3):
+            pairs, last = history(controller, 40, seed, stops)
+            for state in [s for s, _ in pairs] + [last]:
+                assert low <= controller.limit(state, COSTS) <= high
+
+
+def test_a_wrapper_passes_everything_on():
+    names = {n for n in vars(LengthController) if not n.startswith("_")}
+    cards = {"summary", "paper", "bibtex"}
+    assert names - cards == {n for n in vars(Wrapper) if not n.startswith("_")}
 
 
 # --- fixed and hf-heuristic ---------------------------------------------------------------------
@@ -438,13 +545,13 @@ def test_limits_stay_in_bounds(spec):
 def lengths(spec, rounds):
     """γ before each round and after the last, of a run given as (accepted share, stop)."""
     controller = make(spec)
-    state = controller.start(1)
-    seen = [int(controller.limit(state)[0])]
+    state = controller.start()
+    seen = [controller.limit(state, COSTS)]
     for drafted, accepted, stop in rounds:
         drafted = seen[-1] if drafted is None else drafted
         accepted = drafted if accepted is None else accepted
-        state = controller.observe(state, outcome(drafted, accepted, stop))
-        seen.append(int(controller.limit(state)[0]))
+        state = controller.observe(state, COSTS, outcome(drafted, accepted, stop))
+        seen.append(controller.limit(state, COSTS))
     return seen
 
 
@@ -472,13 +579,13 @@ def test_hf_heuristic_by_hand():
 
 def windows(spec, rounds):
     controller = make(spec)
-    state, seen = controller.start(1), []
+    state, seen = controller.start(), []
     for drafted, accepted, stop in rounds:
-        gamma = int(controller.limit(state)[0])
+        gamma = controller.limit(state, COSTS)
         drafted = gamma if drafted is None else drafted
         accepted = drafted if accepted is None else accepted
-        state = controller.observe(state, outcome(drafted, accepted, stop))
-        seen.append((float(state.window[0]), int(controller.limit(state)[0])))
+        state = controller.observe(state, COSTS, outcome(drafted, accepted, stop))
+        seen.append((state.window, controller.limit(state, COSTS)))
     return seen
 
 
@@ -530,10 +637,10 @@ def test_early_stop_options(name, early_stop, window, stop):
 def test_gammatune_forgets_its_start(start):
     # A source that always matches four tokens and no more: γ̄ ends where it would from anywhere.
     controller = make(f"gammatune(length={start})")
-    state, late = controller.start(1), []
+    state, late = controller.start(), []
     for i in range(80):
-        gamma = int(controller.limit(state)[0])
-        state = controller.observe(state, outcome(gamma, min(gamma, 4)))
+        gamma = controller.limit(state, COSTS)
+        state = controller.observe(state, COSTS, outcome(gamma, min(gamma, 4)))
         late += [gamma] if i >= 60 else []
     assert set(late) <= {4, 5}
 
@@ -541,18 +648,16 @@ def test_gammatune_forgets_its_start(start):
 def test_gammatune_plus_is_gammatune_between_rounds():
     plain, plus = make("gammatune(eta=0.4)"), make("gammatune+(eta=0.4)")
     pairs, last = history(plain)
-    state = plus.start(3)
+    state = plus.start()
     for _, seen in pairs:
-        state = plus.observe(state, seen)
+        state = plus.observe(state, COSTS, seen)
     assert_same(state, last)
 
 
 def test_gammatune_plus_stops_on_the_top_probability():
     controller = make("gammatune+(threshold=0.4)")
-    top1 = np.array([[0.1, 0.40], [0.9, 0.39]])
-    chosen = np.array([[0.9, 0.01], [0.1, 0.99]])
-    go = controller.keep_going(controller.start(2), np.array([2, 2]), Signals(top1, chosen))
-    assert go.tolist() == [True, False]
+    assert goes(controller, top1=[0.1, 0.40], chosen=[0.9, 0.01])
+    assert not goes(controller, top1=[0.9, 0.39], chosen=[0.1, 0.99])
     assert not controller.drops_last
     assert make("gammatune+(keep=false)").drops_last
     assert make("bounded(gammatune+(keep=false))").drops_last
@@ -564,15 +669,12 @@ def test_gammatune_plus_stops_on_the_top_probability():
 
 def test_hf_threshold_stops_on_the_drafted_token():
     controller = make("hf-threshold")
-    top1 = np.array([[0.9, 0.9], [0.9, 0.9]])
-    chosen = np.array([[0.1, 0.40], [0.9, 0.39]])
-    state = controller.start(2)
-    go = controller.keep_going(state, np.array([2, 2]), Signals(top1, chosen))
-    assert go.tolist() == [True, False]
+    assert goes(controller, top1=[0.9, 0.9], chosen=[0.1, 0.40])
+    assert not goes(controller, top1=[0.9, 0.9], chosen=[0.9, 0.39])
     assert not controller.drops_last
-    assert controller.limit(state).tolist() == [20, 20]
+    assert controller.limit(controller.start(), COSTS) == 20
     _, last = history(controller)
-    assert (last.threshold == 0.4).all()
+    assert last.threshold == 0.4
 
 
 def slow_threshold(probs, matches):
@@ -598,7 +700,7 @@ def test_best_threshold_against_the_reference():
         both = (matched & valid).any(1) & (~matched & valid).any(1)
         if not both.all():
             continue
-        got = best_threshold(probs, matched, valid)
+        got = best_threshold(np.where(valid, probs, -1).T, matched.T)
         for row in range(rows):
             ok = valid[row]
             want = slow_threshold(probs[row][ok].tolist(), matched[row][ok].tolist())
@@ -626,34 +728,33 @@ class SlowDynamic:
 @pytest.mark.parametrize("size", [6, 7, 500])
 def test_dynamic_threshold_against_the_reference(size):
     controller = make(f"hf-threshold(dynamic=True,length=9,history={size})")
-    rows = 3
-    slow = [SlowDynamic(0.4, size) for _ in range(rows)]
-    pairs, last = history(controller, rows, rounds=40, seed=3)
     moved = False
-    for (_, seen), after in zip(pairs, [s for s, _ in pairs[1:]] + [last], strict=True):
-        for row in range(rows):
-            if not seen.censored[row]:
-                probs = seen.signals.chosen[row].tolist()
-                slow[row].observe(probs, int(seen.drafted[row]), int(seen.accepted[row]))
-            assert after.threshold[row] == slow[row].threshold
-            moved |= slow[row].threshold != 0.4
+    for seed in range(3, 6):
+        slow = SlowDynamic(0.4, size)
+        pairs, last = history(controller, rounds=40, seed=seed)
+        for (_, seen), after in zip(pairs, [s for s, _ in pairs[1:]] + [last], strict=True):
+            if not seen.censored:
+                slow.observe([t.chosen for t in seen.tokens], seen.drafted, seen.accepted)
+            assert after.threshold == slow.threshold
+            moved |= slow.threshold != 0.4
     assert moved
 
 
 def test_dynamic_threshold_waits_for_samples_of_both_kinds():
     controller = make("hf-threshold(dynamic=True)")
-    state = controller.observe(controller.start(1), outcome(4, 3, probs=[0.9, 0.8, 0.7, 0.2]))
-    assert state.threshold[0] == 0.4  # four samples
-    state = controller.observe(state, outcome(2, 2, probs=[0.6, 0.5]))
-    assert state.threshold[0] == 0.5  # six, the lowest match is above every mismatch
-    state = controller.start(1)
+    first = outcome(4, 3, probs=[0.9, 0.8, 0.7, 0.2])
+    state = controller.observe(controller.start(), COSTS, first)
+    assert state.threshold == 0.4  # four samples
+    state = controller.observe(state, COSTS, outcome(2, 2, probs=[0.6, 0.5]))
+    assert state.threshold == 0.5  # six, the lowest match is above every mismatch
+    state = controller.start()
     for _ in range(4):
-        state = controller.observe(state, outcome(4, 4, probs=[0.9, 0.8, 0.7, 0.2]))
-    assert state.threshold[0] == 0.4  # all of one kind
+        state = controller.observe(state, COSTS, outcome(4, 4, probs=[0.9, 0.8, 0.7, 0.2]))
+    assert state.threshold == 0.4  # all of one kind
 
 
 def test_static_threshold_carries_no_history():
-    assert make("hf-threshold").start(4).probs.shape == (4, 0)
+    assert len(make("hf-threshold").start().probs) == 0
 
 
 # --- bounded ------------------------------------------------------------------------------------
@@ -674,10 +775,23 @@ def test_bounded_leaves_plain_decoding_alone_unless_told():
 def test_bounded_lets_the_inner_controller_learn():
     # γ̄=5 clipped to 3: a full round of 3 gives A=3+2=5, so γ̄ stays at 5.
     controller = make("bounded(gammatune(length=5,delta=2),high=3)")
-    state = controller.observe(controller.start(1), outcome(3, 3))
-    assert state.window[0] == 5
-    assert controller.limit(state).tolist() == [3]
-    assert math.isclose(controller.observe(state, outcome(3, 0)).window[0], 3.5)
+    state = controller.observe(controller.start(), COSTS, outcome(3, 3))
+    assert state.window == 5
+    assert controller.limit(state, COSTS) == 3
+    assert math.isclose(controller.observe(state, COSTS, outcome(3, 0)).window, 3.5)
+
+
+def test_bounded_leaves_resting_to_those_that_weigh():
+    dear = Costs.synthetic(0.5, 0.1)
+    for spec, limit, weighs in (
+        ("bounded(auto,high=3)", 0, True),
+        ("bounded(auto,low=2,high=3)", 2, True),
+        ("bounded(fixed(1),low=2,high=3)", 2, False),
+    ):
+        controller = make(spec)
+        assert controller.weighs is weighs
+        assert controller.limit(controller.start(), dear) == limit
+    assert make("bounded(auto,high=3)").limit(make("auto").start(), COSTS) == 3
 
 
 # --- cm-asd -------------------------------------------------------------------------------------
@@ -697,46 +811,42 @@ def test_only_the_literal_form_previews():
 def test_plans_are_pure_and_within_the_preview(spec):
     controller, rng = make(spec), np.random.default_rng(0)
     for _ in range(20):
-        state, drafted = controller.start(5), rng.integers(0, 9, 5)
-        signals = measured(rng.random((5, 8)))
-        freeze(signals)
-        planned = controller.plan(state, drafted, signals)
-        assert (planned >= 0).all()
-        assert (planned <= drafted).all()
-        np.testing.assert_array_equal(planned, controller.plan(state, drafted, signals))
-        for row in range(5):
-            only = np.array([row])
-            alone = controller.plan(state.take(only), drafted[only], signals.take(only))
-            assert alone == planned[row]
+        crew = Crew(Meter.given(COSTS))
+        for _ in range(5):
+            crew.join(controller)
+        crew.limits()
+        shown = [[token(p) for p in rng.random(rng.integers(0, 9))] for _ in range(5)]
+        planned = crew.plan(shown)
+        assert all(0 <= n <= len(tokens) for n, tokens in zip(planned, shown, strict=True))
+        assert planned == crew.plan(shown)
+        assert not crew.failed
+
+
+def previewed(spec, **signals) -> int:
+    controller = make(spec)
+    state, memo = controller.start(), None
+    for values in zip(*signals.values(), strict=True):
+        memo = controller.fold(state, memo, Token(**dict(zip(signals, values, strict=True))))
+    return controller.plan(state, COSTS, memo)
 
 
 def test_cm_asd_by_hand():
     # softmax margins alone: C = 1, .5, 0; running means 1, .75, .5; ⌊C̄·4⌋ = 4, 3, 2.
     only = "entropy=0,margin=0,softmax=1,alpha=1,high=4"
-    margins = np.array([[1.0, 0.5, 0.0, 0.0]])
-    go = [
-        bool(
-            make(f"cm-asd({only})").keep_going(
-                State(np.zeros(1, int)), np.array([n]), Signals(softmax_margin=margins[:, :n])
-            )[0]
-        )
-        for n in (1, 2, 3)
-    ]
+    margins = [1.0, 0.5, 0.0, 0.0]
+    go = [goes(f"cm-asd({only})", softmax_margin=margins[:n]) for n in (1, 2, 3)]
     assert go == [True, True, False]  # 1 < 4, 2 < 3, but 3 ≥ 2
     # The literal form sees all four: C̄ = 3/8, ⌊4·3/8⌋ = 1; and with low=2, 2.
-    seen = (State(np.zeros(1, int)), np.array([4]), Signals(softmax_margin=margins))
-    assert make(f"cm-asd({only},two_pass=True)").plan(*seen) == [1]
-    assert make(f"cm-asd({only},two_pass=True,low=2)").plan(*seen) == [2]
+    assert previewed(f"cm-asd({only},two_pass=True)", softmax_margin=margins) == 1
+    assert previewed(f"cm-asd({only},two_pass=True,low=2)", softmax_margin=margins) == 2
     # α scales the reach, full confidence reaches α·k_max exactly.
-    sure = (State(np.zeros(1, int)), np.array([4]), Signals(softmax_margin=np.ones((1, 4))))
-    assert make(f"cm-asd({only},two_pass=True)").plan(*sure) == [4]
+    sure = [1.0] * 4
+    assert previewed(f"cm-asd({only},two_pass=True)", softmax_margin=sure) == 4
     half = only.replace("alpha=1", "alpha=0.5")
-    assert make(f"cm-asd({half},two_pass=True)").plan(*sure) == [2]
+    assert previewed(f"cm-asd({half},two_pass=True)", softmax_margin=sure) == 2
 
 
 def test_cm_asd_entropy_as_printed_runs_ahead_where_unsure():
-    doubt = Signals(normalized_entropy=np.array([[0.9]]))
-    state, one = State(np.zeros(1, int)), np.array([1])
     only = "entropy=1,margin=0,softmax=0"
-    assert not make(f"cm-asd({only})").keep_going(state, one, doubt)[0]
-    assert make(f"cm-asd({only},literal=True)").keep_going(state, one, doubt)[0]
+    assert not goes(f"cm-asd({only})", normalized_entropy=[0.9])
+    assert goes(f"cm-asd({only},literal=True)", normalized_entropy=[0.9])

@@ -14,7 +14,7 @@ from forerun import Model
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
-from forerun.lab.costs import Cell, Costs, Spread
+from forerun.lab.costs import Cell, Costs, Spread, passes
 from forerun.lab.measuring import _as_live, cells, line
 from forerun.runtime import Rows, torch_rows
 from tiny import LIMIT, build
@@ -23,14 +23,36 @@ MEASURED = Cell(0.1, ((1, 1.0), (2, 1.1), (4, 1.5)), 0.05, batch=2, context=512)
 
 
 def test_verify_is_linear_in_between_and_beyond() -> None:
-    assert MEASURED.verify_seconds([1, 2, 3, 4, 6]) == pytest.approx([1.0, 1.1, 1.3, 1.5, 1.9])
-    assert MEASURED.verify_seconds(3) == pytest.approx(1.3)
-    assert Cell(0.1, ((1, 2.0),)).verify_seconds([1, 9]).tolist() == [2.0, 2.0]
+    found = [MEASURED.verify_seconds(width) for width in (1, 2, 3, 4, 6)]
+    assert found == pytest.approx([1.0, 1.1, 1.3, 1.5, 1.9])
+    assert passes(MEASURED, 3) == pytest.approx([1.05, 1.15, 1.35, 1.55])
+    assert [Cell(0.1, ((1, 2.0),)).verify_seconds(width) for width in (1, 9)] == [2.0, 2.0]
 
 
 def test_noise_does_not_make_wide_passes_free() -> None:
     cell = Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1)))
     assert cell.verify_seconds(40) == pytest.approx(1.1)
+
+
+def test_rounds() -> None:
+    costs = Cell(0.1, ((1, 1.0), (2, 1.1), (4, 1.5)), 0.05, first=0.02)
+    assert costs.draft_seconds(0) == 0
+    assert costs.draft_seconds(np.array([0, 1, 3])) == pytest.approx([0, 0.12, 0.32])
+    assert costs.round_seconds(3, 2) == pytest.approx(0.32 + 1.1 + 0.05)
+    assert costs.one == pytest.approx(0.12 + 1.1 + 0.05)
+    assert costs.widening == pytest.approx(0.2)  # from 2 to 4 tokens
+    assert costs.further == pytest.approx(0.3)
+    assert Cell(0.1, ((1, 1.0),)).further == pytest.approx(0.1)
+    assert Cell(0.1, ((1, 1.0), (2, 1.2))).widening == pytest.approx(0.2)
+    assert Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1))).widening == 0
+
+
+def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:
+    Costs((Cell(0.1, ((1, 1.0),), catch_up=0.5),)).write(tmp_path / "costs.json")
+    (cell,) = json.loads((tmp_path / "costs.json").read_text())["cells"]
+    names = {"draft", "verify", "fixed", "batch", "context", "first", "ratio", "spread"}
+    assert cell.keys() == names
+    assert Costs.read(tmp_path / "costs.json").at().catch_up == 0
 
 
 def test_plain_and_ratio() -> None:

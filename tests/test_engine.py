@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS, LengthController
-from forerun.controllers.base import State
 from forerun.controllers.fixed import FixedLength
+from forerun.costs import Costs
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Engine, Sampling
+from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Origin
 from forerun.errors import PromptError, SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
-from forerun.types import RoundOutcome, Signals, Stop
+from forerun.types import Round, Stop, Token
 
 SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
@@ -155,35 +156,38 @@ def test_seeds() -> None:
 
 @dataclass(frozen=True)
 class Counting(LengthController):
-    """Drafts as many tokens as requests came before; notes what the loop tells it."""
+    """Drafts as many tokens as requests came before."""
 
-    told: list[RoundOutcome] = field(default_factory=list, compare=False)
+    carries = True  # type: ignore[assignment]
 
-    def start(self, rows: int) -> CountingState:
-        return CountingState(np.zeros(rows, np.int64), np.ones(rows, np.int64))
+    def start(self) -> tuple[int]:
+        return (1,)
 
-    def renew(self, state: CountingState) -> CountingState:
-        return CountingState(np.zeros_like(state.rounds), state.before + 1)
+    def carry(self, state: tuple[int]) -> tuple[int]:
+        return (state[0] + 1,)
 
-    def limit(self, state: CountingState) -> Any:
-        return state.before
-
-    def observe(self, state: CountingState, outcome: RoundOutcome) -> CountingState:
-        self.told.append(outcome)
-        return CountingState(state.rounds + 1, state.before)
+    def limit(self, state: tuple[int], costs: Costs) -> int:
+        return state[0]
 
 
-@dataclass(frozen=True)
-class CountingState(State):
-    before: Any
+class Listening(Meter):
+    """Notes the laps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.laps: list[Lap] = []
+
+    def tell(self, lap: Lap) -> None:
+        self.laps.append(lap)
+        super().tell(lap)
 
 
 def test_a_request_starts_from_the_newest_that_left() -> None:
     script = chaotic(1)
-    made = Engine(ScriptedModel(script), ModelDrafter(ScriptedModel(script), V), max_rows=2)
-    counting = Counting()
+    drafter, meter = ModelDrafter(ScriptedModel(script), V), Listening()
+    made = Engine(ScriptedModel(script), drafter, max_rows=2, meter=meter)
     for tokens in (4, 2, 9, 9):  # the third joins when the second has left
-        made.submit([1], Sampling(max_new_tokens=tokens), counting, RULES.make("exact"))
+        made.submit([1], Sampling(max_new_tokens=tokens), Counting(), RULES.make("exact"))
     firsts: dict[int, int] = {}
     for event in made.run():
         firsts.setdefault(event.request, event.round.drafted)
@@ -191,27 +195,9 @@ def test_a_request_starts_from_the_newest_that_left() -> None:
     made.submit([1], Sampling(max_new_tokens=9), Counting(), RULES.make("exact"))
     assert next(iter(made.run())).round.drafted == 3
     # A batch drafts as long as its longest row.
-    assert max(o.draft_steps - o.drafted.max() for o in counting.told) == 0
-    assert all(o.draft_seconds > 0 for o in counting.told if o.drafted.any())
-
-
-def test_a_policy_has_a_form_for_rows_decoded_together_and_hears_who_came_and_went() -> None:
-    sizes: list[int] = []
-
-    class Batch(FixedLength):
-        def regrouped(self, state: Any) -> Any:
-            sizes.append(len(state))
-            return state
-
-    class Alone(FixedLength):
-        def together(self) -> Batch:
-            return Batch(self.length)
-
-    made = Engine(ScriptedModel(chaotic(1)), NullDrafter(), max_rows=2)
-    for tokens in (4, 2, 9):  # the third joins when the second has left
-        made.submit([1], Sampling(max_new_tokens=tokens), Alone(0), RULES.make("exact"))
-    assert all(event.round.drafted == 0 for event in made.run())
-    assert sizes == [2, 2, 1]
+    assert {lap.rows for lap in meter.laps} == {1, 2}
+    assert all(lap.steps == lap.width for lap in meter.laps)
+    assert all((lap.draft_seconds > 0) == (lap.width > 0) for lap in meter.laps)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -253,7 +239,7 @@ def test_a_seed_makes_sampled_text_repeatable_whatever_came_before() -> None:
     for _ in range(3):
         run(None)
         assert run(7) == first
-    assert {c.cost for c in memory} == {None, 5.0}
+    assert set(memory) == {CONTROLLERS.make("auto")}
 
 
 def test_requests_with_their_own_controller_rule_and_sampling_share_a_batch() -> None:
@@ -476,20 +462,21 @@ def test_signals_know_the_penalties() -> None:
     """What is told is of the distribution that tokens come from, or it misleads."""
     table = torch.zeros(4, 4)
     table[:, 2] = 3.0
-    seen: list[Signals] = []
+    seen: list[Token] = []
 
-    class Listening(FixedLength):
+    class Hearing(FixedLength):
         signals = frozenset({"top1", "chosen"})
 
-        def observe(self, state: Any, outcome: RoundOutcome) -> Any:
-            seen.append(outcome.signals)
-            return super().observe(state, outcome)
+        def observe(self, state: Any, costs: Costs, round: Round) -> Any:
+            seen.extend(round.tokens)
+            return super().observe(state, costs, round)
 
     run = engine(target=ScriptedModel(table), draft=ScriptedModel(table))
-    run([0], max_new_tokens=3, controller=Listening(2), logit_bias={2: -100.0})
-    assert seen[0].chosen is not None
-    np.testing.assert_allclose(seen[0].chosen[0], 1 / 3, rtol=1e-4)  # three equal tokens are left
-    np.testing.assert_allclose(seen[0].top1[0], 1 / 3, rtol=1e-4)
+    run([0], max_new_tokens=3, controller=Hearing(2), logit_bias={2: -100.0})
+    assert seen[0].previous == (0,)
+    assert seen[1].previous == (0, seen[0].id)
+    np.testing.assert_allclose(seen[0].chosen, 1 / 3, rtol=1e-4)  # three equal tokens are left
+    np.testing.assert_allclose(seen[0].top1, 1 / 3, rtol=1e-4)
 
 
 # --- what is no number --------------------------------------------------------------------------

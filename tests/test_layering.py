@@ -14,7 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 
 LAYERS = [
-    ["errors", "types", "citations", "registry", "signals", "checks", "confidence"],
+    ["errors", "types", "citations", "registry", "signals", "checks", "confidence", "costs"],
     ["controllers", "rules"],
     ["requests"],
     ["runtime"],
@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {}
 for layer in LAYERS:
     ALLOWED.update(dict.fromkeys(layer, set(ALLOWED) - {"testing"}))
 ALLOWED.update({name: {"errors"} for name in ("types", "registry", "checks", "confidence")})
-ALLOWED.update(signals={"errors", "types"})
+ALLOWED.update(signals={"errors", "types"}, costs={"errors", "checks"})
 
 
 def imported(path: Path, root: Path = ROOT) -> set[str]:

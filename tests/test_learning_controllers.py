@@ -9,9 +9,14 @@ import pytest
 
 from forerun.controllers import CONTROLLERS
 from forerun.controllers.bandit import normal
-from forerun.types import RoundOutcome, Signals, Stop
+from forerun.controllers.elementwise import spread
+from forerun.costs import Costs
+from forerun.types import Round, Stop, Token
 
 STEP = 1 / 4.2 + 0.02  # what a drafted token costs by default, in target passes
+
+
+COSTS = Costs.synthetic(5)
 
 
 def make(spec):
@@ -19,15 +24,9 @@ def make(spec):
 
 
 def seen(drafted, accepted, top1=None, stop=Stop.LIMIT):
-    """One row's round; `top1` None is a drafter without a distribution."""
-    top1 = None if top1 is None else np.array([top1], dtype=float)
-    return RoundOutcome(
-        np.array([drafted]),
-        np.array([accepted]),
-        np.ones((1, drafted)),
-        np.array([int(stop)]),
-        Signals(top1),
-    )
+    """A round; `top1` None is a drafter without a distribution."""
+    tokens = [] if top1 is None else [Token(top1=float(p)) for p in top1]
+    return Round(drafted, accepted, [1.0] * drafted, int(stop), tokens)
 
 
 def sigmoid(x):
@@ -39,10 +38,12 @@ def sigmoid(x):
 
 def length(controller, state, top1):
     """How far a draft goes whose tokens have these top probabilities (None: no distribution)."""
-    high = int(controller.limit(state)[0])
+    high, memo = controller.limit(state, COSTS), controller.open(state, COSTS).memo
     for n in range(1, high):
-        signals = Signals() if top1 is None else Signals(np.array([top1[:n]], dtype=float))
-        if not controller.keep_going(state, np.array([n]), signals)[0]:
+        memo = controller.fold(
+            state, memo, Token(top1=None if top1 is None else float(top1[n - 1]))
+        )
+        if not controller.keep_going(state, COSTS, memo):
             return n
     return high
 
@@ -52,29 +53,29 @@ def test_goodput_by_hand():
     # 1.2667, Θ(2) = (1.9 + 0.45)/2 = 1.175: stop. With α = 0.8: (1.9 + 0.72)/2 = 1.31: go on;
     # then p̂ = 0.5: Θ(2) = (1.9 + 0.45)/2 = 1.175, Θ(3) = (2.35 + 0.36)/2.5 = 1.084: stop.
     start = make("goodput(cost=2,width_cost=0,acceptance=0.5)")
-    assert length(start, start.start(1), [0.9] * 20) == 1
+    assert length(start, start.start(), [0.9] * 20) == 1
     start = make("goodput(cost=2,width_cost=0,acceptance=0.8)")
-    assert length(start, start.start(1), [0.9, 0.5] + [0.9] * 18) == 2
+    assert length(start, start.start(), [0.9, 0.5] + [0.9] * 18) == 2
 
 
 def test_goodput_refit_by_hand():
     controller = make("goodput(high=2,damping=4,window=4)")  # the prior's precision is 4/4 = 1
     # top1 = 0.5: f = 0, p̂ = 0.5, w = 0.25. Rejected: b_1 += −0.5/(1 + 0.25) = −0.4; ω stays.
-    state = controller.observe(controller.start(1), seen(1, 0, [0.5]))
-    np.testing.assert_allclose(state.bias, [[-0.4, 0]], rtol=1e-12)
-    np.testing.assert_allclose(state.slope, [1], rtol=1e-12)
+    state = controller.observe(controller.start(), COSTS, seen(1, 0, [0.5]))
+    np.testing.assert_allclose(state.bias, [-0.4, 0], rtol=1e-12)
+    np.testing.assert_allclose(state.slope, 1, rtol=1e-12)
     # 0.75 accepted at the first position: f = log 3, η = log 3 − 0.4, what was seen fades to 3/4.
     f = math.log(3)
     p = float(sigmoid(f - 0.4))
     w, r = p * (1 - p), 1 - p
     a, b, c = 1 + w * f * f, w * f, 1 + 0.75 * 0.25 + w
     det = a * c - b * b
-    state = controller.observe(state, seen(1, 1, [0.75], Stop.CONFIDENCE))
-    np.testing.assert_allclose(state.slope, [1 + (c * r * f - b * r) / det], rtol=1e-12)
-    np.testing.assert_allclose(state.bias[0, 0], -0.4 + (a * r - b * r * f) / det, rtol=1e-12)
-    assert state.bias[0, 1] == 0
+    state = controller.observe(state, COSTS, seen(1, 1, [0.75], Stop.CONFIDENCE))
+    np.testing.assert_allclose(state.slope, 1 + (c * r * f - b * r) / det, rtol=1e-12)
+    np.testing.assert_allclose(state.bias[0], -0.4 + (a * r - b * r * f) / det, rtol=1e-12)
+    assert state.bias[1] == 0
     # α: (4·0.8 + 0·0.75 + 1)/(4 + 1·0.75 + 1).
-    np.testing.assert_allclose([state.hits[0], state.tries[0]], [1, 1.75])
+    np.testing.assert_allclose([state.hits, state.tries], [1, 1.75])
 
 
 class Dense:
@@ -101,21 +102,19 @@ class Dense:
 def test_goodput_refit_against_a_dense_solve():
     high, rng = 5, np.random.default_rng(0)
     controller = make(f"goodput(high={high},damping=20,window=30)")
-    state, dense = controller.start(3), [Dense(high, 20, 30) for _ in range(3)]
+    states, references = [controller.start()] * 3, [Dense(high, 20, 30) for _ in range(3)]
     for _ in range(60):
         drafted = rng.integers(1, high + 1, 3)
         accepted = rng.integers(0, drafted + 1)
         top1 = rng.uniform(0.3, 0.99, (3, high))
-        state = controller.observe(
-            state,
-            RoundOutcome(drafted, accepted, np.ones((3, high)), np.zeros(3, int), Signals(top1)),
-        )
-        for row, one in enumerate(dense):
-            one.observe(top1[row], int(drafted[row]), int(accepted[row]))
-    for row, one in enumerate(dense):
-        assert one.theta[0] > 0  # the bound at 0 was not needed
-        np.testing.assert_allclose(state.slope[row], one.theta[0], rtol=1e-9)
-        np.testing.assert_allclose(state.bias[row], one.theta[1:], rtol=1e-9, atol=1e-12)
+        for i, dense in enumerate(references):
+            one = seen(int(drafted[i]), int(accepted[i]), top1[i])
+            states[i] = controller.observe(states[i], COSTS, one)
+            dense.observe(top1[i], int(drafted[i]), int(accepted[i]))
+    for state, dense in zip(states, references, strict=True):
+        assert dense.theta[0] > 0  # the bound at 0 was not needed
+        np.testing.assert_allclose(state.slope, dense.theta[0], rtol=1e-9)
+        np.testing.assert_allclose(state.bias, dense.theta[1:], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99])
@@ -125,19 +124,21 @@ def test_goodput_is_the_best_length_without_a_distribution(acceptance, cost, wid
     n = np.arange(1, 21)
     survival = acceptance**n
     speed = (1 + survival.cumsum()) / (1 + n * (1 / cost + width_cost))
-    assert length(controller, controller.start(1), None) == n[speed.argmax()]
+    assert length(controller, controller.start(), None) == n[speed.argmax()]
 
 
 def test_goodput_is_the_first_length_that_gains_nothing():
     controller, rng = make("goodput"), np.random.default_rng(1)
-    state = controller.start(1)
+    state = controller.start()
     for _ in range(20):  # some state other than the first
-        state = controller.observe(state, seen(9, int(rng.integers(5, 10)), rng.uniform(0.5, 1, 9)))
-    mean = (50 * 0.8 + state.hits[0]) / (50 + state.tries[0])
+        state = controller.observe(
+            state, COSTS, seen(9, int(rng.integers(5, 10)), rng.uniform(0.5, 1, 9))
+        )
+    mean = (50 * 0.8 + state.hits) / (50 + state.tries)
     lengths = set()
     for _ in range(200):
         top1 = sigmoid(rng.normal(4, 2, 20)).clip(0.01, 0.99)
-        p = sigmoid(state.slope[0] * np.log(top1 / (1 - top1)) + state.bias[0])
+        p = sigmoid(state.slope * np.log(top1 / (1 - top1)) + state.bias)
         for n in range(1, 20):
             survival = np.cumprod([*p[:n], mean])
             now = (1 + survival[:-1].sum()) / (1 + n * STEP)
@@ -153,27 +154,27 @@ def test_goodput_is_the_first_length_that_gains_nothing():
 
 def test_goodput_goes_by_confidence_and_cost():
     controller = make("goodput")
-    state = controller.start(1)
+    state = controller.start()
     assert length(controller, state, [0.05] * 20) == 1
     assert length(controller, state, [0.999] * 20) >= 8
     assert length(controller, state, [0.999] * 3 + [0.05] * 17) == 4
     free = make("goodput(cost=1e9,width_cost=0)")
-    assert length(free, free.start(1), [0.6] * 20) == 20
+    assert length(free, free.start(), [0.6] * 20) == 20
     dear = make("goodput(cost=1)")
-    assert length(dear, dear.start(1), [0.999] * 20) == 1
+    assert length(dear, dear.start(), [0.999] * 20) == 1
 
 
 @pytest.mark.parametrize("top1", [0.9, 0.99, 1.0])
 def test_goodput_learns_that_confidence_is_not_to_be_trusted(top1):
     controller, sure = make("goodput"), [top1] * 20
-    state = controller.start(1)
+    state = controller.start()
     first = length(controller, state, sure)
     for _ in range(30):
-        state = controller.observe(state, seen(4, 0, sure[:4]))
+        state = controller.observe(state, COSTS, seen(4, 0, sure[:4]))
     assert length(controller, state, sure) < first
-    assert state.slope[0] >= 0
+    assert state.slope >= 0
     for _ in range(100):
-        state = controller.observe(state, seen(8, 8, sure[:8]))
+        state = controller.observe(state, COSTS, seen(8, 8, sure[:8]))
     assert length(controller, state, sure) >= first  # and forgives
 
 
@@ -182,45 +183,41 @@ def test_goodput_calibrates(slope, bias):
     # A source that accepts with σ(slope·f + bias): after 1,500 rounds p̂ is near it where f lies.
     controller, rng = make("goodput(high=3,window=1000)"), np.random.default_rng(2)
     rows = 16
-    state = controller.start(rows)
+    state = spread(controller.start(), rows)
     for _ in range(1500):
-        f = rng.normal(1, 1.5, (rows, 3)).clip(-5, 5)
-        hit = rng.random((rows, 3)) < sigmoid(slope * f + bias)
-        accepted = hit.cumprod(1).sum(1)
-        state = controller.observe(
-            state,
-            RoundOutcome(
-                np.full(rows, 3),
-                accepted,
-                np.ones((rows, 3)),
-                np.zeros(rows, int),
-                Signals(sigmoid(f)),
-            ),
-        )
+        f = rng.normal(1, 1.5, (3, rows)).clip(-5, 5)
+        hit = rng.random((3, rows)) < sigmoid(slope * f + bias)
+        accepted = hit.cumprod(0).sum(0)
+        tokens = [Token(top1=p) for p in sigmoid(f)]
+        full = np.full(rows, 3)
+        state = controller.observe(state, COSTS, Round(full, accepted, hit, 0 * full, tokens))
     for f in (-1, 0.0, 1.0, 2.5):
-        learned = sigmoid(state.slope * f + state.bias[:, 0]).mean()
+        learned = sigmoid(state.slope * f + state.bias[0]).mean()
         assert abs(learned - sigmoid(slope * f + bias)) < 0.03
 
 
 def test_goodput_does_not_depend_on_padding():
     controller, rng = make("goodput(high=13)"), np.random.default_rng(3)
-    state = wide = controller.start(1)
+    state = wide = controller.start()
     for _ in range(30):
         top1 = rng.uniform(0.4, 1, 10)
         accepted = int(rng.integers(0, 11))
-        state = controller.observe(state, seen(10, accepted, top1))
-        wide = controller.observe(wide, seen(10, accepted, [*top1, *np.zeros(8)]))
+        state = controller.observe(state, COSTS, seen(10, accepted, top1))
+        wide = controller.observe(wide, COSTS, seen(10, accepted, [*top1, *np.zeros(8)]))
         np.testing.assert_array_equal(state.slope, wide.slope)
         np.testing.assert_array_equal(state.bias, wide.bias)
 
 
 def test_goodput_survives_drafts_beyond_its_own_limit():
     controller = make("bounded(goodput(high=2),low=6)")
-    state = controller.start(1)
-    assert controller.limit(state).tolist() == [6]
-    assert controller.keep_going(state, np.array([5]), Signals(np.full((1, 5), 0.9))).shape == (1,)
-    state = controller.observe(state, seen(6, 4, [0.9] * 6))
-    assert (state.hits[0], state.tries[0]) == (2, 2)
+    state = controller.start()
+    assert controller.limit(state, COSTS) == 6
+    memo = controller.open(state, COSTS).memo
+    for _ in range(5):
+        memo = controller.fold(state, memo, Token(top1=0.9))
+    assert controller.keep_going(state, COSTS, memo) in (True, False)
+    state = controller.observe(state, COSTS, seen(6, 4, [0.9] * 6))
+    assert (state.hits, state.tries) == (2, 2)
 
 
 # --- bandit -------------------------------------------------------------------------------------
@@ -228,11 +225,11 @@ def test_goodput_survives_drafts_beyond_its_own_limit():
 
 def play(controller, source, rounds, state=None):
     """The arms played when `source(round)` tokens would match."""
-    state = controller.start(1) if state is None else state
+    state = controller.start() if state is None else state
     arms = []
     for i in range(rounds):
-        arms.append(int(controller.limit(state)[0]))
-        state = controller.observe(state, seen(arms[-1], min(arms[-1], source(i))))
+        arms.append(controller.limit(state, COSTS))
+        state = controller.observe(state, COSTS, seen(arms[-1], min(arms[-1], source(i))))
     return arms, state
 
 
@@ -256,22 +253,22 @@ def test_ucb_by_hand():
     controller = make("bandit(low=1,high=3,reward=accepted,explore=1)")
     arms, state = play(controller, lambda i: [1, 1, 0][i], 3)
     assert arms == [1, 3, 1]
-    assert state.pulls.tolist() == [[2, 1]]
-    assert state.rewards.tolist() == [[0.75, 0.5]]
+    assert state.pulls.tolist() == [2, 1]
+    assert state.rewards.tolist() == [0.75, 0.5]
     # K = 2, t = 3, δ = 1/2: ½·√(3/4·(1 + 2·log(36·√3))) = 1.318, ½·√(2·(1 + 2·log(36·√2))) = 2.105.
     one = 0.375 + math.sqrt(3 / 4 * (1 + 2 * math.log(2 * 9 * math.sqrt(3) / 0.5))) / 2
     two = 0.5 + math.sqrt(2 / 1 * (1 + 2 * math.log(2 * 9 * math.sqrt(2) / 0.5))) / 2
     assert (round(one, 3), round(two, 3)) == (1.693, 2.605)
-    assert controller.limit(state).tolist() == [3]
+    assert controller.limit(state, COSTS) == 3
     # Without exploration the mean decides.
-    assert make("bandit(low=1,high=3,reward=accepted,explore=0)").limit(state).tolist() == [3]
-    better = controller.observe(state, seen(3, 0))  # arm 3: mean 3/8 of two, as arm 1: a tie
-    assert controller.limit(better).tolist() == [1]
+    assert make("bandit(low=1,high=3,reward=accepted,explore=0)").limit(state, COSTS) == 3
+    better = controller.observe(state, COSTS, seen(3, 0))  # arm 3: mean 3/8 of two, as arm 1: a tie
+    assert controller.limit(better, COSTS) == 1
 
 
 def test_rewards_by_hand():
     def reward(spec, drafted, accepted):
-        state = make(spec).observe(make(spec).start(1), seen(drafted, accepted))
+        state = make(spec).observe(make(spec).start(), COSTS, seen(drafted, accepted))
         return float(state.rewards.sum())
 
     # c = 4, v = 0, the longest arm has at most 9/3.
@@ -315,7 +312,7 @@ def test_thompson_draws_are_a_function_of_the_state():
     controller = make("bandit(policy=thompson,explore=1)")
     other = make("bandit(policy=thompson,explore=1,seed=1)")
     _, state = play(controller, lambda i: 2, 40)
-    assert controller.limit(state) == controller.limit(state)
+    assert controller.limit(state, COSTS) == controller.limit(state, COSTS)
     assert play(controller, lambda i: 2, 60)[0] == play(controller, lambda i: 2, 60)[0]
     assert play(controller, lambda i: 2, 60)[0] != play(other, lambda i: 2, 60)[0]
 
@@ -323,11 +320,12 @@ def test_thompson_draws_are_a_function_of_the_state():
 def test_normal_numbers():
     # 200,000 numbers: the bounds are five standard errors, about one false alarm in 10^6 each.
     z = normal(7, np.arange(40_000), 5)
-    assert z.shape == (40_000, 5)
+    assert z.shape == (5, 40_000)
     assert abs(z.mean()) < 5 / math.sqrt(z.size)
     assert abs(z.var() - 1) < 5 * math.sqrt(2 / z.size)
     assert abs((np.abs(z) < 1).mean() - 0.6827) < 5 * math.sqrt(0.6827 * 0.3173 / z.size)
-    assert np.abs(np.corrcoef(z.T) - np.eye(5)).max() < 5 / math.sqrt(len(z))
-    assert abs(np.corrcoef(z[1:, 0], z[:-1, 0])[0, 1]) < 5 / math.sqrt(len(z))
-    np.testing.assert_array_equal(normal(7, np.array([5, 3]), 5), z[[5, 3]])
+    assert np.abs(np.corrcoef(z) - np.eye(5)).max() < 5 / math.sqrt(z.shape[1])
+    assert abs(np.corrcoef(z[0, 1:], z[0, :-1])[0, 1]) < 5 / math.sqrt(z.shape[1])
+    np.testing.assert_array_equal(normal(7, np.array([5, 3]), 5), z[:, [5, 3]])
+    np.testing.assert_array_equal(normal(7, 5, 5), z[:, 5])
     assert not np.isin(normal(8, np.arange(100), 5), z).any()

@@ -5,29 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forerun.types import RoundOutcome, Signals, Stop
-from test_controllers import ALL, NONE, lengths, make, outcome
+from forerun.types import Round, Stop
+from test_controllers import ALL, COSTS, NONE, goes, lengths, make, outcome
 
 
 def trace(spec, rounds, name):
     """The named state after each round; `rounds` as for `lengths`."""
     controller = make(spec)
-    state, seen = controller.start(1), []
+    state, seen = controller.start(), []
     for drafted, accepted, stop in rounds:
-        drafted = int(controller.limit(state)[0]) if drafted is None else drafted
+        drafted = controller.limit(state, COSTS) if drafted is None else drafted
         accepted = drafted if accepted is None else accepted
-        state = controller.observe(state, outcome(drafted, accepted, stop))
-        seen.append(float(getattr(state, name)[0]))
+        state = controller.observe(state, COSTS, outcome(drafted, accepted, stop))
+        seen.append(getattr(state, name))
     return seen
 
 
 def goes_on(spec, entropies):
     """Whether drafting goes on at each newest entropy; the older one must not matter."""
-    controller = make(spec)
-    old = np.linspace(9, 0, len(entropies))
-    signals = Signals(entropy=np.stack([old, np.array(entropies)], 1))
-    drafted = np.full(len(entropies), 2)
-    return controller.keep_going(controller.start(len(entropies)), drafted, signals).tolist()
+    return [goes(spec, entropy=[9.0 * (i % 2), newest]) for i, newest in enumerate(entropies)]
 
 
 # --- svip ---------------------------------------------------------------------------------------
@@ -66,14 +62,11 @@ def test_adaedl_stops_on_the_bound():
 
 def test_adaedl_stops_each_row_by_its_own_threshold():
     controller = make("adaedl(threshold=0.5,epsilon=1,beta2=0.5)")
-    # Row 0: AR = (0.9 + 1)/2 = 0.95, 2 ≠ L: λ = 0.5 − 0.5·1 = 0. Row 1: AR = 0.45: λ = 1.
-    seen = RoundOutcome(
-        np.array([2, 2]), np.array([2, 0]), np.ones((2, 2)), np.zeros(2, dtype=int), Signals()
-    )
-    state = controller.observe(controller.start(2), seen)
-    np.testing.assert_allclose(state.threshold, [0, 1], atol=1e-15)
-    signals = Signals(entropy=np.full((2, 1), 1.0))
-    assert controller.keep_going(state, np.array([1, 1]), signals).tolist() == [True, False]
+    # First: AR = (0.9 + 1)/2 = 0.95, 2 ≠ L: λ = 0.5 − 0.5·1 = 0. Second: AR = 0.45: λ = 1.
+    for accepted, threshold in ((2, 0), (0, 1)):
+        state = controller.observe(controller.start(), COSTS, Round(2, accepted, [1.0, 1.0]))
+        np.testing.assert_allclose(state.threshold, threshold, atol=1e-15)
+        assert goes(controller, state, entropy=[1.0]) is (threshold == 0)
 
 
 def test_adaedl_by_hand():
@@ -153,11 +146,11 @@ def test_exllama_ema_need_not_rest():
 def run(spec, accept, rounds):
     """γ of each round when `min(γ, accept)` tokens are accepted."""
     controller = make(spec)
-    state, seen = controller.start(1), []
+    state, seen = controller.start(), []
     for _ in range(rounds):
-        gamma = int(controller.limit(state)[0])
+        gamma = controller.limit(state, COSTS)
         seen.append(gamma)
-        state = controller.observe(state, outcome(gamma, min(gamma, accept)))
+        state = controller.observe(state, COSTS, outcome(gamma, min(gamma, accept)))
     return seen
 
 
@@ -183,11 +176,11 @@ def test_sglang_ema_rests_for_an_interval_and_tries_again():
     assert run(spec, 0, 40) == [3] * 15 + ([0] * 5 + [1] * 5) * 2 + [0] * 5
     # 0.8⁵·0.07 + 1 − 0.8⁵ = 0.695 > 0.5 takes it up again, and 3 of 3 keep it there.
     controller = make(spec)
-    state, seen = controller.start(1), []
+    state, seen = controller.start(), []
     for i in range(40):
-        gamma = int(controller.limit(state)[0])
+        gamma = controller.limit(state, COSTS)
         seen.append(gamma)
-        state = controller.observe(state, outcome(gamma, gamma if i > 15 else 0))
+        state = controller.observe(state, COSTS, outcome(gamma, gamma if i > 15 else 0))
     assert seen == [3] * 15 + [0] * 5 + [1] * 5 + [3] * 15
     # Started at 0 the plain rounds are its warm-up.
     assert run("sglang-ema(candidate_steps='0,1,3',length=0)", 0, 22) == [0] * 15 + [1] * 5 + [0, 0]
@@ -232,13 +225,13 @@ def test_sglang_ema_against_the_reference(steps, length, up, down):
     controller = make(spec)
     rng = np.random.default_rng(5)
     slot = Slot([int(s) for s in steps.split(",")], length, up, down)
-    state, used = controller.start(1), set()
+    state, used = controller.start(), set()
     for i in range(600):
-        gamma = int(controller.limit(state)[0])
+        gamma = controller.limit(state, COSTS)
         assert gamma == slot.steps[slot.at]
         used.add(gamma)
         kept = rng.random(gamma) < 0.5 + 0.49 * np.sin(i / 40)
         accepted = int(kept.cumprod().sum())
-        state = controller.observe(state, outcome(gamma, accepted))
+        state = controller.observe(state, COSTS, outcome(gamma, accepted))
         slot.observe(accepted)
     assert used == set(slot.steps)

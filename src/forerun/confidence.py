@@ -9,7 +9,7 @@ from typing import Any
 from forerun.errors import require
 
 PARTS = {"entropy": "normalized_entropy", "margin": "logit_margin", "softmax": "softmax_margin"}
-"""Each weight and the field of `Signals` it weighs."""
+"""Each weight and the signal it weighs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Confidence:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The fields of `Signals` that count."""
+        """The signals that count."""
         return frozenset(field for name, field in PARTS.items() if getattr(self, name) > 0)
 
     def score(self, **signals: Any) -> Any:

@@ -16,7 +16,7 @@ from forerun.drafters.base import DrafterSpec
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
-from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
+from forerun.engine import Completion, Engine, Event, Logprob, Sampling
 from forerun.engine.crew import Memory
 from forerun.engine.meter import Meter
 from forerun.engine.scoring import score_text
@@ -48,6 +48,8 @@ class Model:
         self.settings = settings or Settings()
         self.eos = _end_of_text(self.target, tokenizer)
         self._memory: Memory = {}
+        self.meter = Meter()
+        """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> Completion: ...
@@ -121,7 +123,9 @@ class Model:
                 "a stream of this model is still running; finish or close it first, "
                 "or submit all requests to one forerun.engine.Engine"
             )
-        engine = Engine(self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory)
+        engine = Engine(
+            self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory, self.meter
+        )
         for text, how in zip(prompts, samplings, strict=True):
             engine.submit(self.encode(text), how, length, keep)
         yield from engine.run()
@@ -146,6 +150,10 @@ class Model:
             )
         require(top >= 0, "top", top, "≥ 0")
         return score_text(self.target, ids, top)
+
+    def forget(self) -> None:
+        """Start the next request as if it were the first; what rounds cost stays known."""
+        self._memory.clear()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (ids pass through)."""

@@ -9,7 +9,7 @@ import torch
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict[str, torch.Tensor]:
-    """Compute the named fields of `Signals` for one token per distribution.
+    """Compute the named signals (`types.SIGNALS`) of one token per distribution.
 
     Args:
         logits: `(..., V)` logits at temperature 1, before truncation; −inf excludes a token.

@@ -10,7 +10,7 @@ This module imports numpy only: controllers must not pull in torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,121 +47,86 @@ them says nothing about a longer one."""
 _CENSORING = int(CENSORING[0])  # numpy is slow with enumerations
 
 
-@dataclass(frozen=True)
-class Signals:
-    """What the draft distribution says about each drafted token: at temperature 1 and before any
-    truncation, with the request's penalties and biases (for rules: without, as for the target).
-
-    Each field is `(rows, n)` float64, or None when nobody asked for it (`LengthController.signals`
-    names what is wanted) or the drafter has no distribution (lookup). Beyond a row's drafted tokens
-    everything is 0.
-    """
-
-    top1: FloatArray | None = None
-    """Probability of the most likely token, in (0, 1]."""
-    chosen: FloatArray | None = None
-    """Probability of the drafted token, in [0, 1]."""
-    entropy: FloatArray | None = None
-    """Shannon entropy in nats, in [0, log |V|]."""
-    normalized_entropy: FloatArray | None = None
-    """Entropy over its maximum log |V|, in [0, 1]."""
-    logit_margin: FloatArray | None = None
-    """Logit of the most likely token less that of the second, ≥ 0 (infinite if no other is
-    possible)."""
-    softmax_margin: FloatArray | None = None
-    """(P1 − P2) / P1 of the two highest probabilities, in [0, 1]."""
-
-    def take(self, rows: IntArray) -> Signals:
-        """The signals of some rows only."""
-        return Signals(
-            **{
-                f.name: None if getattr(self, f.name) is None else getattr(self, f.name)[rows]
-                for f in fields(self)
-            }
-        )
+SIGNALS = (
+    "top1", "chosen", "entropy", "normalized_entropy", "logit_margin", "softmax_margin"
+)  # fmt: skip
+"""What a draft distribution says about a drafted token (fields of `Token`)."""
 
 
 class Token(NamedTuple):
-    """A drafted token, and what the draft's distribution says of it (fields of `Signals`; None
-    where nobody asked). Numbers live, arrays `(prompts,)` in a replay."""
+    """A drafted token as a controller sees it.
 
-    id: Any
-    previous: tuple[int, ...] = ()
-    """The three tokens of the text before it, newest last."""
+    The signals describe the draft distribution at temperature 1 and before any truncation, with
+    the request's penalties and biases. One is None when nobody asked for it
+    (`LengthController.signals` names what is wanted) or the drafter has no distribution (lookup).
+
+    Numbers live; arrays `(prompts,)` in a replay.
+    """
+
+    id: Any = -1
+    previous: tuple[Any, ...] = ()
+    """Ids of the last three tokens of the text before it, the newest last."""
     top1: Any = None
+    """Probability of the most likely token, in (0, 1]."""
     chosen: Any = None
+    """Probability of the drafted token, in [0, 1]."""
     entropy: Any = None
+    """Shannon entropy in nats, in [0, log |V|]."""
     normalized_entropy: Any = None
+    """Entropy over its maximum log |V|, in [0, 1]."""
     logit_margin: Any = None
+    """Logit of the most likely token less that of the second, ≥ 0 (infinite if no other is
+    possible)."""
     softmax_margin: Any = None
+    """(P1 − P2) / P1 of the two highest probabilities, in [0, 1]."""
 
 
 class Round(NamedTuple):
-    """What became of one row's round, as its controller sees it."""
+    """What became of one round of one request, as a controller sees it.
+
+    Numbers live; arrays `(prompts,)` in a replay, where a prompt takes part in depth i of
+    `accept_prob` and `tokens` while i < `drafted`.
+    """
 
     drafted: Any
+    """Tokens really drafted (after clipping to the budget), ≥ 0."""
     accepted: Any
-    accept_prob: Sequence[Any]
-    stopped_by: Any
-    tokens: Sequence[Token]
-
-
-@dataclass(frozen=True)
-class RoundOutcome:
-    """What became of one round, as a controller sees it. Arrays are per row."""
-
-    drafted: IntArray
-    """`(rows,)` tokens really drafted (after clipping to the budget), ≥ 0."""
-    accepted: IntArray
-    """`(rows,)` drafted tokens the rule kept, `0 ≤ accepted ≤ drafted`."""
-    accept_prob: FloatArray
-    """`(rows, K)` probability (not the coin) of keeping each drafted token given that all before
-    it were kept; 0 beyond `drafted`."""
-    stopped_by: IntArray
-    """`(rows,)` values of `Stop`."""
-    signals: Signals
-    """Fields `(rows, K)`."""
-    draft_seconds: float | FloatArray = 0.0
-    """Wall time the batch spent drafting, without catching up with long contexts; 0 if that was
-    all; `(rows,)` in a replay."""
-    verify_seconds: float | FloatArray = 0.0
-    """Wall time of the rest of the batch's round: the target's pass, judging, and the engine's own
-    work; 0 where the pass also read a prompt; `(rows,)` in a replay."""
-    draft_steps: int | IntArray = 0
-    """Steps the batch's drafter took, i.e. of the row that drafted most, but for one that caught
-    up; `(rows,)` in a replay."""
-    first_step_seconds: float | FloatArray = 0.0
-    """Of `draft_seconds`, the first step, which takes longer: the target's weights are in the
-    caches, and there may be two tokens to read; 0 if unknown, as where it caught up."""
-    catch_up_seconds: float = 0.0
-    """Wall time the drafter took to read what it had not followed, perhaps in its first step."""
+    """Drafted tokens the rule kept, `0 ≤ accepted ≤ drafted`."""
+    accept_prob: Sequence[Any] = ()
+    """Probability (not the coin) of keeping each drafted token given that all before it were
+    kept; at least `drafted` of them."""
+    stopped_by: Any = Stop.LIMIT
+    """A value of `Stop`."""
+    tokens: Sequence[Token] = ()
+    """The drafted tokens in order, with what was shown of them; at least `drafted`, or none."""
+    longest: Any = 0
+    """Most tokens drafted by a row of the same pass; 0: as many as `drafted`."""
 
     @property
-    def full(self) -> BoolArray:
-        """`(rows,)` whether something was drafted and all of it was accepted."""
+    def full(self) -> Any:
+        """Whether something was drafted and all of it was accepted."""
         return (self.accepted == self.drafted) & (self.drafted > 0)
 
     @property
-    def censored(self) -> BoolArray:
-        """`(rows,)` rounds cut from outside (`CENSORING`) with everything accepted."""
+    def censored(self) -> Any:
+        """Whether it was cut from outside (`CENSORING`) with everything accepted."""
         return self.full & (self.stopped_by >= _CENSORING)
 
-    def take(self, rows: IntArray) -> RoundOutcome:
-        """The outcome of some rows only."""
-        shared = {
-            name: value[rows] if isinstance(value, np.ndarray) else value
-            for name in ("draft_seconds", "verify_seconds", "draft_steps", "first_step_seconds")
-            for value in [getattr(self, name)]
-        }
-        return RoundOutcome(
-            self.drafted[rows],
-            self.accepted[rows],
-            self.accept_prob[rows],
-            self.stopped_by[rows],
-            self.signals.take(rows),
-            catch_up_seconds=self.catch_up_seconds,
-            **shared,
+    @property
+    def teaches(self) -> Any:
+        """Whether something was drafted and it ended by a rejection or by a decision."""
+        return (self.drafted > 0) & (
+            (self.accepted < self.drafted) | (self.stopped_by < _CENSORING)
         )
+
+    @property
+    def judged(self) -> Any:
+        """Drafted tokens that teach: the accepted ones and the first rejected one, or none."""
+        return self.teaches * (self.accepted + (self.accepted < self.drafted))
+
+    def shows(self, signal: str) -> bool:
+        """Whether the drafter said this of its tokens."""
+        return len(self.tokens) > 0 and getattr(self.tokens[0], signal) is not None
 
 
 @dataclass(frozen=True)
@@ -176,7 +141,7 @@ class Draft:
     """`(rows, K, V)` processed logits the tokens were sampled from; None means every token was
     certain (a one-hot distribution: greedy drafts, lookup)."""
     signals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """`(rows, K)` the fields of `Signals` that the rule asked for (`AcceptanceRule.signals`)."""
+    """`(rows, K)` the signals that the rule asked for (`AcceptanceRule.signals`), by name."""
     ranked: torch.Tensor | None = None
     """`(rows, K, n)` the draft's most likely tokens at temperature 1, best first; at least as many
     as the rule asked for (`AcceptanceRule.ranks`), None if nobody did."""

@@ -183,11 +183,9 @@ def _tell(
 
 
 def _print_json(found: list[Result], trace: Trace, cell: Cell) -> None:
-    from dataclasses import asdict
-
     document = {
         "schema": SCHEMA,
-        "cell": {**asdict(cell), "ratio": cell.ratio},
+        "cell": {**cell.to_json(), "ratio": cell.ratio},
         "controllers": [{"controller": r.controller, "families": r.groups} for r in found],
         "trace": trace.about,
     }

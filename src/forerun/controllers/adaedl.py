@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import numpy as np
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
-from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+from forerun.controllers.elementwise import clip, maximum, select, sqrt, where
+from forerun.controllers.threshold import Threshold
+from forerun.costs import Costs
+from forerun.types import Round
 
 
-@dataclass(frozen=True)
-class AdaEDLState(State):
+class AdaEDLState(NamedTuple):
     """State of `AdaEDL`."""
 
-    threshold: FloatArray
-    """`(rows,)` λ, the threshold in force."""
-    rate: FloatArray
-    """`(rows,)` AR, the smoothed acceptance rate."""
+    threshold: float
+    """λ, the threshold in force."""
+    rate: float
+    """AR, the smoothed acceptance rate."""
 
 
 @dataclass(frozen=True)
-class AdaEDL(LengthController):
+class AdaEDL(Threshold):
     """Stop when a lower bound on the probability of acceptance falls below a moving threshold.
 
     *Helps* as `svip` does, and besides corrects a threshold that does not suit the pair of
@@ -71,6 +70,7 @@ class AdaEDL(LengthController):
     summary: ClassVar[str] = "stop by an entropy bound, adapted to a wanted acceptance rate"
     paper: ClassVar[str] = "Agrawal et al. 2024 (AdaEDL)"
     bibtex: ClassVar[str] = bibtex("adaedl2024", "zhang2023")
+    signal: ClassVar[str] = "entropy"
 
     def __post_init__(self) -> None:
         for name in ("threshold", "target", "epsilon", "beta1", "beta2"):
@@ -79,48 +79,26 @@ class AdaEDL(LengthController):
         whole("length", self.length)
         flag("keep", self.keep)
 
-    @property
-    def signals(self) -> frozenset[str]:
-        """The entropy of the draft distribution."""
-        return frozenset({"entropy"})
+    def start(self) -> AdaEDLState:
+        """λ and α."""
+        return AdaEDLState(float(self.threshold), float(self.target))
 
-    @property
-    def drops_last(self) -> bool:
-        """Whether the uncertain token is left out."""
-        return not self.keep
+    def limit(self, state: AdaEDLState, costs: Costs) -> int:
+        """The most tokens per round."""
+        return self.length
 
-    def start(self, rows: int) -> AdaEDLState:
-        """State for `rows` new sequences."""
-        return AdaEDLState(
-            rounds=np.zeros(rows, dtype=np.int64),
-            threshold=np.full(rows, float(self.threshold)),
-            rate=np.full(rows, float(self.target)),
-        )
-
-    def limit(self, state: AdaEDLState) -> IntArray:
-        """`(rows,)` the most tokens per round."""
-        return np.full(len(state), self.length, dtype=np.int64)
-
-    def keep_going(self, state: AdaEDLState, drafted: IntArray, signals: Signals) -> BoolArray:
+    def sure(self, state: AdaEDLState, signal: float) -> bool:
         """Whether the bound on the newest token's acceptance is high enough."""
-        if signals.entropy is None:
-            return np.ones(len(drafted), dtype=bool)
         # Rounding can leave the entropy of a one-hot distribution a little below 0.
-        bound = 1 - np.sqrt(np.maximum(self.factor * signals.entropy[:, -1], 0))
-        return bound >= state.threshold
+        high: bool = 1 - sqrt(maximum(self.factor * signal, 0.0)) >= state.threshold
+        return high
 
-    def observe(self, state: AdaEDLState, outcome: RoundOutcome) -> AdaEDLState:
+    def observe(self, state: AdaEDLState, costs: Costs, round: Round) -> AdaEDLState:
         """Move the threshold towards the wanted acceptance rate."""
-        learn = (outcome.drafted > 0) & ~outcome.censored
-        share = outcome.accepted / np.maximum(outcome.drafted, 1)
+        share = round.accepted / maximum(round.drafted, 1)
         rate = self.beta1 * state.rate + (1 - self.beta1) * share
-        relaxed = np.where(outcome.accepted == self.length, 0, -self.epsilon)
-        nudge = np.where(rate < self.target, self.epsilon, relaxed)
+        relaxed = where(round.accepted == self.length, 0.0, -self.epsilon)
+        nudge = where(rate < self.target, self.epsilon, relaxed)
         # β₂·λ + (1 − β₂)·(λ + nudge), written so that a nudge of 0 leaves λ exactly where it is.
-        threshold = np.clip(state.threshold + (1 - self.beta2) * nudge, 0, 1)
-        return replace(
-            state,
-            rounds=state.rounds + 1,
-            threshold=np.where(learn, threshold, state.threshold),
-            rate=np.where(learn, rate, state.rate),
-        )
+        threshold = clip(state.threshold + (1 - self.beta2) * nudge, 0.0, 1.0)
+        return select(round.teaches, AdaEDLState(threshold, rate), state)

@@ -1,230 +1,284 @@
-"""How likely `auto` takes drafted tokens, and the next one, to be kept."""
+"""How likely `auto` takes drafted tokens, and the next one, to be kept.
+
+Written for one request, element by element (`elementwise`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+from forerun.controllers.elementwise import clip, largest, log, minimum, sigmoid, where
+from forerun.types import Round, Token
 
-from forerun.controllers.base import State
-from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
 
-GREEDY = (-0.44, 1.37, 0.0, 1.23, 0.70, 0.14, 0.21)
-SAMPLED = (0.52, 0.0, 3.34, 0.97, 0.83, 0.17, 0.12)
-"""Log-odds before the row has said anything: constant, margin and chosen probability of a token
-that was drafted; the first token of a round, before it is; constant, newest margin and mean margin
-of the next one. `python -m benchmarks.auto_prior` made them."""
-PRIOR = np.array([GREEDY, SAMPLED])
-CAP = 8.0
-"""Margins beyond this say nothing more."""
-TYPICAL = 4.0
-"""A margin as drafts have it on average."""
-NEUTRAL = np.array([0.0, 1.0])
-"""Constant and slope of a row that is as expected."""
-SOFT = -2.0
-"""Log-odds, before anything was judged, that coins decide what is kept."""
-ONE, FRACTION, NEVER = -0.7, 20.0, -5.0
-"""What a probability of 1, between 0 and 1, or of 0 adds to them."""
-SCALE_INFO = (4.0, 10.0)
-"""Weight of the prior against the row's own constant and slope, in `Σ w`, `Σ w·z²`."""
-AHEAD_INFO = 4.0
-"""Likewise against the row's own constant for the next token."""
+class LogOdds(NamedTuple):
+    """Of being kept: linear in what a drafted token, or the ones before it, say."""
+
+    constant: float
+    """Of a token that was drafted,"""
+    per_margin: float
+    """per logit of its margin, and"""
+    per_chosen: float
+    """per unit of its probability."""
+    first: float
+    """Of a round's first token before it is drafted."""
+    next_constant: float
+    """Of a later one,"""
+    next_newest: float
+    """per logit of the newest margin, and"""
+    next_mean: float
+    """per logit of the round's mean margin."""
+
+
+GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.14, 0.21)
+"""Prior of greedy requests; `python -m benchmarks.auto_prior` made both."""
+SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.17, 0.12)
+"""Prior of sampled ones."""
+MOST_MARGIN = 8.0
+"""Logits beyond which a margin says nothing more."""
+TYPICAL_MARGIN = 4.0
+"""Mean margin of drafts, for lengths that are planned before anything is drafted."""
+SAMPLED_START = -2.0
+"""Log-odds, before anything was judged, that the request samples."""
+SAMPLED_STEPS = (-0.7, 20.0, -5.0)
+"""What a token changes about them whose probability of being kept was 1, in between, or 0."""
+MOST_SAMPLED = 10.0
+"""Bound on them, either way."""
+SCALE_WEIGHTS = (4.0, 10.0)
+"""Prior weight of the request's own constant 0 and slope 1, in `Σ w`, `Σ w·z²`."""
+SHIFT_WEIGHT = 4.0
+"""Prior weight of its shift 0 for the next token, in `Σ w`."""
 FADE = 0.98
-"""Of what a row has seen, what still counts a round later."""
-USELESS = -6.0
-"""Log-odds, at first and at least, that a draft is of no use."""
-USELESS_STEP, MOST_USELESS = 2.0, 2.0
-"""How much a request that found it of no use moves the next one's start, and its upper end: one
-hard text says little about the next, several say it is the draft."""
-LEFT = 0.05
-"""What is kept of such a draft."""
-BLIND = np.array([[0.8, 2.0], [3.4, 4.0]])
-"""Of a drafter that says nothing about its tokens: kept and judged first tokens of a round, and
-further ones, before any was seen."""
-MOST, MOST_SOFT = 4.0, 10.0
-"""Largest corrections of log-odds."""
-LEAST_SCALE = np.array([-MOST, 0.25])
-"""Least constant and slope of a row: confidence never counts against itself."""
+"""Share of that evidence that still counts a round later."""
+MOST_SHIFT = 4.0
+"""Bound on the request's constant and shift, either way, and above on its slope."""
+LEAST_SLOPE = 0.25
+"""Confidence never counts against itself."""
+USELESS_START = -6.0
+"""Log-odds, at first and at least, that the draft is of no use."""
+USELESS_STEP, USELESS_CAP = 2.0, 2.0
+"""How much a request that found it of no use raises the next one's start, and up to where: one hard
+text says little about the next, several say it is the draft."""
+USELESS_KEPT = 0.05
+"""Share of such a draft's tokens that are kept."""
+BLIND_FIRST, BLIND_LATER = (0.8, 2.0), (3.4, 4.0)
+"""Of a drafter without signals, before anything was judged: kept and judged first tokens of rounds,
+and later ones."""
 
 
-@dataclass(frozen=True)
-class SurvivalState(State):
-    """What a row has taught, and the log-odds that follow from it."""
+class Survival(NamedTuple):
+    """What a request's judged tokens have taught."""
 
-    soft: FloatArray
-    """`(rows,)` log-odds that coins decide what is kept (the request samples)."""
-    scale: FloatArray
-    """`(rows, 2)` the row's constant and slope, `(0, 1)` at first."""
-    scale_info: FloatArray
-    """`(rows, 3)` what is known of them: `Σ w`, `Σ w·z`, `Σ w·z²`."""
-    ahead: FloatArray
-    """`(rows,)` the row's constant for tokens not yet drafted."""
-    ahead_info: FloatArray
-    """`(rows,)` what is known of it: `Σ w`."""
-    useless: FloatArray
-    """`(rows,)` log-odds that the draft is no use here."""
-    useless_start: FloatArray
-    """`(rows,)` what they were when the request began."""
-    useful: FloatArray
-    """`(rows,)` probability that it is of use."""
-    counts: FloatArray
-    """`(rows, 2, 2)` tokens of drafts without signals: first ones of a round and further ones, kept
-    and judged (fading)."""
-    kept: FloatArray
-    """`(rows, 3)` log-odds in force of a drafted token: constant, per margin, per chosen."""
-    next: FloatArray
-    """`(rows, 4)` of the next token: of a first one; else constant, per newest, per mean margin."""
+    sampled: float = SAMPLED_START
+    """Log-odds that coins decide what is kept: the request samples."""
+    constant: float = 0.0
+    slope: float = 1.0
+    """Of the request's own line through the prior's log-odds z: `b + a·z`."""
+    weight: float = 0.0
+    weight_z: float = 0.0
+    weight_zz: float = 0.0
+    """`Σ w`, `Σ w·z`, `Σ w·z²`, fading: how much is known of them."""
+    shift: float = 0.0
+    """The request's own constant for tokens not yet drafted."""
+    shift_weight: float = 0.0
+    """`Σ w`, fading."""
+    useless: float = USELESS_START
+    """Log-odds that the draft is of no use here."""
+    useless_before: float = USELESS_START
+    """What they were when the request began."""
+    blind: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Tokens of drafts without signals, fading: first ones kept and judged, later ones likewise."""
 
 
-def unseen(rows: int) -> dict[str, Any]:
-    """The fields of `SurvivalState` of new rows."""
-    soft, scale, ahead = np.full(rows, SOFT), np.tile(NEUTRAL, (rows, 1)), np.zeros(rows)
-    return {
-        "soft": soft,
-        "scale": scale,
-        "scale_info": np.zeros((rows, 3)),
-        "ahead": ahead,
-        "ahead_info": np.zeros(rows),
-        "useless": np.full(rows, USELESS),
-        "useless_start": np.full(rows, USELESS),
-        "useful": odds(np.full(rows, -USELESS)),
-        "counts": np.zeros((rows, 2, 2)),
-        **in_force(soft, scale, ahead)[1],
-    }
+class Drafted(NamedTuple):
+    """The drafted tokens of a round so far."""
+
+    survival: float
+    """Probability that all are kept, if the draft is of use at all."""
+    tokens: int
+    """How many, > 0."""
+    newest: float
+    total: float
+    """The newest margin, and the sum of all."""
 
 
-def in_force(
-    soft: FloatArray, scale: FloatArray, ahead: FloatArray
-) -> tuple[FloatArray, dict[str, Any]]:
-    """The prior `(rows, 7)` between greedy and sampled, and the fields that follow from it."""
-    prior = PRIOR[0] + odds(soft)[:, None] * (PRIOR[1] - PRIOR[0])
-    kept = scale[:, 1:] * prior[:, :3]
-    kept[:, 0] += scale[:, 0]
-    coming = prior[:, 3:].copy()
-    coming[:, :2] += ahead[:, None]
-    return prior, {"kept": kept, "next": coming}
+def in_force(learned: Survival) -> LogOdds:
+    """The log-odds of this request: the prior between greedy and sampled, corrected."""
+    return corrected(prior(learned.sampled), learned)
 
 
-def odds(x: FloatArray) -> FloatArray:
-    """Probability of log-odds."""
-    chance: FloatArray = 1 / (1 + np.exp(-x))
-    return chance
+def prior(sampled: float) -> LogOdds:
+    """The log-odds expected of a request that samples with these log-odds."""
+    share = sigmoid(sampled)
+    return LogOdds(*[g + share * (s - g) for g, s in zip(GREEDY, SAMPLED, strict=True)])
 
 
-def faded(state: SurvivalState, share: float) -> dict[str, Any]:
-    """What changes for the rows' next requests: they start from a share of the corrections."""
-    scale, ahead = NEUTRAL + share * (state.scale - NEUTRAL), share * state.ahead
-    start, end = state.useless_start, state.useless
-    worse = np.minimum(start + USELESS_STEP, MOST_USELESS)
-    useless = np.where(end > start, worse, np.where(end < start, USELESS, start))
-    return {
-        "useless": useless,
-        "useless_start": useless,
-        "useful": odds(-useless),
-        "counts": share * state.counts,
-        "scale": scale,
-        "scale_info": np.zeros_like(state.scale_info),
-        "ahead": ahead,
-        "ahead_info": np.zeros_like(state.ahead_info),
-        **in_force(state.soft, scale, ahead)[1],
-    }
-
-
-def typical(state: SurvivalState, unsaid: BoolArray) -> tuple[FloatArray, FloatArray]:
-    """`(rows,)` probability of keeping the first token of a round, and any further one.
-
-    `unsaid` `(rows,)` is whether the draft says nothing about its tokens.
-    """
-    ahead, useful = state.next, state.useful
-    later = odds(ahead[:, 1] + TYPICAL * (ahead[:, 2] + ahead[:, 3]))
-    first, later = useful * odds(ahead[:, 0]), useful * later
-    if unsaid.any():
-        known = state.counts + BLIND
-        share = known[:, :, 0] / known[:, :, 1]
-        first, later = np.where(unsaid, share[:, 0], first), np.where(unsaid, share[:, 1], later)
-    return first, later
-
-
-def blind(state: SurvivalState) -> BoolArray:
-    """`(rows,)` whether a draft has said nothing about its tokens."""
-    unsaid: BoolArray = state.counts[:, 0, 1] > 0
-    return unsaid
-
-
-def next_kept(state: SurvivalState, drafted: IntArray, signals: Signals) -> FloatArray:
-    """`(rows,)` probability that the drafted tokens are all kept, and the next one, too."""
-    assert signals.logit_margin is not None
-    assert signals.chosen is not None
-    # 1/σ(x) = 1 + exp(−x): asked after every drafted token, so with as few steps as can be.
-    inside = np.arange(signals.chosen.shape[1]) < drafted[:, None]
-    margin = np.minimum(signals.logit_margin, CAP)
-    kept, ahead = state.kept, state.next
-    against = np.exp(-(kept[:, :1] + kept[:, 1:2] * margin + kept[:, 2:] * signals.chosen))
-    mean = np.add.reduce(margin, axis=1) / np.maximum(drafted, 1)
-    lost = np.exp(-(ahead[:, 1] + ahead[:, 2] * margin[:, -1] + ahead[:, 3] * mean))
-    chance: FloatArray = state.useful / (
-        np.multiply.reduce(1 + inside * against, axis=1) * (1 + lost)
+def corrected(by: LogOdds, learned: Survival) -> LogOdds:
+    """Log-odds with the request's own line and shift."""
+    slope, shift = learned.slope, learned.shift
+    return LogOdds(
+        learned.constant + slope * by.constant,
+        slope * by.per_margin,
+        slope * by.per_chosen,
+        by.first + shift,
+        by.next_constant + shift,
+        by.next_newest,
+        by.next_mean,
     )
-    return chance
 
 
-def judged(state: SurvivalState, outcome: RoundOutcome, learn: BoolArray) -> dict[str, Any]:
-    """What the judged tokens of a round change: the accepted ones and the first rejected one."""
-    count = np.where(learn, np.minimum(outcome.accepted + 1, outcome.drafted), 0)
-    hit = outcome.accept_prob
-    place = np.arange(hit.shape[1])
-    seen = place < count[:, None]
-    if outcome.signals.logit_margin is None or outcome.signals.chosen is None:
-        new = np.array([seen * hit, seen]).T  # (K, rows, 2)
-        new = np.array([new[:1].sum(axis=0), new[1:].sum(axis=0)]).transpose(1, 0, 2)
-        return {"counts": np.where(learn[:, None, None], FADE * state.counts + new, state.counts)}
-    told = np.where(hit >= 1, ONE, np.where(hit > 0, FRACTION, NEVER))
-    soft = within(state.soft + (told * seen).sum(axis=1), -MOST_SOFT, MOST_SOFT)
-    prior, now = in_force(soft, state.scale, state.ahead)
-    fade = np.where(learn, FADE, 1)
-    coming, guess = now["next"], np.empty(hit.shape)
-    margin = np.minimum(outcome.signals.logit_margin[:, : len(place)], CAP)
-    chosen = outcome.signals.chosen[:, : len(place)]
-    z = prior[:, :1] + prior[:, 1:2] * margin + prior[:, 2:3] * chosen
-    scale, scale_info = _scaled(state, z, hit, seen, fade)
-    mean = margin.cumsum(axis=1)[:, :-1] / place[1:]
-    guess[:, :1] = coming[:, :1]
-    guess[:, 1:] = coming[:, 1:2] + coming[:, 2:3] * margin[:, :-1] + coming[:, 3:] * mean
-    chance = odds(guess)
-    info = fade * state.ahead_info + (seen * chance * (1 - chance)).sum(axis=1)
-    turn = (seen * (hit - chance)).sum(axis=1) / (info + AHEAD_INFO)
-    ahead = within(state.ahead + turn, -MOST, MOST)
-    told = hit * np.log(LEFT / chance) + (1 - hit) * np.log((1 - LEFT) / (1 - chance))
-    useless = within(state.useless + (seen * told).sum(axis=1), USELESS, -USELESS)
-    return {
-        "soft": soft,
-        "scale": scale,
-        "scale_info": scale_info,
-        "ahead": ahead,
-        "ahead_info": info,
-        "useless": useless,
-        "useful": odds(-useless),
-        **in_force(soft, scale, ahead)[1],
-    }
+def extended(drafted: Drafted | None, by: LogOdds, token: Token) -> Drafted | None:
+    """With one more token; None if tokens say nothing."""
+    if token.chosen is None:
+        return drafted
+    margin = minimum(token.logit_margin, MOST_MARGIN)
+    kept = sigmoid(by.constant + by.per_margin * margin + by.per_chosen * token.chosen)
+    if drafted is None:
+        return Drafted(kept, 1, margin, margin)
+    survival, count, _, total = drafted
+    return Drafted(survival * kept, count + 1, margin, total + margin)
 
 
-def _scaled(
-    state: SurvivalState, z: FloatArray, hit: FloatArray, seen: BoolArray, fade: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """`scale` and `scale_info` after one Newton step of ridge logistic regression on z."""
-    chance = odds(state.scale[:, :1] + state.scale[:, 1:] * z)
-    weight, miss = seen * chance * (1 - chance), seen * (hit - chance)
-    slanted = weight * z
-    sums = np.array([weight.sum(axis=1), slanted.sum(axis=1), (slanted * z).sum(axis=1)]).T
-    info = fade[:, None] * state.scale_info + sums
-    a, b, c = info[:, 0] + SCALE_INFO[0], info[:, 1], info[:, 2] + SCALE_INFO[1]
-    first, second = miss.sum(axis=1), (miss * z).sum(axis=1)
-    turn = np.array([c * first - b * second, a * second - b * first]) / (a * c - b * b)
-    return np.minimum(np.maximum(state.scale + turn.T, LEAST_SCALE), MOST), info
+def next_kept(drafted: Drafted, by: LogOdds) -> float:
+    """Probability that the next token is kept if all drafted ones are."""
+    mean = drafted.total / drafted.tokens
+    kept: float = sigmoid(by.next_constant + by.next_newest * drafted.newest + by.next_mean * mean)
+    return kept
 
 
-def within(x: FloatArray, low: float, high: float) -> FloatArray:
-    """Clipped; much faster than `np.clip` for a few rows."""
-    clipped: FloatArray = np.minimum(np.maximum(x, low), high)
-    return clipped
+def typical(learned: Survival, by: LogOdds) -> tuple[float, float]:
+    """Probability of keeping the first token of a round, and any later one, of typical drafts."""
+    useful = sigmoid(-learned.useless)
+    first = useful * sigmoid(by.first)
+    later = by.next_constant + TYPICAL_MARGIN * (by.next_newest + by.next_mean)
+    later = useful * sigmoid(later)
+    kept, judged, later_kept, later_judged = learned.blind
+    blind = judged > 0
+    return (
+        where(blind, (kept + BLIND_FIRST[0]) / (judged + BLIND_FIRST[1]), first),
+        where(blind, (later_kept + BLIND_LATER[0]) / (later_judged + BLIND_LATER[1]), later),
+    )
+
+
+def carried(learned: Survival, share: float) -> Survival:
+    """Where the next request starts: from a share of the corrections."""
+    before, now = learned.useless_before, learned.useless
+    worse = minimum(before + USELESS_STEP, USELESS_CAP)
+    useless = where(now > before, worse, where(now < before, USELESS_START, before))
+    return Survival(
+        sampled=learned.sampled,
+        constant=share * learned.constant,
+        slope=1 + share * (learned.slope - 1),
+        shift=share * learned.shift,
+        useless=useless,
+        useless_before=useless,
+        blind=tuple(share * count for count in learned.blind),  # type: ignore[arg-type]
+    )
+
+
+def judged(learned: Survival, round: Round) -> Survival:
+    """After the judged tokens of a round: the accepted ones and the first rejected one."""
+    count = round.judged
+    most = largest(count)
+    if not round.shows("chosen"):
+        return _judged_blind(learned, round, most)
+    coins = sum(where(i < count, _sampled_step(round.accept_prob[i]), 0.0) for i in range(most))
+    sampled = clip(learned.sampled + coins, -MOST_SAMPLED, MOST_SAMPLED)
+    expected = prior(sampled)
+    line, steps = _Line(learned), _Steps(learned)
+    total = newest = 0.0
+    for i in range(most):
+        token, hit = round.tokens[i], round.accept_prob[i]
+        inside = where(i < count, 1.0, 0.0)
+        margin = minimum(token.logit_margin, MOST_MARGIN)
+        z = expected.constant + expected.per_margin * margin + expected.per_chosen * token.chosen
+        line.add(inside, z, hit)
+        if i:
+            guess = expected.next_constant + expected.next_newest * newest
+            steps.add(inside, guess + expected.next_mean * (total / i), hit)
+        else:
+            steps.add(inside, expected.first, hit)
+        newest, total = margin, total + margin
+    constant, slope = line.solved()
+    useless = clip(learned.useless + steps.useless, USELESS_START, -USELESS_START)
+    return Survival(
+        sampled, constant, slope, line.weight, line.weight_z, line.weight_zz,
+        steps.solved(), steps.weight, useless, learned.useless_before, learned.blind,
+    )  # fmt: skip
+
+
+def _judged_blind(learned: Survival, round: Round, most: int) -> Survival:
+    """Likewise of a draft without signals."""
+    first_kept, first_judged, kept, count = (FADE * share for share in learned.blind)
+    for i in range(most):
+        inside = where(i < round.judged, 1.0, 0.0)
+        hit = inside * round.accept_prob[i]
+        if i:
+            kept, count = kept + hit, count + inside
+        else:
+            first_kept, first_judged = first_kept + hit, first_judged + inside
+    return learned._replace(blind=(first_kept, first_judged, kept, count))
+
+
+def _sampled_step(hit: float) -> float:
+    """What a probability of being kept says about whether the request samples."""
+    certain, fraction, never = SAMPLED_STEPS
+    step: float = where(hit >= 1, certain, where(hit > 0, fraction, never))
+    return step
+
+
+class _Line:
+    """One Newton step of ridge logistic regression on z, for constant and slope."""
+
+    def __init__(self, learned: Survival) -> None:
+        self._constant, self._slope = learned.constant, learned.slope
+        self.weight, self.weight_z = FADE * learned.weight, FADE * learned.weight_z
+        self.weight_zz: Any = FADE * learned.weight_zz
+        self._miss: Any = 0.0
+        self._miss_z: Any = 0.0
+
+    def add(self, inside: float, z: float, hit: float) -> None:
+        """One token, if it counts."""
+        chance = sigmoid(self._constant + self._slope * z)
+        weight, miss = inside * chance * (1 - chance), inside * (hit - chance)
+        slanted = weight * z
+        self.weight = self.weight + weight
+        self.weight_z = self.weight_z + slanted
+        self.weight_zz = self.weight_zz + slanted * z
+        self._miss = self._miss + miss
+        self._miss_z = self._miss_z + miss * z
+
+    def solved(self) -> tuple[float, float]:
+        """Constant and slope."""
+        a, b = self.weight + SCALE_WEIGHTS[0], self.weight_z
+        c = self.weight_zz + SCALE_WEIGHTS[1]
+        scale = 1 / (a * c - b * b)
+        constant = self._constant + (c * self._miss - b * self._miss_z) * scale
+        slope = self._slope + (a * self._miss_z - b * self._miss) * scale
+        return clip(constant, -MOST_SHIFT, MOST_SHIFT), clip(slope, LEAST_SLOPE, MOST_SHIFT)
+
+
+class _Steps:
+    """Likewise for the shift of tokens not yet drafted; and the evidence that the draft is of no
+    use."""
+
+    def __init__(self, learned: Survival) -> None:
+        self._shift, self.weight = learned.shift, FADE * learned.shift_weight
+        self._miss: Any = 0.0
+        self.useless: Any = 0.0
+
+    def add(self, inside: float, guess: float, hit: float) -> None:
+        """One token, if it counts."""
+        chance = sigmoid(guess + self._shift)
+        self.weight = self.weight + inside * chance * (1 - chance)
+        self._miss = self._miss + inside * (hit - chance)
+        likelier = hit * log(USELESS_KEPT / chance)
+        likelier = likelier + (1 - hit) * log((1 - USELESS_KEPT) / (1 - chance))
+        self.useless = self.useless + inside * likelier
+
+    def solved(self) -> float:
+        """The shift."""
+        shift: float = clip(
+            self._shift + self._miss / (self.weight + SHIFT_WEIGHT), -MOST_SHIFT, MOST_SHIFT
+        )
+        return shift

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from forerun.checks import between, choice, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import LengthController
+from forerun.controllers.elementwise import log, maximum, picked, sqrt, where
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import FloatArray, IntArray, RoundOutcome
+from forerun.types import FloatArray, IntArray, Round
 
 POLICIES = ("ucb", "thompson")
 REWARDS = ("throughput", "accepted", "blend")
@@ -19,14 +23,15 @@ BLEND = 0.5
 DELTA = 0.5  # as the proof of BanditSpec's Theorem 4.3 takes it
 
 
-@dataclass(frozen=True)
-class BanditState(State):
+class BanditState(NamedTuple):
     """State of `Bandit`."""
 
+    rounds: int
+    """Rounds so far."""
     pulls: IntArray
-    """`(rows, arms)` rounds that taught each arm."""
+    """`(arms,)` rounds that taught each arm."""
     rewards: FloatArray
-    """`(rows, arms)` sum of their rewards."""
+    """`(arms,)` sum of their rewards."""
 
 
 @dataclass(frozen=True)
@@ -99,78 +104,72 @@ class Bandit(LengthController):
         between("width_cost", self.width_cost, 0, 1000)
         whole("seed", self.seed)
 
-    @property
-    def arms(self) -> IntArray:
-        """`(arms,)` the lengths, ascending."""
-        return np.arange(self.low, self.high + 1, self.step, dtype=np.int64)
+    @cached_property
+    def arms(self) -> tuple[int, ...]:
+        """The lengths, ascending."""
+        return tuple(range(self.low, self.high + 1, self.step))
 
-    def start(self, rows: int) -> BanditState:
-        """State for `rows` new sequences."""
-        shape = (rows, len(self.arms))
-        return BanditState(
-            rounds=np.zeros(rows, dtype=np.int64),
-            pulls=np.zeros(shape, dtype=np.int64),
-            rewards=np.zeros(shape),
-        )
+    def start(self) -> BanditState:
+        """Nothing was played."""
+        arms = len(self.arms)
+        return BanditState(0, np.zeros(arms, dtype=np.int64), np.zeros(arms))
 
-    def limit(self, state: BanditState) -> IntArray:
-        """`(rows,)` the arm to play; the same state always plays the same."""
-        return self.arms[self._arm(state)]
+    def limit(self, state: BanditState, costs: Costs) -> int:
+        """The arm to play; the same state always plays the same."""
+        length: int = picked(self.arms, self._arm(state))
+        return length
 
-    def _arm(self, state: BanditState) -> IntArray:
-        n = np.maximum(state.pulls, 1)
+    def _arm(self, state: BanditState) -> int:
+        """Its place among `arms`."""
+        n = maximum(state.pulls, 1)
         if self.policy == "ucb":
-            t = np.maximum(state.pulls.sum(1, keepdims=True), 1)
-            log = np.log(len(self.arms) * t**2.0 * np.sqrt(1 + n) / DELTA)
-            radius = np.sqrt((1 + n) / n**2 * (1 + 2 * log)) / 2
+            total = maximum(state.pulls.sum(0), 1)
+            spread = log(len(self.arms) * total**2.0 * sqrt(1 + n) / DELTA)
+            radius = sqrt((1 + n) / n**2 * (1 + 2 * spread)) / 2
         else:
-            radius = normal(self.seed, state.rounds, len(self.arms)) / np.sqrt(n)
-        score = np.where(state.pulls > 0, state.rewards / n + self.explore * radius, np.inf)
-        arm: IntArray = score.argmax(1)
+            radius = normal(self.seed, state.rounds, len(self.arms)) / sqrt(n)
+        score = where(state.pulls > 0, state.rewards / n + self.explore * radius, math.inf)
+        arm: int = score.argmax(0)
         return arm
 
-    def observe(self, state: BanditState, outcome: RoundOutcome) -> BanditState:
+    def observe(self, state: BanditState, costs: Costs, round: Round) -> BanditState:
         """Credit the arm that was played."""
-        learn = (outcome.drafted > 0) & ~outcome.censored
-        played = np.arange(len(self.arms)) == self._arm(state)[:, None]
-        played &= learn[:, None]
-        reward = self._reward(outcome.drafted, outcome.accepted)
-        return replace(
-            state,
-            rounds=state.rounds + 1,
-            pulls=state.pulls + played,
-            rewards=state.rewards + np.where(played, reward[:, None], 0),
+        played = np.equal.outer(np.arange(len(self.arms)), self._arm(state)) & round.teaches
+        reward = self._reward(round.drafted, round.accepted)
+        return BanditState(
+            state.rounds + 1, state.pulls + played, state.rewards + where(played, reward, 0.0)
         )
 
-    def _reward(self, drafted: IntArray, accepted: IntArray) -> FloatArray:
-        """`(rows,)` in [0, 1], for any length up to `high`."""
+    def _reward(self, drafted: int, accepted: int) -> float:
+        """In [0, 1], for any length up to `high`."""
         if self.reward == "accepted":
             return (accepted + 1) / (self.high + 1)
         if self.reward == "blend":
-            rate = accepted / np.maximum(drafted, 1)
+            rate: float = accepted / maximum(drafted, 1)
             return BLEND * accepted / self.high + (1 - BLEND) * rate
         per_token = 1 / self.cost + self.width_cost
-        most = ((self.arms + 1) / (1 + self.arms * per_token)).max()
-        reward: FloatArray = (accepted + 1) / (1 + drafted * per_token) / most
-        return reward
+        most = max((length + 1) / (1 + length * per_token) for length in self.arms)
+        return (accepted + 1) / (1 + drafted * per_token) / most
 
 
-def normal(seed: int, count: IntArray, columns: int) -> FloatArray:
-    """`(rows, columns)` standard normal numbers, a function of (seed, count, column) alone.
+def normal(seed: int, count: Any, columns: int) -> Any:
+    """`(columns, ...)` standard normal numbers, functions of (seed, count, column) alone.
 
-    SplitMix64 (Steele et al. 2014) of a counter, then Box–Muller.
+    SplitMix64 (Steele et al. 2014) of a counter, then Box–Muller. `count` ≥ 0 is a number or an
+    array, whose shape the result has behind the columns.
     """
+    start = mixed(np.array(seed % 2**64, dtype=np.uint64))
     column = np.arange(2 * columns, dtype=np.uint64)
-    start = mixed(np.array([seed % 2**64], dtype=np.uint64))
-    bits = mixed(mixed(start + count.astype(np.uint64))[:, None] + column)
+    bits = mixed(np.add.outer(column, mixed(start + np.asarray(count, dtype=np.uint64))))
     uniform = ((bits >> np.uint64(11)) + np.uint64(1)) * 2.0**-53  # in (0, 1]
-    radius = np.sqrt(-2 * np.log(uniform[:, :columns]))
-    return radius * np.cos(2 * np.pi * uniform[:, columns:])
+    radius = np.sqrt(-2 * np.log(uniform[:columns]))
+    return radius * np.cos(2 * math.pi * uniform[columns:])
 
 
-def mixed(z: np.ndarray) -> np.ndarray:
-    """SplitMix64's output at each counter; arrays of `uint64` wrap around silently."""
-    z = (z + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def mixed(z: Any) -> Any:
+    """SplitMix64's output at counters of `uint64`, which wrap around."""
+    with np.errstate(over="ignore"):
+        z = (z + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

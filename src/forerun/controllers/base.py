@@ -2,53 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
+from forerun.controllers.elementwise import where
+from forerun.costs import Costs
+from forerun.types import Round, Token
 
-from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
+State = tuple[Any, ...]
+"""What a controller knows of a request: a (named) tuple of numbers, of tuples of numbers, or of
+numpy arrays. `()` knows nothing."""
+Memo = Any
+"""What a controller keeps of the tokens drafted so far in a round; likewise, or None."""
 
-S = TypeVar("S", bound="State")
 
+class Opening(NamedTuple):
+    """How a request goes into a round."""
 
-@dataclass(frozen=True)
-class State:
-    """State of a controller over some rows: every field is an array whose first axis is rows."""
+    most: int
+    """Most tokens to draft."""
+    worth: float = math.inf
+    """Tokens that drafting is expected to gain in this round, net of the time it takes; below 0 the
+    request decodes plainly."""
+    loss: float = 0.0
+    """Tokens' worth of time it loses when others in its pass draft one more token."""
+    memo: Memo = None
+    """Before anything is drafted."""
 
-    rounds: IntArray
-    """`(rows,)` rounds observed so far by each row."""
-
-    def __len__(self) -> int:
-        return len(self.rounds)
-
-    def take(self: S, index: IntArray) -> S:
-        """The state of some rows only (requests left, or were reordered)."""
-        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
-
-    def having(self: S, **changes: Any) -> S:
-        """`dataclasses.replace`, but fast: a state of many fields changes in every round."""
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, **changes)
-        return new
-
-    def join(self: S, other: S) -> S:
-        """This state followed by `other`'s rows (requests joined)."""
-        pairs = {
-            f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)])
-            for f in fields(self)
-        }
-        return replace(self, **pairs)
+    @property
+    def alone(self) -> int:
+        """Most tokens to draft by a request that decides for itself; 0 is plain decoding."""
+        limit: int = where(self.worth >= 0, self.most, 0)
+        return limit
 
 
 class LengthController(ABC):
-    """Decides, per row and round, how many tokens to draft.
+    """Decides, round by round, how many tokens to draft for one request.
 
-    Subclasses are frozen dataclasses: their fields are the settings, all state is in `State`, and
-    every method is pure (same input, same output, nothing changed in place), so a controller runs
-    unchanged live, in a replay and in a worker process. Rows never influence each other, but for
-    `together`. It only changes speed: what is kept is a rule's business.
+    Subclasses are frozen dataclasses: their fields are the settings, all state is in what `start`
+    and `observe` return, and every method is pure (same input, same output, nothing changed in
+    place). It only changes speed: what is kept is a rule's business.
+
+    Formulas are written once, for one request, with the functions of `elementwise`: live they run
+    on Python's numbers, in a replay on arrays over prompts. What a controller can do is declared by
+    the properties; a policy that never looks at the draft needs `limit` alone, and `start` and
+    `observe` if it learns.
     """
 
     summary: ClassVar[str]
@@ -60,62 +59,39 @@ class LengthController(ABC):
 
     @property
     def signals(self) -> frozenset[str]:
-        """Fields of `Signals` that `keep_going` and `observe` read; nothing else is computed."""
+        """Fields of `Token` that it reads; nothing else is computed."""
         return frozenset()
 
-    @abstractmethod
-    def start(self, rows: int) -> Any:
-        """State for `rows` new sequences."""
+    @property
+    def asks(self) -> bool:
+        """Whether it may end a draft before the limit: by `keep_going`, or `worth`."""
+        return False
 
-    def renew(self, state: Any) -> Any:
-        """State for the next sequences of the same rows: what outlives a request, if anything.
+    @property
+    def weighs(self) -> bool:
+        """Whether it says what drafting is worth (`Opening.worth`, `worth`), instead of yes or no:
+        requests that share a pass then draft on while it is worth it for all of them in sum."""
+        return False
 
-        The engine starts new requests from the newest one that left. Must not make what a request
-        drafts depend on others where the controller is repeatable (`timeless`).
-        """
-        return self.start(len(state))
+    @property
+    def own_costs(self) -> Costs | None:
+        """Costs to decide by instead of the measured ones; the request then decides for itself,
+        and nothing is carried to the next: what it drafts is repeatable."""
+        return None
 
-    def timeless(self, cost: float) -> LengthController:
-        """The same policy without a clock and without memory, for texts that must be repeatable.
-
-        How long a draft is decides how many random numbers a sampled request takes. `cost` is the
-        drafter's estimate of target passes over draft steps, from sizes alone.
-        """
-        return self
-
-    def together(self) -> LengthController:
-        """The same policy for rows decoded together, whose rounds take one time.
-
-        Only there rows may influence each other, and only those of a policy that reads the clock:
-        what others draft must stay repeatable. The engine asks for it.
-        """
-        return self
-
-    def regrouped(self, state: Any) -> Any:
-        """The state once rows joined or left those decoded together."""
-        return state
-
-    @abstractmethod
-    def limit(self, state: Any) -> IntArray:
-        """`(rows,)` the most tokens to draft this round; 0 means plain decoding this round."""
-
-    def keep_going(self, state: Any, drafted: IntArray, signals: Signals) -> BoolArray:
-        """Asked after each drafted token: draft another one?
-
-        `drafted` `(rows,)` counts the tokens drafted so far this round and `signals` `(rows, n)`
-        describes them, the last column being the newest; `n ≥ drafted`, and answers for rows that
-        already stopped are ignored. The newest token stays in the draft unless `drops_last`.
-        """
-        return np.ones(len(drafted), dtype=bool)
+    @property
+    def carries(self) -> bool:
+        """Whether a request starts from what an earlier one has learned (`carry`)."""
+        return False
 
     @property
     def drops_last(self) -> bool:
         """Whether the token at which `keep_going` said no is left out of the draft.
 
-        Only for decisions that do not depend on the newest token itself, such as those on
-        `Signals.top1`: leaving out tokens because of what was sampled (`Signals.chosen`) changes
-        the distribution of the tokens that stay, and sampling would not be lossless any more. For
-        the same reason the loop leaves out an end-of-text token like any other.
+        Only for decisions that do not depend on the newest token itself, such as those on its
+        `top1`: leaving out tokens because of what was sampled (`chosen`, `id`) changes the
+        distribution of the tokens that stay, and sampling would not be lossless any more. For the
+        same reason the loop leaves out an end-of-text token like any other.
         """
         return False
 
@@ -124,16 +100,75 @@ class LengthController(ABC):
         """Whether the length is chosen by `plan`, from a preview of `limit` drafted tokens."""
         return False
 
-    def plan(self, state: Any, drafted: IntArray, signals: Signals) -> IntArray:
-        """Asked once per round if `previews`: how many tokens to draft after all, `(rows,)`.
+    def start(self) -> State:
+        """Of a request about which nothing is known."""
+        return ()
 
-        `drafted` `(rows,)` counts the previewed tokens and `signals` `(rows, n)` describes them.
+    def carry(self, state: Any) -> State:
+        """Of a request that follows one that ended with `state`, if it `carries`."""
+        return self.start()
+
+    @abstractmethod
+    def limit(self, state: Any, costs: Costs) -> int:
+        """Most tokens to draft this round; 0 means plain decoding this round."""
+
+    def open(self, state: Any, costs: Costs) -> Opening:
+        """The same with all that `weighs` needs, and the memo that the round begins with."""
+        return Opening(self.limit(state, costs))
+
+    def fold(self, state: Any, memo: Memo, token: Token) -> Memo:
+        """The memo with the newest drafted token; by default that token alone."""
+        return token
+
+    def keep_going(self, state: Any, costs: Costs, memo: Memo) -> bool:
+        """Asked after each drafted token if it `asks`: draft another one?
+
+        The newest token stays in the draft unless `drops_last`.
+        """
+        return self.worth(state, costs, memo) > 0
+
+    def worth(self, state: Any, costs: Costs, memo: Memo) -> float:
+        """Likewise if it `weighs`: tokens that drafting another one is expected to gain, net of its
+        time; above 0 means yes."""
+        return math.inf
+
+    def plan(self, state: Any, costs: Costs, memo: Memo) -> int:
+        """Asked once per round if it `previews`: how many of the previewed tokens to draft.
+
         Unlike `keep_going` this may depend on every previewed token, so a sampled preview is
         thrown away and the draft drawn anew: keeping it would select among drafts by what they
         say, and sampling would not be lossless any more.
         """
-        return drafted
+        raise NotImplementedError(f"{type(self).__name__} previews and has no plan")
 
-    @abstractmethod
-    def observe(self, state: Any, outcome: RoundOutcome) -> Any:
-        """The state after a round. Must not learn from `outcome.censored` rounds."""
+    def observe(self, state: Any, costs: Costs, round: Round) -> State:
+        """The state after a round. Must not learn from rounds that are cut from outside
+        (`Round.teaches`)."""
+        return state
+
+
+def _inner(name: str) -> Any:
+    """An attribute of a wrapper that is the wrapped controller's."""
+    return property(lambda wrapper: getattr(wrapper.inner, name))
+
+
+class Wrapper(LengthController):
+    """Everything as the controller `inner` has it, but for what a subclass defines."""
+
+    inner: LengthController
+    signals = _inner("signals")
+    asks = _inner("asks")
+    weighs = _inner("weighs")
+    own_costs = _inner("own_costs")
+    carries = _inner("carries")
+    drops_last = _inner("drops_last")
+    previews = _inner("previews")
+    start = _inner("start")
+    carry = _inner("carry")
+    limit = _inner("limit")
+    open = _inner("open")
+    fold = _inner("fold")
+    keep_going = _inner("keep_going")
+    worth = _inner("worth")
+    plan = _inner("plan")
+    observe = _inner("observe")

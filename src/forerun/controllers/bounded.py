@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from forerun.checks import whole
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import LengthController, Opening, Wrapper
+from forerun.controllers.elementwise import maximum, minimum
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
 
 
 @dataclass(frozen=True)
-class Bounded(LengthController):
+class Bounded(Wrapper):
     """Clip the lengths another controller asks for.
 
     *Helps* an operator to cap what any policy may do (memory, latency, widths that were compiled)
@@ -34,8 +34,8 @@ class Bounded(LengthController):
 
     >>> from forerun.controllers import CONTROLLERS
     >>> controller = CONTROLLERS.make("bounded(fixed(20), high=8)")
-    >>> controller.limit(controller.start(1))
-    array([8])
+    >>> controller.limit(controller.start(), Costs.synthetic(5))
+    8
     """
 
     inner: LengthController
@@ -53,57 +53,15 @@ class Bounded(LengthController):
             whole("high", self.high)
             require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
 
-    @property
-    def signals(self) -> frozenset[str]:
-        """What the inner controller reads."""
-        return self.inner.signals
+    def limit(self, state: Any, costs: Costs) -> int:
+        """The inner length, clipped."""
+        return self.open(state, costs).alone
 
-    @property
-    def drops_last(self) -> bool:
-        """As the inner controller has it."""
-        return self.inner.drops_last
-
-    @property
-    def previews(self) -> bool:
-        """As the inner controller has it."""
-        return self.inner.previews
-
-    def plan(self, state: Any, drafted: IntArray, signals: Signals) -> IntArray:
-        """What the inner controller plans of the clipped preview."""
-        return self.inner.plan(state, drafted, signals)
-
-    def start(self, rows: int) -> State:
-        """The inner controller's state."""
-        state: State = self.inner.start(rows)
-        return state
-
-    def renew(self, state: Any) -> State:
-        """As the inner controller has it."""
-        new: State = self.inner.renew(state)
-        return new
-
-    def timeless(self, cost: float) -> LengthController:
-        """Likewise, with the same bounds."""
-        return replace(self, inner=self.inner.timeless(cost))
-
-    def together(self) -> LengthController:
-        """Likewise."""
-        return replace(self, inner=self.inner.together())
-
-    def regrouped(self, state: Any) -> Any:
-        """As the inner controller has it."""
-        return self.inner.regrouped(state)
-
-    def limit(self, state: Any) -> IntArray:
-        """`(rows,)` the inner length, clipped."""
-        limit: IntArray = np.clip(self.inner.limit(state), self.low, self.high)
-        return limit
-
-    def keep_going(self, state: Any, drafted: IntArray, signals: Signals) -> BoolArray:
-        """As the inner controller says."""
-        return self.inner.keep_going(state, drafted, signals)
-
-    def observe(self, state: Any, outcome: RoundOutcome) -> State:
-        """The inner controller learns."""
-        new: State = self.inner.observe(state, outcome)
-        return new
+    def open(self, state: Any, costs: Costs) -> Opening:
+        """The inner length, clipped; with `low` above 0 there are no plain rounds."""
+        opening = self.inner.open(state, costs)
+        if self.low:
+            opening = opening._replace(most=maximum(opening.alone, self.low), worth=math.inf)
+        if self.high is not None:
+            opening = opening._replace(most=minimum(opening.most, self.high))
+        return opening

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import numpy as np
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
 from forerun.confidence import Confidence
 from forerun.controllers.base import LengthController, State
+from forerun.controllers.elementwise import clip, floor
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+from forerun.types import Token
+
+
+class Drafted(NamedTuple):
+    """Of a round so far."""
+
+    tokens: int
+    """How many, > 0."""
+    total: float
+    """Sum of their confidences."""
 
 
 @dataclass(frozen=True)
@@ -74,45 +83,37 @@ class CMASD(Confidence, LengthController):
         return self.reads
 
     @property
+    def asks(self) -> bool:
+        """Only the incremental form does."""
+        return not self.two_pass
+
+    @property
     def previews(self) -> bool:
         """Only the two-pass form does."""
         return self.two_pass
 
-    def start(self, rows: int) -> State:
-        """State for `rows` new sequences: no memory."""
-        return State(np.zeros(rows, dtype=np.int64))
+    def limit(self, state: State, costs: Costs) -> int:
+        """k_max."""
+        return self.high
 
-    def limit(self, state: State) -> IntArray:
-        """`(rows,)` k_max."""
-        return np.full(len(state), self.high, dtype=np.int64)
+    def fold(self, state: State, memo: Drafted | None, token: Token) -> Drafted | None:
+        """Count and sum of the confidences; None without a distribution."""
+        wanted = {name: getattr(token, name) for name in self.reads}
+        if any(value is None for value in wanted.values()):
+            return memo
+        count, total = memo or Drafted(0, 0.0)
+        return Drafted(count + 1, total + self.score(**wanted))
 
-    def plan(self, state: State, drafted: IntArray, signals: Signals) -> IntArray:
+    def plan(self, state: State, costs: Costs, memo: Drafted | None) -> int:
         """k of the previewed tokens."""
-        sure = self._mean(drafted, signals)
-        return drafted if sure is None else np.minimum(drafted, self._length(sure))
+        return self.high if memo is None else self._length(memo)
 
-    def keep_going(self, state: State, drafted: IntArray, signals: Signals) -> BoolArray:
+    def keep_going(self, state: State, costs: Costs, memo: Drafted | None) -> bool:
         """Whether fewer tokens are drafted than their mean confidence suggests."""
-        sure = None if self.two_pass else self._mean(drafted, signals)
-        if sure is None:
-            return np.ones(len(drafted), dtype=bool)
-        return drafted < self._length(sure)
+        return self.two_pass or memo is None or memo.tokens < self._length(memo)
 
-    def observe(self, state: State, outcome: RoundOutcome) -> State:
-        """Only counts."""
-        return replace(state, rounds=state.rounds + 1)
-
-    def _mean(self, drafted: IntArray, signals: Signals) -> FloatArray | None:
-        """C̄ over the first `drafted` tokens of each row; None without a distribution."""
-        wanted = {name: getattr(signals, name) for name in self.reads}
-        if any(values is None for values in wanted.values()):
-            return None
-        score = self.score(**wanted)
-        counted = np.arange(score.shape[1]) < drafted[:, None]
-        mean: FloatArray = np.where(counted, score, 0).sum(1) / np.maximum(drafted, 1)
-        return mean
-
-    def _length(self, sure: FloatArray) -> IntArray:
+    def _length(self, drafted: Drafted) -> int:
         # Rounding in a mean of ones must not cost a token.
-        wanted = np.floor(self.alpha * sure * self.high + 1e-9).astype(np.int64)
-        return np.clip(wanted, self.low, self.high)
+        wanted = floor(self.alpha * drafted.total / drafted.tokens * self.high + 1e-9)
+        length: int = clip(wanted, self.low, self.high)
+        return length

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import numpy as np
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import LengthController
+from forerun.controllers.elementwise import ceil, clip, where
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import FloatArray, IntArray, RoundOutcome
+from forerun.types import Round
 
 
-@dataclass(frozen=True)
-class ExLlamaEMAState(State):
+class ExLlamaEMAState(NamedTuple):
     """State of `ExLlamaEMA`."""
 
-    ema: FloatArray
-    """`(rows,)` moving average of the accepted tokens; γ is its ceiling."""
-    tried: IntArray
-    """`(rows,)` the last round, counted from 0, that drafted something and taught something."""
+    rounds: int
+    """Rounds so far."""
+    ema: float
+    """Moving average of the accepted tokens; γ is its ceiling."""
+    tried: int
+    """The last round, counted from 0, that drafted something and taught something."""
 
 
 @dataclass(frozen=True)
@@ -81,28 +82,26 @@ class ExLlamaEMA(LengthController):
             require(value > 0, name, value, "above 0, or the average never moves")
         between("skip_ema", self.skip_ema, 0, 1000)
 
-    def start(self, rows: int) -> ExLlamaEMAState:
-        """State for `rows` new sequences."""
-        zeros = np.zeros(rows, dtype=np.int64)
+    def start(self) -> ExLlamaEMAState:
+        """The first average."""
         # A start below `skip_ema` rests like any other average: the first probe is due later.
-        return ExLlamaEMAState(zeros, np.full(rows, float(self.length)), zeros.copy())
+        return ExLlamaEMAState(0, float(self.length), 0)
 
-    def limit(self, state: ExLlamaEMAState) -> IntArray:
-        """`(rows,)` γ = ⌈ema⌉; 0 or a probe while the average is low."""
-        gamma = np.clip(np.ceil(state.ema).astype(np.int64), 1, self.high)
+    def limit(self, state: ExLlamaEMAState, costs: Costs) -> int:
+        """γ = ⌈ema⌉; 0 or a probe while the average is low."""
+        gamma = clip(ceil(state.ema), 1, self.high)
         due = state.rounds - state.tried >= self.probe_interval
-        resting = np.where(due, min(self.probe, self.high), 0)
-        return np.where(state.ema < self.skip_ema, resting, gamma)
+        resting = where(due, min(self.probe, self.high), 0)
+        limit: int = where(state.ema < self.skip_ema, resting, gamma)
+        return limit
 
-    def observe(self, state: ExLlamaEMAState, outcome: RoundOutcome) -> ExLlamaEMAState:
+    def observe(self, state: ExLlamaEMAState, costs: Costs, round: Round) -> ExLlamaEMAState:
         """Move the average to what was accepted."""
-        learn = (outcome.drafted > 0) & ~outcome.censored
-        seen = outcome.accepted + outcome.full
-        alpha = np.where(seen > state.ema, self.alpha_up, self.alpha_down)
+        seen = round.accepted + round.full
+        alpha = where(seen > state.ema, self.alpha_up, self.alpha_down)
         ema = alpha * seen + (1 - alpha) * state.ema
-        return replace(
-            state,
-            rounds=state.rounds + 1,
-            ema=np.where(learn, ema, state.ema),
-            tried=np.where(learn, state.rounds, state.tried),
+        return ExLlamaEMAState(
+            state.rounds + 1,
+            where(round.teaches, ema, state.ema),
+            where(round.teaches, state.rounds, state.tried),
         )

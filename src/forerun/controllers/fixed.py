@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
-
-import numpy as np
 
 from forerun.checks import whole
 from forerun.citations import bibtex
 from forerun.controllers.base import LengthController, State
-from forerun.types import IntArray, RoundOutcome
+from forerun.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,8 @@ class FixedLength(LengthController):
     Reference: Leviathan et al. 2023; Chen et al. 2023.
 
     >>> controller = FixedLength(3)
-    >>> controller.limit(controller.start(2))
-    array([3, 3])
+    >>> controller.limit(controller.start(), Costs.synthetic(5))
+    3
     """
 
     length: int = 5
@@ -43,14 +41,6 @@ class FixedLength(LengthController):
     def __post_init__(self) -> None:
         whole("length", self.length)
 
-    def start(self, rows: int) -> State:
-        """State for `rows` new sequences: nothing but the round count."""
-        return State(np.zeros(rows, dtype=np.int64))
-
-    def limit(self, state: State) -> IntArray:
-        """`(rows,)` the fixed length."""
-        return np.full(len(state), self.length, dtype=np.int64)
-
-    def observe(self, state: State, outcome: RoundOutcome) -> State:
-        """Count the round; there is nothing to learn."""
-        return replace(state, rounds=state.rounds + 1)
+    def limit(self, state: State, costs: Costs) -> int:
+        """The fixed length."""
+        return self.length

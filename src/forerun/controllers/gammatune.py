@@ -2,33 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
-import numpy as np
-
-from forerun.checks import between, flag, whole
+from forerun.checks import between, choice, flag, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import LengthController
+from forerun.controllers.elementwise import ceil, clip, where
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import FloatArray, IntArray, RoundOutcome, Stop
-
-if TYPE_CHECKING:
-    from forerun.controllers.gammatune_plus import GammaTunePlus
+from forerun.types import Round, Stop
 
 EARLY_STOP = ("update", "expand", "skip")
+_LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
 
 
-@dataclass(frozen=True)
-class GammaTuneState(State):
+class GammaTuneState(NamedTuple):
     """State of `GammaTune` and `GammaTunePlus`."""
 
-    window: FloatArray
-    """`(rows,)` γ̄, the smoothed window; γ is its ceiling."""
+    window: float
+    """γ̄, the smoothed window; γ is its ceiling."""
 
 
 @dataclass(frozen=True)
-class GammaTune(LengthController):
+class Window(LengthController):
+    """What `GammaTune` and `GammaTunePlus` do between rounds."""
+
+    length: int = 7
+    eta: float = 0.3
+    delta: float = 4
+    low: int = 1
+    high: int = 24
+    literal: bool = False
+    early_stop: str = "expand"
+
+    def __post_init__(self) -> None:
+        between("eta", self.eta, 0, 1)
+        require(self.eta > 0, "eta", self.eta, "above 0, or the window never moves")
+        between("delta", self.delta, 0, 1000)
+        for name in ("length", "low", "high"):
+            whole(name, getattr(self, name), 1)
+        low, high = self.low, self.high
+        require(low <= high, "low", low, f"at most high={high}")
+        require(low <= self.length <= high, "length", self.length, f"in {low}..{high}")
+        flag("literal", self.literal)
+        choice("early_stop", self.early_stop, EARLY_STOP)
+
+    def start(self) -> GammaTuneState:
+        """The first window."""
+        return GammaTuneState(float(self.length))
+
+    def limit(self, state: GammaTuneState, costs: Costs) -> int:
+        """γ = ⌈γ̄⌉."""
+        gamma: int = ceil(state.window)
+        return gamma
+
+    def observe(self, state: GammaTuneState, costs: Costs, round: Round) -> GammaTuneState:
+        """Move the window towards what was accepted, by the rule in `GammaTune`."""
+        full, learn = round.full, round.teaches
+        if self.early_stop != "expand":
+            reached = (round.stopped_by == _LIMIT) | (round.accepted >= state.window)
+            if self.early_stop == "skip":
+                learn = learn & (reached | (round.accepted < round.drafted))
+            full = full & reached
+        accepted = round.accepted + (0 if self.literal else where(full, self.delta, 0))
+        # (1 − η)·γ̄ + η·A, written so that A = γ̄ leaves γ̄ exactly where it is.
+        moved = state.window + self.eta * (accepted - state.window)
+        return GammaTuneState(where(learn, clip(moved, self.low, self.high), state.window))
+
+
+@dataclass(frozen=True)
+class GammaTune(Window):
     """Set γ to a moving average of the accepted tokens, and reach further when all were accepted.
 
     *Helps* when predictability drifts and the best length is unknown: the result hardly depends
@@ -64,65 +108,6 @@ class GammaTune(LengthController):
     Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.1 and Algorithm 1.
     """
 
-    length: int = 7
-    eta: float = 0.3
-    delta: float = 4
-    low: int = 1
-    high: int = 24
-    literal: bool = False
-    early_stop: str = "expand"
-
     summary: ClassVar[str] = "moving average of accepted tokens, longer when all were accepted"
     paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune)"
     bibtex: ClassVar[str] = bibtex("gammatune2025")
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def start(self, rows: int) -> GammaTuneState:
-        """State for `rows` new sequences."""
-        return GammaTuneState(np.zeros(rows, dtype=np.int64), np.full(rows, float(self.length)))
-
-    def limit(self, state: GammaTuneState) -> IntArray:
-        """`(rows,)` γ = ⌈γ̄⌉."""
-        return np.ceil(state.window).astype(np.int64)
-
-    def observe(self, state: GammaTuneState, outcome: RoundOutcome) -> GammaTuneState:
-        """Move the window towards what was accepted."""
-        return updated(self, state, outcome)
-
-
-def check(settings: GammaTune | GammaTunePlus) -> None:
-    """Refuse settings out of range."""
-    between("eta", settings.eta, 0, 1)
-    require(settings.eta > 0, "eta", settings.eta, "above 0, or the window never moves")
-    between("delta", settings.delta, 0, 1000)
-    for name in ("length", "low", "high"):
-        whole(name, getattr(settings, name), 1)
-    low, high = settings.low, settings.high
-    require(low <= high, "low", low, f"at most high={high}")
-    require(low <= settings.length <= high, "length", settings.length, f"in {low}..{high}")
-    flag("literal", settings.literal)
-    known = ", ".join(EARLY_STOP)
-    require(settings.early_stop in EARLY_STOP, "early_stop", settings.early_stop, f"one of {known}")
-
-
-def updated(
-    settings: GammaTune | GammaTunePlus, state: GammaTuneState, outcome: RoundOutcome
-) -> GammaTuneState:
-    """The state after a round, by the rule in `GammaTune`."""
-    reached = (outcome.stopped_by == Stop.LIMIT) | (outcome.accepted >= state.window)
-    early = outcome.full & ~reached
-    learn = (outcome.drafted > 0) & ~outcome.censored
-    expand = outcome.full
-    if settings.early_stop == "skip":
-        learn &= ~early
-    elif settings.early_stop == "update":
-        expand = expand & ~early
-    accepted = outcome.accepted.astype(np.float64)
-    if not settings.literal:
-        accepted += np.where(expand, settings.delta, 0)
-    # (1 − η)·γ̄ + η·A, written so that A = γ̄ leaves γ̄ exactly where it is.
-    moved = state.window + settings.eta * (accepted - state.window)
-    window = np.where(learn, np.clip(moved, settings.low, settings.high), state.window)
-    return replace(state, rounds=state.rounds + 1, window=window)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from forerun.checks import between, flag
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController
-from forerun.controllers.gammatune import GammaTuneState, check, updated
-from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+from forerun.controllers.gammatune import GammaTuneState, Window
+from forerun.controllers.threshold import Threshold
 
 
 @dataclass(frozen=True)
-class GammaTunePlus(LengthController):
+class GammaTunePlus(Window, Threshold):
     """GammaTune between rounds, a confidence threshold within the round.
 
     *Helps* over `gammatune` when difficulty changes from token to token: the average sets how far
@@ -48,50 +45,19 @@ class GammaTunePlus(LengthController):
     Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.2.
     """
 
-    length: int = 7
-    eta: float = 0.3
-    delta: float = 4
-    low: int = 1
-    high: int = 24
-    literal: bool = False
-    early_stop: str = "expand"
     threshold: float = 0.3
     keep: bool = True
 
     summary: ClassVar[str] = "gammatune, and stop when the drafter's top probability is low"
     paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune+)"
     bibtex: ClassVar[str] = bibtex("gammatune2025")
+    signal: ClassVar[str] = "top1"
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         between("threshold", self.threshold, 0, 1)
         flag("keep", self.keep)
 
-    @property
-    def signals(self) -> frozenset[str]:
-        """The probability of the most likely token."""
-        return frozenset({"top1"})
-
-    @property
-    def drops_last(self) -> bool:
-        """Whether the token of low confidence is left out."""
-        return not self.keep
-
-    def start(self, rows: int) -> GammaTuneState:
-        """State for `rows` new sequences."""
-        window: FloatArray = np.full(rows, float(self.length))
-        return GammaTuneState(np.zeros(rows, dtype=np.int64), window)
-
-    def limit(self, state: GammaTuneState) -> IntArray:
-        """`(rows,)` γ = ⌈γ̄⌉."""
-        return np.ceil(state.window).astype(np.int64)
-
-    def keep_going(self, state: GammaTuneState, drafted: IntArray, signals: Signals) -> BoolArray:
+    def sure(self, state: GammaTuneState, signal: float) -> bool:
         """Whether the drafter was sure enough of its newest token."""
-        if signals.top1 is None:
-            return np.ones(len(drafted), dtype=bool)
-        return signals.top1[:, -1] >= self.threshold
-
-    def observe(self, state: GammaTuneState, outcome: RoundOutcome) -> GammaTuneState:
-        """Move the window towards what was accepted."""
-        return updated(self, state, outcome)
+        return signal >= self.threshold

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import LengthController
+from forerun.controllers.elementwise import (
+    clip,
+    largest,
+    log,
+    maximum,
+    minimum,
+    select,
+    sigmoid,
+    where,
+)
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+from forerun.types import FloatArray, Round, Token
 
-MAX_LOG_ODDS = 6.0
+EDGE = sigmoid(6.0)
+"""Probabilities above it, and below one less it, count as it."""
 
 
-@dataclass(frozen=True)
-class GoodputState(State):
+class GoodputState(NamedTuple):
     """State of `Goodput`: two estimates of acceptance, and what each has seen (fading)."""
 
-    slope: FloatArray
-    """`(rows,)` ω."""
+    slope: float
+    """ω."""
     bias: FloatArray
-    """`(rows, high)` b by position."""
-    slope_info: FloatArray
-    """`(rows,)` `Σ w·f²`: how much is known of ω (entries of `XᵀWX`, as the next two)."""
+    """`(high,)` b by position."""
+    slope_info: float
+    """`Σ w·f²`: how much is known of ω (entries of `XᵀWX`, as the next two)."""
     cross_info: FloatArray
-    """`(rows, high)` `Σ w·f` by position."""
+    """`(high,)` `Σ w·f` by position."""
     bias_info: FloatArray
-    """`(rows, high)` `Σ w` by position."""
-    hits: FloatArray
-    """`(rows,)` tokens accepted."""
-    tries: FloatArray
-    """`(rows,)` tokens judged."""
+    """`(high,)` `Σ w` by position."""
+    hits: float
+    """Tokens accepted."""
+    tries: float
+    """Tokens judged."""
+
+
+class Drafted(NamedTuple):
+    """Of a round so far."""
+
+    tokens: int
+    """n, how many."""
+    survival: float
+    """`a_n`; beyond `high` tokens that of the last of them."""
+    expected: float
+    """`1 + Σ_{j≤n} a_j`."""
 
 
 @dataclass(frozen=True)
@@ -108,97 +130,86 @@ class Goodput(LengthController):
         """The probability of the most likely token."""
         return frozenset({"top1"})
 
-    def start(self, rows: int) -> GoodputState:
-        """State for `rows` new sequences."""
-        flat, wide = np.zeros(rows), np.zeros((rows, self.high))
-        return GoodputState(
-            rounds=np.zeros(rows, dtype=np.int64),
-            slope=np.ones(rows),
-            bias=wide,
-            slope_info=flat,
-            cross_info=wide,
-            bias_info=wide,
-            hits=flat,
-            tries=flat,
-        )
+    @property
+    def asks(self) -> bool:
+        """Always."""
+        return True
 
-    def limit(self, state: GoodputState) -> IntArray:
-        """`(rows,)` the most tokens per round."""
-        return np.full(len(state), self.high, dtype=np.int64)
+    def start(self) -> GoodputState:
+        """`p̂ = max_v draft(v)`, and nothing seen."""
+        zeros = np.zeros(self.high)
+        return GoodputState(1.0, zeros, 0.0, zeros, zeros, 0.0, 0.0)
 
-    def keep_going(self, state: GoodputState, drafted: IntArray, signals: Signals) -> BoolArray:
+    def limit(self, state: GoodputState, costs: Costs) -> int:
+        """The most tokens per round."""
+        return self.high
+
+    def fold(self, state: GoodputState, memo: Drafted | None, token: Token) -> Drafted:
+        """Survival of the drafted tokens and the sum of survivals, with one more."""
+        count, survival, expected = memo or Drafted(0, 1.0, 1.0)
+        if count < self.high:
+            survival = survival * (
+                self._mean(state)
+                if token.top1 is None
+                else sigmoid(state.slope * log_odds(token.top1) + state.bias[count])
+            )
+            expected = expected + survival
+        return Drafted(count + 1, survival, expected)
+
+    def keep_going(self, state: GoodputState, costs: Costs, memo: Drafted) -> bool:
         """Whether another token is expected to raise the tokens per time."""
-        mean = (self.damping * self.acceptance + state.hits) / (self.damping + state.tries)
-        if signals.top1 is None:
-            chance = np.repeat(mean[:, None], self.high, 1)
-        else:
-            chance = predicted(state, log_odds(signals.top1, self.high))
-        inside = np.arange(self.high) < drafted[:, None]
-        survival = np.where(inside, chance, 1).cumprod(1)
-        expected = 1 + (survival * inside).sum(1)
         step = 1 / self.cost + self.width_cost
         # Θ(n + 1) > Θ(n), both multiplied by their times.
-        better: BoolArray = survival[:, -1] * mean * (1 + drafted * step) > expected * step
+        gain = memo.survival * self._mean(state) * (1 + memo.tokens * step)
+        better: bool = gain > memo.expected * step
         return better
 
-    def observe(self, state: GoodputState, outcome: RoundOutcome) -> GoodputState:
+    def observe(self, state: GoodputState, costs: Costs, round: Round) -> GoodputState:
         """Fade what was seen, add this round, and take one Newton step."""
-        judged = np.minimum(np.minimum(outcome.accepted + 1, outcome.drafted), self.high)
-        judged = np.where(outcome.censored, 0, judged)
-        accepted = np.minimum(outcome.accepted, judged)
-        fade = np.where(judged > 0, 1 - 1 / self.window, 1)
-        state = replace(
-            state,
-            rounds=state.rounds + 1,
-            hits=fade * state.hits + accepted,
-            tries=fade * state.tries + judged,
-        )
-        top1 = outcome.signals.top1
-        if top1 is None or not judged.any():
+        judged = minimum(round.judged, self.high)
+        accepted = minimum(round.accepted, judged)
+        fade = where(judged > 0, 1 - 1 / self.window, 1.0)
+        state = state._replace(hits=fade * state.hits + accepted, tries=fade * state.tries + judged)
+        most = largest(judged)
+        if not most or not round.shows("top1"):
             return state
-        seen = np.arange(self.high) < judged[:, None]
-        matched = np.arange(self.high) < accepted[:, None]
-        f = log_odds(top1, self.high)
-        chance = predicted(state, f)
-        weight = np.where(seen, chance * (1 - chance), 0)
-        miss = np.where(seen, matched - chance, 0)
-        slope_info = fade * state.slope_info + (weight * f * f).sum(1)
-        cross_info = fade[:, None] * state.cross_info + weight * f
-        bias_info = fade[:, None] * state.bias_info + weight
+        f = log_odds(np.stack([round.tokens[k].top1 for k in range(most)]))
+        seen, matched = (np.less.outer(np.arange(most), count) for count in (judged, accepted))
+        chance = sigmoid(state.slope * f + state.bias[:most])
+        weight = where(seen, chance * (1 - chance), 0.0)
+        miss = np.zeros_like(state.bias)
+        miss[:most] = where(seen, matched - chance, 0.0)
+        slope_info = fade * state.slope_info + (weight * f * f).sum(0)
+        cross_info, bias_info = fade * state.cross_info, fade * state.bias_info
+        cross_info[:most] += weight * f
+        bias_info[:most] += weight
         # XᵀWX + κ/4 is an arrowhead (one ω, each b alone), solved by eliminating the b. An
         # observation tells at most ¼ about b, so κ of them tell κ/4.
         known = bias_info + self.damping / 4
-        left = slope_info + self.damping / 4 - (cross_info**2 / known).sum(1)
-        turn = ((miss * f).sum(1) - (cross_info * miss / known).sum(1)) / left
-        turn = np.maximum(turn, -state.slope)
-        shift = (miss - cross_info * turn[:, None]) / known
-        learn = judged > 0
-        return replace(
-            state,
-            slope=np.where(learn, state.slope + turn, state.slope),
-            bias=np.where(learn[:, None], state.bias + shift, state.bias),
+        left = slope_info + self.damping / 4 - (cross_info**2 / known).sum(0)
+        turn = ((miss[:most] * f).sum(0) - (cross_info * miss / known).sum(0)) / left
+        turn = maximum(turn, -state.slope)
+        bias = state.bias + (miss - cross_info * turn) / known
+        new = state._replace(
+            slope=state.slope + turn,
+            bias=bias,
             slope_info=slope_info,
             cross_info=cross_info,
             bias_info=bias_info,
         )
+        learned: GoodputState = select(judged > 0, new, state)
+        return learned
+
+    def _mean(self, state: GoodputState) -> float:
+        """α, the mean acceptance."""
+        return (self.damping * self.acceptance + state.hits) / (self.damping + state.tries)
 
 
-def log_odds(top1: FloatArray, width: int) -> FloatArray:
-    """`(rows, width)` log-odds of the probabilities, clipped; 0 beyond those given.
+def log_odds(top1: Any) -> Any:
+    """Log-odds of a probability, clipped.
 
-    A fixed width keeps sums exactly the same whoever shares the batch.
-
-    >>> log_odds(np.array([[0.5, 1.0]]), 3)
-    array([[0., 6., 0.]])
+    >>> log_odds(0.5), round(log_odds(1.0), 9)
+    (0.0, 6.0)
     """
-    edge = 1 / (1 + np.exp(-MAX_LOG_ODDS))
-    inside = np.clip(top1[:, :width], 1 - edge, edge)
-    out = np.zeros((len(top1), width))
-    out[:, : inside.shape[1]] = np.log(inside / (1 - inside))
-    return out
-
-
-def predicted(state: GoodputState, f: FloatArray) -> FloatArray:
-    """`(rows, high)` `p̂ = σ(ω·f + b)`."""
-    chance: FloatArray = 1 / (1 + np.exp(-(state.slope[:, None] * f + state.bias)))
-    return chance
+    inside = clip(top1, 1 - EDGE, EDGE)
+    return log(inside / (1 - inside))

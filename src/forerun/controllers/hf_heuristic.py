@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import numpy as np
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from forerun.checks import whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import LengthController
+from forerun.controllers.elementwise import maximum, minimum, where
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import IntArray, RoundOutcome
+from forerun.types import Round
 
 
-@dataclass(frozen=True)
-class HFHeuristicState(State):
+class HFHeuristicState(NamedTuple):
     """State of `HFHeuristic`."""
 
-    length: IntArray
-    """`(rows,)` γ of the next round."""
+    length: int
+    """γ of the next round."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +68,17 @@ class HFHeuristic(LengthController):
         inside = self.low <= self.length <= self.high
         require(inside, "length", self.length, f"between low={self.low} and high={self.high}")
 
-    def start(self, rows: int) -> HFHeuristicState:
-        """State for `rows` new sequences."""
-        length = np.full(rows, self.length, dtype=np.int64)
-        return HFHeuristicState(np.zeros(rows, dtype=np.int64), length)
+    def start(self) -> HFHeuristicState:
+        """The first length."""
+        return HFHeuristicState(self.length)
 
-    def limit(self, state: HFHeuristicState) -> IntArray:
-        """`(rows,)` γ."""
-        return state.length.copy()
+    def limit(self, state: HFHeuristicState, costs: Costs) -> int:
+        """γ."""
+        return state.length
 
-    def observe(self, state: HFHeuristicState, outcome: RoundOutcome) -> HFHeuristicState:
+    def observe(self, state: HFHeuristicState, costs: Costs, round: Round) -> HFHeuristicState:
         """Lengthen or shorten."""
-        longer = np.minimum(state.length + self.up, self.high)
-        shorter = np.maximum(state.length - self.down, self.low)
-        learn = (outcome.drafted > 0) & ~outcome.censored
-        length = np.where(learn, np.where(outcome.full, longer, shorter), state.length)
-        return replace(state, rounds=state.rounds + 1, length=length)
+        longer = minimum(state.length + self.up, self.high)
+        shorter = maximum(state.length - self.down, self.low)
+        length = where(round.full, longer, shorter)
+        return HFHeuristicState(where(round.teaches, length, state.length))

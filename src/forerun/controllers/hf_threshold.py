@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
-from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals
+from forerun.controllers.elementwise import anywhere, largest, where
+from forerun.controllers.threshold import Threshold
+from forerun.costs import Costs
+from forerun.types import BoolArray, FloatArray, Round
 
 MISS_WEIGHT = 3  # of a false negative against a false positive, as transformers sets it
 MORE_SAMPLES_THAN = 5
 
 
-@dataclass(frozen=True)
-class HFThresholdState(State):
-    """State of `HFThreshold`; the ring buffers have width 0 when the threshold is static."""
+class HFThresholdState(NamedTuple):
+    """State of `HFThreshold`; there are no samples when the threshold is static."""
 
-    threshold: FloatArray
-    """`(rows,)` the threshold in force."""
+    threshold: float
+    """The threshold in force."""
     probs: FloatArray
-    """`(rows, history)` ring buffer: probability of each judged draft token."""
+    """`(history,)` probability of each judged draft token, newest first; −1 where there is none."""
     matched: BoolArray
-    """`(rows, history)` ring buffer: whether the target agreed."""
-    count: IntArray
-    """`(rows,)` samples ever written; the next goes to `count % history`."""
+    """`(history,)` whether the target agreed."""
 
 
 @dataclass(frozen=True)
-class HFThreshold(LengthController):
+class HFThreshold(Threshold):
     """Stop at the first drafted token whose probability is below a threshold.
 
     *Helps* when the drafter's confidence predicts acceptance: it sees difficulty coming, inside
@@ -71,6 +70,7 @@ class HFThreshold(LengthController):
     summary: ClassVar[str] = "stop when the drafted token's probability falls below a threshold"
     paper: ClassVar[str] = "Mamou et al. 2024; Gante 2023 (transformers)"
     bibtex: ClassVar[str] = bibtex("mamou2024", "gante2023")
+    signal: ClassVar[str] = "chosen"
 
     def __post_init__(self) -> None:
         between("threshold", self.threshold, 0, 1)
@@ -78,81 +78,66 @@ class HFThreshold(LengthController):
         whole("length", self.length)
         whole("history", self.history, MORE_SAMPLES_THAN + 1)
 
-    @property
-    def signals(self) -> frozenset[str]:
-        """The probability of the drafted token."""
-        return frozenset({"chosen"})
-
-    def start(self, rows: int) -> HFThresholdState:
-        """State for `rows` new sequences."""
-        shape = (rows, self.history if self.dynamic else 0)
+    def start(self) -> HFThresholdState:
+        """The first threshold and no samples."""
+        kept = self.history if self.dynamic else 0
         return HFThresholdState(
-            rounds=np.zeros(rows, dtype=np.int64),
-            threshold=np.full(rows, float(self.threshold)),
-            probs=np.zeros(shape),
-            matched=np.zeros(shape, dtype=bool),
-            count=np.zeros(rows, dtype=np.int64),
+            float(self.threshold), np.full(kept, -1.0), np.zeros(kept, dtype=bool)
         )
 
-    def limit(self, state: HFThresholdState) -> IntArray:
-        """`(rows,)` the most tokens per round."""
-        return np.full(len(state), self.length, dtype=np.int64)
+    def limit(self, state: HFThresholdState, costs: Costs) -> int:
+        """The most tokens per round."""
+        return self.length
 
-    def keep_going(self, state: HFThresholdState, drafted: IntArray, signals: Signals) -> BoolArray:
+    def sure(self, state: HFThresholdState, signal: float) -> bool:
         """Whether the newest token was probable enough."""
-        if signals.chosen is None:
-            return np.ones(len(drafted), dtype=bool)
-        return signals.chosen[:, -1] >= state.threshold
+        return signal >= state.threshold
 
-    def observe(self, state: HFThresholdState, outcome: RoundOutcome) -> HFThresholdState:
-        """Extend the history and move the threshold (dynamic form)."""
-        state = replace(state, rounds=state.rounds + 1)
-        chosen = outcome.signals.chosen
-        if not self.dynamic or chosen is None or chosen.shape[1] == 0:
+    def observe(self, state: HFThresholdState, costs: Costs, round: Round) -> HFThresholdState:
+        """Extend the samples and move the threshold (dynamic form)."""
+        judged = round.judged
+        most = largest(judged)
+        if not self.dynamic or not most or not round.shows("chosen"):
             return state
-        judged = np.minimum(outcome.accepted + 1, outcome.drafted)
-        judged = np.where(outcome.censored, 0, judged)
-        column = np.arange(chosen.shape[1])
-        fits = column >= judged[:, None] - self.history
-        row, at = np.nonzero((column < judged[:, None]) & fits)
-        slot = (state.count[row] + at) % self.history
-        probs, matched = state.probs.copy(), state.matched.copy()
-        probs[row, slot] = chosen[row, at]
-        matched[row, slot] = at < outcome.accepted[row]
-        count = state.count + judged
-        used = min(self.history, int(count.max(initial=0)))
-        hits, valid = matched[:, :used], np.arange(used) < count[:, None]
-        enough = (judged > 0) & (count > MORE_SAMPLES_THAN)
-        enough &= (hits & valid).any(1) & (~hits & valid).any(1)
-        threshold = state.threshold.copy()
-        if enough.any():
-            threshold[enough] = best_threshold(probs[enough, :used], hits[enough], valid[enough])
-        return replace(state, threshold=threshold, probs=probs, matched=matched, count=count)
+        newest_first = range(most - 1, -1, -1)
+        probs = np.stack([round.tokens[i].chosen for i in newest_first])
+        matched = np.stack([i < round.accepted for i in newest_first])
+        # The newest tokens of those that judged fewer are further down.
+        index = np.add.outer(np.arange(self.history), most - judged)
+        probs = np.take_along_axis(np.concatenate([probs, state.probs]), index, 0)
+        matched = np.take_along_axis(np.concatenate([matched, state.matched]), index, 0)
+        valid = probs >= 0
+        enough = (judged > 0) & (valid.sum(0) > MORE_SAMPLES_THAN)
+        enough = enough & (matched & valid).any(0) & (~matched & valid).any(0)
+        threshold = state.threshold
+        if anywhere(enough):
+            used = largest(valid.sum(0))
+            threshold = where(enough, best_threshold(probs[:used], matched[:used]), threshold)
+        return HFThresholdState(threshold, probs, matched)
 
 
-def best_threshold(probs: FloatArray, matched: BoolArray, valid: BoolArray) -> FloatArray:
-    """`argmin_t fpr(t) + 3·fnr(t)` per row, where `prob ≥ t` predicts a match.
+def best_threshold(probs: FloatArray, matched: BoolArray) -> Any:
+    """`argmin_t fpr(t) + 3·fnr(t)`, where `prob ≥ t` predicts a match.
 
-    The candidates are the valid probabilities of the row. A ROC curve also has the point "nothing
-    is predicted to match" (threshold ∞), whose cost 3 can never win: predicting everything to
-    match costs 1. Both kinds of samples must be present.
+    The candidates are the probabilities, along the first axis; negative ones are no samples. A ROC
+    curve also has the point "nothing is predicted to match" (threshold ∞), whose cost 3 can never
+    win: predicting everything to match costs 1. Both kinds of samples must be present.
 
-    >>> probs = np.array([[0.9, 0.8, 0.3, 0.2]])
-    >>> matched = np.array([[True, True, False, False]])
-    >>> best_threshold(probs, matched, np.ones((1, 4), dtype=bool))
-    array([0.8])
+    >>> probs = np.array([0.9, 0.8, 0.3, 0.2])
+    >>> float(best_threshold(probs, np.array([True, True, False, False])))
+    0.8
     """
-    order = np.argsort(np.where(valid, -probs, np.inf), axis=1, kind="stable")
-    probs = np.take_along_axis(probs, order, 1)
-    matched = np.take_along_axis(matched, order, 1)
-    valid = np.take_along_axis(valid, order, 1)
-    hits = (matched & valid).cumsum(1)
-    alarms = (~matched & valid).cumsum(1)
-    positives, negatives = hits[:, -1:], alarms[:, -1:]
+    order = np.argsort(-probs, axis=0, kind="stable")
+    probs = np.take_along_axis(probs, order, 0)
+    matched = np.take_along_axis(matched, order, 0)
+    valid = probs >= 0
+    hits = (matched & valid).cumsum(0)
+    alarms = (~matched & valid).cumsum(0)
+    positives, negatives = hits[-1], alarms[-1]
     # fpr + 3·fnr multiplied by both class sizes: exact in integers.
     cost = alarms * positives + MISS_WEIGHT * (positives - hits) * negatives
     # Equal probabilities pass a threshold together: only the last of them is a point of the curve.
     point = valid.copy()
-    point[:, :-1] &= (probs[:, :-1] != probs[:, 1:]) | ~valid[:, 1:]
-    index = np.where(point, cost, np.iinfo(np.int64).max).argmin(1)
-    return probs[np.arange(len(probs)), index]
+    point[:-1] &= probs[:-1] != probs[1:]
+    index = np.where(point, cost, np.iinfo(np.int64).max).argmin(0)
+    return np.take_along_axis(probs, index[None], 0)[0]

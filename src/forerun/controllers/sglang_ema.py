@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import numpy as np
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import LengthController
+from forerun.controllers.elementwise import maximum, minimum, picked, where
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.types import FloatArray, IntArray, RoundOutcome
+from forerun.types import Round
 
 
-@dataclass(frozen=True)
-class SGLangEMAState(State):
+class SGLangEMAState(NamedTuple):
     """State of `SGLangEMA`."""
 
-    tier: IntArray
-    """`(rows,)` index into the candidate steps."""
-    ema: FloatArray
-    """`(rows,)` moving average of the accepted tokens."""
-    learned: IntArray
-    """`(rows,)` rounds that moved the average."""
-    resting: IntArray
-    """`(rows,)` the first round of the newest stretch of plain decoding, counted from 0."""
+    rounds: int
+    """Rounds so far."""
+    tier: int
+    """Index into the candidate steps."""
+    ema: float
+    """Moving average of the accepted tokens."""
+    learned: int
+    """Rounds that moved the average."""
+    resting: int
+    """The first round of the newest stretch of plain decoding, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class SGLangEMA(LengthController):
         wanted = "rising whole numbers separated by commas"
         good = isinstance(text, str) and all(s.strip().isdecimal() for s in text.split(","))
         require(good, "candidate_steps", text, wanted)
-        steps = self.steps.tolist()
+        steps = list(self.steps)
         require(steps == sorted(set(steps)), "candidate_steps", text, wanted)
         whole("length", self.length)
         require(self.length in steps, "length", self.length, f"one of {text}")
@@ -93,61 +95,57 @@ class SGLangEMA(LengthController):
         for name in ("up_hysteresis", "down_hysteresis"):
             between(name, getattr(self, name), -10, 10)
 
-    @property
-    def steps(self) -> IntArray:
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
         """The candidates, rising."""
-        return np.array([int(step) for step in self.candidate_steps.split(",")], dtype=np.int64)
+        return tuple(int(step) for step in self.candidate_steps.split(","))
 
     @property
     def high(self) -> int:
         """The largest candidate."""
-        return int(self.steps[-1])
+        return self.steps[-1]
 
-    def start(self, rows: int) -> SGLangEMAState:
-        """State for `rows` new sequences."""
+    def start(self) -> SGLangEMAState:
+        """The first tier."""
         steps = self.steps
         # Plain rounds do not move the average, so a start at 0 is that of its first probe, whose
         # warm-up the plain rounds have served.
-        first = self.length or int(steps[min(1, len(steps) - 1)])
+        first = self.length or steps[min(1, len(steps) - 1)]
         warm = 0 if self.length else self.warmup_batches
-        return SGLangEMAState(
-            rounds=np.zeros(rows, dtype=np.int64),
-            tier=np.full(rows, int(np.searchsorted(steps, self.length)), dtype=np.int64),
-            ema=np.full(rows, float(first - 1)),
-            learned=np.full(rows, warm, dtype=np.int64),
-            resting=np.full(rows, warm, dtype=np.int64),
-        )
+        return SGLangEMAState(0, steps.index(self.length), float(first - 1), warm, warm)
 
-    def limit(self, state: SGLangEMAState) -> IntArray:
-        """`(rows,)` γ of the tier."""
-        return self.steps[self._tier(state)]
+    def limit(self, state: SGLangEMAState, costs: Costs) -> int:
+        """γ of the tier."""
+        gamma: int = picked(self.steps, self._tier(state))
+        return gamma
 
-    def observe(self, state: SGLangEMAState, outcome: RoundOutcome) -> SGLangEMAState:
+    def observe(self, state: SGLangEMAState, costs: Costs, round: Round) -> SGLangEMAState:
         """Move the average, and the tier when it is time."""
-        learn = (outcome.drafted > 0) & ~outcome.censored
-        ema = state.ema + self.ema_alpha * (outcome.accepted - state.ema)
-        ema = np.where(learn, ema, state.ema)
+        learn = round.teaches
+        ema = state.ema + self.ema_alpha * (round.accepted - state.ema)
+        ema = where(learn, ema, state.ema)
         learned = state.learned + learn
         since = learned - self.warmup_batches
         due = learn & (since > 0) & (since % self.update_interval == 0)
-        tier = np.where(due, self._moved(self._tier(state), ema), state.tier)
-        rest = due & (self.steps[tier] == 0)
+        tier = where(due, self._moved(self._tier(state), ema), state.tier)
+        rest = due & (picked(self.steps, tier) == 0)
         rounds = state.rounds + 1
-        resting = np.where(rest, rounds, state.resting)
+        resting = where(rest, rounds, state.resting)
         return SGLangEMAState(rounds, tier, ema, learned, resting)
 
-    def _tier(self, state: SGLangEMAState) -> IntArray:
-        """`(rows,)` the tier in use: the next one where plain decoding has lasted an interval."""
+    def _tier(self, state: SGLangEMAState) -> int:
+        """The tier in use: the next one where plain decoding has lasted an interval."""
         rested = state.rounds - state.resting >= self.update_interval
-        probe = rested & (self.steps[state.tier] == 0)
-        return np.minimum(state.tier + probe, len(self.steps) - 1)
+        probe = rested & (picked(self.steps, state.tier) == 0)
+        tier: int = minimum(state.tier + probe, len(self.steps) - 1)
+        return tier
 
-    def _moved(self, tier: IntArray, ema: FloatArray) -> IntArray:
-        """`(rows,)` the tier the average calls for."""
-        below = self.steps[:-1]
-        # Both rise, so counting those an average exceeds is walking from tier to tier.
-        falls = np.where(below == 0, 0.5, below - 0.5) + self.down_hysteresis
-        rises = below - 0.5 + self.up_hysteresis
-        down = np.minimum(tier, np.searchsorted(falls, ema))
-        up = np.maximum(tier, np.searchsorted(rises, ema))
-        return np.where(down < tier, down, up)
+    def _moved(self, tier: int, ema: float) -> int:
+        """The tier the average calls for."""
+        down = up = 0
+        # Both thresholds rise, so counting those an average exceeds is walking from tier to tier.
+        for below in self.steps[:-1]:
+            down = down + (ema > (below - 0.5 if below else 0.5) + self.down_hysteresis)
+            up = up + (ema > below - 0.5 + self.up_hysteresis)
+        moved: int = where(down < tier, down, maximum(tier, up))
+        return moved

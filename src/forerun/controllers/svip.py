@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
-
-import numpy as np
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
-from forerun.types import BoolArray, IntArray, RoundOutcome, Signals
+from forerun.controllers.base import State
+from forerun.controllers.elementwise import maximum, sqrt
+from forerun.controllers.threshold import Threshold
+from forerun.costs import Costs
 
 
 @dataclass(frozen=True)
-class SVIP(LengthController):
+class SVIP(Threshold):
     """Stop at the first token whose draft distribution has a high entropy.
 
     *Helps* when difficulty changes from token to token and the drafter knows it: entropy sees
@@ -43,10 +43,8 @@ class SVIP(LengthController):
     Reference: Zhang et al. 2024, "Draft Model Knows When to Stop"; `vanilla-sd/eval_specbench.py`
     in the authors' repository (Geralt-Targaryen/SVIP).
 
-    >>> controller = SVIP()
-    >>> signals = Signals(entropy=np.array([[0.59], [0.61]]))
-    >>> controller.keep_going(controller.start(2), np.array([1, 1]), signals)
-    array([ True, False])
+    >>> [SVIP().sure((), entropy) for entropy in (0.59, 0.61)]
+    [True, False]
     """
 
     threshold: float = 0.3
@@ -57,6 +55,7 @@ class SVIP(LengthController):
     summary: ClassVar[str] = "stop when the entropy of the draft distribution is high"
     paper: ClassVar[str] = "Zhang et al. 2024 (SVIP)"
     bibtex: ClassVar[str] = bibtex("svip2024")
+    signal: ClassVar[str] = "entropy"
 
     def __post_init__(self) -> None:
         between("threshold", self.threshold, 0, 10)
@@ -64,32 +63,12 @@ class SVIP(LengthController):
         whole("length", self.length)
         flag("keep", self.keep)
 
-    @property
-    def signals(self) -> frozenset[str]:
-        """The entropy of the draft distribution."""
-        return frozenset({"entropy"})
+    def limit(self, state: State, costs: Costs) -> int:
+        """The most tokens per round."""
+        return self.length
 
-    @property
-    def drops_last(self) -> bool:
-        """Whether the uncertain token is left out."""
-        return not self.keep
-
-    def start(self, rows: int) -> State:
-        """State for `rows` new sequences: nothing but the round count."""
-        return State(np.zeros(rows, dtype=np.int64))
-
-    def limit(self, state: State) -> IntArray:
-        """`(rows,)` the most tokens per round."""
-        return np.full(len(state), self.length, dtype=np.int64)
-
-    def keep_going(self, state: State, drafted: IntArray, signals: Signals) -> BoolArray:
+    def sure(self, state: State, signal: float) -> bool:
         """Whether the newest token's distribution was certain enough."""
-        if signals.entropy is None:
-            return np.ones(len(drafted), dtype=bool)
         # Rounding can leave the entropy of a one-hot distribution a little below 0.
-        uncertainty = np.sqrt(np.maximum(self.factor * signals.entropy[:, -1], 0))
-        return uncertainty <= self.threshold
-
-    def observe(self, state: State, outcome: RoundOutcome) -> State:
-        """Count the round; there is nothing to learn."""
-        return replace(state, rounds=state.rounds + 1)
+        certain: bool = sqrt(maximum(self.factor * signal, 0.0)) <= self.threshold
+        return certain

@@ -1,86 +1,194 @@
-"""Placeholder until the control branch lands: old vectorised controllers behind the new seam."""
+"""The controllers of the rows that are decoded together."""
+
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from forerun.controllers.base import LengthController, Memo
+from forerun.costs import Costs
+from forerun.engine.meter import Meter
+from forerun.types import Round, Token
 
-from forerun.engine.control import Control
-from forerun.types import RoundOutcome, Signals
+MOST_UNTIMED = 12
+"""Most tokens to draft by a controller that weighs costs before any were measured."""
 
-Memory = dict
+Memory = dict[LengthController, Any]
+"""Per controller the state of the newest request that left; see `LengthController.carry`."""
+
+
+@dataclass
+class _Member:
+    """One row."""
+
+    controller: LengthController
+    state: Any
+    given: Costs | None
+    """Its own costs, if it decides for itself."""
+    asks: bool
+    weighs: bool
+    shares: bool
+    """Whether it drafts on as long as that is worth it for all in sum."""
+    loss: float = 0.0
+    memo: Memo = None
 
 
 class Crew:
-    def __init__(self, meter: Any, memory: Any = None) -> None:
-        self.meter = meter
-        self.control = Control(memory)
-        self.controllers: list[Any] = []
+    """Asks each row's controller, and sums up what rows that share the pass say.
+
+    An exception of a controller ends its row's drafting and is kept in `failed`; the others go on.
+
+    Args:
+        meter: what rounds cost.
+        memory: of requests before; kept up to date.
+    """
+
+    def __init__(self, meter: Meter, memory: Memory | None = None) -> None:
+        self._meter = meter
+        self._memory = {} if memory is None else memory
+        self._members: list[_Member] = []
+        self._costs: Costs | None = None
         self.failed: dict[int, Exception] = {}
-        self._refresh()
+        """By row, since the rows last changed."""
+        self._changed()
 
-    def join(self, controller: Any, ratio: Any) -> None:
-        if ratio is not None:
-            controller = controller.timeless(ratio)
-        self.control.join(controller)
-        self.controllers.append(controller)
-        self._refresh()
+    def join(self, controller: LengthController, repeatable: Costs | None = None) -> None:
+        """Add a row at the end.
 
-    def keep(self, rows: Any) -> None:
-        self.control.keep(rows)
-        self.controllers = [self.controllers[r] for r in rows]
-        self._refresh()
+        Args:
+            controller: whom to ask.
+            repeatable: costs to decide by, for a request whose draft must not depend on the clock,
+                on earlier requests or on its neighbours.
+        """
+        carries = controller.carries and repeatable is None and controller in self._memory
+        state = controller.carry(self._memory[controller]) if carries else controller.start()
+        given = controller.own_costs or repeatable
+        weighs = controller.weighs
+        self._members.append(
+            _Member(controller, state, given, controller.asks, weighs, weighs and given is None)
+        )
+        self._changed()
 
-    def _refresh(self) -> None:
-        self.signals = self.control.signals if self.controllers else frozenset()
-        self.asks = self.control.asks
-        self.drops_last = [c.drops_last for c in self.controllers]
-        self.previews = [c.previews for c in self.controllers]
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        stay = set(rows)
+        for row, member in enumerate(self._members):
+            good = row not in stay and row not in self.failed
+            if good and member.given is None and member.controller.carries:
+                self._memory[member.controller] = member.state
+        self._members = [self._members[row] for row in rows]
+        self.failed = {new: self.failed[old] for new, old in enumerate(rows) if old in self.failed}
+        self._changed()
+
+    def _changed(self) -> None:
+        controllers = [member.controller for member in self._members]
+        self.signals: frozenset[str] = frozenset().union(*(c.signals for c in controllers))
+        """Everything any row's controller reads."""
+        self.asks = any(c.asks for c in controllers)
+        """Whether any may end a draft early."""
+        self.previews = [c.previews for c in controllers]
+        """Whose length is planned from a preview."""
+        self.drops_last = [c.drops_last for c in controllers]
+        """Who leaves out the token at which drafting stopped."""
 
     def limits(self) -> list[int]:
-        self.seen: dict[int, list[Any]] = {}
-        return self.control.limit().tolist()
+        """Most tokens to draft per row; begins a round."""
+        rows = len(self._members)
+        wanted = self._meter.wants(rows)
+        costs = self._costs = self._meter.costs(rows)
+        limits, shared, worth = [0] * rows, [], 0.0
 
-    def _signals(self, shown: Any) -> Signals:
-        n = max(map(len, shown), default=0)
-        if not n:
-            return Signals()
-        out = {}
-        for name in self.signals:
-            v = np.zeros((len(self.controllers), n))
-            for r, ts in enumerate(shown):
-                for i, t in enumerate(ts):
-                    x = getattr(t, name)
-                    if x is None:
-                        return Signals()
-                    v[r, i] = x
-            out[name] = v
-        return Signals(**out)
+        def open_(row: int, member: _Member) -> None:
+            nonlocal worth
+            opening = member.controller.open(member.state, member.given or costs)
+            member.memo, member.loss = opening.memo, opening.loss
+            if member.shares:
+                limits[row] = opening.most
+                shared.append(row)
+                worth += opening.worth
+            else:
+                limits[row] = opening.alone
 
-    def go(self, tokens: Any) -> list[bool]:
-        for r, t in enumerate(tokens):
-            if t is not None:
-                self.seen.setdefault(r, []).append(t)
-        shown = [self.seen.get(r, []) for r in range(len(self.controllers))]
-        n = max(map(len, shown))
-        drafted = np.array([len(s) for s in shown])
-        return self.control.keep_going(drafted, self._signals(shown)).tolist()
+        self._each(open_)
+        if shared and wanted == "draft":
+            for row in shared:
+                limits[row] = min(limits[row], MOST_UNTIMED)
+        elif shared and (wanted == "plain" or worth < 0):
+            for row in shared:
+                limits[row] = 0
+        return limits
 
-    def plan(self, shown: Any) -> list[int]:
-        drafted = np.array([len(s) for s in shown])
-        return self.control.plan(drafted, self._signals(shown)).tolist()
+    def go(self, tokens: Sequence[Token | None]) -> list[bool]:
+        """Whether each row drafts another token.
 
-    def observe(self, outcomes: Any) -> None:
-        rows = [r for r, o in enumerate(outcomes) if o is not None]
-        if len(rows) != len(outcomes):
-            outcomes = [o for o in outcomes if o is not None]
-            if not outcomes:
+        Args:
+            tokens: per row the newest one, None where it no longer drafts.
+        """
+        answers, shared, worth = [False] * len(tokens), [], 0.0
+
+        def ask(row: int, member: _Member) -> None:
+            nonlocal worth
+            token = tokens[row]
+            if token is None:
+                if member.shares:
+                    worth -= member.loss
                 return
-            raise NotImplementedError
-        k = max(o.drafted for o in outcomes)
-        prob = np.zeros((len(outcomes), k))
-        for r, o in enumerate(outcomes):
-            prob[r, : len(o.accept_prob)] = o.accept_prob
-        self.control.observe(RoundOutcome(
-            np.array([o.drafted for o in outcomes]), np.array([o.accepted for o in outcomes]), prob,
-            np.array([int(o.stopped_by) for o in outcomes]), self._signals([o.tokens[:k] for o in outcomes])))
+            if not member.asks:
+                answers[row] = True
+                return
+            controller, state, costs = member.controller, member.state, member.given or self._costs
+            assert costs is not None, "limits begins a round"
+            memo = member.memo = controller.fold(state, member.memo, token)
+            if not member.shares:
+                answers[row] = bool(controller.keep_going(state, costs, memo))
+                return
+            worth += controller.worth(state, costs, memo)
+            shared.append(row)
+
+        self._each(ask)
+        for row in shared:
+            answers[row] = worth > 0
+        return answers
+
+    def plan(self, tokens: Sequence[Sequence[Token]]) -> list[int]:
+        """How many of its previewed tokens each row drafts after all; all, unless it previews."""
+        planned = [len(shown) for shown in tokens]
+
+        def ask(row: int, member: _Member) -> None:
+            if not self.previews[row] or not planned[row]:
+                return
+            controller, state, costs = member.controller, member.state, member.given or self._costs
+            assert costs is not None, "limits begins a round"
+            memo = member.memo
+            for token in tokens[row]:
+                memo = controller.fold(state, memo, token)
+            planned[row] = min(planned[row], controller.plan(state, costs, memo))
+
+        self._each(ask)
+        return planned
+
+    def observe(self, rounds: Sequence[Round | None]) -> None:
+        """What became of every row's draft; None of a row that only read its prompt."""
+        longest = max((round.drafted for round in rounds if round is not None), default=0)
+
+        def learn(row: int, member: _Member) -> None:
+            costs = member.given or self._costs
+            assert costs is not None, "limits begins a round"
+            seen = rounds[row]
+            if seen is None:
+                return
+            if member.shares and longest > seen.drafted:
+                seen = seen._replace(longest=longest)
+            member.state = member.controller.observe(member.state, costs, seen)
+
+        self._each(learn)
+
+    def _each(self, ask: Callable[[int, _Member], None]) -> None:
+        """Ask every row that has not failed."""
+        for row, member in enumerate(self._members):
+            if row not in self.failed:
+                try:
+                    ask(row, member)
+                except Exception as error:  # a policy of anybody's
+                    self.failed[row] = error

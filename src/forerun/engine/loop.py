@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from forerun.controllers.base import LengthController
+from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
 from forerun.engine.crew import Crew, Memory
 from forerun.engine.drafting import Guide, draft
 from forerun.engine.judging import Judged, Judgements, compare, judge
-from forerun.engine.meter import Lap, Meter
+from forerun.engine.meter import SLOPE, Lap, Meter
 from forerun.engine.results import Completion, Event, FinishReason, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
@@ -187,8 +188,10 @@ class Engine:
         self.drafter.join([row.context for row in joining], longest)
         for row in joining:
             seeded = row.sampling.seed is not None and not row.sampling.greedy
-            ratio = self.drafter.ratio(self.target) if seeded else None  # same seed, same text
-            self._crew.join(row.request.controller, ratio)
+            given = None
+            if seeded:  # the same seed, the same text
+                given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
+            self._crew.join(row.request.controller, given)
         self._refresh()
 
     def _keep(self, staying: Sequence[bool]) -> None:
@@ -347,7 +350,7 @@ class Engine:
                 )
                 row.first_token = row.first_token or now - row.submitted
             done = None
-            if (error := self._crew.failed.get(i)) and not reason:
+            if (error := self._crew.failed.get(i)) is not None and not reason:
                 reason, kept = "error", error
             if reason:
                 staying[i] = False

@@ -1,22 +1,191 @@
-"""Placeholder until the control branch lands."""
+"""What rounds cost, learned from the clock of live ones, per size of the batch."""
+
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
+
+from forerun.costs import Costs
+
+RATIO = 5.0
+"""Cost ratio until a round was timed."""
+WARM_STEP = 0.7
+"""A later draft step over a round's first, until one was timed."""
+PLAIN_GUESS = 0.75
+"""A plain pass over one that judges a token, until one was timed: low, so that one is tried."""
+SLOPE = 0.02
+"""Share of a pass that each further token adds, until widths were compared."""
+SLOPE_WEIGHT = 20.0
+"""Prior weight of that, in squared tokens of difference in width."""
+MOST_JUMP = 0.3
+"""Most by which the difference of two passes is taken to be off what their widths make expected,
+as a share of the shorter: more is an outlier."""
+TIMINGS = 7
+"""Timings whose median counts: outliers of a shared machine do not."""
+REFRESH = 4
+"""Rounds from one summing up to the next, once there are so many timings."""
+MOST_SIZES = 6
+"""Doublings of the batch beyond which sizes are taken together."""
 
 
 @dataclass(frozen=True)
 class Lap:
+    """The clock of one round of a batch. Rounds that read prompts have none."""
+
     rows: int
     width: int
-    steps: int
-    draft_seconds: float
-    first_step_seconds: float
-    verify_seconds: float
-    catch_up_seconds: float
+    """The longest draft: most tokens judged in a row besides the one that always is."""
+    steps: int = 0
+    """Steps the drafter took, but for one that caught up."""
+    draft_seconds: float = 0.0
+    """Of these steps."""
+    first_step_seconds: float = 0.0
+    """Of the first of them; 0 if that caught up."""
+    verify_seconds: float = 0.0
+    """Everything else of the round."""
+    catch_up_seconds: float = 0.0
+    """Of reading what the drafter had not followed."""
 
 
 class Meter:
-    lap: Any = None
+    """Learns `Costs` from laps.
+
+    A batch of so many rows costs what batches up to the next power of two did; of a size that is
+    new, what is known of the nearest.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Timings] = {}
+        self._given: Costs | None = None
+
+    @classmethod
+    def given(cls, costs: Costs) -> Meter:
+        """One that always says the same, whatever it is told."""
+        meter = cls()
+        meter._given = costs
+        return meter
+
+    def costs(self, rows: int) -> Costs:
+        """Of a batch of so many rows, ≥ 1."""
+        return self._given or self._timings(rows).costs
+
+    def wants(self, rows: int) -> Literal["draft", "plain"] | None:
+        """The kind of round that must be timed before costs mean anything, if there is one.
+
+        Any with a draft first; and where a batch of a size is new a plain one, to compare with.
+        """
+        if self._given is not None:
+            return None
+        if not any(timings.judged for timings in self._sizes.values()):
+            return "draft"
+        new = rows > 1 and not self._timings(rows).plain
+        return "plain" if new else None
+
     def tell(self, lap: Lap) -> None:
-        self.lap = lap
+        """Learn from a round."""
+        if self._given is None and lap.verify_seconds > 0:
+            self._timings(lap.rows).add(lap)
+
+    def _timings(self, rows: int) -> _Timings:
+        size = min((rows - 1).bit_length(), MOST_SIZES)
+        found = self._sizes.get(size)
+        if found is None:
+            found = self._sizes[size] = _Timings(size)
+        if not found.known:
+            timed = [other for other in self._sizes.values() if other.known]
+            if timed:
+                found.like(min(timed, key=lambda other: abs(other.size - size)))
+        return found
+
+
+class _Timings:
+    """The newest timings in batches of one size, and the costs they amount to."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.step: deque[float] = deque(maxlen=TIMINGS)
+        self.first: deque[float] = deque(maxlen=TIMINGS)
+        self.plain: deque[float] = deque(maxlen=TIMINGS)
+        self.judged: deque[tuple[int, float]] = deque(maxlen=TIMINGS)
+        """Width and seconds."""
+        self._newest: tuple[int, float] | None = None
+        self._slope_sums = SLOPE_WEIGHT * SLOPE, SLOPE_WEIGHT
+        self._slope, self._base, self._step, self._catch_up = SLOPE, 1.0, 1 / RATIO, 0.0
+        self._laps = 0
+        self.costs = self._summed()
+
+    @property
+    def known(self) -> bool:
+        """Whether a round was timed."""
+        return self._newest is not None
+
+    def like(self, other: _Timings) -> None:
+        """Take costs from another size, but for the plain pass, and the slope: that is taken to be
+        between that of a pass that reads weights, where it doubles with the batch, and that of one
+        that computes, where it stays."""
+        self._slope = min(other._slope * 2 ** ((self.size - other.size) / 2), 1.0)
+        self._slope_sums = SLOPE_WEIGHT * self._slope, SLOPE_WEIGHT
+        self._base, self._step = other._base, other._step
+        self.costs = self._summed()
+
+    def add(self, lap: Lap) -> None:
+        """One more round."""
+        if lap.width or self.size:
+            self._compare(lap.width, lap.verify_seconds)
+        if lap.width:
+            self._catch_up = lap.catch_up_seconds
+            self.judged.append((lap.width, lap.verify_seconds))
+            later = lap.steps - (lap.first_step_seconds > 0)
+            if later > 0 and lap.draft_seconds > 0:
+                self.step.append((lap.draft_seconds - lap.first_step_seconds) / later)
+            if lap.first_step_seconds > 0:
+                self.first.append(lap.first_step_seconds)
+        else:
+            self.plain.append(lap.verify_seconds)
+        self._laps += 1
+        kind = self.judged if lap.width else self.plain
+        if len(kind) < TIMINGS or self._laps % REFRESH == 0:
+            self.costs = self._summed()
+
+    def _compare(self, width: int, seconds: float) -> None:
+        """Ridge regression of differences between a pass and the one before."""
+        if self._newest is not None and (wider := width - self._newest[0]):
+            before_width, before = self._newest
+            narrow = (before_width, before) if wider > 0 else (width, seconds)
+            unit = narrow[1] / max(1 + self._slope * (narrow[0] - 1), 0.5)  # width may be 0
+            expected = self._slope * wider
+            # The start of a row alone is about right; a batch's is a guess, which the first two
+            # passes settle.
+            settled = not self.size or self._slope_sums[1] > SLOPE_WEIGHT
+            most = MOST_JUMP if settled else math.inf
+            off = min(max((seconds - before) / unit - expected, -most), most)
+            xy, xx = self._slope_sums
+            self._slope_sums = xy + wider * (expected + off), xx + wider * wider
+            self._slope = min(max(self._slope_sums[0] / self._slope_sums[1], 0.0), 1.0)
+        self._newest = width, seconds
+
+    def _summed(self) -> Costs:
+        """The costs in force."""
+        step, first = _median(self.step), _median(self.first)
+        base = _median([s / (1 + self._slope * (w - 1)) for w, s in self.judged])
+        plain = _median(self.plain)
+        if step is None and first is not None:
+            step = WARM_STEP * first
+        if base is None:
+            base = plain or (self._base if step is None else RATIO * step)
+        if step is None:
+            known = self._base > 0 and not self.judged and not self.plain
+            step = self._step if known else base / RATIO
+        self._base, self._step = base, step
+        # More tokens never take less time: the rest is noise.
+        plain = min(plain, base) if plain is not None else PLAIN_GUESS * base
+        verify = ((1, plain), (2, base), (3, base * (1 + self._slope)))
+        lead = max(first - step, 0.0) if first is not None else 0.0
+        return Costs(step, verify, batch=2**self.size, first=lead, catch_up=self._catch_up)
+
+
+def _median(values: deque[float] | list[float]) -> float | None:
+    """The lower median; None if there are no values."""
+    return sorted(values)[(len(values) - 1) // 2] if values else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.checks import whole
-from forerun.lab.costs import Cell
+from forerun.lab.costs import Cell, passes
 from forerun.lab.replay import Rounds, replay
 from forerun.lab.trace import Trace
 from forerun.types import FloatArray, IntArray
@@ -33,8 +33,8 @@ class Path:
 
     def round_seconds(self, cell: Cell) -> FloatArray:
         """`(prompts, rounds)` what each round costs; 0 beyond the last."""
-        verify = cell.verify_seconds(np.arange(1, self.drafted.max() + 2))
-        each = cell.draft_seconds(self.steps) + verify[np.maximum(self.drafted, 0)] + cell.fixed
+        verify = passes(cell, int(self.drafted.max()))
+        each = cell.draft_seconds(self.steps) + verify[np.maximum(self.drafted, 0)]
         found: FloatArray = np.where(self.drafted >= 0, each, 0.0)
         return found
 
@@ -118,7 +118,7 @@ def oracle(trace: Trace, cell: Cell) -> Bound:
     """
     prompts, T = trace.tokens.shape
     rows, lengths = np.arange(prompts)[:, None], np.arange(trace.depth + 1)
-    price = cell.draft_seconds(lengths) + cell.verify_seconds(lengths + 1) + cell.fixed
+    price = cell.draft_seconds(lengths) + passes(cell, trace.depth)
     most, left = reach(trace), np.zeros((prompts, T + 1))
     best = np.zeros((prompts, T), np.int64)
     for at in reversed(range(T)):

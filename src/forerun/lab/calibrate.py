@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from forerun.drafters import Drafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError, require

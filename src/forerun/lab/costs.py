@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from forerun import costs
 from forerun.checks import whole
 from forerun.errors import SettingError, UnknownNameError, require
-from forerun.types import FloatArray, IntArray
+from forerun.types import FloatArray
 
 if TYPE_CHECKING:
     from forerun.model import Model
@@ -26,97 +26,13 @@ SYNTHETIC = ("c", "slope", "fixed")
 """What a made-up cell is written with: `c=10,slope=0.02,fixed=0`."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Costs in seconds at one batch size and context.
+Cell = costs.Costs
+"""What a table holds: the costs at one batch size and context."""
 
-    With a batch they are those of the whole batch: one step that drafts a token in every row, one
-    pass that verifies every row.
-    """
 
-    draft: float
-    """One more drafted token: the drafter's forward, and the engine's work for a drafted token."""
-    verify: tuple[tuple[int, float], ...]
-    """`(width, seconds)` of a target pass fed so many tokens, widths rising from 1; linear in
-    between, beyond them by the last slope."""
-    fixed: float = 0.0
-    """Per round, outside both models."""
-    batch: int = 1
-    context: int = 128
-    first: float = 0.0
-    """What a round's first draft step takes more than others: the target's weights are in the
-    caches then, after a round that kept everything there are two tokens to read, and the engine
-    has more to do than in a round without a draft."""
-
-    def __post_init__(self) -> None:
-        widths = [width for width, _ in self.verify]
-        rising = bool(widths) and widths[0] == 1 and sorted(set(widths)) == widths
-        require(rising, "widths of verify", widths, "rising from 1")
-        for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
-            require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name, value in [("fixed", self.fixed), ("first", self.first)]:
-            require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
-        whole("batch", self.batch, 1)
-        whole("context", self.context, 1)
-
-    def verify_seconds(self, width: ArrayLike) -> FloatArray:
-        """Seconds of a target pass fed `width` tokens (drafted + 1), an array like `width`.
-
-        >>> Cell(0.1, ((1, 1.0), (3, 1.2))).verify_seconds([1, 2, 5])
-        array([1. , 1.1, 1.4])
-        """
-        widths, seconds = (
-            np.array(column, dtype=float) for column in zip(*self.verify, strict=True)
-        )
-        wanted = np.asarray(width, dtype=float)
-        found: FloatArray = np.interp(wanted, widths, seconds)
-        if len(widths) > 1:
-            slope = (seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2])
-            # A slope below 0 is noise of the measurement; it must not make wide passes free.
-            found = found + max(slope, 0.0) * np.maximum(wanted - widths[-1], 0)
-        return found
-
-    def draft_seconds(self, steps: IntArray) -> FloatArray:
-        """Seconds of so many draft steps in a round, an array like `steps`.
-
-        >>> Cell(0.1, ((1, 1.0),), first=0.05).draft_seconds(np.array([0, 1, 2]))
-        array([0.  , 0.15, 0.25])
-        """
-        found: FloatArray = steps * self.draft + (steps > 0) * self.first
-        return found
-
-    @property
-    def plain(self) -> float:
-        """Seconds of a plain token (of one per row, with a batch)."""
-        return self.verify[0][1] + self.fixed
-
-    @property
-    def ratio(self) -> float:
-        """The cost ratio c: one target pass over one draft step."""
-        return self.verify[0][1] / self.draft
-
-    @classmethod
-    def synthetic(
-        cls, c: float, slope: float = 0.0, fixed: float = 0.0, seconds: float = 1.0
-    ) -> Cell:
-        """A made-up machine, in units of one plain target pass.
-
-        Args:
-            c: cost ratio, > 0: a draft step takes 1/c.
-            slope: what each further token to verify adds to a target pass, ≥ 0.
-            fixed: per round, outside both models, ≥ 0.
-            seconds: the unit.
-
-        >>> cell = Cell.synthetic(10, slope=0.02)
-        >>> cell.draft, cell.plain, float(cell.verify_seconds(6))
-        (0.1, 1.0, 1.1)
-        """
-        require(0 < c < math.inf, "c", c, "above 0")
-        require(0 <= slope < math.inf, "slope", slope, "at least 0")
-        require(0 <= fixed < math.inf, "fixed", fixed, "at least 0")
-        require(0 < seconds < math.inf, "seconds of a target pass", seconds, "above 0")
-        verify = ((1, seconds), (2, seconds * (1 + slope)))
-        return cls(seconds / c, verify, seconds * fixed)
+def passes(cell: Cell, most: int) -> FloatArray:
+    """`(most + 1,)` seconds of a round but for its draft steps, by tokens drafted."""
+    return np.array([cell.verify_seconds(width) for width in range(1, most + 2)]) + cell.fixed
 
 
 @dataclass(frozen=True)
@@ -135,7 +51,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostTable:
     """A table of cells."""
 
     cells: tuple[Cell, ...]
@@ -163,7 +79,7 @@ class Costs:
         """The documented shape; times in seconds."""
         spread: list[Any] = [asdict(s) for s in self.spread] or [None] * len(self.cells)
         cells = [
-            {**asdict(cell), "ratio": cell.ratio, "spread": one}
+            {**cell.to_json(), "ratio": cell.ratio, "spread": one}
             for cell, one in zip(self.cells, spread, strict=True)
         ]
         return {"schema": SCHEMA, "cells": cells, "about": self.about}
@@ -174,7 +90,7 @@ class Costs:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: str | Path) -> Costs:
+    def read(cls, path: str | Path) -> CostTable:
         """Load what `write` saved.
 
         Raises:
@@ -202,10 +118,10 @@ class Costs:
             raise SettingError(f"{path} is a damaged table of costs: {error!r}") from error
 
     @classmethod
-    def find(cls, text: str) -> Costs:
+    def find(cls, text: str) -> CostTable:
         """The table a user means: a file, or a made-up cell like ``c=10,slope=0.02``.
 
-        >>> Costs.find("c=10,slope=0.02").at().ratio
+        >>> CostTable.find("c=10,slope=0.02").at().ratio
         10.0
 
         Raises:
@@ -240,12 +156,16 @@ class Costs:
         widths: Sequence[int] = WIDTHS,
         repeats: int = REPEATS,
         progress: Callable[[int], None] | None = None,
-    ) -> Costs:
+    ) -> CostTable:
         """Time the models on this machine; arguments and errors as for `measuring.cells`."""
         from forerun.lab import measuring
 
         found = list(measuring.cells(model, batches, contexts, widths, repeats, progress))
         return measuring.gathered(model, found, repeats)
+
+
+Costs = CostTable
+"""The name of `CostTable` in earlier versions."""
 
 
 def _cell(found: dict[str, Any]) -> Cell:

@@ -10,7 +10,7 @@ import numpy as np
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, require
-from forerun.lab.costs import REPEATS, WIDTHS, Cell, Costs, Spread
+from forerun.lab.costs import REPEATS, WIDTHS, Cell, CostTable, Spread
 from forerun.lab.provenance import identity, machine
 from forerun.model import Model
 from forerun.runtime.base import Rows
@@ -24,7 +24,7 @@ LIVE_TOKENS = 48
 LIVE_TURNS = 10
 
 
-def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> Costs:
+def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> CostTable:
     """A table of measured cells, at least one, with its provenance."""
     about = {
         "target": identity(model.target),
@@ -32,7 +32,7 @@ def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -
         "repeats": repeats,
         **machine(model.target),
     }
-    return Costs(tuple(c for c, _ in found), about, tuple(s for _, s in found))
+    return CostTable(tuple(c for c, _ in found), about, tuple(s for _, s in found))
 
 
 def cells(

@@ -7,7 +7,7 @@ traces they are distributed as the live engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,12 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers.elementwise import filled, joined, select, spread, taken
+from forerun.costs import Costs
 from forerun.errors import require
-from forerun.lab.costs import Cell
+from forerun.lab.costs import passes
 from forerun.lab.trace import Trace
-from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals, Stop
+from forerun.types import SIGNALS, FloatArray, IntArray, Round, Stop, Token
 
 RESAMPLES = 2000
+LIMIT, CONFIDENCE, _, EXHAUSTED, END_OF_TEXT, BUDGET = map(int, Stop)  # numpy is slow with enums
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,14 @@ Watch = Callable[[Rounds], None]
 
 
 def replay(
-    trace: Trace, controller: str | LengthController, cell: Cell, watch: Watch | None = None
+    trace: Trace, controller: str | LengthController, cell: Costs, watch: Watch | None = None
 ) -> Replay:
     """Every prompt by itself, each with a fresh state, as the live engine serves requests.
 
     Args:
         trace: the texts.
         controller: a spec or an object.
-        cell: what a round costs. Controllers that read the clock see it, too: `draft_seconds` and
-            `verify_seconds` of a `RoundOutcome` are `(rows,)` here, each prompt having its own.
+        cell: what a round costs; controllers that weigh costs go by these.
         watch: told every round.
 
     Sampled texts: a preview (`LengthController.previews`) is thrown away live and drawn anew; a
@@ -104,13 +106,13 @@ def replay(
 def stream(
     trace: Trace,
     controller: str | LengthController,
-    cell: Cell,
+    cell: Costs,
     order: ArrayLike,
     watch: Watch | None = None,
 ) -> Replay:
     """The prompts as requests of one engine, one after another: each starts from the one before.
 
-    A controller that carries nothing from request to request (`LengthController.renew`) does in
+    A controller that carries nothing from request to request (`LengthController.carries`) does in
     each what it does in `replay`.
 
     Args:
@@ -195,59 +197,34 @@ def _draws(size: int, seed: int) -> IntArray:
     return np.random.default_rng(seed).integers(0, size, (RESAMPLES, size))
 
 
-@dataclass(frozen=True)
-class _Drafted:
-    """What the rows drafted in one round; arrays `(rows,)`."""
-
-    lengths: IntArray
-    steps: IntArray
-    stopped_by: IntArray
-    shown: IntArray
-    """Tokens whose signals the controller is shown."""
-
-
-_DRAFTED = tuple(f.name for f in fields(_Drafted))
-_Said = dict[str, FloatArray]
-"""What the draft says to full depth: fields of `Signals`, `(rows, K)`."""
+_COUNTED = ("rounds", "drafted", "accepted", "steps", "capped")
 
 
 def _serve(
     trace: Trace,
     controller: LengthController,
-    cell: Cell,
+    cell: Costs,
     order: IntArray,
     watch: Watch | None,
 ) -> Replay:
     """`(rows, places)` numbers of prompts, one row's prompts after another by one state."""
     count = {name: np.zeros(order.shape, np.int64) for name in _COUNTED}
     spent = np.zeros(order.shape)
-    texts = _Texts(trace, controller)
-    verify = cell.verify_seconds(np.arange(trace.depth + 2)) + cell.fixed
+    texts = _Texts(trace, controller, cell)
+    verify = passes(cell, trace.depth)
     row, place, at = np.arange(len(order)), *np.zeros((2, len(order)), np.int64)
-    prompt, state = order[:, 0], controller.start(len(order))
+    prompt, state = order[:, 0], spread(controller.start(), len(order))
     while len(row):
         here = prompt * trace.tokens.shape[1] + at
         room = np.maximum(trace.budgets[prompt] - at - 1, 0)
-        drafted, said, capped = texts.draft(state, here, room)
+        drafted, capped = texts.draft(state, here, room)
         accepted = np.minimum(drafted.lengths, texts.matches[here])
-        # Scalars live, where the rows of a batch share the clock; here each row has its own.
-        clock: Any = (cell.draft_seconds(drafted.steps), verify[drafted.lengths + 1])
-        outcome = RoundOutcome(
-            drafted.lengths,
-            accepted,
-            texts.accept_prob(here, drafted.lengths),
-            drafted.stopped_by,
-            said,
-            draft_seconds=clock[0],
-            verify_seconds=clock[1],
-            draft_steps=drafted.steps,
-            first_step_seconds=np.minimum(drafted.steps, 1) * (cell.draft + cell.first),
-        )
-        state = controller.observe(state, outcome)
-        seconds = clock[0] + clock[1]
+        seen = texts.seen(here, drafted, accepted)
+        state = controller.observe(state, cell, seen)
+        seconds = cell.draft_seconds(drafted.steps) + verify[drafted.lengths]
         if watch is not None:
-            told = (drafted.lengths, accepted, drafted.steps, drafted.stopped_by, seconds)
-            watch(Rounds(prompt, at, *told))
+            counts = (drafted.lengths, accepted, drafted.steps, drafted.stopped_by)
+            watch(Rounds(prompt, at, *counts, seconds))
         done = (1, drafted.lengths, accepted, drafted.steps, capped)
         for name, value in zip(_COUNTED, done, strict=True):
             count[name][row, place] += value
@@ -259,114 +236,142 @@ def _serve(
         place, at = place + over, np.where(over, 0, at)
         stay = np.flatnonzero(place < order.shape[1])
         if len(stay) < len(row):
-            row, place, at, state = row[stay], place[stay], at[stay], state.take(stay)
+            row, place, at, state = row[stay], place[stay], at[stay], taken(state, stay)
             over = over[stay]
         prompt = order[row, place]
         if (new := np.flatnonzero(over)).size:
             index = np.arange(len(row))
             index[new] = len(row) + np.arange(len(new))
-            state = state.join(controller.renew(state.take(new))).take(index)
+            state = taken(joined(state, _next(controller, state, new)), index)
     sizes = trace.sizes[order]
     plain = cell.plain * sizes.astype(np.float64)
     return Replay(committed=sizes, seconds=spent, plain_seconds=plain, **count)
 
 
-_COUNTED = ("rounds", "drafted", "accepted", "steps", "capped")
+def _next(controller: LengthController, state: Any, rows: IntArray) -> Any:
+    """What the next requests of some rows start from."""
+    if controller.carries:
+        return filled(controller.carry(taken(state, rows)), len(rows))
+    return spread(controller.start(), len(rows))
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """What the rows drafted in one round; arrays `(rows,)`."""
+
+    lengths: IntArray
+    steps: IntArray
+    stopped_by: IntArray
 
 
 class _Texts:
     """A trace as a drafter for one controller; places are flat, `prompt · T + position`."""
 
-    def __init__(self, trace: Trace, controller: LengthController) -> None:
-        self._controller, self._depth = controller, trace.depth
-        self._asks = type(controller).keep_going is not LengthController.keep_going
+    def __init__(self, trace: Trace, controller: LengthController, cell: Costs) -> None:
+        self._controller, self._cell, self._depth = controller, cell, trace.depth
         self.matches, self._ends = trace.matches.reshape(-1), trace.ends.reshape(-1)
-        self._prob = trace.accept_prob.reshape(-1, trace.depth)
-        self._signals = {
-            name: trace.signals[name].reshape(-1, trace.depth) for name in controller.signals
-        }
+        wanted = controller.signals & frozenset(SIGNALS)
+        self._signals = {name: trace.signals[name].reshape(-1) for name in wanted}
+        self._prob = trace.accept_prob.reshape(-1)
         if controller.previews:  # a sampled one is thrown away
             prob = trace.accept_prob
             sampled = ((prob > 0) & (prob < 1)).any((1, 2))
             self._anew = np.repeat(sampled, trace.tokens.shape[1])
 
-    def accept_prob(self, here: IntArray, lengths: IntArray) -> FloatArray:
-        """`(rows, n)` as in `RoundOutcome`; 0 beyond the first miss, where a trace ends."""
-        return _upto(self._prob.take(here, 0), lengths)
+    def token(self, here: IntArray, depth: int) -> Token:
+        """What the draft says of the token after so many others."""
+        index = here * self._depth + depth
+        said: dict[str, Any] = {name: values.take(index) for name, values in self._signals.items()}
+        return Token(**said)
 
-    def draft(
-        self, state: Any, here: IntArray, room: IntArray
-    ) -> tuple[_Drafted, Signals, IntArray]:
-        """What each row drafts, what the draft says, and which rounds the depth cut short."""
-        wanted = self._controller.limit(state)
+    def seen(self, here: IntArray, drafted: _Drafted, accepted: IntArray) -> Round:
+        """The round as the controller sees it; what it does not look at is not looked up."""
+        most = int(drafted.lengths.max())
+        return Round(
+            drafted.lengths,
+            accepted,
+            _Lazy(most, lambda depth: self._prob.take(here * self._depth + depth)),
+            drafted.stopped_by,
+            _Lazy(most, lambda depth: self.token(here, depth)),
+        )
+
+    def draft(self, state: Any, here: IntArray, room: IntArray) -> tuple[_Drafted, IntArray]:
+        """What each row drafts, and which rounds the depth cut short."""
+        opening = self._controller.open(state, self._cell)
+        wanted = np.broadcast_to(opening.alone, here.shape)
         limit = np.minimum(wanted, room)
-        stopped = np.where(room < wanted, Stop.BUDGET, Stop.LIMIT)
-        stopped = np.where(limit > self._depth, Stop.EXHAUSTED, stopped)
-        reach, ends = np.minimum(limit, self._depth), self._ends[here]
-        said = {name: values.take(here, 0) for name, values in self._signals.items()}
-        out = self._run(state, reach, ends, stopped, said)
+        stopped = np.where(room < wanted, BUDGET, LIMIT)
+        stopped = np.where(limit > self._depth, EXHAUSTED, stopped)
+        reach = np.minimum(limit, self._depth)
+        out = self._run(state, opening.memo, here, reach, stopped)
         if self._controller.previews:
-            out = self._planned(out, state, here, reach, said)
-        return out, _signals(said, out.shown), out.stopped_by == Stop.EXHAUSTED
+            out = self._planned(out, state, opening.memo, here, reach)
+        return out, out.stopped_by == EXHAUSTED
 
     def _planned(
-        self, seen: _Drafted, state: Any, here: IntArray, reach: IntArray, said: _Said
+        self, seen: _Drafted, state: Any, memo: Any, here: IntArray, reach: IntArray
     ) -> _Drafted:
         """What becomes of a preview: kept as far as planned, or only counted and drawn anew."""
-        signals = _signals(said, seen.shown)
-        planned = self._controller.plan(state, seen.lengths, signals)
-        why = np.where(planned < seen.lengths, Stop.CONFIDENCE, seen.stopped_by)
-        kept = replace(seen, lengths=np.minimum(planned, seen.lengths), stopped_by=why)
+        begun = memo
+        for depth in range(int(seen.lengths.max())):
+            longer = self._controller.fold(state, memo, self.token(here, depth))
+            # Rows without a preview keep nothing, whatever is planned for them.
+            memo = longer if depth == 0 else select(depth < seen.lengths, longer, memo)
+        planned = np.minimum(self._controller.plan(state, self._cell, memo), seen.lengths)
+        why = np.where(planned < seen.lengths, CONFIDENCE, seen.stopped_by)
+        kept = replace(seen, lengths=planned, stopped_by=why)
         anew = self._anew[here]
         if not anew.any():
             return kept
-        new = self._run(state, np.minimum(planned, reach), self._ends[here], why, said)
-        new = replace(new, steps=seen.steps + new.steps)
-        pairs = [(getattr(new, name), getattr(kept, name)) for name in _DRAFTED]
-        return _Drafted(*(np.where(anew, *pair) for pair in pairs))
+        new = self._run(state, begun, here, np.minimum(planned, reach), why)
+        return _Drafted(
+            np.where(anew, new.lengths, kept.lengths),
+            np.where(anew, seen.steps + new.steps, kept.steps),
+            np.where(anew, new.stopped_by, kept.stopped_by),
+        )
 
     def _run(
-        self,
-        state: Any,
-        reach: IntArray,
-        ends: IntArray,
-        stopped_by: IntArray,
-        said: _Said,
+        self, state: Any, memo: Any, here: IntArray, reach: IntArray, stopped_by: IntArray
     ) -> _Drafted:
         """Draft up to `reach`; rows that reach it were `stopped_by`."""
+        controller, ends = self._controller, self._ends[here]
         lengths = np.minimum(reach, ends)
-        steps, stopped = lengths.copy(), np.where(ends <= reach, Stop.END_OF_TEXT, stopped_by)
-        if not self._asks:
-            return _Drafted(lengths, steps, stopped, steps)
+        steps, stopped = lengths.copy(), np.where(ends <= reach, END_OF_TEXT, stopped_by)
+        if not controller.asks:
+            return _Drafted(lengths, steps, stopped)
         part, depth = np.arange(len(reach)), 0
         active = lengths > 0
         while (left := int(np.count_nonzero(active))) > 0:
             if 2 * left <= len(part):  # rows that stopped are not worth asking any more
                 index = np.flatnonzero(active)
-                part, active, state = part[index], active[index], state.take(index)
-                said = {name: values[index] for name, values in said.items()}
+                part, active, here = part[index], active[index], here[index]
+                state, memo = taken(state, index), taken(memo, index)
+            memo = controller.fold(state, memo, self.token(here, depth))
             depth += 1
-            newest = Signals(**{name: values[:, :depth] for name, values in said.items()})
-            go = self._controller.keep_going(state, np.full(len(part), depth), newest)
-            stop = part[active & ~go]
+            stop = part[active & ~np.broadcast_to(
+                controller.keep_going(state, self._cell, memo), part.shape
+            )]  # fmt: skip
             steps[stop] = depth
-            if self._controller.drops_last:
-                lengths[stop], stopped[stop] = depth - 1, Stop.CONFIDENCE
+            if controller.drops_last:
+                lengths[stop], stopped[stop] = depth - 1, CONFIDENCE
             else:
                 lengths[stop] = depth
-                stopped[stop] = np.where(ends[stop] == depth, Stop.END_OF_TEXT, Stop.CONFIDENCE)
+                stopped[stop] = np.where(ends[stop] == depth, END_OF_TEXT, CONFIDENCE)
             active = steps[part] > depth
-        return _Drafted(lengths, steps, stopped, steps)
+        return _Drafted(lengths, steps, stopped)
 
 
-def _signals(said: _Said, shown: IntArray) -> Signals:
-    """As much as was drafted; without a draft there is nothing to say."""
-    if not shown.any():
-        return Signals()
-    return Signals(**{name: _upto(values, shown) for name, values in said.items()})
+class _Lazy(Sequence[Any]):
+    """A sequence whose elements are made when somebody looks."""
 
+    def __init__(self, size: int, make: Callable[[int], Any]) -> None:
+        self._size, self._make = size, make
 
-def _upto(values: FloatArray, lengths: IntArray) -> FloatArray:
-    """`(rows, n)` of `(rows, K)`, n the longest of the lengths; 0 beyond each."""
-    inside: BoolArray = np.arange(lengths.max()) < lengths[:, None]
-    return np.where(inside, values[:, : inside.shape[1]], 0.0)
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._make(index) for index in range(self._size))

@@ -11,7 +11,7 @@ import numpy as np
 
 from forerun.lab.acceptance import SEEN, Acceptance, Known, Texts, run
 from forerun.lab.bounds import Path
-from forerun.lab.costs import Cell
+from forerun.lab.costs import Cell, passes
 from forerun.types import FloatArray, IntArray
 
 COLUMNS = 12 + 2 * SEEN
@@ -73,7 +73,7 @@ def improved(stopper: Stopper, known: Known, cell: Cell, seed: int = 0) -> Float
     go = stopper.gain(known, every, seen) > 0
     lengths = np.minimum(go.cumprod(1).sum(1), texts.reach)
     count = np.arange(texts.depth + 1)
-    price = cell.draft_seconds(count) + cell.verify_seconds(count + 1) + cell.fixed
+    price = cell.draft_seconds(count) + passes(cell, texts.depth)
     price = price / cell.plain
     left = _left(texts, lengths, price)
     some = np.flatnonzero(texts.reach > 0)
@@ -125,7 +125,7 @@ def columns(
 def steps(cell: Cell, depth: int) -> FloatArray:
     """`(K,)` what one more token costs after each number of them, in plain tokens' time."""
     count = np.arange(depth + 1)
-    found: FloatArray = np.diff(cell.draft_seconds(count) + cell.verify_seconds(count + 1))
+    found: FloatArray = np.diff(cell.draft_seconds(count) + passes(cell, depth))
     found = found / cell.plain
     return found
 

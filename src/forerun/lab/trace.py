@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forerun.errors import MissingExtraError, SettingError
-from forerun.types import BoolArray, FloatArray, IntArray, Signals
+from forerun.types import SIGNALS as SIGNALS
+from forerun.types import BoolArray, FloatArray, IntArray
 
 SCHEMA = 1
-SIGNALS = tuple(f.name for f in fields(Signals))
 KEY = b"forerun.trace"
 """Of the file's metadata: JSON with `schema` and `about`."""
 
@@ -58,7 +58,7 @@ class Trace:
     """`(prompts, T, K)` probability under the rule `standard` of keeping the token given that all
     before it were kept; 0 beyond the first miss and beyond the text."""
     signals: dict[str, FloatArray]
-    """Every field of `Signals`, `(prompts, T, K)`."""
+    """Every one of `SIGNALS`, `(prompts, T, K)`."""
     target_top1: FloatArray
     """`(prompts, T)` the target's highest probability, at temperature 1 before any transform."""
     target_entropy: FloatArray
@@ -83,10 +83,6 @@ class Trace:
         """`(prompts, T)` which positions are text and not padding."""
         inside: BoolArray = np.arange(self.tokens.shape[1]) < self.sizes[:, None]
         return inside
-
-    def at(self, rows: IntArray, place: IntArray) -> Signals:
-        """What the draft says from one position of each of some texts: fields `(rows, K)`."""
-        return Signals(**{name: values[rows, place] for name, values in self.signals.items()})
 
     def take(self, index: Sequence[int] | IntArray | BoolArray) -> Trace:
         """Some prompts only: their numbers, in the wanted order, or a mask."""

@@ -38,8 +38,8 @@ class AcceptanceRule(ABC):
 
     @property
     def signals(self) -> frozenset[str]:
-        """Fields of `Signals` of the draft that the rule reads; a drafter without a distribution
-        has none and is refused."""
+        """Signals of the draft (`types.SIGNALS`) that the rule reads; a drafter without a
+        distribution has none and is refused."""
         return frozenset()
 
     @property

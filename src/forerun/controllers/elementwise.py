@@ -1,0 +1,123 @@
+"""Arithmetic that is the same for one request and for many.
+
+A policy is written once, for one request. Live its numbers are Python's own, for which an operation
+takes a few dozen nanoseconds; in a replay they are arrays over prompts, and every expression works
+element by element. `+ - * / < & |` do that by themselves, what they lack is here.
+
+A *tree* is what states and memos are made of: numbers, arrays and (named) tuples of them. In a
+replay every leaf has one more axis, the last: the prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from forerun.types import IntArray
+
+_Array = np.ndarray
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """`yes` where the condition holds, else `no`; both were computed."""
+    if isinstance(condition, _Array):
+        return np.where(condition, yes, no)
+    return yes if condition else no
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller one."""
+    if isinstance(a, _Array) or isinstance(b, _Array):
+        return np.minimum(a, b)
+    return a if a <= b else b
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger one."""
+    if isinstance(a, _Array) or isinstance(b, _Array):
+        return np.maximum(a, b)
+    return a if a >= b else b
+
+
+def clip(x: Any, low: Any, high: Any) -> Any:
+    """At least `low` and at most `high`."""
+    return minimum(maximum(x, low), high)
+
+
+def sigmoid(x: Any) -> Any:
+    """Probability of log-odds above −700."""
+    return 1 / (1 + (np.exp(-x) if isinstance(x, _Array) else math.exp(-x)))
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm of numbers > 0."""
+    return np.log(x) if isinstance(x, _Array) else math.log(x)
+
+
+def sqrt(x: Any) -> Any:
+    """Square root of numbers ≥ 0."""
+    return np.sqrt(x) if isinstance(x, _Array) else math.sqrt(x)
+
+
+def ceil(x: Any) -> Any:
+    """The next whole number, as an integer."""
+    return np.ceil(x).astype(np.int64) if isinstance(x, _Array) else math.ceil(x)
+
+
+def floor(x: Any) -> Any:
+    """The whole number below, as an integer."""
+    return np.floor(x).astype(np.int64) if isinstance(x, _Array) else math.floor(x)
+
+
+def picked(values: tuple[Any, ...], index: Any) -> Any:
+    """One of some constants, by its place."""
+    return np.array(values)[index] if isinstance(index, _Array) else values[index]
+
+
+def anywhere(condition: Any) -> bool:
+    """Whether it holds for any request."""
+    return bool(condition.any() if isinstance(condition, _Array) else condition)
+
+
+def largest(x: Any) -> int:
+    """The largest of whole numbers ≥ 0; 0 if there are none."""
+    return int(x.max(initial=0) if isinstance(x, _Array) else x)
+
+
+def spread(tree: Any, prompts: int) -> Any:
+    """A tree of one request for as many as there are prompts."""
+    return mapped(lambda leaf: np.repeat(np.asarray(leaf)[..., None], prompts, axis=-1), tree)
+
+
+def filled(tree: Any, prompts: int) -> Any:
+    """A tree of so many requests whose leaves may be numbers that all of them share."""
+    return mapped(lambda leaf: leaf if isinstance(leaf, _Array) else np.full(prompts, leaf), tree)
+
+
+def taken(tree: Any, index: IntArray) -> Any:
+    """A tree of these requests only. Numbers that all of them share stay as they are."""
+    return mapped(lambda leaf: leaf.take(index, -1) if isinstance(leaf, _Array) else leaf, tree)
+
+
+def joined(one: Any, other: Any) -> Any:
+    """A tree of the requests of both."""
+    return mapped(lambda a, b: np.concatenate([a, b], axis=-1), one, other)
+
+
+def select(condition: Any, yes: Any, no: Any) -> Any:
+    """The one tree where the condition holds, else the other."""
+    if not isinstance(condition, _Array):
+        return yes if condition else no
+    return mapped(lambda a, b: np.where(condition, a, b), yes, no)
+
+
+def mapped(function: Callable[..., Any], *trees: Any) -> Any:
+    """A function of the leaves of trees of one shape."""
+    if not isinstance(trees[0], tuple):
+        return None if trees[0] is None else function(*trees)
+    parts = [mapped(function, *leaves) for leaves in zip(*trees, strict=True)]
+    kind = type(trees[0])
+    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)

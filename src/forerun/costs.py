@@ -1,0 +1,139 @@
+"""What a round costs: seconds of draft steps, of target passes by width, and of the rest.
+
+One type for the engine's meter, the lab's tables, and every policy that weighs tokens against
+time. Plain floats; this module imports no numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from forerun.checks import whole
+from forerun.errors import require
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs in seconds at one batch size and context.
+
+    With a batch they are those of the whole batch: one step that drafts a token in every row, one
+    pass that verifies every row.
+    """
+
+    draft: float
+    """One more drafted token: the drafter's forward, and the engine's work for a drafted token."""
+    verify: tuple[tuple[int, float], ...]
+    """`(width, seconds)` of a target pass fed so many tokens, widths rising from 1; linear in
+    between, beyond them by the last slope."""
+    fixed: float = 0.0
+    """Per round, outside both models."""
+    batch: int = 1
+    context: int = 128
+    first: float = 0.0
+    """What a round's first draft step takes more than others: the target's weights are in the
+    caches then, after a round that kept everything there are two tokens to read, and the engine
+    has more to do than in a round without a draft."""
+    catch_up: float = 0.0
+    """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
+    knows it; it is no part of a round's seconds here."""
+
+    def __post_init__(self) -> None:
+        widths = [width for width, _ in self.verify]
+        rising = bool(widths) and widths[0] == 1 and sorted(set(widths)) == widths
+        require(rising, "widths of verify", widths, "rising from 1")
+        for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
+            require(0 < value < math.inf, name, value, "a number of seconds above 0")
+        for name in ("fixed", "first", "catch_up"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
+        whole("batch", self.batch, 1)
+        whole("context", self.context, 1)
+
+    def verify_seconds(self, width: float) -> float:
+        """Seconds of a target pass fed `width` tokens (drafted + 1).
+
+        >>> costs = Costs(0.1, ((1, 1.0), (3, 1.2)))
+        >>> [round(costs.verify_seconds(width), 9) for width in (1, 2, 5)]
+        [1.0, 1.1, 1.4]
+        """
+        points = self.verify
+        if width <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        at = bisect_left(points, (width,))
+        if at < len(points):
+            (w0, s0), (w1, s1) = points[at - 1], points[at]
+            return s0 + (s1 - s0) / (w1 - w0) * (width - w0)
+        (w0, s0), (w1, s1) = points[-2:]
+        # A slope below 0 is noise of the measurement; it must not make wide passes free.
+        return s1 + max((s1 - s0) / (w1 - w0), 0.0) * (width - w1)
+
+    def draft_seconds(self, steps: Any) -> Any:
+        """Seconds of so many draft steps in a round, a number or an array.
+
+        >>> [round(Costs(0.1, ((1, 1.0),), first=0.05).draft_seconds(n), 9) for n in (0, 1, 2)]
+        [0.0, 0.15, 0.25]
+        """
+        return steps * self.draft + (steps > 0) * self.first
+
+    def round_seconds(self, steps: int, width: int) -> float:
+        """Seconds of a round of so many draft steps and a target pass fed `width` tokens."""
+        seconds: float = self.draft_seconds(steps)
+        return seconds + self.verify_seconds(width) + self.fixed
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain token (of one per row, with a batch)."""
+        return self.verify[0][1] + self.fixed
+
+    @cached_property
+    def one(self) -> float:
+        """Seconds of a round that drafts one token."""
+        return self.round_seconds(1, 2)
+
+    @cached_property
+    def widening(self) -> float:
+        """Seconds that each further token adds to a target pass that judges one: the mean over
+        the widths given."""
+        widest = max(self.verify[-1][0], 3)
+        return max(self.verify_seconds(widest) - self.verify_seconds(2), 0.0) / (widest - 2)
+
+    @cached_property
+    def further(self) -> float:
+        """Seconds of each further drafted token: its draft step and what it adds to the pass."""
+        return self.draft + self.widening
+
+    @property
+    def ratio(self) -> float:
+        """The cost ratio c: one target pass over one draft step."""
+        return self.verify[0][1] / self.draft
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented fields; how long catching up took last is no part of them."""
+        return {name: value for name, value in asdict(self).items() if name != "catch_up"}
+
+    @classmethod
+    def synthetic(
+        cls, c: float, slope: float = 0.0, fixed: float = 0.0, seconds: float = 1.0
+    ) -> Costs:
+        """A made-up machine, in units of one plain target pass.
+
+        Args:
+            c: cost ratio, > 0: a draft step takes 1/c.
+            slope: what each further token to verify adds to a target pass, ≥ 0.
+            fixed: per round, outside both models, ≥ 0.
+            seconds: the unit.
+
+        >>> costs = Costs.synthetic(10, slope=0.02)
+        >>> costs.draft, costs.plain, costs.verify_seconds(6)
+        (0.1, 1.0, 1.1)
+        """
+        require(0 < c < math.inf, "c", c, "above 0")
+        require(0 <= slope < math.inf, "slope", slope, "at least 0")
+        require(0 <= fixed < math.inf, "fixed", fixed, "at least 0")
+        require(0 < seconds < math.inf, "seconds of a target pass", seconds, "above 0")
+        verify = ((1, seconds), (2, seconds * (1 + slope)))
+        return cls(seconds / c, verify, seconds * fixed)

@@ -1,0 +1,122 @@
+"""Rows that share a pass: each has its own controller, and what is wrong with one ends no other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.costs import Costs
+from forerun.engine.crew import Crew
+from forerun.engine.meter import Meter
+from forerun.types import Round, Token
+
+COSTS = Costs.synthetic(5, 0.02)
+
+
+def crew_of(*specs, memory=None):
+    crew = Crew(Meter.given(COSTS), memory)
+    for spec in specs:
+        crew.join(CONTROLLERS.make(spec) if isinstance(spec, str) else spec)
+    return crew
+
+
+def test_each_row_has_its_own_policy():
+    crew = crew_of("fixed(3)", "gammatune+(threshold=0.5,keep=false)", "fixed(0)", "svip")
+    assert crew.signals == {"top1", "entropy"}
+    assert crew.asks
+    assert crew.drops_last == [False, True, False, False]
+    assert crew.previews == [False] * 4
+    assert crew.limits() == [3, 7, 0, 40]
+    sure, unsure = Token(top1=0.9, entropy=0.1), Token(top1=0.1, entropy=5.0)
+    assert crew.go([unsure, unsure, None, unsure]) == [True, False, False, False]
+    assert crew.go([sure, None, None, sure]) == [True, False, False, True]
+    crew.keep([1, 0])
+    assert crew.drops_last == [True, False]
+    assert crew.signals == {"top1"}
+    assert crew.limits() == [7, 3]
+    crew.keep([1])
+    assert not crew.asks
+    assert crew.limits() == [3]
+    crew.keep([])
+    assert crew.signals == frozenset()
+
+
+def test_states_follow_their_rows():
+    crew = crew_of(*["hf-heuristic(length=4)"] * 3)
+    crew.limits()
+    crew.observe([Round(4, accepted, [1.0] * 4) for accepted in (4, 0, 4)])
+    assert crew.limits() == [6, 3, 6]
+    crew.keep([2, 1])
+    crew.join(CONTROLLERS.make("hf-heuristic(length=4)"))
+    assert crew.limits() == [6, 3, 4]
+
+
+def test_the_newest_request_that_left_is_remembered():
+    memory: dict[LengthController, Any] = {}
+    crew = crew_of("auto", "auto", "gammatune", memory=memory)
+    crew.limits()
+    tokens = [Token(logit_margin=1.0, chosen=0.5)] * 4
+    crew.observe([Round(4, n, [1.0] * 4, 0, tokens) for n in (0, 4, 4)])
+    crew.keep([1, 2])
+    auto = CONTROLLERS.make("auto")
+    assert set(memory) == {auto}
+    first = memory[auto]
+    crew.keep([])
+    assert memory[auto] != first
+    assert memory[auto].learned.shift > first.learned.shift
+
+
+@dataclass(frozen=True)
+class Broken(LengthController):
+    """Fails in one of its methods."""
+
+    where: str
+    asks = True  # type: ignore[assignment]
+    previews = True  # type: ignore[assignment]
+    carries = True  # type: ignore[assignment]
+
+    def _do(self, method: str, answer: Any) -> Any:
+        if method == self.where:
+            raise RuntimeError(f"no {method}")
+        return answer
+
+    def limit(self, state, costs):
+        return self._do("limit", 4)
+
+    def fold(self, state, memo, token):
+        return self._do("fold", token)
+
+    def keep_going(self, state, costs, memo):
+        return self._do("keep_going", True)
+
+    def plan(self, state, costs, memo):
+        return self._do("plan", 1)
+
+    def observe(self, state, costs, round):
+        return self._do("observe", state)
+
+
+@pytest.mark.parametrize("where", ["limit", "fold", "keep_going", "plan", "observe"])
+def test_what_is_wrong_with_one_row_ends_no_other(where):
+    memory: dict[LengthController, Any] = {}
+    crew = crew_of("fixed(2)", Broken(where), "auto", memory=memory)
+    token = Token(1, logit_margin=9.0, chosen=0.99, top1=0.9)
+    for _ in range(3):
+        limits = crew.limits()
+        assert limits == [2, 0 if crew.failed else 4, 32]
+        answers = crew.go([token] * 3)
+        assert answers[0] is True
+        assert answers[2] is True
+        assert crew.plan([[token]] * 3)[::2] == [1, 1]
+        crew.observe([Round(1, 1, [1.0], 0, [token])] * 3)
+    assert list(crew.failed) == [1]
+    assert str(crew.failed[1]) == f"no {where}"
+    assert crew.go([token] * 3)[1] is False
+    crew.keep([1, 2])
+    assert list(crew.failed) == [0]
+    crew.keep([1])
+    assert crew.failed == {}
+    assert memory == {}, "what a broken controller had learned is not for the next request"

@@ -1,0 +1,104 @@
+"""The meter finds what rounds cost, whatever happens on a shared machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forerun.costs import Costs
+from forerun.engine.meter import PLAIN_GUESS, RATIO, Lap, Meter
+
+
+def test_nothing_is_known_before_a_round_was_timed():
+    meter = Meter()
+    assert meter.wants(1) == meter.wants(4) == "draft"
+    costs = meter.costs(1)
+    assert costs.verify_seconds(2) / costs.draft == pytest.approx(RATIO)
+    assert costs.plain == pytest.approx(PLAIN_GUESS * costs.verify_seconds(2))
+    meter.tell(Lap(1, 0, verify_seconds=0.01))
+    assert meter.wants(1) == "draft"
+    assert meter.costs(1).plain == 0.01
+
+
+def test_given_costs_never_change():
+    costs = Costs.synthetic(7, 0.1)
+    meter = Meter.given(costs)
+    for width in range(20):
+        meter.tell(Lap(1, width, width, 0.5, 0.1, 0.2))
+        assert meter.costs(1) is meter.costs(9) is costs
+        assert meter.wants(1) is meter.wants(16) is None
+
+
+def test_costs_are_found_and_outliers_are_not():
+    meter, rng = Meter(), np.random.default_rng(0)
+    for i in range(200):
+        drafted = int(rng.integers(0, 9))
+        slow = 20.0 if i % 9 == 5 else 1.0  # also another task's turn on the machine
+        verify = (0.010 + (drafted > 0) * 0.003 + 0.0004 * drafted) * slow
+        meter.tell(Lap(1, drafted, drafted, 0.002 * drafted * slow, 0.0, verify))
+    costs = meter.costs(1)
+    assert costs.draft == pytest.approx(0.002, rel=0.01)
+    assert costs.plain == pytest.approx(0.010, rel=0.01)
+    assert costs.verify_seconds(2) == pytest.approx(0.0134, rel=0.05)
+    assert costs.widening == pytest.approx(0.0004, rel=0.5)
+
+
+def test_a_first_step_that_is_slower_is_told_apart():
+    meter = Meter()
+    for width in (1, 2, 5, 3, 1, 4, 8):
+        meter.tell(Lap(1, width, width, 0.002 + 0.001 * (width - 1), 0.002, 0.010, 0.5))
+    costs = meter.costs(1)
+    assert costs.draft == pytest.approx(0.001)
+    assert costs.first == pytest.approx(0.001)
+    assert costs.catch_up == 0.5
+    assert costs.one == pytest.approx(0.012, rel=0.02)
+    # Only first steps were seen: later ones are taken to be faster.
+    meter = Meter()
+    meter.tell(Lap(1, 1, 1, 0.002, 0.002, 0.010))
+    assert 0 < meter.costs(1).draft < 0.002
+    # Not even that: the one step caught up.
+    meter = Meter()
+    meter.tell(Lap(1, 1, 0, 0.0, 0.0, 0.010, 0.1))
+    assert meter.costs(1).ratio == pytest.approx(RATIO * PLAIN_GUESS)
+
+
+def test_more_tokens_never_take_less_time():
+    meter = Meter()
+    for _ in range(5):
+        meter.tell(Lap(1, 0, verify_seconds=0.02))
+        meter.tell(Lap(1, 3, 3, 0.003, 0.001, 0.01))
+    assert meter.costs(1).plain <= meter.costs(1).verify_seconds(2)
+
+
+def laps(meter, rows, slope, rounds, draft=0.2, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(rounds):
+        width = int(rng.integers(0, 7))
+        first = draft * (width > 0)
+        meter.tell(Lap(rows, width, width, draft * width, first, 1 + slope * width))
+
+
+def test_costs_are_known_per_size_of_the_batch():
+    meter = Meter()
+    laps(meter, 8, 0.3, 100)
+    laps(meter, 2, 0.05, 100)
+    small, large = meter.costs(2), meter.costs(8)
+    assert small.widening == pytest.approx(0.05, rel=0.3)
+    assert large.widening == pytest.approx(0.3, rel=0.3)
+    assert [meter.costs(rows) for rows in (5, 6, 7)] == [large] * 3  # share their costs
+    assert meter.wants(8) is meter.wants(2) is meter.wants(1) is None
+    assert meter.wants(4) == "plain"  # to compare with
+    new = meter.costs(4)
+    assert new.draft == pytest.approx(0.2)
+    share = new.widening / new.verify_seconds(2)
+    assert share > small.widening / small.verify_seconds(2)
+    meter.tell(Lap(4, 0, verify_seconds=1.1))
+    assert meter.wants(4) is None
+    assert meter.costs(4).plain == pytest.approx(1.1)
+
+
+def test_a_plain_round_of_a_batch_says_nothing_of_what_drafts_cost():
+    meter = Meter()
+    meter.tell(Lap(3, 0, 0, 0.0, 0.0, 0.015))
+    assert meter.wants(3) == "draft"
+    assert meter.costs(3).ratio == pytest.approx(RATIO)
