@@ -14,7 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 
 LAYERS = [
-    ["errors", "types", "citations", "registry", "signals", "checks", "confidence"],
+    ["errors", "types", "citations", "registry", "signals", "checks", "confidence", "prompts"],
     ["controllers", "rules"],
     ["runtime"],
     ["drafters"],
@@ -28,7 +28,9 @@ ALLOWED: dict[str, set[str]] = {}
 """What each part of the package may import (its own modules aside)."""
 for layer in LAYERS:
     ALLOWED.update(dict.fromkeys(layer, set(ALLOWED) - {"testing"}))
-ALLOWED.update({name: {"errors"} for name in ("types", "registry", "checks", "confidence")})
+ALLOWED.update(
+    {name: {"errors"} for name in ("types", "registry", "checks", "confidence", "prompts")}
+)
 ALLOWED.update(signals={"errors", "types"})
 
 

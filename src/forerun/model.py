@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from forerun import zoo
+from forerun.checks import flag, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
@@ -18,7 +21,9 @@ from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
 from forerun.engine import Completion, Engine, Event, Sampling
 from forerun.engine.control import Memory
-from forerun.errors import SettingError, UnknownNameError
+from forerun.engine.shared import SharedEngine
+from forerun.errors import NumericalError, SettingError, UnknownNameError, require
+from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import RowModel, load_model, load_tokenizer
@@ -29,11 +34,15 @@ from forerun.settings import Settings, resolve
 DEFAULT_CONTROLLER = "auto"
 DEFAULT_RULE = "standard"
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor
+"""Text, or token ids in a list or a 1-D array."""
 
 
 class Model:
-    """A target with a drafter, ready to generate. Made by `load`."""
+    """A target with a drafter, ready to generate. Made by `load`.
+
+    It may be used from many threads: requests that run at the same time share rounds.
+    """
 
     def __init__(
         self,
@@ -46,34 +55,43 @@ class Model:
         self.settings = settings or Settings()
         self.eos = _end_of_text(target, tokenizer)
         self._memory: Memory = {}
+        self._plain = NoDraft().build(None, None)
+        self._shared = SharedEngine(self._engine)
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> Completion: ...
     @overload
     def generate(self, prompt: Sequence[Prompt], **settings: Any) -> list[Completion]: ...
     def generate(
-        self, prompt: str | Sequence[Prompt], **settings: Any
+        self, prompt: Prompt | Sequence[Prompt], **settings: Any
     ) -> Completion | list[Completion]:
         """Generate for one prompt or a list of prompts (decoded as one ragged batch).
 
-        Takes the settings of `stream`. A prompt is text or a list of token ids; a list of ids on
-        its own is one prompt.
+        Takes the settings of `stream`. A prompt is text or token ids (a list or a 1-D array of
+        integers); a list of ids on its own is one prompt.
+
+        Raises:
+            NumericalError: the logits of the only prompt are no numbers; of several, that prompt's
+                `finish_reason` is "error".
 
         >>> model = load()
         >>> done = model.generate("English: I like apples.\\nGerman:", max_new_tokens=8)
         >>> done.stats.tokens == len(done.tokens) <= 8
         True
         """
-        one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-        prompts: Any = [prompt] if one else prompt
-        done = {e.request: e.completion for e in self.stream(prompts, **settings) if e.completion}
-        # Ids rise in the order of submission, which is the order of the prompts.
-        results = [done[i] for i in sorted(done)]
-        return results[0] if one else results
+        prompts, one = split(prompt)
+        stream = self.stream(prompts, **settings)
+        done = {e.request: e.completion for e in stream if e.completion}
+        results = [done[i] for i in range(len(prompts))]
+        if not one:
+            return results
+        if results[0].error:
+            raise NumericalError(results[0].error)
+        return results[0]
 
     def stream(
         self,
-        prompt: str | Sequence[Prompt],
+        prompt: Prompt | Sequence[Prompt],
         *,
         controller: str | LengthController | None = None,
         rule: str | AcceptanceRule | None = None,
@@ -82,7 +100,7 @@ class Model:
         plain: bool = False,
         **settings: Any,
     ) -> Iterator[Event]:
-        """Generate, yielding an `Event` per request and round.
+        """Generate, yielding an `Event` per request and round; a request's id is its place.
 
         Args:
             prompt: text, token ids, or a list of either.
@@ -95,14 +113,16 @@ class Model:
             plain: leave the drafter out and decode one token at a time.
 
         Raises:
-            PromptError: an empty prompt, or one that does not fit the context.
+            PromptError: a prompt that is none, is empty, or does not fit the context.
             SettingError: a setting that is unknown or out of range.
 
         >>> model = load()
         >>> for event in model.stream("Once upon a time", max_new_tokens=4):
         ...     assert event.round.committed == len(event.pieces)
         """
-        prompts: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
+        prompts, _ = split(prompt)
+        whole("batch_size", batch_size, 1)
+        flag("plain", plain)
         samplings = _samplings(sampling, settings, len(prompts))
         if controller is None:
             controller = self.settings.controller or DEFAULT_CONTROLLER
@@ -111,21 +131,24 @@ class Model:
         length, keep = CONTROLLERS.make(controller), RULES.make(rule)
         drafter = self.drafter
         if plain:
-            drafter, length = NoDraft().build(None, None), CONTROLLERS.make("fixed(0)")
+            drafter, length = self._plain, CONTROLLERS.make("fixed(0)")
+        with self._shared.turns:  # tokenizers are not made for several threads
+            ids = [self.encode(text) for text in prompts]
+        requests = [(i, how, length, keep) for i, how in zip(ids, samplings, strict=True)]
+        yield from self._shared.stream(drafter, batch_size, requests)
+
+    def _engine(self, drafter: Drafter, batch_size: int) -> Engine:
         if self.target.lengths:
             raise SettingError(
-                "a stream of this model is still running; finish or close it first, "
-                "or submit all requests to one forerun.engine.Engine"
+                "another engine is running on this model's target; finish or close it first"
             )
-        engine = Engine(self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory)
-        for text, how in zip(prompts, samplings, strict=True):
-            engine.submit(self.encode(text), how, length, keep)
-        yield from engine.run()
+        return Engine(self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt (ids pass through)."""
+        """Token ids of a prompt (ids pass through); `PromptError` if it is none."""
+        prompt = read(prompt)
         if not isinstance(prompt, str):
-            return [int(t) for t in prompt]
+            return prompt
         if self.tokenizer is None:
             raise SettingError("this model has no tokenizer; give token ids instead of text")
         ids: list[int] = self.tokenizer.encode(prompt)
@@ -221,13 +244,11 @@ def _samplings(
         raise SettingError(f"give sampling=... or {sorted(settings)}, not both")
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling or Sampling(**settings)] * count
+    good = isinstance(sampling, Sequence) and all(isinstance(s, Sampling) for s in sampling)
+    require(good, "sampling", sampling, "a Sampling, or a list with one per prompt")
     if len(sampling) != count:
         raise SettingError(f"{len(sampling)} samplings for {count} prompts; give one per prompt")
     return list(sampling)
-
-
-def _is_ids(prompt: Any) -> bool:
-    return len(prompt) > 0 and all(isinstance(t, int) for t in prompt)
 
 
 def _end_of_text(target: Any, tokenizer: Any) -> frozenset[int]:

@@ -131,7 +131,7 @@ class Engine:
             while self._rows or self._waiting:
                 yield from self.step()
         finally:
-            self._clear()
+            self.clear()
 
     def cancel(self, request: int) -> Completion | None:
         """Stop a request now; None if it is not running or waiting."""
@@ -217,7 +217,7 @@ class Engine:
         self._rows = [self._rows[r] for r in rows]
         self._refresh()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Drop everything, also what an error in the middle of a round or a join left behind."""
         self._waiting.clear()
         self._rows, self._control = [], Control(self._memory)
