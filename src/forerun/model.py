@@ -190,7 +190,13 @@ def load(
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'
     """
-    chosen = resolve(settings)
+    for name, value in (("target", target), ("exits", exits)):
+        good = value is None or isinstance(value, (str, Path))
+        require(good, name, value, "a folder" if name == "exits" else "a folder or an id")
+    try:
+        chosen = resolve(settings)
+    except OSError as error:
+        raise SettingError(f"cannot read the settings {str(settings)!r}: {error}") from error
     if draft is None:
         default = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
         draft = chosen.drafter or default
@@ -210,8 +216,10 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     """The drafter a user means: a registered name with settings, or else a model."""
     if isinstance(draft, DrafterSpec):
         return draft
+    good = isinstance(draft, (str, Path))
+    require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
-    if isinstance(draft, str) and not Path(text).exists():
+    if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:
             spec = parse(text)
@@ -219,6 +227,13 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
         if "(" in text or ("/" not in text and name.isalpha() and len(name) < 12):
             raise UnknownNameError.among("drafter (nor a model folder)", name, DRAFTERS.names())
     return ModelDraft(text)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # no name of a file
+        return False
 
 
 def _with_exits(spec: DrafterSpec, exits: str | Path | None, shipped: bool) -> DrafterSpec:

@@ -16,6 +16,8 @@ WARM = 0.7
 """A later draft step over a round's first, until one was timed."""
 SLOPE = 0.02
 """v until widths were compared."""
+STEEPEST = 0.99
+"""Largest slope: at 1, a pass of one token would cost nothing, and dividing by that fails."""
 SLOPE_INFO = 20.0
 """Weight of that start, in squared tokens of difference in width."""
 JUMP = 0.3
@@ -112,7 +114,7 @@ def timed(
         most = np.where(slopes[:, 1] > SLOPE_INFO, JUMP, np.inf) if size else JUMP
         longer = expected + np.minimum(np.maximum(longer, -most), most)
         slopes = slopes + np.array([wider * longer, wider * wider]).T
-        slope = np.minimum(np.maximum(slopes[:, 0] / slopes[:, 1], 0), 1)
+        slope = np.minimum(np.maximum(slopes[:, 0] / slopes[:, 1], 0), STEEPEST)
     newest = np.where(compared[:, None], np.array([width, verify]).T, newest)
     first = zero + outcome.first_step_seconds
     steps = np.where(zero + outcome.draft_steps > 0, outcome.draft_steps, width) - (first > 0)
@@ -164,7 +166,7 @@ def resized(state: CostState, size: int, doublings: IntArray) -> dict[str, Any]:
     start = state.slope * 2 ** (doublings / 2)
     start = np.array([SLOPE_INFO * start, np.full(len(state), SLOPE_INFO)]).T
     slopes = np.where(new[:, None], start, state.slopes[:, size])
-    slope = np.minimum(slopes[:, 0] / slopes[:, 1], 1)
+    slope = np.minimum(slopes[:, 0] / slopes[:, 1], STEEPEST)
     return {
         "slopes": _put(state.slopes, size, slopes),
         **_in_force(state, state.recent[:, size], slope),
