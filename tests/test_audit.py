@@ -257,7 +257,9 @@ def test_a_tie_up_to_rounding_is_a_near_tie(roundings: float, kind: Kind) -> Non
         head[twin] = head[best]
     logits = target(torch.tensor([PROMPTS[0]])).logits[0, -1]
     by = roundings * float(logits.detach().abs().max()) * torch.finfo(torch.float32).eps
-    faulty = Off(TorchExecutor(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0])))
+    faulty = Off(
+        TorchExecutor(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0]))
+    )
     model = Model(Rows(faulty), ModelDrafter(torch_rows(build("llama", seed=3)), 97))
     (found,) = audit(model, PROMPTS[:1], SHORT[:1], controller="fixed(3)")
     assert found.kind == kind

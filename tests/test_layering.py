@@ -14,7 +14,17 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 
 LAYERS = [
-    ["errors", "types", "citations", "registry", "signals", "checks", "confidence", "costs"],
+    [
+        "errors",
+        "types",
+        "citations",
+        "registry",
+        "signals",
+        "checks",
+        "confidence",
+        "costs",
+        "prompts",
+    ],
     ["controllers", "rules"],
     ["requests"],
     ["runtime"],
@@ -29,7 +39,9 @@ ALLOWED: dict[str, set[str]] = {}
 """What each part of the package may import (its own modules aside)."""
 for layer in LAYERS:
     ALLOWED.update(dict.fromkeys(layer, set(ALLOWED) - {"testing"}))
-ALLOWED.update({name: {"errors"} for name in ("types", "registry", "checks", "confidence")})
+ALLOWED.update(
+    {name: {"errors"} for name in ("types", "registry", "checks", "confidence", "prompts")}
+)
 ALLOWED.update(signals={"errors", "types"}, costs={"errors", "checks"})
 
 

@@ -19,7 +19,7 @@ import forerun
 from forerun.drafters.model import check_same_tokenizer
 from forerun.drafters.specbound import SpecBound
 from forerun.errors import ForerunError, ForerunWarning, ModelError, UnsupportedModelError
-from forerun.runtime import torch_rows, load_model, load_tokenizer
+from forerun.runtime import load_model, load_tokenizer, torch_rows
 from forerun.runtime.support import refusal
 from tiny import VOCAB, build
 

@@ -330,4 +330,8 @@ def test_identity(tmp_path, monkeypatch):
     assert found["hashed"] == "config and first shard"
     (folder / "b.safetensors").write_bytes(b"d")
     assert provenance.identity(runtime) == found
-    assert provenance.identity(SimpleNamespace(facts=Facts(1, 1))) == {"name": "unnamed", "sha256": None, "hashed": None}
+    assert provenance.identity(SimpleNamespace(facts=Facts(1, 1))) == {
+        "name": "unnamed",
+        "sha256": None,
+        "hashed": None,
+    }

@@ -1,4 +1,4 @@
-"""Requests in the engine: what is refused, what fails alone, how prompts are read, log-probabilities."""
+"""Requests: what is refused, what fails alone, how prompts are read, log-probabilities."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ STAGES = ["target", "draft", "reserve", "rule", "tokenizer"]
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("max_rows", [1, 4])
-def test_an_error_ends_what_it_must_and_leaves_the_engine_usable(
-    stage: str, max_rows: int
-) -> None:
+def test_an_error_ends_what_it_must_and_leaves_the_engine_usable(stage: str, max_rows: int) -> None:
     """A model's error ends the rows of that pass; a row's own part ends that row alone."""
     spoilt, after = 2, 3  # the request with a part of its own that breaks; calls before it does
 
@@ -115,8 +113,7 @@ def test_a_long_prompt_delays_others_by_a_chunk(monkeypatch: pytest.MonkeyPatch)
     made.step()
     prompt = [i % V for i in range(50)]
     late, later = (
-        made.submit([*prompt, last], Sampling(max_new_tokens=5), FIXED, STANDARD)
-        for last in (1, 2)
+        made.submit([*prompt, last], Sampling(max_new_tokens=5), FIXED, STANDARD) for last in (1, 2)
     )
     firsts: dict[int, int] = {}
     rounds, done = 0, {}

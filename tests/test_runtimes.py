@@ -172,9 +172,7 @@ def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
             contexts.append([])
         if not contexts:
             continue
-        pieces = [
-            data.draw(st.lists(token, max_size=min(5, LIMIT - len(c)))) for c in contexts
-        ]
+        pieces = [data.draw(st.lists(token, max_size=min(5, LIMIT - len(c)))) for c in contexts]
         wanted = [data.draw(st.integers(0, len(piece))) for piece in pieces]
         got = rows.feed(pieces, wanted)
         for row, (piece, count) in enumerate(zip(pieces, wanted, strict=True)):

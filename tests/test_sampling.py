@@ -125,7 +125,7 @@ def test_nothing_to_do_is_free_and_input_is_never_changed() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be a number ≥ 0"),
+        ({"temperature": -0.1}, "temperature must be a number ≥ 1e-30, or 0"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"top_k": -1}, "top_k must be"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
@@ -135,7 +135,7 @@ def test_nothing_to_do_is_free_and_input_is_never_changed() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens must be between"),
         ({"stop": ("",)}, "stop must be"),
-        ({"logit_bias": {1: float("inf")}}, "logit_bias must be"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias of token 1 must be"),
         ({"presence_penalty": float("inf")}, "presence_penalty must be"),
     ],
 )

@@ -185,12 +185,13 @@ def test_prompts_and_settings_that_cannot_work(models: dict[str, forerun.Model])
 
 def test_two_streams_of_one_model_do_not_mix(models: dict[str, forerun.Model]) -> None:
     model = models["model"]
-    first = model.stream("Once", max_new_tokens=20, ignore_eos=True)
-    next(first)
-    with pytest.raises(SettingError, match="still running"):
-        next(model.stream("Twice", max_new_tokens=20))
-    first.close()
-    assert model.generate("Twice", max_new_tokens=3).stats.tokens <= 3
+    how = {"max_new_tokens": 20, "ignore_eos": True}
+    alone = [model.generate(text, **how).tokens for text in ("Once", "Twice")]
+    first, second = (model.stream(text, **how) for text in ("Once", "Twice"))
+    begun = next(first)
+    tokens = [[p.token for e in events for p in e.pieces] for events in (second, [begun, *first])]
+    assert tokens == alone[::-1]
+    assert model.target.lengths == []
 
 
 def test_a_draft_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

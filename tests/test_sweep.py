@@ -21,7 +21,7 @@ from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, repla
 from forerun.lab.sweep import Search, untuned
 from forerun.model import Model
 from forerun.runtime import torch_rows
-from forerun.runtime.exits import exit_rows, layers_of, Work
+from forerun.runtime.exits import Work, exit_rows, layers_of
 from forerun.runtime.heads import LightHeads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from tiny import build, texts

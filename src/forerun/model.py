@@ -7,20 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from forerun import zoo
+from forerun.checks import flag, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import SpecBound
-from forerun.engine import Completion, Engine, Event, Logprob, Sampling
+from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
 from forerun.engine.meter import Meter
 from forerun.engine.scoring import score_text
+from forerun.engine.shared import SharedEngine
 from forerun.errors import GenerationError, PromptError, SettingError, UnknownNameError, require
+from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_model, load_tokenizer, torch_rows
@@ -30,11 +35,15 @@ from forerun.settings import Settings, resolve
 DEFAULT_CONTROLLER = "auto"
 DEFAULT_RULE = "standard"
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor
+"""Text, or token ids in a list or a 1-D array."""
 
 
 class Model:
-    """A target with a drafter, ready to generate. Made by `load`."""
+    """A target with a drafter, ready to generate. Made by `load`.
+
+    It may be used from many threads: requests that run at the same time share rounds.
+    """
 
     def __init__(
         self,
@@ -50,45 +59,52 @@ class Model:
         self._memory: Memory = {}
         self.meter = Meter()
         """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
+        self._plain = NoDraft().build(None, None)
+        self._shared = SharedEngine(self._engine)
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> Completion: ...
     @overload
     def generate(self, prompt: Sequence[Prompt], **settings: Any) -> list[Completion]: ...
     def generate(
-        self, prompt: str | Sequence[Prompt], **settings: Any
+        self, prompt: Prompt | Sequence[Prompt], **settings: Any
     ) -> Completion | list[Completion]:
         """Generate for one prompt or a list of prompts (decoded as one ragged batch).
 
-        Takes the settings of `stream`. A prompt is text or a list of token ids; a list of ids on
-        its own is one prompt.
+        Takes the settings of `stream`. A prompt is text or token ids (a list or a 1-D array of
+        integers); a list of ids on its own is one prompt.
+
+        Raises:
+            GenerationError: the only prompt ended with an error in the middle of its text; of
+                several, that prompt's `finish_reason` is "error".
 
         >>> model = load()
         >>> done = model.generate("English: I like apples.\\nGerman:", max_new_tokens=8)
         >>> done.stats.tokens == len(done.tokens) <= 8
         True
         """
-        one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-        prompts: Any = [prompt] if one else prompt
-        done = {e.request: e.completion for e in self.stream(prompts, **settings) if e.completion}
-        # Ids rise in the order of submission, which is the order of the prompts.
-        results = [done[i] for i in sorted(done)]
+        prompts, one = split(prompt)
+        stream = self.stream(prompts, first_token_soon=False, **settings)
+        done = {e.request: e.completion for e in stream if e.completion}
+        results = [done[i] for i in range(len(prompts))]
         if one and (error := results[0].error) is not None:
             raise GenerationError(error, results[0])
         return results[0] if one else results
 
     def stream(
         self,
-        prompt: str | Sequence[Prompt],
+        prompt: Prompt | Sequence[Prompt],
         *,
         controller: str | LengthController | None = None,
         rule: str | AcceptanceRule | None = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
         batch_size: int = 16,
         plain: bool = False,
+        logprobs: int | None = None,
+        first_token_soon: bool = True,
         **settings: Any,
     ) -> Iterator[Event]:
-        """Generate, yielding an `Event` per request and round.
+        """Generate, yielding an `Event` per request and round; a request's id is its place.
 
         Args:
             prompt: text, token ids, or a list of either.
@@ -99,16 +115,21 @@ class Model:
                 (`temperature`, `max_new_tokens`, `seed`, `stop`, ...).
             batch_size: prompts decoded together.
             plain: leave the drafter out and decode one token at a time.
+            logprobs: report log-probabilities; see `Request`.
+            first_token_soon: take the first token from the pass that reads the prompt, as soon as
+                plainly. Otherwise (in `generate`) the first draft rides along in that pass.
 
         Raises:
-            PromptError: an empty prompt, or one that does not fit the context.
+            PromptError: a prompt that is none, is empty, or does not fit the context.
             SettingError: a setting that is unknown or out of range.
 
         >>> model = load()
         >>> for event in model.stream("Once upon a time", max_new_tokens=4):
         ...     assert event.round.committed == len(event.pieces)
         """
-        prompts: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
+        prompts, _ = split(prompt)
+        whole("batch_size", batch_size, 1)
+        flag("plain", plain)
         samplings = _samplings(sampling, settings, len(prompts))
         if controller is None:
             controller = self.settings.controller or DEFAULT_CONTROLLER
@@ -117,18 +138,23 @@ class Model:
         length, keep = CONTROLLERS.make(controller), RULES.make(rule)
         drafter = self.drafter
         if plain:
-            drafter, length = NoDraft().build(None, None), CONTROLLERS.make("fixed(0)")
+            drafter, length = self._plain, CONTROLLERS.make("fixed(0)")
+        with self._shared.turns:  # tokenizers are not made for several threads
+            ids = [self.encode(text) for text in prompts]
+        requests = [
+            Request(i, how, length, keep, stream=first_token_soon, logprobs=logprobs)
+            for i, how in zip(ids, samplings, strict=True)
+        ]
+        yield from self._shared.stream(drafter, batch_size, requests)
+
+    def _engine(self, drafter: Drafter, batch_size: int) -> Engine:
         if self.target.lengths:
             raise SettingError(
-                "a stream of this model is still running; finish or close it first, "
-                "or submit all requests to one forerun.engine.Engine"
+                "another engine is running on this model's target; finish or close it first"
             )
-        engine = Engine(
+        return Engine(
             self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory, self.meter
         )
-        for text, how in zip(prompts, samplings, strict=True):
-            engine.submit(self.encode(text), how, length, keep)
-        yield from engine.run()
 
     def score(self, text: Prompt, top: int = 0) -> list[Logprob]:
         """Log-probabilities of a given text under the target, in plain passes.
@@ -156,9 +182,10 @@ class Model:
         self._memory.clear()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt (ids pass through)."""
+        """Token ids of a prompt (ids pass through); `PromptError` if it is none."""
+        prompt = read(prompt)
         if not isinstance(prompt, str):
-            return [int(t) for t in prompt]
+            return prompt
         if self.tokenizer is None:
             raise SettingError("this model has no tokenizer; give token ids instead of text")
         ids: list[int] = self.tokenizer.encode(prompt)
@@ -200,7 +227,13 @@ def load(
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'
     """
-    chosen = resolve(settings)
+    for name, value in (("target", target), ("exits", exits)):
+        good = value is None or isinstance(value, (str, Path))
+        require(good, name, value, "a folder" if name == "exits" else "a folder or an id")
+    try:
+        chosen = resolve(settings)
+    except OSError as error:
+        raise SettingError(f"cannot read the settings {str(settings)!r}: {error}") from error
     if draft is None:
         default = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
         draft = chosen.drafter or default
@@ -220,8 +253,10 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     """The drafter a user means: a registered name with settings, or else a model."""
     if isinstance(draft, DrafterSpec):
         return draft
+    good = isinstance(draft, (str, Path))
+    require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
-    if isinstance(draft, str) and not Path(text).exists():
+    if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:
             spec = parse(text)
@@ -229,6 +264,13 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
         if "(" in text or ("/" not in text and name.isalpha() and len(name) < 12):
             raise UnknownNameError.among("drafter (nor a model folder)", name, DRAFTERS.names())
     return ModelDraft(text)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # no name of a file
+        return False
 
 
 def _with_exits(spec: DrafterSpec, exits: str | Path | None, shipped: bool) -> DrafterSpec:
@@ -254,13 +296,11 @@ def _samplings(
         raise SettingError(f"give sampling=... or {sorted(settings)}, not both")
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling or Sampling(**settings)] * count
+    good = isinstance(sampling, Sequence) and all(isinstance(s, Sampling) for s in sampling)
+    require(good, "sampling", sampling, "a Sampling, or a list with one per prompt")
     if len(sampling) != count:
         raise SettingError(f"{len(sampling)} samplings for {count} prompts; give one per prompt")
     return list(sampling)
-
-
-def _is_ids(prompt: Any) -> bool:
-    return len(prompt) > 0 and all(isinstance(t, int) for t in prompt)
 
 
 def _end_of_text(target: Rows | Executor, tokenizer: Any) -> frozenset[int]:

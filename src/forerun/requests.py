@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
+from forerun.checks import flag
 from forerun.controllers.base import LengthController
 from forerun.errors import PromptError, SettingError, require
 from forerun.rules.base import AcceptanceRule
+
+SMALL, LARGE = 1e-30, 1e30
+"""Bounds of what logits are multiplied by or grow by: float32 has none beyond about 1e38."""
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -19,20 +26,20 @@ class Sampling:
     `min_new_tokens`, repetition / presence / frequency penalties, temperature, top-k, top-p, min-p.
 
     Args:
-        temperature: ≥ 0; 0 is greedy decoding.
+        temperature: from 1e-30 to 1e30, or 0: greedy decoding.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set with at least this much probability, in (0, 1].
         min_p: drop tokens below `min_p` times the highest probability, in [0, 1].
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in the
-            prompt or the output. 1 is off.
+        repetition_penalty: from 1e-30 to 1e30; divides positive and multiplies negative
+            logits of tokens in the prompt or the output. 1 is off.
         presence_penalty: subtracted from logits of tokens already in the output.
         frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: token id → added to its logit; −inf bans it.
+        logit_bias: token id → added to its logit, at most 1e30; −inf bans it.
         seed: of this request's own random stream; None draws one (it is in the result).
         max_new_tokens: ≥ 1.
         min_new_tokens: no end of text before this many tokens.
-        stop: strings at which the text ends (they are not part of it).
-        eos: end-of-text token ids; None uses the model's.
+        stop: a string or several at which the text ends (they are not part of it).
+        eos: end-of-text token id or ids; None uses the model's.
         ignore_eos: go on after end-of-text tokens.
     """
 
@@ -52,29 +59,36 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+            self._set(name, _number(name, getattr(self, name)))
+        for name in ("top_k", "max_new_tokens", "min_new_tokens"):
+            self._set(name, _integer(name, getattr(self, name)))
+        if self.seed is not None:
+            self._set("seed", _integer("seed", self.seed, -math.inf, math.inf))
+        self._set("stop", _several("stop", self.stop, str, "text"))
         if self.eos is not None:
-            object.__setattr__(self, "eos", tuple(self.eos))
-        finite = math.isfinite
-        t, k, p, m = self.temperature, self.top_k, self.top_p, self.min_p
-        require(finite(t) and t >= 0, "temperature", t, "a number ≥ 0 (0 is greedy)")
-        require(k >= 0, "top_k", k, "an integer ≥ 0 (0 keeps all)")
+            self._set("eos", _several("eos", self.eos, Integral, "a token id"))
+        flag("ignore_eos", self.ignore_eos)
+        require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
+        biases = {
+            _integer("a token id in logit_bias", token): _bias(token, bias)
+            for token, bias in self.logit_bias.items()
+        }
+        self._set("logit_bias", biases)
+        t, p, m = self.temperature, self.top_p, self.min_p
+        good = t == 0 or t >= SMALL
+        require(good, "temperature", t, f"a number ≥ {SMALL}, or 0 (greedy)")
         require(0 < p <= 1, "top_p", p, "in (0, 1]")
         require(0 <= m <= 1, "min_p", m, "in [0, 1]")
         r = self.repetition_penalty
-        require(finite(r) and r > 0, "repetition_penalty", r, "a number > 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(finite(value), name, value, "a finite number")
+        require(r >= SMALL, "repetition_penalty", r, f"a number ≥ {SMALL} (1 is off)")
         require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "≥ 1")
         low, high = self.min_new_tokens, self.max_new_tokens
         require(0 <= low <= high, "min_new_tokens", low, f"between 0 and max_new_tokens={high}")
         require(all(self.stop), "stop", self.stop, "made of non-empty strings")
-        for bias in self.logit_bias.values():
-            require(not math.isnan(bias) and bias < math.inf, "logit_bias", bias, "a number < inf")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -159,3 +173,31 @@ class Request:
         if self.logprobs is not None:
             require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
         self.rule.check(self.sampling.temperature, tells)
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite number as Python's own (arrays of numpy have scalars, too)."""
+    good = isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= LARGE  # type: ignore[operator]
+    require(good, name, value, f"a number of at most {LARGE}")
+    return value if isinstance(value, int) else float(value)
+
+
+def _integer(name: str, value: Any, low: float = 0, high: float = 1 << 62) -> int:
+    good = isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+    require(good, name, value, "a whole number" + (f" of at least {low}" if low == 0 else ""))
+    return int(value)
+
+
+def _several(name: str, value: Any, kind: type[Any], what: str) -> tuple[Any, ...]:
+    """One or several of a kind, as a tuple."""
+    items = (value,) if isinstance(value, kind) else value
+    good = isinstance(items, Iterable) and not isinstance(items, (str, bytes, Mapping))
+    items = tuple(items) if good else ()
+    good &= all(isinstance(item, kind) and not isinstance(item, bool) for item in items)
+    require(good, name, value, f"{what} or a list of such")
+    return tuple(int(item) for item in items) if kind is Integral else items
+
+
+def _bias(token: int, value: Any) -> float:
+    banned = isinstance(value, Real) and value == -math.inf
+    return -math.inf if banned else _number(f"logit_bias of token {token}", value)

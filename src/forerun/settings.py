@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.controllers import CONTROLLERS
-from forerun.errors import SettingError, UnknownNameError
+from forerun.errors import SettingError, UnknownNameError, require
 from forerun.registry import parse
 
 SCHEMA = 1
@@ -143,6 +143,8 @@ def resolve(
     """
     if isinstance(settings, (str, Path)):
         settings = Settings.read(settings)
+    good = settings is None or isinstance(settings, Settings)
+    require(good, "settings", settings, "a file or what was read from one")
     base = settings or Settings()
     return replace(
         base,

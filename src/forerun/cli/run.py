@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli.console import note, status, stderr
-from forerun.errors import ForerunWarning, NumericalError, SettingError, require
+from forerun.errors import ForerunWarning, GenerationError, SettingError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,7 +165,7 @@ def run(
         stream.close()  # type: ignore[attr-defined]
     if failed := [c.error for c in done.values() if c.error]:
         if len(failed) == len(done):
-            raise NumericalError(failed[0])
+            raise GenerationError(failed[0])
         note(stderr(), f"{len(failed)} of {len(done)} prompts failed; the first: {failed[0]}")
     return Timed([done[i] for i in sorted(done)], time.perf_counter() - began)
 

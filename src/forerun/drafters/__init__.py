@@ -1,6 +1,6 @@
 """Drafters: who runs ahead. One per file."""
 
-from forerun.drafters.base import Drafter, Proposal
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal
 from forerun.registry import Registry
 
 DRAFTERS = Registry(
@@ -12,6 +12,7 @@ DRAFTERS = Registry(
         "specbound": "forerun.drafters.specbound:SpecBound",
         "none": "forerun.drafters.none:NoDraft",
     },
+    DrafterSpec,
 )
 
-__all__ = ["DRAFTERS", "Drafter", "Proposal"]
+__all__ = ["DRAFTERS", "Drafter", "DrafterSpec", "Proposal"]

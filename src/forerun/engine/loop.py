@@ -103,7 +103,9 @@ class Engine:
             PromptError, SettingError: it cannot be served; see `Request.check`.
         """
         if not isinstance(request, Request):
-            assert sampling is not None and controller is not None and rule is not None
+            assert sampling is not None, "a prompt comes with sampling, controller and rule"
+            assert controller is not None
+            assert rule is not None
             request = Request(request, sampling, controller, rule)
         target, own = self.target, self.drafter.target is self.target
         request.check(
@@ -218,8 +220,10 @@ class Engine:
         self._sampler = Sampler([row.sampling for row in rows], [row.eos for row in rows])
         self._guide = Guide(rows, self._crew, self._sampler)
         self._scores = any(row.request.logprobs is not None for row in rows)
-        self._compares = self._sampler.trivial and not self._scores and all(
-            row.request.rule.matches_greedy for row in rows
+        self._compares = (
+            self._sampler.trivial
+            and not self._scores
+            and all(row.request.rule.matches_greedy for row in rows)
         )
 
     def _schedule(self) -> _Pass:

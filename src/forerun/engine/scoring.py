@@ -14,9 +14,7 @@ from forerun.runtime.base import CHUNK, Rows
 from forerun.signals import float_type
 
 
-def note(
-    rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, judged: Judgements
-) -> None:
+def note(rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, judged: Judgements) -> None:
     """Keep with each row that wants it what the target said of what will be committed.
 
     Args:

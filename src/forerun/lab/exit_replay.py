@@ -356,7 +356,7 @@ def _climb(counts: Counts, depths: list[int], setting: Setting, sure: FloatArray
 def _sweep(
     counts: Counts, calls: list[int], depths: list[int], first: int, last: int, span: int | None
 ) -> int | None:
-    """Bring all tokens between two depths to `last`, as a `LayersExecutor` does; counts into `calls`.
+    """Bring all tokens between two depths to `last`, as `LayersExecutor` does; counts into `calls`.
 
     `span` is how many tokens are under way together, None at the start; so is the result.
     """

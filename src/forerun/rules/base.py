@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from forerun.errors import SettingError
-from forerun.rules.odds import Odds, Weighed, one_hot
+from forerun.rules.odds import Odds, Weighed, finite, one_hot
 from forerun.types import Draft, Target, Verdict
 
 
@@ -80,11 +80,13 @@ class AcceptanceRule(ABC):
                 column `i` decides position `i`, the last column draws the next token.
         """
         verdict = self.decide(draft, target, uniforms)
-        return replace(verdict, failed=_failed(verdict, target))
+        if verdict.failed is None:
+            verdict = replace(verdict, failed=_failed(verdict, target))
+        return verdict
 
     @abstractmethod
     def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
-        """What `judge` returns, but for `failed`; arguments as there."""
+        """What `judge` returns, arguments as there; `failed` may be left to it."""
 
 
 class PositionRule(AcceptanceRule):
@@ -121,10 +123,10 @@ def _failed(verdict: Verdict, target: Target) -> torch.Tensor:
     it is their arg-max, which is then not finite, or its probability is a NaN.
     """
     row = torch.arange(len(verdict.accepted), device=verdict.accepted.device)
-    good = target.logits[row, verdict.accepted, verdict.next_token].isfinite()
+    value = target.logits[row, verdict.accepted, verdict.next_token]
     if verdict.next_probs is not None:
-        good &= verdict.next_probs[row, verdict.next_token].isfinite()
-    return ~good
+        value = value * verdict.next_probs[row, verdict.next_token]
+    return ~finite(value)
 
 
 def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Block(AcceptanceRule):
         dtype, width = float_type(target.logits), draft.tokens.shape[1]
         tokens = draft.tokens.unsqueeze(-1)
         goal = target.logits.softmax(-1, dtype=dtype)
-        sound = goal[:, :width].gather(-1, tokens).isfinite()
+        sound = goal[:, :width].gather(-1, tokens) >= 0  # a NaN is not
         if target.greedy.any():
             greedy = target.greedy.to(goal.device).view(-1, 1, 1)
             goal = torch.where(greedy, one_hot(target.logits), goal)

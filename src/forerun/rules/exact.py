@@ -10,6 +10,7 @@ import torch
 from forerun.citations import bibtex
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule
+from forerun.rules.odds import finite
 from forerun.signals import float_type
 from forerun.types import Draft, Target, Verdict
 
@@ -49,14 +50,19 @@ def match_greedy(draft: Draft, logits: torch.Tensor) -> Verdict:
     """The verdict when every row decodes greedily: no softmax, no host synchronisation."""
     choice = logits.argmax(-1)
     width = draft.tokens.shape[1]
+    sound = finite(logits.gather(-1, choice.unsqueeze(-1)).squeeze(-1))
     if width == 0:  # plain decoding: nothing to compare
         nothing = choice.new_zeros(len(choice), 0, dtype=float_type(logits))
-        return Verdict(torch.zeros_like(draft.lengths), choice[:, 0], nothing)
-    best = logits[:, :width].gather(-1, choice[:, :width].unsqueeze(-1)).squeeze(-1)
+        return Verdict(torch.zeros_like(draft.lengths), choice[:, 0], nothing, failed=~sound[:, 0])
     inside = torch.arange(width, device=choice.device) < draft.lengths.unsqueeze(-1)
-    match = (draft.tokens == choice[:, :width]) & inside & best.isfinite()
+    match = (draft.tokens == choice[:, :width]) & inside & sound[:, :width]
     if draft.logits is not None:  # sampled neighbours: greedy rows on their own have none
-        match &= draft.logits.amax(-1).isfinite()
+        match &= finite(draft.logits.amax(-1))
     accepted = match.cumprod(-1).sum(-1)
-    next_token = choice.gather(1, accepted.unsqueeze(-1)).squeeze(-1)
-    return Verdict(accepted, next_token, match.to(float_type(logits)))
+    at = accepted.unsqueeze(-1)
+    return Verdict(
+        accepted,
+        choice.gather(1, at).squeeze(-1),
+        match.to(float_type(logits)),
+        failed=~sound.gather(1, at).squeeze(-1),
+    )

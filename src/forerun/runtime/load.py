@@ -40,8 +40,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     try:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # torch raises whatever a backend does
+        reason = _first_line(error)
         raise SettingError(f"device {str(device)!r} cannot be used: {reason}") from error
     return resolved
 
@@ -176,10 +176,14 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
 def _check_path(name: str | Path) -> None:
     text = str(name)
     looks_local = isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
-    path = Path(text).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
+    try:
+        path = Path(text).expanduser()
+        folder = path.is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long, or nobody's home
+        folder, looks_local = False, True
+    if folder and not (path / "config.json").is_file():
         raise ModelError(f"{text!r} holds no model: config.json is missing")
-    if looks_local and not path.is_dir():
+    if looks_local and not folder:
         raise ModelError(f"no model folder at {text!r}; give a folder or a Hugging Face id")
 
 

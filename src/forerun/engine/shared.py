@@ -1,0 +1,190 @@
+"""One engine for many streams, from however many threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from forerun.drafters.base import Drafter
+from forerun.engine.loop import Engine
+from forerun.engine.results import Event
+from forerun.errors import ModelError
+from forerun.requests import Request
+
+
+class Turns:
+    """A lock that is passed on in the order in which it was asked for.
+
+    With an ordinary one, the thread that takes round after round might never let others join.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._held = False
+        self._queue: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._held:
+                self._held = True
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._queue.append(turn)
+        try:
+            turn.acquire()  # until it is passed on to us
+        except BaseException:
+            with self._guard:
+                waiting = turn in self._queue
+                if waiting:
+                    self._queue.remove(turn)
+            if not waiting:
+                self.leave()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Pass it on."""
+        with self._guard:
+            if self._queue:
+                self._queue.popleft().release()
+            else:
+                self._held = False
+
+    def try_enter(self) -> bool:
+        """Take it if it is free; never waits, so that a garbage collector may call it."""
+        if not self._guard.acquire(blocking=False):
+            return False
+        try:
+            free = not self._held
+            self._held = True
+            return free
+        finally:
+            self._guard.release()
+
+
+@dataclass(eq=False)
+class _Stream:
+    """What one caller waits for."""
+
+    first: int = 0
+    """The engine's id of its first request; the others follow."""
+    running: int = 0
+    events: list[Event] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class SharedEngine:
+    """Runs the requests of all streams of one model together.
+
+    Whoever waits for an event takes a round for everybody; the others find theirs when they look.
+    Streams of the same drafter and batch size share a batch; others begin when that has ended.
+
+    Args:
+        make: an engine for a drafter and a batch size, over one and the same target.
+    """
+
+    def __init__(self, make: Callable[[Drafter, int], Engine]) -> None:
+        self.turns = Turns()
+        """Held while the engine, or anything it uses, is touched."""
+        self._make = make
+        self._engine: Engine | None = None
+        self._kind: tuple[Drafter, int] | None = None
+        self._streams: dict[int, _Stream] = {}
+        """The stream of each request that is not done."""
+        self._left: deque[_Stream] = deque()
+        """Streams whose callers walked away."""
+
+    def stream(
+        self, drafter: Drafter, batch_size: int, requests: Sequence[Request]
+    ) -> Iterator[Event]:
+        """Events of these requests, whose ids are their places in the list.
+
+        Raises:
+            PromptError, SettingError: as `Engine.submit`; then none of them runs.
+        """
+        stream = _Stream()
+        try:
+            with self.turns:
+                self._join(stream, (drafter, batch_size), requests)
+            while stream.running or stream.events:
+                with self.turns:
+                    while stream.running and not stream.events:
+                        self._advance()
+                    events, stream.events = stream.events, []
+                yield from events
+            if stream.error is not None:
+                raise ModelError(
+                    f"another request of the same batch broke the run: {stream.error!r}"
+                ) from stream.error
+        finally:
+            if stream.running:
+                self._left.append(stream)
+            while self._left and self.turns.try_enter():
+                try:
+                    self._drop()
+                finally:
+                    self.turns.leave()
+
+    def _join(
+        self, stream: _Stream, kind: tuple[Drafter, int], requests: Sequence[Request]
+    ) -> None:
+        self._drop()
+        while self._streams and not self._matches(kind):
+            try:
+                self._advance()
+            except Exception:  # not ours: those whose it is have been told
+                break
+        if not self._streams:
+            self._engine, self._kind = self._make(*kind), kind
+        engine = self._engine
+        assert engine is not None
+        ids: list[int] = []
+        try:
+            for request in requests:
+                ids.append(engine.submit(request))
+        except BaseException:
+            for request_id in ids:
+                engine.cancel(request_id)
+            raise
+        stream.first, stream.running = ids[0] if ids else 0, len(ids)
+        self._streams.update(dict.fromkeys(ids, stream))
+
+    def _matches(self, kind: tuple[Drafter, int]) -> bool:
+        assert self._kind is not None
+        return self._kind[0] is kind[0] and self._kind[1] == kind[1]
+
+    def _advance(self) -> None:
+        """One round for everybody."""
+        self._drop()
+        if not self._streams:
+            return
+        assert self._engine is not None
+        try:
+            for event in self._engine.step():
+                stream = self._streams[event.request]
+                done = event.completion is not None
+                if done:
+                    del self._streams[event.request]
+                event.request -= stream.first
+                stream.events.append(event)
+                stream.running -= done
+        except BaseException as error:
+            for stream in self._streams.values():
+                stream.error, stream.running = error, 0
+            self._streams.clear()
+            self._engine.clear()
+            raise
+
+    def _drop(self) -> None:
+        """Cancel what nobody waits for any more."""
+        while self._left:
+            gone = self._left.popleft()
+            for request in [r for r, stream in self._streams.items() if stream is gone]:
+                del self._streams[request]
+                assert self._engine is not None
+                self._engine.cancel(request)
