@@ -22,7 +22,9 @@ def cli() -> str:
     intro = (
         "Text goes to stdout; prompts, colours, summaries and progress appear on terminals or on "
         "stderr, so a pipe gets the text alone. Exit codes: 0 done, 1 it could not be done, "
-        "2 the command or a setting is wrong, 130 interrupted. Errors are one line on stderr; "
+        "2 the command or a setting is wrong, 130 interrupted, 143 terminated. An interrupt "
+        "(Ctrl-C, or SIGTERM) loses nothing that is complete; a second one ends a generation at "
+        "once. Errors are one line on stderr; "
         "`FORERUN_DEBUG=1` adds a traceback, `NO_COLOR=1` switches colours off."
     )
     parts = [NOTE, "# Command line", intro]

@@ -241,6 +241,20 @@ def test_mistakes_of_compare(command, tmp_path):
     assert "no results file" in command("compare", str(tmp_path), str(tmp_path)).error
 
 
+def test_families_of_ones_own(bench, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"Text {i}", "family": "abc"[i % 3], "id": f"p{i}"} for i in range(9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ["--prompt-file", str(path), "--prompts", "2"]
+    summary = bench(*given, "--families", "a,c", "--json").json["summary"]
+    assert {cell["family"] for cell in summary} == {"a", "c", "all"}
+    samples = json.loads((tmp_path / "out" / "results.json").read_text())["samples"]
+    assert {(s["family"], *s["prompts"]) for s in samples} == {
+        ("a", "p0"), ("a", "p3"), ("c", "p2"), ("c", "p5"),
+    }  # fmt: skip
+    assert "unknown family in" in bench(*given, "--families", "d", folder="other").error
+
+
 def test_prompts_from_stdin(bench, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO('"Hi"\n'))
     document = bench("--prompt-file", "-", "--json").json

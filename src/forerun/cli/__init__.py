@@ -79,7 +79,8 @@ app.add_typer(zoo, name="zoo")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and never raises.
 
-    0: done; 1: it could not be done; 2: the command or a setting is wrong; 130: interrupted.
+    0: done; 1: it could not be done; 2: the command or a setting is wrong; 130: interrupted;
+    143: terminated.
     """
     return guarded(
         lambda: app(

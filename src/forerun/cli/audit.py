@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from forerun.cli import options
-from forerun.cli.console import note, one_line, stderr, stdout, table
+from forerun.cli.console import count, note, one_line, stderr, stdout, table
 from forerun.cli.options import SPECULATION, option
 from forerun.cli.progress import progress
 from forerun.cli.report import print_json
@@ -78,7 +78,7 @@ def audit(
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
 
     from forerun.cli.prompts import find_prompts, given_or_shipped, tokenise
-    from forerun.cli.run import load_job
+    from forerun.cli.run import Plan
 
     where = given_or_shipped(prompts, target)
     limit = FEW if prompts is None and limit is None else limit
@@ -87,7 +87,7 @@ def audit(
     from forerun.lab import audit as lab
 
     lab.check_lossless(rule)
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         controller,
@@ -97,7 +97,7 @@ def audit(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    rows = tokenise(job.model, found)
+    job, rows = plan.open(lambda reader: tokenise(reader, found))
     peers = _peers(job.model) if peer else []
     run = lab.audit(
         job.model,
@@ -155,12 +155,8 @@ def summary(comparisons: Iterable[Comparison]) -> str:
     """
     n = _counts(list(comparisons))
     line = f"{n['identical']:,} of {n['compared']:,} identical"
-    line += f", {_count(n['near_ties'], 'near-tie')}, {_count(n['bugs'], 'bug')}"
+    line += f", {count(n['near_ties'], 'near-tie')}, {count(n['bugs'], 'bug')}"
     return line + (f", {n['differ']:,} of a peer differ" if n["differ"] else "")
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _show(

@@ -102,14 +102,14 @@ def bench(
     ] = "1",
     families: Annotated[
         str,
-        option("NAME,NAME...", "Families of the shipped prompts, or all.", panel=PROMPTS),
+        option("NAME,NAME...", "Families of the prompts, or all.", panel=PROMPTS),
     ] = "all",
     prompt_file: Annotated[
         str | None,
         option(
             "FILE",
-            "Your own prompts instead, as for generate; - reads stdin. Of a line's settings "
-            "max_new_tokens and repetition_penalty count.",
+            "Your own prompts instead of the shipped ones, as for generate; - reads stdin. Of a "
+            "line's settings max_new_tokens and repetition_penalty count.",
             panel=PROMPTS,
         ),
     ] = None,
@@ -174,10 +174,10 @@ def bench(
     check_parts(lengths, keeps, temperature)
 
     from forerun.cli.prompts import tokenise
-    from forerun.cli.run import load_job
+    from forerun.cli.run import Plan
     from forerun.lab.provenance import identity, machine
 
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         lengths[0],
@@ -186,7 +186,8 @@ def bench(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    tasks = make_tasks(tokenise(job.model, found), seed)
+    job, chosen = plan.open(lambda reader: tokenise(reader, found))
+    tasks = make_tasks(chosen, seed)
     work = groups(tasks, sizes)
     settings = {
         "target": model_name(job.about["target"]),

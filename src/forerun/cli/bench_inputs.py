@@ -54,15 +54,18 @@ def find_all(
 ) -> list[Found]:
     """The prompts, told before a model is loaded."""
     from forerun.cli.prompts import find_prompts
-    from forerun.zoo import families as known
+    from forerun.zoo import families as shipped
 
-    if prompt_file is not None:
-        return find_prompts(prompt_file, split, limit, cap)
-    names = list(known()) if families.strip() == "all" else split_names(families, ",")
+    found = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
+    known = list(shipped()) if found is None else list(dict.fromkeys(f.family for f in found))
+    names = known if families.strip() == "all" else split_names(families, ",")
     require(len(names) > 0, "families", families, "names with commas between, or all")
     for name in names:
-        if name not in known():
-            raise UnknownNameError.among("family of shipped prompts", name, ("all", *known()))
+        if name not in known:
+            what = "family of shipped prompts" if found is None else f"family in {prompt_file}"
+            raise UnknownNameError.among(what, name, ("all", *known))
+    if found is not None:
+        return [f for f in found if f.family in names]
     return [f for name in names for f in find_prompts(f"builtin:{name}", split, limit, cap)]
 
 

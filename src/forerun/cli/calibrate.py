@@ -67,7 +67,7 @@ def easd(
     Decodes prompts greedily, averages the highest entropies, prints the rule.
     """
     from forerun.cli.prompts import find_prompts, given_or_shipped, tokenise
-    from forerun.cli.run import load_job
+    from forerun.cli.run import Plan
 
     where = given_or_shipped(data, target, "--data")
     require(0 < share <= 1, "share", share, "in (0, 1]")
@@ -76,7 +76,7 @@ def easd(
     found = find_prompts(where, "val", limit, max_new_tokens, penalised=False)
     if not target_only:
         _check_draft(target, draft)
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         "fixed(5)",
@@ -86,7 +86,7 @@ def easd(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    rows = tokenise(job.model, found)
+    job, rows = plan.open(lambda reader: tokenise(reader, found))
 
     from forerun.lab import calibrate
 

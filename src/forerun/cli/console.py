@@ -43,6 +43,15 @@ def one_line(text: str) -> str:
     return clean(text.replace("\n", "⏎").replace("\t", "→"))
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "round"), count(1200, "token")
+    ('1 round', '1,200 tokens')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def stdout() -> Console:
     """A console for results."""
     return Console(highlight=False, markup=False, emoji=False)

@@ -91,10 +91,10 @@ def costs(
     turns = REPEATS if repeats is None else repeats
     require(turns >= 1, "--repeats", turns, "≥ 1")
 
-    from forerun.cli.run import load_job, require_draft_model
+    from forerun.cli.run import Plan, require_draft_model
 
     require_draft_model(target, draft, "measuring costs")
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         "fixed(0)",
@@ -103,6 +103,7 @@ def costs(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    job = plan.load()
 
     from forerun.lab.measuring import cells, gathered
 

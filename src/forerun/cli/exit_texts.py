@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.inputs import Request, prepare, read_requests
+from forerun.cli.inputs import Reader, Request, prepare, read_requests
 from forerun.cli.prompts import find_prompts, is_shipped
 from forerun.errors import PromptError, SettingError
 
@@ -69,7 +69,7 @@ def open_source(data: str, seed: int) -> Source:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"{path} is not UTF-8 text: {error}") from error
 
@@ -208,7 +208,7 @@ def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iter
             how = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
             chosen.append(Request(request.prompt, {**how, **request.settings}, request.where))
             number += 1
-        rows = prepare(job.model, chosen, {})
+        rows = prepare(Reader.of(job.model), chosen)
         done = run(job, rows, plain=True).completions
         fresh = [
             ([*row.ids, *completion.tokens], len(row.ids) - 1)

@@ -9,6 +9,7 @@ import typer
 from forerun.cli import options
 from forerun.cli.console import note, status, stderr
 from forerun.cli.options import MODELS, OUTPUT, SAMPLING, SPECULATION, flag, option
+from forerun.errors import SettingError
 
 MANY_PROMPTS = "Many prompts"
 
@@ -90,7 +91,8 @@ def generate(
         option(
             "FILE",
             "Many prompts, one JSON string or object per line "
-            '({"prompt": "...", "temperature": 0.7}); - reads stdin.',
+            '({"prompt": "...", "id": "a1", "temperature": 0.7}); - reads stdin. Each text has a '
+            "line ==> prompt 1 (a1) <== above; programs better read --jsonl.",
             panel=MANY_PROMPTS,
         ),
     ] = None,
@@ -101,6 +103,22 @@ def generate(
     ] = False,
     rounds: Annotated[bool, flag("--rounds", "Print one line per round.", OUTPUT)] = False,
     as_json: options.Json = False,
+    as_lines: Annotated[
+        bool,
+        flag(
+            "--jsonl",
+            "Print one JSON object per prompt, on a line, as it finishes; for many prompts.",
+            OUTPUT,
+        ),
+    ] = False,
+    output: Annotated[
+        str | None,
+        options.output(
+            "FILE",
+            "Add the lines of --jsonl to a file. Prompts that it holds are left out, so the same "
+            "command goes on after an interrupt.",
+        ),
+    ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -110,7 +128,13 @@ def generate(
     Colours say who wrote each token. The text goes to stdout, everything else to stderr.
     """
     from forerun.cli.inputs import make_sampling, parse_bias, prepare, read_requests
+    from forerun.cli.report import check_writable
 
+    if as_lines and (as_json or compare):
+        raise SettingError("--jsonl writes a line per prompt; leave --json and --compare out")
+    if output is not None and not as_lines:
+        raise SettingError("-o saves what --jsonl writes; add --jsonl")
+    check_writable(output)
     requests = read_requests(prompt, prompt_file)
     with status("loading"):
         common: dict[str, Any] = {
@@ -130,8 +154,8 @@ def generate(
         }
         make_sampling(common)
 
-        from forerun.cli.run import load_job
-    job = load_job(
+        from forerun.cli.run import Plan
+    plan = Plan(
         target,
         draft,
         controller,
@@ -143,10 +167,15 @@ def generate(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    job, rows = plan.open(lambda reader: prepare(reader, requests, common))
     if settings is not None:
         used = "{controller}, {rule}, draft {draft}".format_map(job.about)
         note(stderr(), f"{settings}: {used}")
-    rows = prepare(job.model, requests, common)
+    if as_lines:
+        from forerun.cli.lines import play_lines
+
+        play_lines(job, rows, output, rounds)
+        return
 
     from forerun.cli.play import play
 

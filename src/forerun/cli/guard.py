@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -17,8 +20,74 @@ from forerun.errors import ForerunError, SettingError
 DEBUG = "FORERUN_DEBUG"
 
 
+class Held:
+    """A first SIGINT or SIGTERM that waits; a second one does not."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.before: dict[int, Any] = {}
+        """The handlers that wait."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self.number is not None
+
+    def catch(self, number: int, frame: object = None) -> None:
+        """Handle a signal."""
+        if self.asked:
+            self.before[number](number, frame)
+        self.number = number
+
+
+@contextmanager
+def held() -> Iterator[Held]:
+    """Let SIGINT and SIGTERM wait until the end of the block; there they are raised.
+
+    Raises:
+        KeyboardInterrupt: at the end, or at once if a second signal comes.
+    """
+    caught = Held()
+    with _handling({signal.SIGINT: caught.catch, signal.SIGTERM: caught.catch}) as before:
+        caught.before = before
+        yield caught
+    if caught.number is not None:
+        before[caught.number](caught.number, None)
+
+
+@contextmanager
+def _handling(handlers: dict[int, Callable[..., None]]) -> Iterator[dict[int, Any]]:
+    """Other handlers for signals that are not ignored; only the main thread may set them."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, handler)
+    try:
+        yield before
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 def guarded(command: Callable[[], Any]) -> int:
-    """Run a command; the exit code. Errors become one line on stderr."""
+    """Run a command; the exit code. Errors become one line on stderr.
+
+    SIGTERM ends it like SIGINT, so that what is complete is kept; only the exit code differs.
+    """
+    terminated = False
+
+    def terminate(number: int, frame: object) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    with _handling({signal.SIGTERM: terminate}):
+        code = _guarded(command)
+    return 143 if terminated and code == 130 else code
+
+
+def _guarded(command: Callable[[], Any]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a poor locale must not end a run

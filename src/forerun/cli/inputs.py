@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from forerun.engine import Sampling
 
 
+MARK = "\ufeff"
+"""The byte-order mark that some editors put before UTF-8 text."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt as it was asked for."""
@@ -25,6 +29,12 @@ class Request:
     """Sampling fields of its own."""
     where: str = ""
     """Its place in the file, for error messages."""
+    id: str | int | None = None
+    """Its own name; `id`, `family` and `meta` come back in the output."""
+    family: str | None = None
+    """What kind of prompt it is: figures are reported per family."""
+    meta: Any = None
+    """Anything else its owner wants to find beside the output."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,51 @@ class Row:
     text: str
     ids: list[int]
     sampling: Sampling
+    index: int = 0
+    """Its place among the prompts, from 0."""
+    id: str | int | None = None
+    family: str | None = None
+    meta: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Whose completion it is."""
+        return {name: getattr(self, name) for name in ("index", "id", "family", "meta")}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What is needed of a model to read prompts."""
+
+    tokenizer: Any
+    limit: int
+    """Most tokens of context."""
+    encode: Callable[[str | list[int]], list[int]]
+
+    @classmethod
+    def of(cls, model: Model) -> Reader:
+        """That of a loaded model."""
+        return cls(model.tokenizer, model.target.limit, model.encode)
+
+    @classmethod
+    def open(cls, target: str | Path, trust_remote_code: bool = False) -> Reader | None:
+        """That of a model whose weights are not loaded; None where only loading them can tell."""
+        from transformers import AutoConfig
+
+        from forerun.errors import ForerunError
+        from forerun.runtime import load_tokenizer
+        from forerun.runtime.support import context_limit
+
+        try:
+            tokenizer = load_tokenizer(target, trust_remote_code)
+            config = AutoConfig.from_pretrained(str(target), trust_remote_code=trust_remote_code)
+            limit = context_limit(config)
+        except (ForerunError, OSError, ValueError, KeyError, AttributeError, TypeError):
+            return None
+
+        def encode(prompt: str | list[int]) -> list[int]:
+            return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+        return cls(tokenizer, limit, encode)
 
 
 def read_requests(prompt: str | None, prompt_file: str | None) -> list[Request]:
@@ -54,14 +109,14 @@ def read_requests(prompt: str | None, prompt_file: str | None) -> list[Request]:
 
 def _stdin() -> str:
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removeprefix(MARK)
     except UnicodeDecodeError as error:
         raise PromptError(f"stdin is not UTF-8 text: {error}") from error
 
 
 def _read_file(path: str) -> list[Request]:
     try:
-        text = _stdin() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = _stdin() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"{path} is not UTF-8 text: {error}") from error
     # Not `splitlines`: JSON strings may hold other line separators.
@@ -89,28 +144,36 @@ def _request(line: str, where: str) -> Request:
         raise SettingError(f"{where}: prompt must be a string, got {prompt!r}")
     if tokens is not None and not _ids(tokens):
         raise SettingError(f"{where}: tokens must be a list of token ids, got {tokens!r}")
-    return Request(tokens if prompt is None else prompt, value, where)
+    name, family, meta = (value.pop(key, None) for key in ("id", "family", "meta"))
+    if not (name is None or type(name) is int or (isinstance(name, str) and name)):
+        raise SettingError(f"{where}: id must be text or a whole number, got {name!r}")
+    # "all" is the name of all families together.
+    if not (family is None or (isinstance(family, str) and family not in ("", "all"))):
+        raise SettingError(f"{where}: family must be text other than 'all', got {family!r}")
+    return Request(tokens if prompt is None else prompt, value, where, name, family, meta)
 
 
 def _ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(t) is int for t in value)
 
 
-def prepare(model: Model, requests: list[Request], common: Mapping[str, Any]) -> list[Row]:
+def prepare(
+    reader: Reader, requests: Sequence[Request], common: Mapping[str, Any] | None = None
+) -> list[Row]:
     """Tokenise and check every request before the first one runs.
 
     Args:
-        model: tokenises, and knows its context.
+        reader: tokenises, and knows the context.
         requests: what was asked for.
         common: sampling fields for all; a request's own come first.
 
     Raises:
         PromptError, SettingError: with the place of the request.
     """
-    return [_prepare(model, request, common) for request in requests]
+    return [_prepare(reader, i, request, common or {}) for i, request in enumerate(requests)]
 
 
-def _prepare(model: Model, request: Request, common: Mapping[str, Any]) -> Row:
+def _prepare(reader: Reader, index: int, request: Request, common: Mapping[str, Any]) -> Row:
     at = f"{request.where}: " if request.where else ""
     try:
         sampling = make_sampling({**common, **request.settings})
@@ -120,18 +183,18 @@ def _prepare(model: Model, request: Request, common: Mapping[str, Any]) -> Row:
         raise SettingError(f"{at}{error}") from error
     if isinstance(request.prompt, str) and not _is_text(request.prompt):
         raise PromptError(f"{at}the prompt is not valid Unicode text")
-    ids = model.encode(request.prompt)
+    ids = reader.encode(request.prompt)
     if not ids:
         raise PromptError(f"{at}the prompt is empty; give at least one token of text")
-    if len(ids) >= model.target.limit:
+    if len(ids) >= reader.limit:
         raise PromptError(
-            f"{at}the prompt has {len(ids)} tokens and the context holds {model.target.limit}; "
+            f"{at}the prompt has {len(ids)} tokens and the context holds {reader.limit}; "
             "shorten the prompt"
         )
     text = request.prompt
     if not isinstance(text, str):
-        text = str(model.tokenizer.decode(ids)) if model.tokenizer is not None else str(ids)
-    return Row(text, ids, sampling)
+        text = str(reader.tokenizer.decode(ids)) if reader.tokenizer is not None else str(ids)
+    return Row(text, ids, sampling, index, request.id, request.family, request.meta)
 
 
 def _is_text(prompt: str) -> bool:

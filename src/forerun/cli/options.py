@@ -40,7 +40,7 @@ def prompts(more: str = "") -> Any:
 
 def limit(more: str = "") -> Any:
     """How many prompts."""
-    text = f"Only the first N prompts of the file or of each family. {more}"
+    text = f"Only the first N prompts of each family; a file is one if its lines name none. {more}"
     return option("N", text.strip(), panel=PROMPTS)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import PromptError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun import Model
-    from forerun.cli.inputs import Request
+    from forerun.cli.inputs import Reader, Request
     from forerun.engine import Sampling
 
 BUILTIN = "builtin"
@@ -27,8 +27,9 @@ class Found:
     """A prompt as it was asked for."""
 
     family: str
-    """The family of a shipped prompt, or the name of the file."""
+    """Its own, or the name of the file."""
     id: str
+    """Its own, or its line in the file."""
     request: Request
 
 
@@ -81,7 +82,7 @@ def find_prompts(
         text: a file as for `generate --prompt-file` (``-`` reads stdin), ``builtin:FAMILY``, or
             ``builtin:all`` or ``builtin``. Of all families the prompts come in turns.
         split: of the shipped prompts, ``"val"`` or ``"test"``.
-        limit: only the first so many of the file, or of each family; None takes all.
+        limit: only the first so many of each family; None takes all.
         cap: most new tokens of a prompt that asks for more or for no number. None takes the
             prompt's own, or 128.
         penalised: whether shipped prompts bring their repetition penalty, `zoo.PENALTY`.
@@ -99,10 +100,17 @@ def find_prompts(
     from forerun.cli.inputs import read_requests
 
     stem = "stdin" if text == "-" else Path(text).stem
-    return [
-        Found(stem, request.where.rpartition(", ")[2], _capped(request, cap))
-        for request in read_requests(None, text)[:limit]
-    ]
+    found: dict[tuple[str, str], Found] = {}
+    counts: Counter[str] = Counter()
+    for request in read_requests(None, text):
+        family, line = request.family or stem, request.where.rpartition(", ")[2]
+        name = line if request.id is None else str(request.id)
+        if (family, name) in found:
+            raise PromptError(f"{request.where}: another prompt of {family} has the id {name!r}")
+        counts[family] += 1
+        if limit is None or counts[family] <= limit:
+            found[family, name] = Found(family, name, _capped(request, cap))
+    return list(found.values())
 
 
 def seeded(found: Sequence[Found], seed: int) -> list[Found]:
@@ -117,18 +125,18 @@ def seeded(found: Sequence[Found], seed: int) -> list[Found]:
 
 
 def tokenise(
-    model: Model, found: Sequence[Found], common: Mapping[str, Any] | None = None
+    reader: Reader, found: Sequence[Found], common: Mapping[str, Any] | None = None
 ) -> list[LabPrompt]:
     """Tokenise and check every prompt before the first one runs.
 
     Args:
-        model: tokenises, and knows its context.
+        reader: tokenises, and knows the context.
         found: the prompts.
         common: sampling fields for all; a prompt's own come first.
     """
     from forerun.cli.inputs import prepare
 
-    rows = prepare(model, [f.request for f in found], common or {})
+    rows = prepare(reader, [f.request for f in found], common)
     return [
         LabPrompt(f.family, f.id, row.text, row.ids, row.sampling)
         for f, row in zip(found, rows, strict=True)

@@ -60,7 +60,7 @@ def record(
     from forerun.checks import whole
     from forerun.cli.inputs import make_sampling
     from forerun.cli.prompts import find_prompts, is_shipped, seeded, tokenise
-    from forerun.cli.run import load_job, require_draft_model
+    from forerun.cli.run import Plan, require_draft_model
     from forerun.lab.trace import check_writable
 
     whole("depth", depth, 1)
@@ -80,7 +80,7 @@ def record(
     found = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
     require_draft_model(target, draft, "recording")
 
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         "fixed(0)",
@@ -90,7 +90,7 @@ def record(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    chosen = tokenise(job.model, found, common)
+    job, chosen = plan.open(lambda reader: tokenise(reader, found, common))
 
     from forerun.lab.record import Task, finish, parts
 

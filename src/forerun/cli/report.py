@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,15 +47,23 @@ def check_writable(path: str | None, option: str = "-o") -> None:
 
 
 def document(
-    job: Job, rows: Sequence[Row], completions: Sequence[Completion], compared: Comparison | None
+    job: Job, rows: Sequence[Row], done: Mapping[int, Completion], compared: Comparison | None
 ) -> dict[str, Any]:
-    """What `generate --json` prints; `docs/json.md` describes it."""
+    """What `generate --json` prints; `docs/json.md` describes it.
+
+    Args:
+        job: models and policies.
+        rows: the requests.
+        done: what is complete, by the index of its request.
+        compared: against plain decoding.
+    """
     settings = dict(job.about)
     settings["sampling"] = [asdict(row.sampling) for row in rows]
-    return _finite(
+    return finite(
         {
             "schema": SCHEMA,
-            "completions": [c.to_json() for c in completions],
+            "complete": len(done) == len(rows),
+            "completions": [{**rows[i].to_json(), **c.to_json()} for i, c in done.items()],
             "compare": None if compared is None else compared.to_json(),
             "settings": settings,
             "versions": versions(),
@@ -63,12 +71,12 @@ def document(
     )
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no infinities: a banned token's bias becomes the text ``"-inf"``."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return str(value)
     return value

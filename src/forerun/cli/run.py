@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forerun.cli.console import status
+from forerun.cli.guard import held
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from forerun import Model
-    from forerun.cli.inputs import Row
+    from forerun.cli.inputs import Reader, Row
     from forerun.controllers import LengthController
     from forerun.engine import Completion, Event
     from forerun.rules import AcceptanceRule
+    from forerun.settings import Settings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,57 +55,91 @@ class Timed:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-def load_job(
-    target: str | None,
-    draft: str | None,
-    controller: str | None,
-    rule: str | None,
-    *,
-    settings: str | None = None,
-    batch_size: int = 16,
-    exits: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
-) -> Job:
-    """Check the settings, then load the models (with a spinner on terminals).
+@dataclass(frozen=True)
+class Plan:
+    """Models and policies as they were asked for.
 
     What is None comes from the file `settings`, or is the default.
     """
-    with status(f"loading {target or 'the models that ship'}"), _quiet():
+
+    target: str | None = None
+    draft: str | None = None
+    controller: str | None = None
+    rule: str | None = None
+    settings: str | None = None
+    batch_size: int = 16
+    exits: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    trust_remote_code: bool = False
+
+    def load(self) -> Job:
+        """Check everything, then load the models."""
+        return self.open(lambda reader: None)[0]
+
+    def open(self, prepare: Callable[[Reader], T]) -> tuple[Job, T]:
+        """Load the models, and prepare the prompts: before, as far as the weights are not needed.
+
+        Args:
+            prepare: reads the prompts with the target's tokenizer, or raises what is wrong with
+                them.
+
+        Raises:
+            ForerunError: a setting, a prompt or a model that cannot be used.
+        """
+        from forerun import zoo
+        from forerun.cli.inputs import Reader
+
+        with status(f"loading {self.target or 'the models that ship'}"), _quiet():
+            chosen, length, keep = self._check()
+            reader = Reader.open(self.target or zoo.TARGET, self.trust_remote_code)
+            early = None if reader is None else (prepare(reader),)
+            job = self._load(chosen.drafter, length, keep)
+        return job, early[0] if early else prepare(Reader.of(job.model))
+
+    def _check(self) -> tuple[Settings, LengthController, AcceptanceRule]:
+        """What needs no model is said before one is loaded."""
         from forerun.controllers import CONTROLLERS
-        from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, load
+        from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE
         from forerun.rules import RULES
         from forerun.runtime.load import resolve_device, resolve_dtype
         from forerun.settings import resolve
 
-        require(batch_size >= 1, "batch size", batch_size, "≥ 1")
-        chosen = resolve(settings, controller=controller, rule=rule, draft=draft)
+        require(self.batch_size >= 1, "batch size", self.batch_size, "≥ 1")
+        chosen = resolve(
+            self.settings, controller=self.controller, rule=self.rule, draft=self.draft
+        )
         length = CONTROLLERS.make(chosen.controller or DEFAULT_CONTROLLER)
         keep = RULES.make(chosen.rule or DEFAULT_RULE)
-        draft = chosen.drafter
-        # Mistakes that need no model are told before one is loaded.
-        resolve_device(device)
-        resolve_dtype(dtype)
+        resolve_device(self.device)
+        resolve_dtype(self.dtype)
+        return chosen, length, keep
+
+    def _load(self, draft: str | None, length: LengthController, keep: AcceptanceRule) -> Job:
+        from forerun.controllers import CONTROLLERS
+        from forerun.model import load
+        from forerun.rules import RULES
+
         model = load(
-            target,
+            self.target,
             draft,
-            exits=exits,
-            device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            exits=self.exits,
+            device=self.device,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
         )
-    about = {
-        "target": target or "shipped",
-        "draft": draft or ("specbound" if exits else "shipped" if target is None else "lookup"),
-        "controller": CONTROLLERS.text(length),
-        "rule": RULES.text(keep),
-        "lossless": keep.lossless,
-        "batch_size": batch_size,
-        "device": str(model.target.device),
-        "dtype": str(getattr(model.target, "dtype", "")).removeprefix("torch."),
-    }
-    return Job(model, length, keep, batch_size, about)
+        default = "specbound" if self.exits else "shipped" if self.target is None else "lookup"
+        about = {
+            "target": self.target or "shipped",
+            "draft": draft or default,
+            "controller": CONTROLLERS.text(length),
+            "rule": RULES.text(keep),
+            "lossless": keep.lossless,
+            "batch_size": self.batch_size,
+            "device": str(model.target.device),
+            "dtype": str(getattr(model.target, "dtype", "")).removeprefix("torch."),
+        }
+        return Job(model, length, keep, self.batch_size, about)
 
 
 def require_draft_model(target: str | None, draft: str | None, doing: str) -> None:
@@ -141,9 +179,33 @@ def run(
     plain: bool = False,
     on_event: Callable[[int, Event], None] | None = None,
 ) -> Timed:
-    """Generate for every row; `on_event` gets (index of the row, event) as rounds end."""
+    """Generate for every row and keep the completions; `on_event` as for `play_through`."""
     done: dict[int, Completion] = {}
-    began = time.perf_counter()
+
+    def collect(index: int, event: Event) -> None:
+        if on_event is not None:
+            on_event(index, event)
+        if event.completion is not None:
+            done[index] = event.completion
+
+    seconds = play_through(job, rows, collect, plain=plain)
+    return Timed([done[i] for i in sorted(done)], seconds)
+
+
+def play_through(
+    job: Job, rows: Sequence[Row], on_event: Callable[[int, Event], None], *, plain: bool = False
+) -> float:
+    """Generate for every row; the wall seconds it took.
+
+    An interrupt takes effect between rounds, so that whatever was complete has been passed on.
+
+    Args:
+        job: models and policies.
+        rows: the requests.
+        on_event: gets (index among `rows`, event) as rounds end.
+        plain: leave the drafter out.
+    """
+    began, last, asked = time.perf_counter(), -1, False
     stream = job.model.stream(
         [row.ids for row in rows],
         controller=job.controller,
@@ -152,15 +214,14 @@ def run(
         batch_size=job.batch_size,
         plain=plain,
     )
-    try:
+    with closing(stream), held() as interrupt:  # type: ignore[type-var]
         for event in stream:
-            if on_event is not None:
-                on_event(event.request, event)
-            if event.completion is not None:
-                done[event.request] = event.completion
-    finally:
-        stream.close()  # type: ignore[attr-defined]
-    return Timed([done[i] for i in sorted(done)], time.perf_counter() - began)
+            on_event(event.request, event)
+            # Within a round the requests' numbers rise.
+            if asked and event.request <= last:
+                break
+            last, asked = event.request, interrupt.asked
+    return time.perf_counter() - began
 
 
 def warm_up(job: Job, row: Row) -> None:

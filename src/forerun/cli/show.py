@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -14,6 +15,7 @@ from forerun.cli.console import (
     Writer,
     clean,
     coloured,
+    count,
     legend,
     note,
     one_line,
@@ -91,13 +93,24 @@ class TextView:
             self._tail = piece.text[-1:] or self._tail
 
 
-def show_text(row: Row, completion: Completion, bar: Console) -> None:
-    """Print a finished text; above a running progress bar, if there is one."""
+def show_text(row: Row, completion: Completion, bar: Console, head: bool) -> None:
+    """Print a finished text; above a running progress bar, if there is one.
+
+    Args:
+        row: the request.
+        completion: its text.
+        bar: where the progress bar is.
+        head: begin with a line that names the prompt.
+    """
     out = stdout()
+    name = "" if row.id is None else f" ({one_line(str(row.id))})"
+    line = f"==> prompt {row.index + 1}{name} <==\n" if head else ""
     if not out.is_terminal:
-        print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
+        apart = "\n" if head and row.index else ""
+        end = "" if completion.text.endswith("\n") else "\n"
+        print(f"{apart}{line}{completion.text}", end=end, flush=True)
         return
-    text = Text(clean(row.text), "dim")
+    text = Text.assemble((line, "bold"), (clean(row.text), "dim"))
     text = Text.assemble(text, *((clean(p.text), STYLES[p.origin]) for p in completion.pieces))
     (bar if bar.is_terminal else out).print(text, end="\n\n")
 
@@ -138,51 +151,84 @@ class RoundView:
         return words
 
 
-def summary(completions: Sequence[Completion], seconds: float | None = None) -> Text:
+@dataclass
+class Tally:
+    """Sums over completions."""
+
+    prompts: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    accepted: int = 0
+    judged: int = 0
+    seconds: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+    drift: float | None = None
+    """Under a lossy rule."""
+    drift_max: float = 0.0
+    ended: str = ""
+    """Why the last one ended."""
+
+    @classmethod
+    def of(cls, completions: Iterable[Completion]) -> Tally:
+        """The sums of these."""
+        tally = cls()
+        for completion in completions:
+            tally.add(completion)
+        return tally
+
+    def add(self, completion: Completion) -> None:
+        """One more."""
+        stats = completion.stats
+        self.prompts += 1
+        self.tokens += stats.tokens
+        self.rounds += stats.rounds
+        self.accepted += stats.accepted
+        self.judged += sum(min(r.accepted + 1, r.drafted) for r in completion.rounds)
+        self.seconds += stats.seconds
+        self.draft += stats.draft_seconds
+        self.verify += stats.verify_seconds
+        self.other += stats.other_seconds
+        if stats.drift_mean is not None:
+            self.drift = (self.drift or 0.0) + stats.drift_mean * stats.tokens
+            self.drift_max = max(self.drift_max, stats.drift_max or 0.0)
+        self.ended = completion.finish_reason
+
+
+def summary(tally: Tally, seconds: float | None = None) -> Text:
     """One line: tokens, rounds, acceptance, speed, where the time went, why it ended."""
-    stats = [c.stats for c in completions]
-    tokens, rounds = sum(s.tokens for s in stats), sum(s.rounds for s in stats)
-    took = sum(s.seconds for s in stats) if seconds is None else seconds
+    took = tally.seconds if seconds is None else seconds
+    kept = f"{tally.accepted / tally.judged:.0%}" if tally.judged else "– (nothing drafted)"
+    one = tally.prompts == 1
     parts = [
-        f"{tokens} tokens in {rounds} rounds",
-        f"{tokens / rounds:.2f} per round" if rounds else "",
-        f"acceptance {_acceptance(completions)}",
-        f"{tokens / took:.0f} tokens/s" if took > 0 else "",
-        drift(completions),
-        shares(completions),
+        "" if one else count(tally.prompts, "prompt"),
+        f"{count(tally.tokens, 'token')} in {count(tally.rounds, 'round')}",
+        f"{tally.tokens / tally.rounds:.2f} per round" if tally.rounds else "",
+        f"acceptance {kept}",
+        f"{tally.tokens / took:.0f} tokens/s" if took > 0 else "",
+        drift(tally),
+        shares(tally),
+        f"ended by {ENDED[tally.ended]}" if one else "",
     ]
-    if len(completions) == 1:
-        parts.append(f"ended by {ENDED[completions[0].finish_reason]}")
-    else:
-        parts.insert(0, f"{len(completions)} prompts")
     return Text(" · ".join(p for p in parts if p), "bold")
 
 
-def _acceptance(completions: Sequence[Completion]) -> str:
-    rounds = [r for c in completions for r in c.rounds]
-    judged = sum(min(r.accepted + 1, r.drafted) for r in rounds)
-    return f"{sum(r.accepted for r in rounds) / judged:.0%}" if judged else "– (nothing drafted)"
-
-
-def drift(completions: Sequence[Completion]) -> str:
+def drift(tally: Tally) -> str:
     """Distance from the target's distribution under a lossy rule; nothing under a lossless one."""
-    stats = [c.stats for c in completions if c.stats.drift_mean is not None]
-    if not stats:
+    if tally.drift is None:
         return ""
-    tokens = sum(s.tokens for s in stats)
-    mean = sum((s.drift_mean or 0.0) * s.tokens for s in stats) / max(tokens, 1)
-    return f"drift {_small(mean)} a token (max {_small(max(s.drift_max or 0.0 for s in stats))})"
+    mean = tally.drift / max(tally.tokens, 1)
+    return f"drift {_small(mean)} a token (max {_small(tally.drift_max)})"
 
 
 def _small(value: float) -> str:
     return "below 0.001" if 0 < value < 0.001 else f"{value:.2g}"
 
 
-def shares(completions: Sequence[Completion]) -> str:
+def shares(tally: Tally) -> str:
     """Where the time of the rounds went."""
-    draft = sum(c.stats.draft_seconds for c in completions)
-    verify = sum(c.stats.verify_seconds for c in completions)
-    other = sum(c.stats.other_seconds for c in completions)
+    draft, verify, other = tally.draft, tally.verify, tally.other
     total = draft + verify + other
     if not total:
         return ""
@@ -197,9 +243,9 @@ def show_legend() -> None:
         note(stderr(), legend())
 
 
-def show_summary(completions: Sequence[Completion], seconds: float | None = None) -> None:
+def show_summary(tally: Tally, seconds: float | None = None) -> None:
     """Print the summary line on stderr."""
-    note(stderr(), summary(completions, seconds))
+    note(stderr(), summary(tally, seconds))
 
 
 def show_lossy(rule: str) -> None:
@@ -241,9 +287,9 @@ def _sameness(result: Comparison) -> Text:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Progress]:
+def progress(total: int, done: int = 0) -> Iterator[Progress]:
     """A bar over prompts, on stderr, on terminals only."""
-    bar = Progress(total)
+    bar = Progress(total, done)
     try:
         yield bar
     finally:
@@ -253,7 +299,7 @@ def progress(total: int) -> Iterator[Progress]:
 class Progress:
     """Counts finished prompts."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, done: int = 0) -> None:
         from rich import progress as bars
 
         self._bar = make(
@@ -263,7 +309,7 @@ class Progress:
             bars.TextColumn("{task.fields[speed]}"),
         )
         self.console = self._bar.console
-        self._task = self._bar.add_task("", total=total, speed="")
+        self._task = self._bar.add_task("", total=total, completed=done, speed="")
         self._bar.start()
 
     def advance(self, tokens_per_second: float) -> None:

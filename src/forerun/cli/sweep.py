@@ -94,7 +94,7 @@ def specbound(
 
     sweep.load_optuna()
 
-    from forerun.cli.run import load_job
+    from forerun.cli.run import Plan
     from forerun.lab.exit_costs import measure
     from forerun.lab.exit_replay import Exits
     from forerun.runtime.exits import ExitModel
@@ -107,7 +107,7 @@ def specbound(
         trained = str(EXITS)
     # Shipped heads need no naming; that there shall be none must be said.
     named = exits or (None if trained else "")
-    job = load_job(
+    plan = Plan(
         target,
         "none",
         "fixed(0)",
@@ -116,7 +116,7 @@ def specbound(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    rows = tokenise(job.model, found, {"temperature": temperature})
+    job, rows = plan.open(lambda reader: tokenise(reader, found, {"temperature": temperature}))
     model: Any = job.model.target.model  # type: ignore[attr-defined]
     fast = ExitModel(model)
     heads: Any = load_heads(trained, fast.access) if trained else LogitLens(fast.access)

@@ -105,12 +105,12 @@ def train_exits(
     source = open_source(data, seed)
 
     from forerun.cli.exit_texts import GROUP, hold_out, read_documents
-    from forerun.cli.run import load_job
+    from forerun.cli.run import Plan
     from forerun.runtime.heads import check_layers, default_layers
     from forerun.runtime.layers import LayerAccess
     from forerun.training.features import fingerprint
 
-    job = load_job(
+    plan = Plan(
         target,
         "none",
         "fixed(0)",
@@ -120,6 +120,7 @@ def train_exits(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    job = plan.load()
     model: Any = job.model.target.model  # type: ignore[attr-defined]
     access = LayerAccess(model)
     exits = check_layers(asked or default_layers(access.layers), access.layers)
