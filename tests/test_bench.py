@@ -608,6 +608,15 @@ class TestPage:
         text = page.render({**found, "complete": False}, cells, [])
         assert "This run was interrupted" in text
 
+    def test_bars_of_few_measurements_are_marked(self, made):
+        plot = made[2][0]
+        warning = "some bars rest on 4 measurements only: read as rough"
+        assert (plot.name, warning in plot.caption) == ("speedup", True)
+        assert warning in plot.figure.get_supxlabel()
+        assert "Some figures rest on 1 measurement only" in made[3]
+        assert plots._few([6, 60]) == ""
+        assert "1 measurement only" in plots._few([1])
+
     def test_plain_alone(self):
         found = document(**{PLAIN: dict.fromkeys(KEYS, 1.0)})
         cells = report.cells(found)

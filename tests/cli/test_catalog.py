@@ -55,6 +55,11 @@ def test_every_card_is_complete(forerun, card):
         assert "no paper" in cited.err
 
 
+def test_unknown_names_are_told_once(forerun):
+    known = forerun("info", "nosuch").error.partition("known: ")[2].split(", ")
+    assert len(known) == len(set(known)) > 20
+
+
 def test_a_name_of_two_kinds_shows_both(forerun):
     out = forerun("info", "cm-asd").out
     assert out.startswith("cm-asd is a controller and a rule")

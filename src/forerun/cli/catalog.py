@@ -121,7 +121,7 @@ def find(name: str) -> list[Card]:
     wanted = parse(name).name
     kinds = [kind for kind in KINDS if wanted in registry(kind)]
     if not kinds:
-        known = [n for kind in KINDS for n in registry(kind).names()]
+        known = {n for kind in KINDS for n in registry(kind).names()}  # cm-asd is two things
         raise UnknownNameError.among("controller, rule or drafter", wanted, known)
     return [Card(kind, wanted, registry(kind).load(wanted)) for kind in kinds]
 

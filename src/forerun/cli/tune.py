@@ -58,7 +58,7 @@ def tune(
     output: Annotated[
         str | None,
         options.output(
-            "FILE", "Save the best controller for generate --settings and forerun.load."
+            "FILE", "Save the recommended controller for generate --settings and forerun.load."
         ),
     ] = None,
     export: Annotated[
@@ -74,7 +74,8 @@ def tune(
 ) -> None:
     """Search the parameters of controllers on a trace, and judge them on other prompts.
 
-    Nothing is decoded: every setting is replayed. Interrupted, the best so far is kept.
+    Nothing is decoded: every setting is replayed. What was found is recommended where the other
+    prompts show it to be better than the defaults. Interrupted, the best so far is kept.
     """
     for name, number in {"budget": budget, "batch": batch, "context": context}.items():
         whole(name, number, 1)
@@ -85,7 +86,7 @@ def tune(
 
     from forerun.lab.costs import Costs
     from forerun.lab.trace import Trace
-    from forerun.lab.tune import disjoint, halves, judge
+    from forerun.lab.tune import choose, disjoint, halves, judge
     from forerun.lab.tune import tune as search
 
     every = Costs.find(costs)
@@ -107,16 +108,20 @@ def tune(
         "costs": asdict(cell),
         "budget": budget,
         "seed": seed,
+        "found": tuned.best.best,
         "speedup": round(tuned.best.after, 4),
         "complete": tuned.complete,
     }
-    settings = _settings(tuned, searched, about)
-    if output is not None:
-        settings.write(output)
+    if output is not None:  # judging takes a while, too
+        _settings(tuned.best.best, searched, about).write(output)
     if not tuned.complete:
         note(stderr(), "interrupted; this is the best so far")
 
     judged, fixed = judge(tuned, judged_on, cell, seed)
+    choice = choose(tuned, judged, judged_on, cell, free=not controller, seed=seed)
+    settings = _settings(choice.spec, searched, about)
+    if output is not None:
+        settings.write(output)
     split = {"how": how, "searched": searched.prompts, "judged": judged_on.prompts}
     with status("searching what other engines can do") if exports else nullcontext():
         written = _write_exports(exports, searched, cell, cells, budget, seed)
@@ -128,12 +133,16 @@ def tune(
             "costs": asdict(cell),
             "controllers": [_json(one) for one in judged],
             "best_fixed": fixed,
+            "recommended": asdict(choice),
             "settings": json.loads(settings.to_json()),
             "exports": written,
         }
         print_json(value)
     else:
         _show(tuned, judged, fixed, split, cell)
+        if choice.reason:
+            note(stdout(), Text(f"\n{choice.reason}; recommended is", "yellow"))
+        note(stdout(), Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
         for engine, said in written.items():
             note(stderr(), f"{engine}: saved to {said['file']}; cannot express: {said['cannot']}")
         if output is not None:
@@ -144,13 +153,13 @@ def tune(
         raise typer.Exit(130)
 
 
-def _settings(tuned: Tuned, trace: Trace, about: Mapping[str, Any]) -> Settings:
-    """What to save: the best controller, and the draft it was tuned with if others can find it."""
+def _settings(controller: str, trace: Trace, about: Mapping[str, Any]) -> Settings:
+    """What to save: a controller, and the draft it was tuned with if others can find it."""
     from forerun.settings import Settings
 
     draft = trace.about.get("draft")
     name = str(draft.get("name")) if isinstance(draft, Mapping) else ""
-    return Settings(controller=tuned.best.best, draft=name if "/" in name else None, about=about)
+    return Settings(controller=controller, draft=name if "/" in name else None, about=about)
 
 
 def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
@@ -212,9 +221,6 @@ def _show(
     console.print(_table("family", list(best.families.items())))
     said = fixed["overall"]
     note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {_interval(said)}")
-    if tuned.best.after <= tuned.best.before:
-        note(console, "no setting was faster than its defaults on the prompts searched")
-    note(console, Text.assemble("\n", (f'--controller "{best.found.best}"', "cyan")))
 
 
 def _table(what: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:

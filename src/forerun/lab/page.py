@@ -157,7 +157,7 @@ def _warnings(document: Document) -> str:
         f"<code>{escape(s['name'])}</code> was not measured: {escape(s['reason'])}."
         for s in document["skipped"]
     ]
-    few = min(c["n"] for c in (c.speedup for c in report.cells(document) if c.family == ALL))
+    few = int(min(c.speedup["n"] for c in report.cells(document)))
     if few < 20:
         lines.append(
             f"Some figures rest on {_count(few, 'measurement', 'measurements')} only: read the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +18,9 @@ from forerun.lab import report
 from forerun.lab.report import ALL, Cell, Document
 
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
+FEW = 6
+"""Measurements below which a bootstrap interval is far too narrow: no test of fewer can tell a
+change from chance."""
 KINDS = {"plain": "#6e7781", "forerun": "#0969da", "peer": "#bc4c00"}
 SERIES = (
     "#0a6cd6", "#c2500a", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0e7c86", "#cf222e",
@@ -117,11 +120,22 @@ def _speedups(document: Document, cells: Sequence[Cell]) -> Plot | None:
         axis.set_xlim(0, most * 1.24)
         axis.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
     _legend(figure, document)
-    figure.supxlabel("speed-up over plain decoding (1: as fast; line: 95 % interval)", fontsize=9)
+    few = _few(c.speedup["n"] for c in cells if c.family in panels)
+    text = f"speed-up over plain decoding (1: as fast; line: 95 % interval){few}"
+    figure.supxlabel(text, fontsize=9)
     overall = {c.method: c.speedup for c in cells if c.family in (ALL, panels[0])}
     told = ", ".join(f"{n} {report.show(overall[n])}" for n in names if n in overall)
-    caption = "Speed-up per family: geometric mean over the prompts, with its 95 % interval."
+    caption = "Speed-up per family: geometric mean over the prompts, with its 95 % interval"
+    caption += f"{few.replace(chr(10), '; ')}."
     return Plot("speedup", caption, f"Bars of the speed-up: {told}.", figure)
+
+
+def _few(counts: Iterable[float]) -> str:
+    """A warning where bars rest on too few measurements for their intervals to mean much."""
+    least = int(min(counts))
+    if least >= FEW:
+        return ""
+    return f"\nsome bars rest on {least} measurement{'' if least == 1 else 's'} only: read as rough"
 
 
 def _prompts(document: Document, cells: Sequence[Cell]) -> Plot | None:

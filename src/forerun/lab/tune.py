@@ -21,6 +21,9 @@ from forerun.lab.spaces import COSTS, SPACES, Space
 from forerun.lab.trace import Trace
 from forerun.registry import Spec, parse
 
+DEFAULT = "auto"
+"""The controller of those who choose none."""
+
 Told = Callable[[str, int, int], None]
 """Told a controller's name, its trials done and their number."""
 
@@ -319,6 +322,53 @@ def judge(
         "families": {n: geometric(fixed.speedup[chosen], seed) for n, chosen in groups.items()},
     }
     return judged, baseline
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The controller to use."""
+
+    spec: str
+    reason: str | None = None
+    """Why it is not what the search found; None if it is."""
+
+
+def choose(
+    tuned: Tuned, judged: Sequence[Judged], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
+) -> Choice:
+    """What was found, where other prompts show it to be better than what needs no setting.
+
+    Better: the 95 % interval of the paired speed-up lies above 1.
+
+    Args:
+        tuned: what was found.
+        judged: from `judge`.
+        trace: the prompts it was judged on.
+        cell: what a round costs.
+        free: whether any controller will do; then it is compared with `DEFAULT`, too.
+        seed: of the bootstrap.
+    """
+    best = next(one for one in judged if one.found is tuned.best)
+    spec, reason, gain = best.found.best, None, best.overall["gain"]
+    if spec == best.found.default:
+        reason = f"no setting of {best.found.name} was faster than its defaults"
+    elif gain["low"] <= 1:
+        spec = best.found.default
+        reason = (
+            f"{best.found.best} is no better than {spec} on the prompts judged "
+            f"(tuned/default {_interval(gain)})"
+        )
+    if free and spec != DEFAULT:
+        ours, default = (replay(trace, one, cell).seconds for one in (spec, DEFAULT))
+        over = geometric(default / ours, seed)
+        if over["low"] <= 1:
+            reason = f"{spec} is no better than {DEFAULT}, the default, on the prompts judged"
+            return Choice(DEFAULT, f"{reason} ({spec}/{DEFAULT} {_interval(over)})")
+    return Choice(spec, reason)
+
+
+def _interval(spread: Mapping[str, float]) -> str:
+    return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"
 
 
 def halves(trace: Trace) -> tuple[Trace, Trace, str]:
