@@ -131,11 +131,11 @@ def test_spreadsheet(replay, tmp_path):
 def test_shares_of_the_bounds(replay, monkeypatch):
     from types import SimpleNamespace
 
-    from forerun.lab import informed
+    from forerun.lab import replay_report
 
     # Fitting it takes long and is tested elsewhere.
     best = replayed(made(), "fixed(3)", Cell.synthetic(10, 0.02)).seconds
-    monkeypatch.setattr(informed, "informed", lambda trace, cell: SimpleNamespace(seconds=best))
+    monkeypatch.setattr(replay_report, "informed", lambda trace, cell: SimpleNamespace(seconds=best))
     argv = (*COSTS, "--controller", "fixed(3)", "--controller", "fixed(0)", "--bounds")
     groups = [one["families"]["all"] for one in replay(*argv, "--json").json["controllers"]]
     assert groups[0]["share"]["informed"]["mean"] == pytest.approx(1.0)
@@ -157,7 +157,7 @@ def test_costs_of_a_file(replay, tmp_path):
 
 
 def test_interrupted(replay, monkeypatch, tmp_path):
-    from forerun.lab import replay as lab
+    from forerun.lab import replay_report as lab
 
     real, calls = lab.replay, []
 

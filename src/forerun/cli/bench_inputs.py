@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,19 +70,42 @@ def find_all(
     return [f for name in names for f in find_prompts(f"builtin:{name}", split, limit, cap)]
 
 
-def check_parts(lengths: Sequence[str], keeps: Sequence[str], temperature: float) -> None:
-    """Refuse a wrong spec or temperature before a model is loaded."""
-    from forerun.controllers import CONTROLLERS
-    from forerun.engine import Sampling
-    from forerun.rules import RULES
+@dataclass(frozen=True)
+class Wanted:
+    """What is compared: specs, and how it is sampled."""
 
-    require(len(lengths) > 0, "controllers", "", "at least one")
-    require(len(keeps) > 0, "rules", "", "at least one")
-    for spec in lengths:
-        CONTROLLERS.make(spec)
-    for spec in keeps:
-        RULES.make(spec)
-    Sampling(temperature=temperature)
+    controllers: list[str]
+    rules: list[str]
+    peers: list[Spec]
+    pythons: Mapping[str, str]
+    """Of peers that have an environment of their own."""
+    temperature: float
+
+    @classmethod
+    def read(
+        cls, controllers: str, rules: str, peers: str, pythons: Mapping[str, str], heat: float
+    ) -> Wanted:
+        """From options; a wrong spec or temperature is refused before a model is loaded."""
+        from forerun.controllers import CONTROLLERS
+        from forerun.engine import Sampling
+        from forerun.lab.peer_names import check
+        from forerun.rules import RULES
+
+        specs = [check(name, pythons) for name in split_names(peers, ",")]
+        lengths, keeps = split_names(controllers, ";"), split_names(rules, ";")
+        require(len(lengths) > 0, "controllers", "", "at least one")
+        require(len(keeps) > 0, "rules", "", "at least one")
+        for spec in lengths:
+            CONTROLLERS.make(spec)
+        for spec in keeps:
+            RULES.make(spec)
+        Sampling(temperature=heat)
+        return cls(lengths, keeps, specs, pythons, heat)
+
+    def to_json(self) -> dict[str, Any]:
+        """The specs, as text."""
+        peers = [str(spec) for spec in self.peers]
+        return {"controllers": self.controllers, "rules": self.rules, "peers": peers}
 
 
 def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
@@ -94,28 +118,20 @@ def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
     ]
 
 
-def our_methods(
-    job: Job, lengths: Sequence[str], keeps: Sequence[str], temperature: float
-) -> list[Method]:
+def our_methods(job: Job, wanted: Wanted) -> list[Method]:
     """Plain decoding, and every controller with every rule."""
     from forerun.lab.methods import PLAIN, Ours
 
-    out: list[Method] = [Ours(PLAIN, job.model, temperature=temperature)]
-    for rule in keeps:
-        for spec in lengths:
+    out: list[Method] = [Ours(PLAIN, job.model, temperature=wanted.temperature)]
+    for rule in wanted.rules:
+        for spec in wanted.controllers:
             name = spec if rule == "standard" else f"{spec} + {rule}"
-            out.append(Ours(name, job.model, spec, rule, temperature))
+            out.append(Ours(name, job.model, spec, rule, wanted.temperature))
     return out
 
 
 def their_methods(
-    stack: ExitStack,
-    job: Job,
-    specs: Sequence[Spec],
-    pythons: dict[str, str],
-    target: str | None,
-    draft: str | None,
-    temperature: float,
+    stack: ExitStack, job: Job, wanted: Wanted, target: str | None, draft: str | None
 ) -> tuple[list[Method], list[dict[str, str]]]:
     """Peers that can run here, and the others with the reason."""
     from forerun import zoo
@@ -128,11 +144,11 @@ def their_methods(
     skipped = []
     small = draft or (str(zoo.DRAFT) if target is None else None)
     small = small if isinstance(job.model.drafter, ModelDrafter) else None
-    for spec in specs:
-        for peer, most in make(spec, job.model, target or str(zoo.TARGET), small, pythons):
+    for spec in wanted.peers:
+        for peer, most in make(spec, job.model, target or str(zoo.TARGET), small, wanted.pythons):
             if isinstance(peer, Remote):
                 stack.callback(peer.close)
-            if temperature > 0:
+            if wanted.temperature > 0:
                 reason: str | None = "peers are measured greedily, and --temperature is above 0"
             else:
                 with status(f"starting {peer.name}"):

@@ -11,13 +11,11 @@ from forerun.cli import options
 from forerun.cli.console import note, stderr, stdout, table
 from forerun.cli.options import MODELS, PROMPTS, VALIDATION, flag, option
 from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json, save_json, versions
+from forerun.cli.report import check_writable, print_json, save_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from forerun.lab.calibrate import Calibration, Entropies
-
-SCHEMA = 1
 
 app = typer.Typer(
     help="Measure the settings a method needs for your models, as its paper does.",
@@ -102,12 +100,7 @@ def easd(
         )
     settings = {name: job.about[name] for name in ("target", "draft", "device", "dtype")}
     settings |= {"data": where, "limit": limit, "max_new_tokens": max_new_tokens}
-    document = {
-        "schema": SCHEMA,
-        **made.to_json(),
-        "settings": settings,
-        "versions": versions(),
-    }
+    document = calibrate.document(made, settings)
     if output is not None:
         save_json(output, document)
     if as_json:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +55,8 @@ def document(
         done: what is complete, by the index of its request.
         compared: against plain decoding.
     """
+    from forerun.lab.provenance import versions
+
     settings = dict(job.about)
     settings["sampling"] = [asdict(row.sampling) for row in rows]
     return finite(
@@ -80,16 +80,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return str(value)
     return value
-
-
-def versions() -> dict[str, str]:
-    """Of everything that may matter to a result."""
-    from forerun import __version__
-
-    out = {"forerun": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers"):
-        try:
-            out[name] = version(name)
-        except PackageNotFoundError:
-            out[name] = "unknown"
-    return out | {"platform": platform.platform()}

@@ -73,6 +73,27 @@ class Plan:
     dtype: str | None = None
     trust_remote_code: bool = False
 
+    @classmethod
+    def alone(
+        cls,
+        target: str | None,
+        device: str | None,
+        dtype: str | None,
+        trust_remote_code: bool,
+        batch_size: int = 16,
+    ) -> Plan:
+        """The target and no drafter."""
+        return cls(
+            target,
+            "none",
+            "fixed(0)",
+            "standard",
+            batch_size=batch_size,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+
     def load(self) -> Job:
         """Check everything, then load the models."""
         return self.open(lambda reader: None)[0]

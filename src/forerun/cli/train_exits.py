@@ -14,11 +14,12 @@ from forerun.cli import options
 from forerun.cli.console import note, stderr, stdout, table
 from forerun.cli.options import OUTPUT, option
 from forerun.cli.progress import Tell, progress
-from forerun.cli.report import print_json, versions
+from forerun.cli.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from forerun.cli.run import Job
+    from forerun.runtime.layers import LayerAccess
     from forerun.training.exit_heads import LayerReport, Settings
     from forerun.training.features import Document, Features
 
@@ -106,32 +107,11 @@ def train_exits(
 
     from forerun.cli.exit_texts import GROUP, hold_out, read_documents
     from forerun.cli.run import Plan
-    from forerun.runtime.heads import check_layers, default_layers
-    from forerun.runtime.layers import LayerAccess
     from forerun.training.features import fingerprint
 
-    plan = Plan(
-        target,
-        "none",
-        "fixed(0)",
-        "standard",
-        batch_size=GROUP,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    job = plan.load()
-    model: Any = job.model.target.model  # type: ignore[attr-defined]
-    access = LayerAccess(model)
-    exits = check_layers(asked or default_layers(access.layers), access.layers)
-    if exits[-1] == access.layers:
-        raise SettingError(
-            f"layer {exits[-1]} is the model's last and needs no head; exit layers are 1 to "
-            f"{access.layers - 1}"
-        )
-    require(rank <= access.width, "rank", rank, f"at most the hidden size, {access.width}")
-    require(vocab <= len(access.unembedding), "vocab", vocab, "at most the model's vocabulary")
-    identity = fingerprint(model)
+    job = Plan.alone(target, device, dtype, trust_remote_code, GROUP).load()
+    access, exits = _exits(job, asked, rank, vocab)
+    identity = fingerprint(job.model.target.model)  # type: ignore[attr-defined]
     began = time.perf_counter()
     try:
         with progress("texts", tokens) as tell:
@@ -146,11 +126,10 @@ def train_exits(
             )
             parts = hold_out(documents)
             trained, held = _features(access, parts, exits, kept, identity, tell)
-            found = _train(access, trained, held, settings, kept, tell)
+            heads, before, after = _train(access, trained, held, settings, kept, tell)
     except KeyboardInterrupt:
         note(stderr(), "interrupted; the same command goes on from here")
         raise
-    heads, before, after = found
     training = {
         "data": Path(data).name if not data.startswith("zoo:") else "zoo",
         **asdict(settings),
@@ -161,6 +140,25 @@ def train_exits(
         "trained": [asdict(report) for report in after],
     }
     _finish(job, heads, training, identity, out, as_json)
+
+
+def _exits(
+    job: Job, asked: list[int] | None, rank: int, vocab: int
+) -> tuple[LayerAccess, tuple[int, ...]]:
+    """The target's layers, and those to exit after; what does not fit the model is refused."""
+    from forerun.runtime.heads import check_layers, default_layers
+    from forerun.runtime.layers import LayerAccess
+
+    access = LayerAccess(job.model.target.model)  # type: ignore[attr-defined]
+    exits = check_layers(asked or default_layers(access.layers), access.layers)
+    if exits[-1] == access.layers:
+        raise SettingError(
+            f"layer {exits[-1]} is the model's last and needs no head; exit layers are 1 to "
+            f"{access.layers - 1}"
+        )
+    require(rank <= access.width, "rank", rank, f"at most the hidden size, {access.width}")
+    require(vocab <= len(access.unembedding), "vocab", vocab, "at most the model's vocabulary")
+    return access, exits
 
 
 def _parse_layers(text: str | None) -> list[int] | None:
@@ -235,6 +233,7 @@ def _train(
 def _finish(
     job: Job, heads: Any, training: dict[str, Any], identity: str, out: Path, as_json: bool
 ) -> None:
+    from forerun.lab.provenance import versions
     from forerun.runtime.heads import WEIGHTS, save_heads
 
     heads.about = {

@@ -18,6 +18,7 @@ from typing import Any
 
 from forerun.errors import SettingError
 from forerun.lab.methods import PLAIN, Group, Method, Run, Task
+from forerun.lab.report import Cell
 
 SCHEMA = 1
 FILE = "results.json"
@@ -102,6 +103,11 @@ class Results:
         doc = self.document
         doc["skipped"].append({"name": name, "reason": reason})
         doc["samples"] = [s for s in doc["samples"] if s["method"] != name]
+
+    def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """The document without the samples, with their figures."""
+        document = {k: v for k, v in self.document.items() if k != "samples"}
+        return document | {"summary": [c.to_json() for c in cells]}
 
     def write(self) -> None:
         """Write the file, whole or not at all."""

@@ -8,11 +8,13 @@ from string import Template
 from typing import Any
 
 from forerun.lab import plots, report
+from forerun.lab.bench import Results
 from forerun.lab.methods import PLAIN
 from forerun.lab.plots import Plot
 from forerun.lab.report import ALL, Cell, Document
 
-PAGE = Template("""<!doctype html>
+PAGE = "report.html"
+TEMPLATE = Template("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -78,6 +80,21 @@ such a tie from a bug.</dd>
 </dl>"""
 
 
+def write(results: Results) -> list[Cell]:
+    """Write results, report and plots of what there is; the figures."""
+    document = results.document
+    cells = report.cells(document)
+    document["summary"] = [c.to_json() for c in cells]
+    results.write()
+    if cells:
+        drawn = plots.draw(document, cells)
+        for plot in drawn:
+            plot.png(results.folder)
+        text = render(document, cells, drawn)
+        (results.folder / PAGE).write_text(text, encoding="utf-8")
+    return cells
+
+
 def render(document: Document, cells: Sequence[Cell], drawn: Sequence[Plot]) -> str:
     """The whole page."""
     first = min(report.batches(document))
@@ -101,7 +118,7 @@ def render(document: Document, cells: Sequence[Cell], drawn: Sequence[Plot]) -> 
         f"forerun bench · target {settings['target']} · draft {settings['draft']} · "
         f"{made['date']} · {made['cpu']}"
     )
-    return PAGE.substitute(
+    return TEMPLATE.substitute(
         title=escape(title),
         subtitle=escape(subtitle),
         lead=_lead(document, one, first),

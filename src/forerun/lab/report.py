@@ -19,6 +19,7 @@ import numpy as np
 from forerun.lab.methods import PLAIN
 from forerun.lab.replay import geometric
 
+SCHEMA = 1
 ALL = "all"
 """The name of all families together."""
 LEVEL = 0.05
@@ -173,6 +174,11 @@ def compare(a: Document, b: Document) -> list[Change]:
                 if pairs:
                     out.append(_change(batch, family, name, pairs))
     return out
+
+
+def changes(found: Sequence[Change]) -> dict[str, Any]:
+    """What `bench compare --json` prints."""
+    return {"schema": SCHEMA, "cells": [change.to_json() for change in found]}
 
 
 def by_chance(ratios: Sequence[float], draws: int = 4096) -> float:

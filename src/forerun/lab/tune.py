@@ -156,10 +156,8 @@ def search(
     if make is None:
 
         def make(values: Mapping[str, Any]) -> LengthController:
-            made: LengthController = CONTROLLERS.make(
-                Spec(spec.name, (), {**set_by_user, **values})
-            )
-            return made
+            made = Spec(spec.name, (), {**set_by_user, **values})
+            return CONTROLLERS.make(made)
 
     scores: dict[str, float] = {}
     default = CONTROLLERS.text(start)
@@ -170,8 +168,7 @@ def search(
             scores[text] = speed(trace, controller, cell)
         return scores[text]
 
-    before = score(start)
-    trials, refused, complete = 1, 0, True
+    before, trials, refused, complete = score(start), 1, 0, True
     tell = told or (lambda name, done, total: None)
     chooser, total = proposals(space, trace.depth, cell, budget, seed)
     try:
