@@ -135,7 +135,9 @@ def test_shares_of_the_bounds(replay, monkeypatch):
 
     # Fitting it takes long and is tested elsewhere.
     best = replayed(made(), "fixed(3)", Cell.synthetic(10, 0.02)).seconds
-    monkeypatch.setattr(replay_report, "informed", lambda trace, cell: SimpleNamespace(seconds=best))
+    monkeypatch.setattr(
+        replay_report, "informed", lambda trace, cell: SimpleNamespace(seconds=best)
+    )
     argv = (*COSTS, "--controller", "fixed(3)", "--controller", "fixed(0)", "--bounds")
     groups = [one["families"]["all"] for one in replay(*argv, "--json").json["controllers"]]
     assert groups[0]["share"]["informed"]["mean"] == pytest.approx(1.0)

@@ -255,6 +255,13 @@ def test_mistakes_are_told(tune, argv, message):
     assert message in result.error
 
 
+def test_arguments_are_flags_on_the_command_line(forerun, tmp_path):
+    path = str(tmp_path / "one.parquet")
+    periodic(1).take([0]).write(path)
+    result = forerun("tune", path, "--costs", "c=10")
+    assert result.error == "error: one prompt cannot be halved; name other prompts as --test"
+
+
 def test_files_that_are_none_are_told(tune, forerun, tmp_path):
     assert "none.json" in tune(costs=str(tmp_path / "none.json")).error
     result = forerun("tune", str(tmp_path / "none.parquet"), "--costs", "c=10")

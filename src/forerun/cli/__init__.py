@@ -6,7 +6,7 @@ Heavy imports happen inside the commands, so that help, lists and cards are quic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -85,5 +85,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(
         lambda: app(
             args=None if argv is None else list(argv), standalone_mode=False, prog_name="forerun"
-        )
+        ),
+        _flags,
     )
+
+
+def _flags() -> dict[str, str]:
+    """The flag of every option that any command has."""
+    todo: list[Any] = [typer.main.get_command(app)]
+    found: dict[str, str] = {}
+    while todo:
+        command = todo.pop()
+        todo += getattr(command, "commands", {}).values()
+        found |= {p.name: max(p.opts, key=len) for p in command.params if p.opts[0][0] == "-"}
+    return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,10 +71,18 @@ def _handling(handlers: dict[int, Callable[..., None]]) -> Iterator[dict[int, An
             signal.signal(number, old)
 
 
-def guarded(command: Callable[[], Any]) -> int:
+Flags = Callable[[], Mapping[str, str]]
+"""The flags of arguments, by the arguments' names."""
+
+
+def guarded(command: Callable[[], Any], flags: Flags = dict) -> int:
     """Run a command; the exit code. Errors become one line on stderr.
 
     SIGTERM ends it like SIGINT, so that what is complete is kept; only the exit code differs.
+
+    Args:
+        command: what is run.
+        flags: what the library calls `name` in its errors is one of these on the command line.
     """
     terminated = False
 
@@ -83,11 +92,11 @@ def guarded(command: Callable[[], Any]) -> int:
         raise KeyboardInterrupt
 
     with _handling({signal.SIGTERM: terminate}):
-        code = _guarded(command)
+        code = _guarded(command, flags)
     return 143 if terminated and code == 130 else code
 
 
-def _guarded(command: Callable[[], Any]) -> int:
+def _guarded(command: Callable[[], Any], flags: Flags) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a poor locale must not end a run
@@ -107,17 +116,15 @@ def _guarded(command: Callable[[], Any]) -> int:
     except Exception as error:
         if os.environ.get(DEBUG):
             traceback.print_exc()
-        return _report(error)
+        return _report(error, flags)
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, flags: Flags) -> int:
     format_message = getattr(error, "format_message", None)
     if format_message is not None:  # the parser's own: unknown option, missing argument, ...
         return say(str(format_message()), 2)
-    if isinstance(error, SettingError):
-        return say(str(error), 2)
     if isinstance(error, ForerunError):
-        return say(str(error), 1)
+        return say(_with_flags(str(error), flags), 2 if isinstance(error, SettingError) else 1)
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return say(f"{error.strerror or error}{where}", 1)
@@ -125,6 +132,14 @@ def _report(error: Exception) -> int:
         return say("out of GPU memory; use a smaller --batch-size, --dtype or --max-new-tokens", 1)
     hint = "" if os.environ.get(DEBUG) else f" (set {DEBUG}=1 to see where)"
     return say(f"unexpected {type(error).__name__}: {error}{hint}", 1)
+
+
+def _with_flags(message: str, flags: Flags) -> str:
+    """The library's message with `name` as the flag it has here."""
+    if "`" not in message:
+        return message
+    known = flags()
+    return re.sub(r"`(\w+)`", lambda found: known.get(found[1], found[0]), message)
 
 
 def say(message: str, code: int) -> int:

@@ -270,8 +270,7 @@ def check_lossless(rule: str | AcceptanceRule) -> None:
     if not made.lossless:
         raise SettingError(
             f"an audit is for lossless rules, and {RULES.text(made)} changes the text on purpose; "
-            "how much is told by the drift meter: drift_mean and drift_max of forerun generate "
-            "--rule ... --json"
+            "how much is told by the drift meter, drift_mean and drift_max of a generation's stats"
         )
 
 

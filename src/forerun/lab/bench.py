@@ -68,7 +68,7 @@ class Results:
             if _ground(found) != _ground(json.loads(json.dumps(document))):
                 raise SettingError(
                     f"{folder} holds the results of other settings, methods, models or versions; "
-                    "name another folder (-o)"
+                    "name another folder"
                 )
             document["samples"] = found["samples"]
             document["provenance"] = [*found["provenance"], provenance]

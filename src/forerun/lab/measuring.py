@@ -76,7 +76,7 @@ def cells(
     if longest + more > room:
         raise SettingError(
             f"a context of {longest} and {more} tokens more do not fit the models' {room}; use a "
-            "smaller --context or --widths"
+            "smaller `context` or `widths`"
         )
     return _cells(model, drafter, list(product(batches, contexts)), wide, repeats, progress)
 
@@ -85,7 +85,7 @@ def _drafter(model: Model) -> ModelDrafter:
     if not isinstance(model.drafter, ModelDrafter):
         raise SettingError(
             "measuring costs needs a draft model, and this model's drafter is a "
-            f"{type(model.drafter).__name__}; give --draft ID_OR_PATH"
+            f"{type(model.drafter).__name__}; name one as `draft`"
         )
     return model.drafter
 

@@ -204,7 +204,7 @@ def groups(tasks: Sequence[Task], batches: Sequence[int]) -> list[Group]:
             if len(some) < batch:
                 raise PromptError(
                     f"{len(some)} prompts of {family} do not fill a batch of {batch}; "
-                    f"give at least {batch} per family (--prompts), or a smaller --batch"
+                    f"give at least {batch} per family (`prompts`), or a smaller `batch`"
                 )
         most = max(len(some) for some in families.values()) // batch
         for turn in range(most):  # what does not fill a batch is left out

@@ -90,7 +90,7 @@ def _vllm(
 ) -> Peer:
     speculative = name == "vllm-draft"
     if speculative and draft is None:
-        raise SettingError("vllm-draft needs a draft model (--draft)")
+        raise SettingError("vllm-draft needs a draft model; name one as `draft`")
     first = {
         "model": target,
         "draft": draft if speculative else None,

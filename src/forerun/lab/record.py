@@ -179,7 +179,7 @@ def _drafter(model: Model) -> ModelDrafter:
     if not isinstance(model.drafter, ModelDrafter):
         raise SettingError(
             "recording needs a draft model, and this model's drafter is a "
-            f"{type(model.drafter).__name__}; give --draft ID_OR_PATH"
+            f"{type(model.drafter).__name__}; name one as `draft`"
         )
     return model.drafter
 

@@ -384,7 +384,7 @@ def halves(trace: Trace) -> tuple[Trace, Trace, str]:
     keys = list(zip(trace.families, trace.ids, strict=True))
     order = sorted(dict.fromkeys(keys), key=lambda key: trace.families.index(key[0]))
     if len(order) < 2:
-        raise SettingError("one prompt cannot be halved; give --test with other prompts")
+        raise SettingError("one prompt cannot be halved; name other prompts as `test`")
     later = set(order[1::2])
     test = np.array([key in later for key in keys])
     return trace.take(~test), trace.take(test), "every other prompt of each family"
