@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.cli.inputs import Reader
-from forerun.cli.prompts import find_prompts, seeded, tokenise
+from forerun.cli.shared.inputs import Reader
+from forerun.cli.shared.prompts import find_prompts, seeded, tokenise
 from forerun.errors import PromptError, SettingError, UnknownNameError
 from forerun.lab.audit_report import summary
 from forerun.zoo import PENALTY, families

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from forerun.cli.bench import app
-from forerun.cli.bench_inputs import split_names
-from forerun.cli.guard import guarded
+from forerun.cli.shared.bench_inputs import split_names
+from forerun.cli.shared.guard import guarded
 from forerun.lab.methods import Ours
 
 from .conftest import Result

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from forerun import __version__
-from forerun.cli.catalog import KINDS, cards
 from forerun.cli.info import card_lines
+from forerun.cli.shared.catalog import KINDS, cards
 
 
 def test_version_and_help(forerun):

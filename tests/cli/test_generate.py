@@ -78,7 +78,7 @@ def test_seed_repeats(generate):
 
 @pytest.mark.parametrize(("near_tie", "code"), [(True, 0), (False, 1)])
 def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
-    from forerun.cli import compare
+    from forerun.cli.shared import compare
 
     found = compare.Difference(0, 4, near_tie, "differs from output token 4 on: because")
     real = compare.compare
@@ -96,9 +96,9 @@ def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
 
 
 def test_audit_is_asked(pair):
-    from forerun.cli.compare import _differences
-    from forerun.cli.inputs import Row
-    from forerun.cli.run import Plan
+    from forerun.cli.shared.compare import _differences
+    from forerun.cli.shared.inputs import Row
+    from forerun.cli.shared.run import Plan
     from forerun.lab import audit
 
     job = Plan(pair.target, "none", "fixed", "standard", device="cpu").load()
@@ -332,7 +332,7 @@ def test_file_that_is_not_text(generate, tmp_path):
 
 
 def test_unexpected_error_is_one_line_with_a_hint(generate, monkeypatch):
-    from forerun.cli import play
+    from forerun.cli.shared import play
 
     monkeypatch.setattr(play, "play_through", lambda *a, **k: 1 / 0)
     result = generate("x")
@@ -342,7 +342,7 @@ def test_unexpected_error_is_one_line_with_a_hint(generate, monkeypatch):
 
 
 def test_interrupt_keeps_what_was_written(generate, monkeypatch):
-    from forerun.cli import play
+    from forerun.cli.shared import play
 
     real = play.play_through
 
@@ -373,7 +373,7 @@ def many(tmp_path):
 @pytest.fixture
 def interrupt(monkeypatch):
     """Send a signal to this process while the n-th completion is being passed on."""
-    from forerun.cli import lines, play, run
+    from forerun.cli.shared import lines, play, run
 
     def set_up(number, after):
         def interrupted(job, rows, on_event):
@@ -423,7 +423,7 @@ def test_an_interrupt_shows_texts_that_waited(generate, interrupt, tmp_path):
 
 
 def test_an_error_on_the_way_keeps_what_is_complete(generate, monkeypatch, many):
-    from forerun.cli import play, run
+    from forerun.cli.shared import play, run
     from forerun.errors import ModelError
 
     def failing(job, rows, on_event):
@@ -442,7 +442,7 @@ def test_an_error_on_the_way_keeps_what_is_complete(generate, monkeypatch, many)
 
 
 def test_a_second_interrupt_does_not_wait():
-    from forerun.cli import guard
+    from forerun.cli.shared import guard
 
     reached = []
 
@@ -533,7 +533,7 @@ def test_plain_drafter(generate):
 
 
 def test_row_defaults():
-    from forerun.cli.inputs import Reader, Request, prepare
+    from forerun.cli.shared.inputs import Reader, Request, prepare
 
     [row] = prepare(Reader(None, 9, list), [Request([1, 2])], {"temperature": 0.5})
     assert row.text == "[1, 2]"

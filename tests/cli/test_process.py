@@ -93,7 +93,7 @@ def test_broken_pipe_is_silent():
 def test_interrupt_ends_without_a_traceback():
     code = (
         "import os, signal, sys\n"
-        "from forerun.cli import guard\n"
+        "from forerun.cli.shared import guard\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "def command():\n"
         "    print('written')\n"

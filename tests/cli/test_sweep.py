@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from forerun.cli.guard import guarded
+from forerun.cli.shared.guard import guarded
 from forerun.model import load
 from forerun.runtime.heads import save_heads
 from forerun.runtime.layers import LayerAccess
@@ -147,7 +147,7 @@ def test_interrupted_it_keeps_the_best_so_far(run, prompts, tmp_path, monkeypatc
 
 
 def test_shipped_prompts_are_the_validation_ones(run, monkeypatch):
-    from forerun.cli import prompts
+    from forerun.cli.shared import prompts
 
     asked = []
 

@@ -17,11 +17,11 @@ from forerun.cli.cite import cite
 from forerun.cli.costs import costs
 from forerun.cli.demo import demo
 from forerun.cli.generate import generate
-from forerun.cli.guard import guarded
 from forerun.cli.info import info
 from forerun.cli.listing import show
 from forerun.cli.record import record
 from forerun.cli.replay import replay
+from forerun.cli.shared.guard import guarded
 from forerun.cli.sweep import app as sweep
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, one_line, stderr, stdout, table
-from forerun.cli.options import SPECULATION, option
-from forerun.cli.progress import progress
-from forerun.cli.report import print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, one_line, stderr, stdout, table
+from forerun.cli.shared.options import SPECULATION, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import print_json
 from forerun.errors import ModelError, UnknownNameError, require
 
 if TYPE_CHECKING:
     from forerun import Model
-    from forerun.cli.prompts import LabPrompt
+    from forerun.cli.shared.prompts import LabPrompt
     from forerun.lab.audit import Comparison
     from forerun.lab.peers import Peer
 
@@ -70,8 +70,8 @@ def audit(
         raise UnknownNameError.among("peer", peer, PEERS)
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
 
-    from forerun.cli.prompts import find_prompts, given_or_shipped, tokenise
-    from forerun.cli.run import Plan
+    from forerun.cli.shared.prompts import find_prompts, given_or_shipped, tokenise
+    from forerun.cli.shared.run import Plan
 
     where = given_or_shipped(prompts, target)
     limit = FEW if prompts is None and limit is None else limit

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli import options
 from forerun.cli.bench_compare import compare
-from forerun.cli.bench_inputs import (
+from forerun.cli.shared import options
+from forerun.cli.shared.bench_inputs import (
     Wanted,
     draft_identity,
     find_all,
@@ -24,14 +24,14 @@ from forerun.cli.bench_inputs import (
     read_sizes,
     their_methods,
 )
-from forerun.cli.console import note, status, stderr, stdout, table
-from forerun.cli.options import OUTPUT, PROMPTS, SAMPLING, flag, option
-from forerun.cli.progress import progress
-from forerun.cli.report import print_json
+from forerun.cli.shared.console import note, status, stderr, stdout, table
+from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, flag, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.run import Job, Plan
+    from forerun.cli.shared.run import Job, Plan
     from forerun.lab.bench import Results
     from forerun.lab.methods import Group
     from forerun.lab.report import Cell, Document
@@ -168,8 +168,8 @@ def bench(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}", rules, peers, pythons, temperature
     )
 
-    from forerun.cli.prompts import tokenise
-    from forerun.cli.run import Plan
+    from forerun.cli.shared.prompts import tokenise
+    from forerun.cli.shared.run import Plan
 
     plan = Plan(
         target,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, stdout, table
-from forerun.cli.report import print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stdout, table
+from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import MODELS, PROMPTS, VALIDATION, flag, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json, save_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, flag, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json, save_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def easd(
 
     Decodes prompts greedily, averages the highest entropies, prints the rule.
     """
-    from forerun.cli.prompts import find_prompts, given_or_shipped, tokenise
-    from forerun.cli.run import Plan
+    from forerun.cli.shared.prompts import find_prompts, given_or_shipped, tokenise
+    from forerun.cli.shared.run import Plan
 
     where = given_or_shipped(data, target, "--data")
     require(0 < share <= 1, "share", share, "in (0, 1]")

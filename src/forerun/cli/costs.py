@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def costs(
     turns = REPEATS if repeats is None else repeats
     require(turns >= 1, "--repeats", turns, "≥ 1")
 
-    from forerun.cli.run import Plan, require_draft_model
+    from forerun.cli.shared.run import Plan, require_draft_model
 
     require_draft_model(target, draft, "measuring costs")
     plan = Plan(

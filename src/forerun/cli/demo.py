@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from forerun.cli.console import note, stderr, stdout
+from forerun.cli.shared.console import note, stderr, stdout
 
 BEFORE = """\
 A small draft model writes a few tokens ahead; the 12-layer target checks them all in one pass
@@ -33,9 +33,9 @@ def demo(
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, ...")] = None,
 ) -> None:
     """Speculative against plain decoding on three shipped prompts, with the models that ship."""
-    from forerun.cli.inputs import Reader, Request, prepare
-    from forerun.cli.play import play
-    from forerun.cli.run import Plan
+    from forerun.cli.shared.inputs import Reader, Request, prepare
+    from forerun.cli.shared.play import play
+    from forerun.cli.shared.run import Plan
     from forerun.zoo import PENALTY, prompts
 
     console = stderr()

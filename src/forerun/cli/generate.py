@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli import options
-from forerun.cli.console import note, status, stderr
-from forerun.cli.options import MODELS, OUTPUT, SAMPLING, SPECULATION, flag, option
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, status, stderr
+from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, SPECULATION, flag, option
 from forerun.errors import SettingError
 
 MANY_PROMPTS = "Many prompts"
@@ -127,8 +127,8 @@ def generate(
 
     Colours say who wrote each token. The text goes to stdout, everything else to stderr.
     """
-    from forerun.cli.inputs import make_sampling, parse_bias, prepare, read_requests
-    from forerun.cli.report import check_writable
+    from forerun.cli.shared.inputs import make_sampling, parse_bias, prepare, read_requests
+    from forerun.cli.shared.report import check_writable
 
     if as_lines and (as_json or compare):
         raise SettingError("--jsonl writes a line per prompt; leave --json and --compare out")
@@ -154,7 +154,7 @@ def generate(
         }
         make_sampling(common)
 
-        from forerun.cli.run import Plan
+        from forerun.cli.shared.run import Plan
     plan = Plan(
         target,
         draft,
@@ -172,11 +172,11 @@ def generate(
         used = "{controller}, {rule}, draft {draft}".format_map(job.about)
         note(stderr(), f"{settings}: {used}")
     if as_lines:
-        from forerun.cli.lines import play_lines
+        from forerun.cli.shared.lines import play_lines
 
         play_lines(job, rows, output, rounds)
         return
 
-    from forerun.cli.play import play
+    from forerun.cli.shared.play import play
 
     play(job, rows, many=prompt_file is not None, compare=compare, rounds=rounds, as_json=as_json)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import OUTPUT, PROMPTS, SAMPLING, option
-from forerun.cli.progress import progress
-from forerun.cli.report import print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import print_json
 from forerun.zoo import PENALTY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.cli.prompts import LabPrompt
-    from forerun.cli.run import Job
+    from forerun.cli.shared.prompts import LabPrompt
+    from forerun.cli.shared.run import Job
     from forerun.lab.record import Part
     from forerun.lab.trace import Trace
 
@@ -62,9 +62,9 @@ def record(
     Interrupted, it keeps the prompts that are complete.
     """
     from forerun.checks import whole
-    from forerun.cli.inputs import make_sampling
-    from forerun.cli.prompts import find_prompts, is_shipped, seeded, tokenise
-    from forerun.cli.run import Plan, require_draft_model
+    from forerun.cli.shared.inputs import make_sampling
+    from forerun.cli.shared.prompts import find_prompts, is_shipped, seeded, tokenise
+    from forerun.cli.shared.run import Plan, require_draft_model
     from forerun.lab.trace import check_writable
 
     whole("depth", depth, 1)

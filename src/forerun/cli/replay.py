@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, status, stderr, stdout, table
-from forerun.cli.options import flag, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, status, stderr, stdout, table
+from forerun.cli.shared.options import flag, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import UnknownNameError
 
 if TYPE_CHECKING:

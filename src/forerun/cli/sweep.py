@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text as Line
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import MODELS, OUTPUT, VALIDATION, flag, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import MODELS, OUTPUT, VALIDATION, flag, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.cli.prompts import LabPrompt
-    from forerun.cli.run import Job
+    from forerun.cli.shared.prompts import LabPrompt
+    from forerun.cli.shared.run import Job
     from forerun.lab.exit_replay import Setting, Text
     from forerun.lab.sweep import Confirmed, Search
 
@@ -76,7 +76,13 @@ def specbound(
     Writes a text per prompt, counts what every setting would take on it, searches by these counts,
     and times the best settings against plain decoding.
     """
-    from forerun.cli.prompts import find_prompts, given_or_shipped, is_shipped, seeded, tokenise
+    from forerun.cli.shared.prompts import (
+        find_prompts,
+        given_or_shipped,
+        is_shipped,
+        seeded,
+        tokenise,
+    )
 
     where = given_or_shipped(prompts, target)
     for name, value in (("width", width), ("budget", budget), ("confirm", confirm)):
@@ -93,7 +99,7 @@ def specbound(
 
     sweep.load_optuna()
 
-    from forerun.cli.run import Plan
+    from forerun.cli.shared.run import Plan
 
     plan = Plan.alone(target, device, dtype, trust_remote_code)
     job, rows = plan.open(lambda reader: tokenise(reader, found, {"temperature": temperature}))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.filesize import decimal
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import OUTPUT, option
-from forerun.cli.progress import Tell, progress
-from forerun.cli.report import print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import OUTPUT, option
+from forerun.cli.shared.progress import Tell, progress
+from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.run import Job
+    from forerun.cli.shared.run import Job
     from forerun.runtime.layers import LayerAccess
     from forerun.training.exit_heads import LayerReport, Settings
     from forerun.training.features import Document, Features
@@ -101,12 +101,12 @@ def train_exits(
 
     settings = Settings(head, rank, vocab, loss, epochs, minutes, batch, lr, seed)
 
-    from forerun.cli.exit_texts import open_source
+    from forerun.cli.shared.exit_texts import open_source
 
     source = open_source(data, seed)
 
-    from forerun.cli.exit_texts import GROUP, hold_out, read_documents
-    from forerun.cli.run import Plan
+    from forerun.cli.shared.exit_texts import GROUP, hold_out, read_documents
+    from forerun.cli.shared.run import Plan
     from forerun.training.features import fingerprint
 
     job = Plan.alone(target, device, dtype, trust_remote_code, GROUP).load()

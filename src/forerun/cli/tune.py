@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.checks import whole
-from forerun.cli import options
-from forerun.cli.console import note, status, stderr, stdout, table
-from forerun.cli.options import OUTPUT, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, status, stderr, stdout, table
+from forerun.cli.shared.options import OUTPUT, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.run import Job, Timed, run
+from forerun.cli.shared.run import Job, Timed, run
 
 if TYPE_CHECKING:
-    from forerun.cli.inputs import Row
+    from forerun.cli.shared.inputs import Row
     from forerun.engine import Completion
 
 PAIRS = 3

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.console import status
+from forerun.cli.shared.console import status
 from forerun.errors import SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.prompts import Found, LabPrompt
-    from forerun.cli.run import Job
+    from forerun.cli.shared.prompts import Found, LabPrompt
+    from forerun.cli.shared.run import Job
     from forerun.lab.methods import Method, Task
     from forerun.registry import Spec
 
@@ -54,7 +54,7 @@ def find_all(
     families: str, prompt_file: str | None, split: str, limit: int, cap: int
 ) -> list[Found]:
     """The prompts, told before a model is loaded."""
-    from forerun.cli.prompts import find_prompts
+    from forerun.cli.shared.prompts import find_prompts
     from forerun.zoo import families as shipped
 
     found = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import PromptError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.inputs import Reader, Request
+    from forerun.cli.shared.inputs import Reader, Request
     from forerun.engine import Sampling
 
 BUILTIN = "builtin"
@@ -97,7 +97,7 @@ def find_prompts(
     if is_shipped(text):
         return _shipped(text.partition(":")[2] or ALL, split, limit, cap, penalised)
 
-    from forerun.cli.inputs import read_requests
+    from forerun.cli.shared.inputs import read_requests
 
     stem = "stdin" if text == "-" else Path(text).stem
     found: dict[tuple[str, str], Found] = {}
@@ -134,7 +134,7 @@ def tokenise(
         found: the prompts.
         common: sampling fields for all; a prompt's own come first.
     """
-    from forerun.cli.inputs import prepare
+    from forerun.cli.shared.inputs import prepare
 
     rows = prepare(reader, [f.request for f in found], common)
     return [
@@ -146,7 +146,7 @@ def tokenise(
 def _shipped(
     family: str, split: str, limit: int | None, cap: int | None, penalised: bool
 ) -> list[Found]:
-    from forerun.cli.inputs import Request
+    from forerun.cli.shared.inputs import Request
     from forerun.zoo import PENALTY, families, prompts
 
     if family not in (ALL, *families()):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forerun.cli.console import (
+from forerun.cli.shared.console import (
     STYLES,
     Writer,
     clean,
@@ -22,15 +22,15 @@ from forerun.cli.console import (
     stderr,
     stdout,
 )
-from forerun.cli.progress import make
+from forerun.cli.shared.progress import make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
 
-    from forerun.cli.compare import Comparison
-    from forerun.cli.inputs import Row
+    from forerun.cli.shared.compare import Comparison
+    from forerun.cli.shared.inputs import Row
     from forerun.engine import Completion, Event, Piece
 
 ENDED = {

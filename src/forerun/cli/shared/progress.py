@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from forerun.cli.console import stderr
+from forerun.cli.shared.console import stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

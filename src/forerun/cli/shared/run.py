@@ -8,15 +8,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forerun.cli.console import status
-from forerun.cli.guard import held
+from forerun.cli.shared.console import status
+from forerun.cli.shared.guard import held
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from forerun import Model
-    from forerun.cli.inputs import Reader, Row
+    from forerun.cli.shared.inputs import Reader, Row
     from forerun.controllers import LengthController
     from forerun.engine import Completion, Event
     from forerun.rules import AcceptanceRule
@@ -109,7 +109,7 @@ class Plan:
             ForerunError: a setting, a prompt or a model that cannot be used.
         """
         from forerun import zoo
-        from forerun.cli.inputs import Reader
+        from forerun.cli.shared.inputs import Reader
 
         with status(f"loading {self.target or 'the models that ship'}"), _quiet():
             chosen, length, keep = self._check()

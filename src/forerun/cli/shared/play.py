@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from forerun.cli import compare as comparing
-from forerun.cli.console import note, status, stderr
-from forerun.cli.guard import say
-from forerun.cli.report import document, print_json
-from forerun.cli.run import Job, play_through, warm_up
-from forerun.cli.show import (
+from forerun.cli.shared import compare as comparing
+from forerun.cli.shared.console import note, status, stderr
+from forerun.cli.shared.guard import say
+from forerun.cli.shared.report import document, print_json
+from forerun.cli.shared.run import Job, play_through, warm_up
+from forerun.cli.shared.show import (
     Progress,
     RoundView,
     Tally,
@@ -26,7 +26,7 @@ from forerun.cli.show import (
 )
 
 if TYPE_CHECKING:
-    from forerun.cli.inputs import Row
+    from forerun.cli.shared.inputs import Row
     from forerun.engine import Completion, Event
 
 

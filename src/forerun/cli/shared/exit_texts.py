@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.inputs import Reader, Request, prepare, read_requests
-from forerun.cli.prompts import find_prompts, is_shipped
+from forerun.cli.shared.inputs import Reader, Request, prepare, read_requests
+from forerun.cli.shared.prompts import find_prompts, is_shipped
 from forerun.errors import PromptError, SettingError
 
 if TYPE_CHECKING:
-    from forerun.cli.run import Job
+    from forerun.cli.shared.run import Job
     from forerun.training.features import Document
 
 ZOO = "zoo:"
@@ -195,7 +195,7 @@ def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iter
 
     An exit is only ever asked about text that the target is writing.
     """
-    from forerun.cli.run import run
+    from forerun.cli.shared.run import run
 
     lines = _kept_lines(path, key)
     yield from ((ids, start) for ids, start in lines)

@@ -11,15 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from forerun.cli.console import note, stderr
-from forerun.cli.play import say_interrupted
-from forerun.cli.report import SCHEMA, finite
-from forerun.cli.run import Job, play_through
-from forerun.cli.show import RoundView, Tally, progress, show_lossy, show_summary
+from forerun.cli.shared.console import note, stderr
+from forerun.cli.shared.play import say_interrupted
+from forerun.cli.shared.report import SCHEMA, finite
+from forerun.cli.shared.run import Job, play_through
+from forerun.cli.shared.show import RoundView, Tally, progress, show_lossy, show_summary
 from forerun.errors import SettingError
 
 if TYPE_CHECKING:
-    from forerun.cli.inputs import Row
+    from forerun.cli.shared.inputs import Row
     from forerun.engine import Completion, Event
 
 

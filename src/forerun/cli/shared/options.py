@@ -32,7 +32,7 @@ def output(metavar: str, help: str) -> Any:
 
 
 def prompts(more: str = "") -> Any:
-    """The prompts of a lab command, as `cli.prompts.find_prompts` takes them."""
+    """The prompts of a lab command, as `cli.shared.prompts.find_prompts` takes them."""
     text = "A file as for generate --prompt-file (- reads stdin), or the shipped prompts of one "
     text += f"family or, with builtin alone, of all. {more}"
     return option("FILE|builtin:FAMILY", text.strip(), panel=PROMPTS)

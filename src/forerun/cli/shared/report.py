@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import SettingError
 
 if TYPE_CHECKING:
-    from forerun.cli.compare import Comparison
-    from forerun.cli.inputs import Row
-    from forerun.cli.run import Job
+    from forerun.cli.shared.compare import Comparison
+    from forerun.cli.shared.inputs import Row
+    from forerun.cli.shared.run import Job
     from forerun.engine import Completion
 
 SCHEMA = 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from forerun.cli.console import clean
+from forerun.cli.shared.console import clean
 from forerun.errors import ForerunError, SettingError
 
 DEBUG = "FORERUN_DEBUG"
