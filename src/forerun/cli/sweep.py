@@ -13,6 +13,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
 from forerun.cli.shared.options import MODELS, OUTPUT, VALIDATION, flag, option
 from forerun.cli.shared.progress import progress
+from forerun.cli.shared.prompts import given_or_shipped, is_shipped, seeded
 from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
@@ -76,13 +77,7 @@ def specbound(
     Writes a text per prompt, counts what every setting would take on it, searches by these counts,
     and times the best settings against plain decoding.
     """
-    from forerun.cli.shared.prompts import (
-        find_prompts,
-        given_or_shipped,
-        is_shipped,
-        seeded,
-        tokenise,
-    )
+    from forerun.cli.shared.prompts import find_prompts, tokenise
 
     where = given_or_shipped(prompts, target)
     for name, value in (("width", width), ("budget", budget), ("confirm", confirm)):
