@@ -23,9 +23,9 @@ from benchmarks.common import (
     tasks,
 )
 from forerun import zoo
-from forerun.lab.costs import Cell, Costs
-from forerun.lab.replay import Rounds, replay, stream
-from forerun.lab.trace import Trace
+from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.replay import Rounds, replay, stream
+from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
 METHODS = ["auto", "fixed(3)", "fixed(7)", "hf-heuristic", "hf-threshold", "gammatune",

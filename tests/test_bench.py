@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import PromptError, SettingError
-from forerun.lab import bench, page, plots, report
-from forerun.lab.bench import Results, load, measure
-from forerun.lab.methods import PLAIN, Ours, Run, Task, groups
-from forerun.lab.peer_names import ASSISTED, check, make
-from forerun.lab.remote import PeerError, Remote
-from forerun.lab.report import ALL
+from forerun.lab.bench import bench, page, plots, report
+from forerun.lab.bench.bench import Results, load, measure
+from forerun.lab.bench.methods import PLAIN, Ours, Run, Task, groups
+from forerun.lab.bench.peer_names import ASSISTED, check, make
+from forerun.lab.bench.remote import PeerError, Remote
+from forerun.lab.bench.report import ALL
 from forerun.testing import ScriptedModel
 from test_engine import chaotic, noisy
 

@@ -25,7 +25,7 @@ LONG = {
 
 CIRCLES = {
     frozenset({"forerun.controllers.gammatune", "forerun.controllers.gammatune_plus"}),
-    frozenset({"forerun.lab.costs", "forerun.lab.measuring"}),
+    frozenset({"forerun.lab.traces.costs", "forerun.lab.traces.measuring"}),
     frozenset({"forerun.runtime.model", "forerun.runtime.support"}),
 }
 """Circles of imports, likewise; those for types and within functions count."""

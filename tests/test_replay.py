@@ -15,10 +15,10 @@ from forerun.controllers.fixed import FixedLength
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Sampling
 from forerun.errors import SettingError
-from forerun.lab.costs import Cell
-from forerun.lab.record import Task, parts
-from forerun.lab.replay import Replay, Rounds, geometric, rate, replay, stream, summarise
-from forerun.lab.trace import Trace, concatenate
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.record import Task, parts
+from forerun.lab.traces.replay import Replay, Rounds, geometric, rate, replay, stream, summarise
+from forerun.lab.traces.trace import Trace, concatenate
 from forerun.testing import ScriptedModel
 from forerun.types import RoundOutcome, Stop
 from test_engine import chaotic, noisy

@@ -15,10 +15,10 @@ from forerun.drafters import DRAFTERS
 from forerun.drafters.specbound import SpecBound, SpecBoundDrafter
 from forerun.engine import Sampling
 from forerun.errors import SettingError
-from forerun.lab import sweep
-from forerun.lab.exit_costs import ExitCosts, _fit, measure
-from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay, total
-from forerun.lab.sweep import Search, untuned
+from forerun.lab.exits import sweep
+from forerun.lab.exits.exit_costs import ExitCosts, _fit, measure
+from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay, total
+from forerun.lab.exits.sweep import Search, untuned
 from forerun.model import Model
 from forerun.runtime import RowModel
 from forerun.runtime.exits import ExitModel, Work

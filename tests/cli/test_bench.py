@@ -12,7 +12,7 @@ import pytest
 from forerun.cli.bench import app
 from forerun.cli.shared.bench_inputs import split_names
 from forerun.cli.shared.guard import guarded
-from forerun.lab.methods import Ours
+from forerun.lab.bench.methods import Ours
 
 from .conftest import Result
 
@@ -160,9 +160,9 @@ def test_interrupted_and_gone_on_with(bench, tmp_path, monkeypatch):
 def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     from forerun.engine import Sampling
-    from forerun.lab import informed, shares
-    from forerun.lab.costs import Cell, Costs
-    from forerun.lab.record import Task, record
+    from forerun.lab.bounds import informed, shares
+    from forerun.lab.traces.costs import Cell, Costs
+    from forerun.lab.traces.record import Task, record
     from forerun.model import load
 
     model = load(pair.target, pair.target, device="cpu")

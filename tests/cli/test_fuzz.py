@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from forerun.cli import app, main
-from forerun.lab import measuring
+from forerun.lab.traces import measuring
 
 EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "300"))
 LEFT_OUT = ("demo", "zoo train", "zoo evaluate", "zoo prompts", "serve")
@@ -102,7 +102,7 @@ def lines(draw):
 @pytest.fixture(scope="module")
 def files(pair, tmp_path_factory):
     """What the names of `FILES` stand for."""
-    from forerun.lab.costs import Cell, Costs
+    from forerun.lab.traces.costs import Cell, Costs
     from made_traces import periodic
 
     folder = tmp_path_factory.mktemp("fuzz")

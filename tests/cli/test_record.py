@@ -43,7 +43,7 @@ def record(forerun, pair, prompts, out):
 
 
 def read(path):
-    from forerun.lab.trace import Trace
+    from forerun.lab.traces.trace import Trace
 
     return Trace.read(path)
 
@@ -138,7 +138,7 @@ def test_the_file_s_own_settings_come_first(record):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch, number, code):
-    from forerun.lab import record as lab
+    from forerun.lab.traces import record as lab
 
     calls = []
 

@@ -9,9 +9,9 @@ import pytest
 
 import forerun as package
 from forerun.controllers import CONTROLLERS
-from forerun.lab import tune as lab
-from forerun.lab.costs import Cell, Costs
-from forerun.lab.tune import speed
+from forerun.lab.traces import tune as lab
+from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.tune import speed
 from forerun.model import DEFAULT_CONTROLLER
 from forerun.settings import Settings
 from made_traces import periodic, random_trace

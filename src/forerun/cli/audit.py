@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forerun import Model
     from forerun.cli.shared.prompts import LabPrompt
     from forerun.lab.audit import Comparison
-    from forerun.lab.peers import Peer
+    from forerun.lab.bench.peers import Peer
 
 PEERS = ("transformers",)
 FEW = 10
@@ -127,7 +127,7 @@ def audit(
 
 def _peers(model: Model) -> list[Peer]:
     """Those of transformers that can run; the others are named on stderr."""
-    from forerun.lab.peers import transformers_peers
+    from forerun.lab.bench.peers import transformers_peers
 
     able = []
     for peer in transformers_peers(model):

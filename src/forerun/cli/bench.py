@@ -32,9 +32,9 @@ from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from forerun.cli.shared.run import Job, Plan
-    from forerun.lab.bench import Results
-    from forerun.lab.methods import Group
-    from forerun.lab.report import Cell, Document
+    from forerun.lab.bench.bench import Results
+    from forerun.lab.bench.methods import Group
+    from forerun.lab.bench.report import Cell, Document
 
 FIXED = "fixed(5)"
 METHODS = "What is compared"
@@ -157,9 +157,9 @@ def bench(
     found = find_all(families, prompt_file, split, prompts, max_new_tokens)
     pythons = read_pythons(peer_python or [])
 
-    from forerun.lab.methods import groups
-    from forerun.lab.page import PAGE
-    from forerun.lab.plots import require_matplotlib
+    from forerun.lab.bench.methods import groups
+    from forerun.lab.bench.page import PAGE
+    from forerun.lab.bench.plots import require_matplotlib
     from forerun.model import DEFAULT_CONTROLLER
 
     require_matplotlib()
@@ -219,7 +219,7 @@ def _measure(
     settings: dict[str, Any],
 ) -> Results:
     """Measure what is not measured yet; interrupted, the report of what there is is written."""
-    from forerun.lab import bench as lab
+    from forerun.lab.bench import bench as lab
     from forerun.lab.provenance import identity, machine
 
     target = job.model.target
@@ -244,7 +244,7 @@ def _measure(
 
 def _add_shares(results: Results, recorded: tuple[Any, Any], lengths: Sequence[str]) -> None:
     """Put the controllers' shares of what is possible into the results."""
-    from forerun.lab.shares import shares
+    from forerun.lab.bounds.shares import shares
 
     with status("replaying") as tell:
         results.document["shares"] = shares(*recorded, lengths, tell)
@@ -252,7 +252,7 @@ def _add_shares(results: Results, recorded: tuple[Any, Any], lengths: Sequence[s
 
 def _finish(results: Results) -> list[Cell]:
     """Write the report and the plots of what there is."""
-    from forerun.lab import page
+    from forerun.lab.bench import page
 
     with status("drawing"):
         return page.write(results)
@@ -260,7 +260,7 @@ def _finish(results: Results) -> list[Cell]:
 
 def _show(document: Document, cells: Sequence[Cell]) -> None:
     """The result over all families, for people."""
-    from forerun.lab.report import ALL, show
+    from forerun.lab.bench.report import ALL, show
 
     console = stdout()
     shown = table("method", right=("batch", "speed-up over plain", "tokens/s", "identical"))

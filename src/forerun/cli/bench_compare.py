@@ -14,7 +14,7 @@ from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError
 
 if TYPE_CHECKING:
-    from forerun.lab.report import Change
+    from forerun.lab.bench.report import Change
 
 DRIFT = 0.05
 """Plain decoding changed by more than this says that the machine did."""
@@ -30,8 +30,8 @@ def compare(
     Pairs the prompts and methods both have. Judged is the speed-up over plain decoding of the same
     run, so that a machine that was busier in one of them does not count.
     """
-    from forerun.lab import report
-    from forerun.lab.bench import load
+    from forerun.lab.bench import report
+    from forerun.lab.bench.bench import load
 
     found = report.compare(load(before), load(after))
     if not found:
@@ -43,7 +43,7 @@ def compare(
 
 
 def _show_changes(found: Sequence[Change]) -> None:
-    from forerun.lab.report import ALL, LEVEL, show
+    from forerun.lab.bench.report import ALL, LEVEL, show
 
     console = stdout()
     several = len({c.batch for c in found}) > 1

@@ -16,7 +16,7 @@ from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.lab.costs import Cell, Costs, Spread
+    from forerun.lab.traces.costs import Cell, Costs, Spread
 
 MEASURED = "Measured"
 MADE_UP = "Made up"
@@ -74,7 +74,7 @@ def costs(
     With --ratio nothing is measured: the table stands for another machine. Interrupted, it keeps
     the cells that are complete.
     """
-    from forerun.lab.costs import REPEATS, WIDTHS, Cell, Costs
+    from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, Costs
 
     check_writable(output)
     if ratio is not None:
@@ -105,7 +105,7 @@ def costs(
     )
     job = plan.load()
 
-    from forerun.lab.measuring import cells, gathered
+    from forerun.lab.traces.measuring import cells, gathered
 
     found: list[tuple[Cell, Spread]] = []
     try:

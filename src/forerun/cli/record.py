@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from forerun.cli.shared.prompts import LabPrompt
     from forerun.cli.shared.run import Job
-    from forerun.lab.record import Part
-    from forerun.lab.trace import Trace
+    from forerun.lab.traces.record import Part
+    from forerun.lab.traces.trace import Trace
 
 SCHEMA = 1
 
@@ -65,7 +65,7 @@ def record(
     from forerun.cli.shared.inputs import make_sampling
     from forerun.cli.shared.prompts import find_prompts, is_shipped, seeded, tokenise
     from forerun.cli.shared.run import Plan, require_draft_model
-    from forerun.lab.trace import check_writable
+    from forerun.lab.traces.trace import check_writable
 
     whole("depth", depth, 1)
     whole("seed", seed)
@@ -103,7 +103,7 @@ def record(
     }
     trace = _record(job, chosen, depth, output, about)
     if as_json:
-        from forerun.lab.trace_report import families
+        from forerun.lab.traces.trace_report import families
 
         print_json({"schema": SCHEMA, "families": families(trace), "about": trace.about})
         return
@@ -114,7 +114,7 @@ def _record(
     job: Job, prompts: Sequence[LabPrompt], depth: int, output: str, about: dict[str, Any]
 ) -> Trace:
     """Record under a bar and save, interrupted what is complete."""
-    from forerun.lab.record import Task, finish, parts
+    from forerun.lab.traces.record import Task, finish, parts
 
     tasks = [Task(p.family, p.id, p.ids, p.sampling) for p in prompts]
     done: list[Part] = []
@@ -140,7 +140,7 @@ def _record(
 
 def _show(trace: Trace, output: str) -> None:
     """The summary, for people."""
-    from forerun.lab.trace_report import families
+    from forerun.lab.traces.trace_report import families
 
     kept = ("first drafted kept", f"of {trace.depth} drafted kept")
     shown = table("family", right=("prompts", "tokens", *kept))

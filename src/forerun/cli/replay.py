@@ -17,9 +17,9 @@ from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from forerun.lab.costs import Cell
-    from forerun.lab.replay_report import Result
-    from forerun.lab.trace import Trace
+    from forerun.lab.traces.costs import Cell
+    from forerun.lab.traces.replay_report import Result
+    from forerun.lab.traces.trace import Trace
 
 
 def replay(
@@ -53,9 +53,9 @@ def replay(
     Exact for greedy traces: counts are those of the live engine.
     """
     from forerun.controllers import CONTROLLERS
-    from forerun.lab import replay_report as report
-    from forerun.lab.costs import Costs
-    from forerun.lab.trace import Trace
+    from forerun.lab.traces import replay_report as report
+    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.trace import Trace
 
     made = {spec: CONTROLLERS.make(spec) for spec in controller or _registered()}
     check_writable(output)
@@ -127,7 +127,7 @@ def _tell(
     output: str | None,
     as_json: bool,
 ) -> None:
-    from forerun.lab import replay_report as report
+    from forerun.lab.traces import replay_report as report
 
     if output is not None:
         report.write_csv(found, output)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from forerun.cli.shared.prompts import LabPrompt
     from forerun.cli.shared.run import Job
-    from forerun.lab.exit_replay import Setting, Text
-    from forerun.lab.sweep import Confirmed, Search
+    from forerun.lab.exits.exit_replay import Setting, Text
+    from forerun.lab.exits.sweep import Confirmed, Search
 
 OF_FILE, OF_FAMILY = 30, 5
 """Prompts by default."""
@@ -89,7 +89,7 @@ def specbound(
     most = (OF_FAMILY if is_shipped(where) else OF_FILE) if limit is None else limit
     found = seeded(find_prompts(where, "val", most, max_new_tokens), seed)
 
-    from forerun.lab import sweep, sweep_report
+    from forerun.lab.exits import sweep, sweep_report
     from forerun.runtime.heads import keep_settings
 
     sweep.load_optuna()
@@ -169,9 +169,9 @@ class _Run:
 
     def all(self, rows: Sequence[LabPrompt], budget: int, confirm: int) -> list[Confirmed]:
         """Search and time; the settings timed, the fastest first."""
-        from forerun.lab import sweep
-        from forerun.lab.exit_costs import measure
-        from forerun.lab.exit_replay import Exits
+        from forerun.lab.exits import sweep
+        from forerun.lab.exits.exit_costs import measure
+        from forerun.lab.exits.exit_replay import Exits
         from forerun.runtime.exits import ExitModel
 
         model, heads = self._job.model, self._heads
@@ -203,7 +203,7 @@ def _show(
     search: Search, live: list[Confirmed], untuned: Setting | None, exits: str | None
 ) -> None:
     """The summary, for people."""
-    from forerun.lab.sweep_report import SHOWN
+    from forerun.lab.exits.sweep_report import SHOWN
 
     console = stdout()
     note(

@@ -21,8 +21,8 @@ from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
-    from forerun.lab.costs import Cell
-    from forerun.lab.tune_report import Verdict
+    from forerun.lab.traces.costs import Cell
+    from forerun.lab.traces.tune_report import Verdict
 
 
 def tune(
@@ -79,12 +79,12 @@ def tune(
     for engine, file in exports:
         check_writable(file, f"--export {engine}")
 
-    from forerun.lab import tune_report as report
-    from forerun.lab.costs import Costs
-    from forerun.lab.exports import Job
-    from forerun.lab.trace import Trace
-    from forerun.lab.tune import disjoint, halves
-    from forerun.lab.tune import tune as search
+    from forerun.lab.traces import tune_report as report
+    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.exports import Job
+    from forerun.lab.traces.trace import Trace
+    from forerun.lab.traces.tune import disjoint, halves
+    from forerun.lab.traces.tune import tune as search
 
     every = Costs.find(costs)
     cell = every.at(batch, context)
@@ -135,7 +135,7 @@ def tune(
 
 def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
     """`ENGINE:FILE` options."""
-    from forerun.lab.exports import EXPORTS
+    from forerun.lab.traces.exports import EXPORTS
 
     pairs = []
     for text in texts:

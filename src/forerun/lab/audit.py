@@ -20,7 +20,7 @@ from forerun.controllers import LengthController
 from forerun.engine import Sampling
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError, require
-from forerun.lab.peers import Peer
+from forerun.lab.bench.peers import Peer
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Runtime

@@ -15,7 +15,7 @@ from forerun.errors import SettingError, UnknownNameError, require
 if TYPE_CHECKING:
     from forerun.cli.shared.prompts import Found, LabPrompt
     from forerun.cli.shared.run import Job
-    from forerun.lab.methods import Method, Task
+    from forerun.lab.bench.methods import Method, Task
     from forerun.registry import Spec
 
 
@@ -88,7 +88,7 @@ class Wanted:
         """From options; a wrong spec or temperature is refused before a model is loaded."""
         from forerun.controllers import CONTROLLERS
         from forerun.engine import Sampling
-        from forerun.lab.peer_names import check
+        from forerun.lab.bench.peer_names import check
         from forerun.rules import RULES
 
         specs = [check(name, pythons) for name in split_names(peers, ",")]
@@ -110,7 +110,7 @@ class Wanted:
 
 def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
     """The prompts as the bench takes them; sampled texts get seeds of their own."""
-    from forerun.lab.methods import Task
+    from forerun.lab.bench.methods import Task
 
     return [
         Task(p.family, p.id, tuple(p.ids), p.max_new_tokens, p.repetition_penalty, seed + i)
@@ -120,7 +120,7 @@ def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
 
 def our_methods(job: Job, wanted: Wanted) -> list[Method]:
     """Plain decoding, and every controller with every rule."""
-    from forerun.lab.methods import PLAIN, Ours
+    from forerun.lab.bench.methods import PLAIN, Ours
 
     out: list[Method] = [Ours(PLAIN, job.model, temperature=wanted.temperature)]
     for rule in wanted.rules:
@@ -136,9 +136,9 @@ def their_methods(
     """Peers that can run here, and the others with the reason."""
     from forerun import zoo
     from forerun.drafters.model import ModelDrafter
-    from forerun.lab.methods import Theirs
-    from forerun.lab.peer_names import make
-    from forerun.lab.remote import Remote
+    from forerun.lab.bench.methods import Theirs
+    from forerun.lab.bench.peer_names import make
+    from forerun.lab.bench.remote import Remote
 
     found: list[Method] = []
     skipped = []
@@ -164,8 +164,8 @@ def read_recorded(trace: str | None, costs: str | None) -> tuple[Any, Any] | Non
     """Trace and costs, read before anything is measured."""
     if trace is None or costs is None:
         return None
-    from forerun.lab.costs import Costs
-    from forerun.lab.trace import Trace
+    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.trace import Trace
 
     return Trace.read(trace), Costs.read(costs)
 

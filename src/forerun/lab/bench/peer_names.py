@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import SettingError, UnknownNameError
-from forerun.lab.peers import (
+from forerun.lab.bench.peers import (
     Peer,
     TransformersAssisted,
     TransformersEarlyExit,
     TransformersPlain,
 )
-from forerun.lab.remote import Remote
+from forerun.lab.bench.remote import Remote
 from forerun.registry import Spec, parse
 
 if TYPE_CHECKING:

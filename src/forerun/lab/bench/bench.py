@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import SettingError
-from forerun.lab.methods import PLAIN, Group, Method, Run, Task
-from forerun.lab.report import Cell
+from forerun.lab.bench.methods import PLAIN, Group, Method, Run, Task
+from forerun.lab.bench.report import Cell
 
 SCHEMA = 1
 FILE = "results.json"

@@ -32,7 +32,7 @@ from forerun.engine import Completion, Sampling
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError
 from forerun.lab.provenance import identity, machine
-from forerun.lab.trace import SIGNALS, Trace, concatenate
+from forerun.lab.traces.trace import SIGNALS, Trace, concatenate
 from forerun.model import Model
 from forerun.rules.base import sample
 from forerun.runtime import RowModel

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forerun.lab.methods import PLAIN
-from forerun.lab.replay import geometric
+from forerun.lab.bench.methods import PLAIN
+from forerun.lab.traces.replay import geometric
 
 SCHEMA = 1
 ALL = "all"

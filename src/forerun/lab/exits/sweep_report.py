@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.lab.exit_replay import Setting
+from forerun.lab.exits.exit_replay import Setting
+from forerun.lab.exits.sweep import Confirmed, Search
 from forerun.lab.provenance import versions
-from forerun.lab.sweep import Confirmed, Search
 
 SCHEMA = 1
 SHOWN = 8

@@ -15,10 +15,10 @@ import numpy as np
 from forerun.checks import whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.errors import MissingExtraError, SettingError, require
-from forerun.lab.costs import Cell
-from forerun.lab.replay import geometric, replay
-from forerun.lab.spaces import COSTS, SPACES, Space
-from forerun.lab.trace import Trace
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import geometric, replay
+from forerun.lab.traces.spaces import COSTS, SPACES, Space
+from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
 
 DEFAULT = "auto"

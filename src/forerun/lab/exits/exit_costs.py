@@ -14,7 +14,7 @@ import torch
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.engine import Completion, Round, Sampling
 from forerun.errors import PromptError
-from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay
+from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay
 from forerun.model import Model
 from forerun.runtime.exits import ExitModel
 from forerun.runtime.layer_cache import LayerCache

@@ -7,11 +7,11 @@ from html import escape
 from string import Template
 from typing import Any
 
-from forerun.lab import plots, report
-from forerun.lab.bench import Results
-from forerun.lab.methods import PLAIN
-from forerun.lab.plots import Plot
-from forerun.lab.report import ALL, Cell, Document
+from forerun.lab.bench import plots, report
+from forerun.lab.bench.bench import Results
+from forerun.lab.bench.methods import PLAIN
+from forerun.lab.bench.plots import Plot
+from forerun.lab.bench.report import ALL, Cell, Document
 
 PAGE = "report.html"
 TEMPLATE = Template("""<!doctype html>

@@ -10,8 +10,8 @@ import numpy as np
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, require
-from forerun.lab.costs import REPEATS, WIDTHS, Cell, Costs, Spread
 from forerun.lab.provenance import identity, machine
+from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, Costs, Spread
 from forerun.model import Model
 from forerun.runtime.base import Runtime
 

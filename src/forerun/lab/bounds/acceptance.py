@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.lab.bounds import Path, reach
-from forerun.lab.trace import Trace
+from forerun.lab.bounds.bounds import Path, reach
+from forerun.lab.traces.trace import Trace
 from forerun.types import BoolArray, FloatArray, IntArray
 
 FADES = np.array([0.6, 0.85, 0.95])

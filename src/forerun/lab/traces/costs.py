@@ -242,7 +242,7 @@ class Costs:
         progress: Callable[[int], None] | None = None,
     ) -> Costs:
         """Time the models on this machine; arguments and errors as for `measuring.cells`."""
-        from forerun.lab import measuring
+        from forerun.lab.traces import measuring
 
         found = list(measuring.cells(model, batches, contexts, widths, repeats, progress))
         return measuring.gathered(model, found, repeats)

@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.errors import require
-from forerun.lab.costs import Cell
-from forerun.lab.trace import Trace
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.trace import Trace
 from forerun.types import BoolArray, FloatArray, IntArray, RoundOutcome, Signals, Stop
 
 RESAMPLES = 2000

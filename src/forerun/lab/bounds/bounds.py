@@ -1,7 +1,7 @@
 """How fast a trace can be served at all: the clairvoyant oracle, and the best of simple policies.
 
 The maths is in docs/bounds.md; the bound for policies that see only what a real controller sees
-is in `forerun.lab.informed`.
+is in `forerun.lab.bounds.informed`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.checks import whole
-from forerun.lab.costs import Cell
-from forerun.lab.replay import Rounds, replay
-from forerun.lab.trace import Trace
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import Rounds, replay
+from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from forerun.engine import Sampling
 from forerun.errors import MissingExtraError, SettingError, require
-from forerun.lab.exit_costs import ExitCosts, Timed, speculating, timed
-from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, total
-from forerun.lab.replay import geometric
+from forerun.lab.exits.exit_costs import ExitCosts, Timed, speculating, timed
+from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, total
+from forerun.lab.traces.replay import geometric
 from forerun.model import Model
 from forerun.runtime.exits import ExitModel
 from forerun.runtime.layers import ExitHeads

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from forerun.lab.bounds import best_fixed, oracle
-from forerun.lab.costs import Costs
-from forerun.lab.informed import informed
-from forerun.lab.replay import geometric, replay
-from forerun.lab.report import ALL
-from forerun.lab.trace import Trace
+from forerun.lab.bench.report import ALL
+from forerun.lab.bounds.bounds import best_fixed, oracle
+from forerun.lab.bounds.informed import informed
+from forerun.lab.traces.costs import Costs
+from forerun.lab.traces.replay import geometric, replay
+from forerun.lab.traces.trace import Trace
 
 
 def shares(

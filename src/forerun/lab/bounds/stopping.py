@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.lab.acceptance import SEEN, Acceptance, Known, Texts, run
-from forerun.lab.bounds import Path
-from forerun.lab.costs import Cell
+from forerun.lab.bounds.acceptance import SEEN, Acceptance, Known, Texts, run
+from forerun.lab.bounds.bounds import Path
+from forerun.lab.traces.costs import Cell
 from forerun.types import FloatArray, IntArray
 
 COLUMNS = 12 + 2 * SEEN

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import MissingExtraError
-from forerun.lab import report
-from forerun.lab.report import ALL, Cell, Document
+from forerun.lab.bench import report
+from forerun.lab.bench.report import ALL, Cell, Document
 
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
 FEW = 6

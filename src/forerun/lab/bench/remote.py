@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from forerun.errors import ForerunError
-from forerun.lab.peers import Peer, PeerOutput
+from forerun.lab.bench.peers import Peer, PeerOutput
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 START = 600.0

@@ -8,11 +8,11 @@ from itertools import product
 
 import numpy as np
 
-from forerun.lab.acceptance import Acceptance, Known, Texts
-from forerun.lab.bounds import Bound, Path, paths, tuned
-from forerun.lab.costs import Cell
-from forerun.lab.stopping import COLUMNS, Stopper, improved, steps
-from forerun.lab.trace import Trace
+from forerun.lab.bounds.acceptance import Acceptance, Known, Texts
+from forerun.lab.bounds.bounds import Bound, Path, paths, tuned
+from forerun.lab.bounds.stopping import COLUMNS, Stopper, improved, steps
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.trace import Trace
 from forerun.types import BoolArray, FloatArray, IntArray
 
 GRID = (

@@ -11,7 +11,7 @@ from forerun.errors import PromptError
 
 if TYPE_CHECKING:
     from forerun.engine import Completion
-    from forerun.lab.peers import Peer
+    from forerun.lab.bench.peers import Peer
     from forerun.model import Model
 
 PLAIN = "plain"

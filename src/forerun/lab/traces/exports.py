@@ -13,10 +13,10 @@ from typing import Any
 
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.errors import UnknownNameError
-from forerun.lab.costs import Cell
-from forerun.lab.spaces import Real, Space, Tokens
-from forerun.lab.trace import Trace
-from forerun.lab.tune import Found, search
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.spaces import Real, Space, Tokens
+from forerun.lab.traces.trace import Trace
+from forerun.lab.traces.tune import Found, search
 from forerun.registry import Spec, parse
 
 SCHEMA = 1

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.controllers import CONTROLLERS, LengthController
-from forerun.lab.bounds import oracle
-from forerun.lab.costs import Cell
-from forerun.lab.informed import informed
-from forerun.lab.replay import geometric, replay, summarise
-from forerun.lab.trace import Trace
+from forerun.lab.bounds.bounds import oracle
+from forerun.lab.bounds.informed import informed
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import geometric, replay, summarise
+from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
 SCHEMA = 1
@@ -26,7 +26,7 @@ class Result:
     """As the user wrote it."""
     controller: str
     groups: dict[str, dict[str, Any]]
-    """`forerun.lab.replay.summarise`, with `share` of each bound if they were asked for."""
+    """`forerun.lab.traces.replay.summarise`, with `share` of each bound if they were asked for."""
 
 
 def bounds(trace: Trace, cell: Cell, tell: Callable[[str], None]) -> dict[str, FloatArray]:

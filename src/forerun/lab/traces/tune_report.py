@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.lab import exports as lab
-from forerun.lab.costs import Cell
-from forerun.lab.trace import Trace
-from forerun.lab.tune import Choice, Judged, Tuned, choose, judge
+from forerun.lab.traces import exports as lab
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.trace import Trace
+from forerun.lab.traces.tune import Choice, Judged, Tuned, choose, judge
 from forerun.settings import Settings
 
 SCHEMA = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.lab.trace import Trace
+from forerun.lab.traces.trace import Trace
 
 
 def families(trace: Trace) -> dict[str, dict[str, Any]]:
