@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.controllers.auto_survival import CAP
-from forerun.lab.trace import Trace
+from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 
 

@@ -21,9 +21,9 @@ from rich.progress import Progress
 import forerun
 from forerun import zoo
 from forerun.engine import Sampling
-from forerun.lab import record
-from forerun.lab.replay import geometric as geometric
-from forerun.lab.trace import Trace
+from forerun.lab.traces import record
+from forerun.lab.traces.replay import geometric as geometric
+from forerun.lab.traces.trace import Trace
 
 RESULTS = Path(__file__).parent / "results"
 console = Console(stderr=True)

@@ -24,9 +24,9 @@ from benchmarks.common import (
 )
 from forerun import zoo
 from forerun.engine.meter import Meter
-from forerun.lab.costs import Cell, CostTable
-from forerun.lab.replay import Rounds, replay, stream
-from forerun.lab.trace import Trace
+from forerun.lab.traces.costs import Cell, CostTable
+from forerun.lab.traces.replay import Rounds, replay, stream
+from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
 METHODS = ["auto", "fixed(3)", "fixed(7)", "hf-heuristic", "hf-threshold", "gammatune",

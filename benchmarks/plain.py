@@ -22,7 +22,7 @@ from benchmarks.common import (
 def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     """Measure and write `plain.json`."""
     work = [t for t in tasks(model, "test", prompts, tokens) if t.family not in PENALTY]
-    hf = model.target.model  # type: ignore[attr-defined]
+    hf = model.target.executor.module()
 
     def transformers_generate(task: Task) -> tuple[float, list[int]]:
         ids = torch.tensor([task.tokens], device=model.target.device)

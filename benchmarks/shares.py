@@ -11,12 +11,12 @@ from rich.progress import Progress
 import forerun
 from benchmarks.common import RESULTS, console, geometric, provenance, save, show, table
 from forerun.controllers import CONTROLLERS
-from forerun.lab.bounds import Clock, best_fixed, oracle, regret
-from forerun.lab.costs import Cell, Costs
-from forerun.lab.informed import Study
-from forerun.lab.replay import replay, stream
-from forerun.lab.trace import Trace
-from forerun.lab.tune import tune
+from forerun.lab.bounds.bounds import Clock, best_fixed, oracle, regret
+from forerun.lab.bounds.informed import Study
+from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.replay import replay, stream
+from forerun.lab.traces.trace import Trace
+from forerun.lab.traces.tune import tune
 
 RATIOS = (2, 5, 10, 20, 40)
 SLOPE = 0.02

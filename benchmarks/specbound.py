@@ -28,7 +28,7 @@ from benchmarks.common import (
 )
 from forerun import zoo
 from forerun.cli import main as cli
-from forerun.lab.speed_model import Shape, speedup
+from forerun.lab.exits.speed_model import Shape, speedup
 from forerun.runtime.layers import LayerAccess
 
 EVERY = 11

@@ -17,8 +17,8 @@ from rich.progress import track
 import forerun
 from benchmarks.common import console, provenance, recorded, save, table, tasks
 from benchmarks.overhead import WIDTHS, forward_costs
-from forerun.lab.costs import Cell
-from forerun.lab.replay import replay
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import replay
 
 WEIGHTS = (
     "sharpness=1", "sharpness=0.5", "sharpness=2", "entropy=1,margin=0,softmax=0",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.lab.trace import SIGNALS, Trace
+from forerun.lab.traces.trace import SIGNALS, Trace
 
 
 def trace_of(hits: Any, depth: int = 12, **changes: Any) -> Trace:

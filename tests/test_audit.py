@@ -16,7 +16,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError
 from forerun.lab.audit import Kind, audit, checks, explain, first_difference
-from forerun.lab.peers import Peer, PeerOutput
+from forerun.lab.bench.peers import Peer, PeerOutput
 from forerun.model import Model
 from forerun.runtime import Executor, Rows, TorchExecutor, torch_rows
 from forerun.testing import ScriptedModel

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import PromptError, SettingError
-from forerun.lab import bench, page, plots, report
-from forerun.lab.bench import Results, load, measure
-from forerun.lab.methods import PLAIN, Ours, Run, Task, groups
-from forerun.lab.peer_names import ASSISTED, check, make
-from forerun.lab.remote import PeerError, Remote
-from forerun.lab.report import ALL
+from forerun.lab.bench import bench, page, plots, report
+from forerun.lab.bench.bench import Results, load, measure
+from forerun.lab.bench.methods import PLAIN, Ours, Run, Task, groups
+from forerun.lab.bench.peer_names import ASSISTED, check, make
+from forerun.lab.bench.remote import PeerError, Remote
+from forerun.lab.bench.report import ALL
 from forerun.testing import ScriptedModel
 from test_engine import chaotic, noisy
 
@@ -607,6 +607,15 @@ class TestPage:
         found, cells, _, _ = made
         text = page.render({**found, "complete": False}, cells, [])
         assert "This run was interrupted" in text
+
+    def test_bars_of_few_measurements_are_marked(self, made):
+        plot = made[2][0]
+        warning = "some bars rest on 4 measurements only: read as rough"
+        assert (plot.name, warning in plot.caption) == ("speedup", True)
+        assert warning in plot.figure.get_supxlabel()
+        assert "Some figures rest on 1 measurement only" in made[3]
+        assert plots._few([6, 60]) == ""
+        assert "1 measurement only" in plots._few([1])
 
     def test_plain_alone(self):
         found = document(**{PLAIN: dict.fromkeys(KEYS, 1.0)})

@@ -9,8 +9,8 @@ from benchmarks.common import Task, geometric, recorded
 
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
-from forerun.lab.costs import Cell
-from forerun.lab.replay import Rounds, replay
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import Rounds, replay
 from forerun.testing import ScriptedModel
 from test_engine import chaotic, noisy
 

@@ -11,14 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import SettingError
-from forerun.lab import bounds
-from forerun.lab.acceptance import SEEN, Acceptance, Past, Texts
-from forerun.lab.bounds import Bound, Clock, best_fixed, follow, oracle, paths, reach, regret, tuned
-from forerun.lab.costs import Cell
-from forerun.lab.informed import GRID, Study, crossfitted, informed
-from forerun.lab.replay import replay
-from forerun.lab.stopping import Stopper, columns
-from forerun.lab.trace import SIGNALS, Trace
+from forerun.lab.bounds import bounds
+from forerun.lab.bounds.acceptance import SEEN, Acceptance, Past, Texts
+from forerun.lab.bounds.bounds import (
+    Bound,
+    Clock,
+    best_fixed,
+    follow,
+    oracle,
+    paths,
+    reach,
+    regret,
+    tuned,
+)
+from forerun.lab.bounds.informed import GRID, Study, crossfitted, informed
+from forerun.lab.bounds.stopping import Stopper, columns
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.trace import SIGNALS, Trace
 
 SOME = ("fixed(3)", "hf-threshold(threshold=0.5,length=4)", "svip(threshold=0.5,keep=false)")
 CELLS = (

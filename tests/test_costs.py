@@ -14,8 +14,8 @@ from forerun import Model
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
-from forerun.lab.costs import Cell, Costs, Spread, passes
-from forerun.lab.measuring import _as_live, cells, line
+from forerun.lab.traces.costs import Cell, Costs, Spread, passes
+from forerun.lab.traces.measuring import _as_live, cells, line
 from forerun.runtime import Rows, torch_rows
 from tiny import LIMIT, build
 

@@ -356,7 +356,7 @@ def test_caches_that_cannot_be_are_refused(access, tmp_path, monkeypatch):
     with pytest.raises(SettingError, match="too short"):
         collect(access, [([5], 0)], [1], tmp_path)
     monkeypatch.setattr(caching.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
-    with pytest.raises(SettingError, match=r"0\.0 GB free; use fewer --tokens"):
+    with pytest.raises(SettingError, match=r"0\.0 GB free; use fewer `tokens`"):
         collect(access, documents(2), [1], tmp_path)
 
 

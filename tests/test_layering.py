@@ -80,7 +80,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path):
     (tmp_path / "engine").mkdir()
     file = tmp_path / "engine" / "loop.py"
     file.write_text(
-        "import forerun.lab.record as r\nfrom forerun import zoo, __version__\n"
+        "import forerun.lab.traces.record as r\nfrom forerun import zoo, __version__\n"
         "from ..hosts import vllm\nfrom . import round\n"
         "def late():\n    from forerun.serve.http import app\n"
     )

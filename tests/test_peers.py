@@ -10,8 +10,8 @@ import pytest
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.errors import SettingError
-from forerun.lab import peers
-from forerun.lab.peers import (
+from forerun.lab.bench import peers
+from forerun.lab.bench.peers import (
     SCHEDULES,
     Peer,
     TransformersAssisted,

@@ -17,9 +17,9 @@ from forerun.drafters.none import NullDrafter
 from forerun.engine import Sampling
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError
-from forerun.lab import record as lab
-from forerun.lab.record import Task, record
-from forerun.lab.trace import SIGNALS
+from forerun.lab.traces import record as lab
+from forerun.lab.traces.record import Task, record
+from forerun.lab.traces.trace import SIGNALS
 from forerun.runtime.base import Facts
 from forerun.signals import measure
 from forerun.testing import ScriptedModel

@@ -17,9 +17,9 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine import Sampling
 from forerun.engine.meter import Meter
 from forerun.errors import SettingError
-from forerun.lab.record import Task, parts
-from forerun.lab.replay import Replay, Rounds, geometric, rate, replay, stream, summarise
-from forerun.lab.trace import Trace, concatenate
+from forerun.lab.traces.record import Task, parts
+from forerun.lab.traces.replay import Replay, Rounds, geometric, rate, replay, stream, summarise
+from forerun.lab.traces.trace import Trace, concatenate
 from forerun.testing import ScriptedModel
 from forerun.types import Round, Stop
 from made_traces import trace_of

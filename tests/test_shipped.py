@@ -227,7 +227,7 @@ def test_transformers_agrees_with_plain_decoding(models: dict[str, forerun.Model
     import torch
 
     model = models["none"]
-    hf = model.target.model  # type: ignore[attr-defined]
+    hf = model.target.executor.module()
     for text in prompts(4):
         ids = model.encode(text)
         out = hf.generate(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import SettingError
-from forerun.lab.speed_model import Shape, expected_tokens, round_passes, speedup
+from forerun.lab.exits.speed_model import Shape, expected_tokens, round_passes, speedup
 from test_specbound import LAYERS, calm, specbound, texts
 
 

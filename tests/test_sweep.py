@@ -15,10 +15,10 @@ from forerun.drafters import DRAFTERS
 from forerun.drafters.specbound import SpecBound, SpecBoundDrafter
 from forerun.engine import Sampling
 from forerun.errors import SettingError
-from forerun.lab import sweep
-from forerun.lab.exit_costs import ExitCosts, _fit, measure
-from forerun.lab.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay, total
-from forerun.lab.sweep import Search, untuned
+from forerun.lab.exits import sweep
+from forerun.lab.exits.exit_costs import ExitCosts, _fit, measure
+from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay, total
+from forerun.lab.exits.sweep import Search, untuned
 from forerun.model import Model
 from forerun.runtime import torch_rows
 from forerun.runtime.exits import Work, exit_rows, layers_of
@@ -69,8 +69,8 @@ def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tu
     """What decoding takes: the model's counters, and drafted and accepted of every round."""
     rows = exit_rows(MODEL)
     drafter = SpecBoundDrafter(
-        rows, heads or LogitLens(layers_of(rows).access), setting.layers, setting.threshold, setting.anneal,
-        setting.width,
+        rows, heads or LogitLens(layers_of(rows).access), setting.layers, setting.threshold,
+        setting.anneal, setting.width,
     )  # fmt: skip
     model = Model(rows, drafter)
     model.eos = text.eos

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import MissingExtraError, SettingError
-from forerun.lab import trace as lab
-from forerun.lab.trace import KEY, SIGNALS, Trace, concatenate
+from forerun.lab.traces import trace as lab
+from forerun.lab.traces.trace import KEY, SIGNALS, Trace, concatenate
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -253,7 +253,7 @@ def test_pyarrow_is_an_extra(tmp_path, monkeypatch):
 
 def test_traces_need_neither_torch_nor_pyarrow():
     code = (
-        "import sys, forerun.lab.trace\n"
+        "import sys, forerun.lab.traces.trace\n"
         "print([n for n in ('torch', 'transformers', 'pyarrow') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS
 from forerun.errors import MissingExtraError, SettingError, UnknownNameError
-from forerun.lab import tune as lab
-from forerun.lab.costs import Cell
-from forerun.lab.exports import EXPORTS, Job, export
-from forerun.lab.replay import replay
-from forerun.lab.spaces import SPACES, Choice
-from forerun.lab.tune import Tuned, disjoint, halves, judge, search, speed, tunable, tune
+from forerun.lab.traces import tune as lab
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.exports import EXPORTS, Job, export
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.spaces import SPACES, Choice
+from forerun.lab.traces.tune import Tuned, disjoint, halves, judge, search, speed, tunable, tune
 from forerun.registry import Spec, parse
 from made_traces import periodic, random_trace, trace_of
 

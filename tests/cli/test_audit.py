@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.cli.audit import summary
-from forerun.cli.prompts import find_prompts, seeded, tokenise
+from forerun.cli.shared.inputs import Reader
+from forerun.cli.shared.prompts import find_prompts, seeded, tokenise
 from forerun.errors import PromptError, SettingError, UnknownNameError
+from forerun.lab.audit_report import summary
 from forerun.zoo import PENALTY, families
 from forerun.zoo import prompts as shipped
 
@@ -222,14 +223,14 @@ def test_prompts_of_a_file(pair, prompts):
     import forerun
 
     model = forerun.load(pair.target, pair.draft, device="cpu")
-    rows = tokenise(model, find_prompts(prompts, cap=8))
+    rows = tokenise(Reader.of(model), find_prompts(prompts, cap=8))
     assert [(r.family, r.id, r.max_new_tokens) for r in rows] == [
         ("mine", "line 1", 8), ("mine", "line 3", 3), ("mine", "line 4", 8),
     ]  # fmt: skip
     assert [r.repetition_penalty for r in rows] == [1.0, 1.0, 1.3]
     assert rows[0].ids == model.encode("Hello there")
     assert rows[2].ids == [5, 6, 7]
-    assert tokenise(model, find_prompts(prompts, limit=1))[0].max_new_tokens == 128
+    assert tokenise(Reader.of(model), find_prompts(prompts, limit=1))[0].max_new_tokens == 128
 
 
 def test_prompts_that_cannot_be_read(pair, tmp_path):
@@ -245,4 +246,4 @@ def test_prompts_that_cannot_be_read(pair, tmp_path):
     ):
         path.write_text(line + "\n")
         with pytest.raises(kind, match=words):
-            tokenise(model, find_prompts(str(path), cap=4))
+            tokenise(Reader.of(model), find_prompts(str(path), cap=4))

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from forerun.cli.bench import app
-from forerun.cli.bench_inputs import split_names
-from forerun.cli.guard import guarded
-from forerun.lab.methods import Ours
+from forerun.cli.shared.bench_inputs import split_names
+from forerun.cli.shared.guard import guarded
+from forerun.lab.bench.methods import Ours
 
 from .conftest import Result
 
@@ -160,9 +160,9 @@ def test_interrupted_and_gone_on_with(bench, tmp_path, monkeypatch):
 def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     from forerun.engine import Sampling
-    from forerun.lab import informed, shares
-    from forerun.lab.costs import Cell, Costs
-    from forerun.lab.record import Task, record
+    from forerun.lab.bounds import informed, shares
+    from forerun.lab.traces.costs import Cell, Costs
+    from forerun.lab.traces.record import Task, record
     from forerun.model import load
 
     model = load(pair.target, pair.target, device="cpu")
@@ -239,6 +239,20 @@ def test_mistakes_of_compare(command, tmp_path):
     assert command("compare", "/no/a", "/no/b").code == 1
     (tmp_path / "results.json").write_text("{}")
     assert "no results file" in command("compare", str(tmp_path), str(tmp_path)).error
+
+
+def test_families_of_ones_own(bench, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"Text {i}", "family": "abc"[i % 3], "id": f"p{i}"} for i in range(9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ["--prompt-file", str(path), "--prompts", "2"]
+    summary = bench(*given, "--families", "a,c", "--json").json["summary"]
+    assert {cell["family"] for cell in summary} == {"a", "c", "all"}
+    samples = json.loads((tmp_path / "out" / "results.json").read_text())["samples"]
+    assert {(s["family"], *s["prompts"]) for s in samples} == {
+        ("a", "p0"), ("a", "p3"), ("c", "p2"), ("c", "p5"),
+    }  # fmt: skip
+    assert "unknown family in" in bench(*given, "--families", "d", folder="other").error
 
 
 def test_prompts_from_stdin(bench, monkeypatch):

@@ -180,7 +180,7 @@ def test_help(forerun):
 
 
 def test_builtin_prompts_are_never_those_for_testing(forerun, monkeypatch):
-    from forerun.cli import prompts
+    from forerun.cli.shared import prompts
 
     asked = []
 
@@ -244,7 +244,7 @@ def test_drift_of_many_prompts(generate, prompts):
     [(0.0, "0"), (0.0004, "below 0.001"), (0.01234, "0.012"), (0.31, "0.31"), (1.0, "1")],
 )
 def test_small_numbers(value, shown):
-    from forerun.cli.show import _small
+    from forerun.cli.shared.show import _small
 
     assert _small(value) == shown
 
@@ -252,12 +252,11 @@ def test_small_numbers(value, shown):
 def test_a_difference_under_a_lossy_rule_is_no_bug(generate):
     # It accepts whatever was drafted, so greedy output follows the draft.
     rule = "spec-verification(top=260,tau=100)"
-    result = generate("Hello", "--max-new-tokens", "12", "--compare", "--rule", rule)
+    given = ("Hello", "--max-new-tokens", "12", "--controller", "fixed(3)", "--compare")
+    result = generate(*given, "--rule", rule)
     assert result.code == 0
     assert "identical output: no, and it need not be: the rule is lossy" in result.err
     assert "bug" not in result.err
-    compared = generate(
-        "Hello", "--max-new-tokens", "12", "--compare", "--rule", rule, "--json"
-    ).json["compare"]
+    compared = generate(*given, "--rule", rule, "--json").json["compare"]
     assert (compared["identical"], compared["must_match"]) == (False, False)
     assert compared["differences"] == []

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from forerun import __version__
-from forerun.cli.catalog import KINDS, cards
 from forerun.cli.info import card_lines
+from forerun.cli.shared.catalog import KINDS, cards
 
 
 def test_version_and_help(forerun):
@@ -53,6 +53,11 @@ def test_every_card_is_complete(forerun, card):
     else:
         assert cited.out == ""
         assert "no paper" in cited.err
+
+
+def test_unknown_names_are_told_once(forerun):
+    known = forerun("info", "nosuch").error.partition("known: ")[2].split(", ")
+    assert len(known) == len(set(known)) > 20
 
 
 def test_a_name_of_two_kinds_shows_both(forerun):

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from forerun.cli import console
+from forerun.cli.shared import console
 
 
 def terminal(**options) -> Console:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_every_command_shown_parses(page, line):
 
 def test_commands_were_found():
     assert len(COMMANDS) > 10
+
+
+def test_the_first_example_is_a_good_one(forerun):
+    """It ends by itself, with text that does not turn in circles, and drafts pay."""
+    [line, *_] = [line for page, line in COMMANDS if page == "README.md"]
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    [done] = forerun(*words[1:-1], "--device", "cpu", "--json").json["completions"]
+    assert done["finish_reason"] == "eos"
+    assert done["stats"]["block_efficiency"] > 3
+    grams = [tuple(done["tokens"][i : i + 6]) for i in range(len(done["tokens"]) - 5)]
+    assert max(map(grams.count, grams)) == 1
 
 
 def test_python_examples_run():

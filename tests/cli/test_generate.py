@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
+import re
+import signal
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -76,7 +78,7 @@ def test_seed_repeats(generate):
 
 @pytest.mark.parametrize(("near_tie", "code"), [(True, 0), (False, 1)])
 def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
-    from forerun.cli import compare
+    from forerun.cli.shared import compare
 
     found = compare.Difference(0, 4, near_tie, "differs from output token 4 on: because")
     real = compare.compare
@@ -94,12 +96,12 @@ def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
 
 
 def test_audit_is_asked(pair):
-    from forerun.cli.compare import _differences
-    from forerun.cli.inputs import Row
-    from forerun.cli.run import load_job
+    from forerun.cli.shared.compare import _differences
+    from forerun.cli.shared.inputs import Row
+    from forerun.cli.shared.run import Plan
     from forerun.lab import audit
 
-    job = load_job(pair.target, "none", "fixed", "standard", device="cpu")
+    job = Plan(pair.target, "none", "fixed", "standard", device="cpu").load()
     row = Row("ab", [3, 4], Sampling())
     [told] = _differences(job, [row], [[1, 2, 3]], [[1, 2, 200]])
     assert told.position == 2
@@ -143,7 +145,86 @@ def test_prompt_file(generate, tmp_path):
     assert document["completions"][0]["tokens"] == alone["completions"][0]["tokens"]
     text = generate(*options)
     assert text.err.startswith("3 prompts")
-    assert text.out.startswith(alone["completions"][0]["text"])
+    assert text.out.startswith(f"==> prompt 1 <==\n{alone['completions'][0]['text']}\n")
+
+
+def test_texts_of_many_prompts_are_told_apart(generate, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hello", "id": "first"}\n"Good day"\n')
+    text = generate("--prompt-file", str(path), "--max-new-tokens", "4")
+    one, two = (generate(prompt, "--max-new-tokens", "4").out for prompt in ("Hello", "Good day"))
+    assert text.out == f"==> prompt 1 (first) <==\n{one}\n==> prompt 2 <==\n{two}"
+    path.write_text('"Hello"\n')
+    assert generate("--prompt-file", str(path), "--max-new-tokens", "4").out == one
+
+
+def test_prompts_bring_their_names_along(generate, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "Hello", "id": "a-1", "family": "greetings", "meta": {"from": ["x", 2]}}\n'
+        '{"tokens": [5, 6], "id": 17}\n"Hi"\n',
+        encoding="utf-8-sig",
+    )
+    options = ("--prompt-file", str(path), "--max-new-tokens", "2")
+    names = ("index", "id", "family", "meta")
+    wanted = [(0, "a-1", "greetings", {"from": ["x", 2]}), (1, 17, None, None), (2, *[None] * 3)]
+    document = generate(*options, "--json").json
+    assert document["complete"] is True
+    assert [tuple(c[n] for n in names) for c in document["completions"]] == wanted
+    lines = [json.loads(line) for line in generate(*options, "--jsonl").out.splitlines()]
+    assert sorted(tuple(c[n] for n in names) for c in lines) == wanted
+
+
+def test_marks_before_utf8_are_no_text(generate, monkeypatch, tmp_path):
+    given = generate("Hello", "--max-new-tokens", "4").out
+    for text, options in (("Hello\n", ["-"]), ('"Hello"\n', ["--prompt-file", "-"])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"\ufeff{text}"))
+        assert generate(*options, "--max-new-tokens", "4").out == given
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Loading a model is an error."""
+
+    def loaded(*args, **rest):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("forerun.model.load_model", loaded)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('""', "the prompt is empty"),
+        ('{"tokens": []}', "the prompt is empty"),
+        (json.dumps("x" * 128), "the prompt has 128 tokens and the context holds 128"),
+        ('{"prompt": "x", "temperature": -1}', "temperature must be"),
+        ('{"prompt": "x", "id": 1.5}', "id must be text or a whole number"),
+        ('{"prompt": "x", "id": ""}', "id must be text or a whole number"),
+        ('{"prompt": "x", "family": 5}', "family must be text"),
+        ('{"prompt": "x", "family": "all"}', "family must be text other than 'all'"),
+    ],
+)
+def test_bad_prompts_are_told_before_models_are_loaded(
+    generate, forerun, pair, no_weights, tmp_path, line, words
+):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    for result in (
+        generate("--prompt-file", str(path)),
+        forerun("audit", *pair.options, "--prompts", str(path)),
+    ):
+        assert (result.code in (1, 2), result.out) == (True, "")
+        assert f"line 2: {words}" in result.error
+
+
+def test_a_folder_without_a_tokenizer_is_told_by_loading(forerun, pair, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(pair.target, tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert "tokenizer" in forerun("generate", "x", "--target", str(folder)).error
 
 
 def test_options_reach_sampling(generate):
@@ -198,6 +279,10 @@ def test_context_full_is_a_result(generate):
         (["x", "--target", "/no/model"], 1, "no model folder"),
         (["x", "--draft", "lokup(n=2)"], 2, "did you mean 'lookup'"),
         (["x", "--nonsense"], 2, "--nonsense"),
+        (["x", "--jsonl", "--json"], 2, "leave --json and --compare out"),
+        (["x", "--jsonl", "--compare"], 2, "leave --json and --compare out"),
+        (["x", "-o", "file"], 2, "add --jsonl"),
+        (["x", "--jsonl", "-o", "/no/folder/file"], 2, "there is no folder"),
         (["a\udcff"], 1, "Unicode"),
     ],
 )
@@ -247,9 +332,9 @@ def test_file_that_is_not_text(generate, tmp_path):
 
 
 def test_unexpected_error_is_one_line_with_a_hint(generate, monkeypatch):
-    from forerun.cli import play
+    from forerun.cli.shared import play
 
-    monkeypatch.setattr(play, "run", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(play, "play_through", lambda *a, **k: 1 / 0)
     result = generate("x")
     assert result.code == 1
     assert "unexpected ZeroDivisionError" in result.error
@@ -257,23 +342,183 @@ def test_unexpected_error_is_one_line_with_a_hint(generate, monkeypatch):
 
 
 def test_interrupt_keeps_what_was_written(generate, monkeypatch):
-    from forerun.cli import play
+    from forerun.cli.shared import play
 
-    real = play.run
+    real = play.play_through
 
-    def interrupted(job, rows, *, on_event, **rest):
+    def interrupted(job, rows, on_event):
         def stop(index, event):
             on_event(index, event)
             raise KeyboardInterrupt
 
-        return real(job, rows, on_event=stop, **rest)
+        return real(job, rows, stop)
 
-    monkeypatch.setattr(play, "run", interrupted)
+    monkeypatch.setattr(play, "play_through", interrupted)
     result = generate("Hello", "--max-new-tokens", "9")
     assert result.code == 130
     assert result.out.endswith("\n")
     assert len(result.out) > 1
     assert "error" not in result.err
+
+
+@pytest.fixture
+def many(tmp_path):
+    """Six prompts of different lengths of output."""
+    path = tmp_path / "many.jsonl"
+    lines = [{"prompt": f"Text {i}", "id": f"p{i}", "max_new_tokens": 3 + i} for i in range(6)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Send a signal to this process while the n-th completion is being passed on."""
+    from forerun.cli.shared import lines, play, run
+
+    def set_up(number, after):
+        def interrupted(job, rows, on_event):
+            done = 0
+
+            def watch(index, event):
+                nonlocal done
+                done += event.completion is not None
+                if done == after and event.completion is not None:
+                    os.kill(os.getpid(), number)
+                on_event(index, event)
+
+            return run.play_through(job, rows, watch)
+
+        for module in (play, lines):
+            monkeypatch.setattr(module, "play_through", interrupted)
+
+    yield set_up
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_closes_the_document(generate, interrupt, many, number, code):
+    options = ("--prompt-file", many, "--batch-size", "2", "--draft", "none")
+    whole = generate(*options, "--json").json["completions"]
+    interrupt(number, after=2)
+    result = generate(*options, "--json")
+    assert result.code == code
+    document = result.json
+    assert document["complete"] is False
+    done = document["completions"]
+    assert 2 <= len(done) < 6
+    assert result.err == f"interrupted; {len(done)} of 6 prompts are complete\n"
+    assert [c["tokens"] for c in done] == [whole[c["index"]]["tokens"] for c in done]
+
+
+def test_an_interrupt_shows_texts_that_waited(generate, interrupt, tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"prompt": "Hello", "max_new_tokens": 60}\n' + '"Good day"\n' * 3)
+    interrupt(signal.SIGINT, after=2)
+    options = ("--max-new-tokens", "4", "--batch-size", "2", "--draft", "none", "--ignore-eos")
+    result = generate("--prompt-file", str(path), *options)
+    assert result.code == 130
+    assert "prompt 1" not in result.out
+    assert "==> prompt 2 <==" in result.out
+    assert "==> prompt 3 <==" in result.out
+
+
+def test_an_error_on_the_way_keeps_what_is_complete(generate, monkeypatch, many):
+    from forerun.cli.shared import play, run
+    from forerun.errors import ModelError
+
+    def failing(job, rows, on_event):
+        def watch(index, event):
+            on_event(index, event)
+            if index == 2:
+                raise ModelError("the weights melted")
+
+        return run.play_through(job, rows, watch)
+
+    monkeypatch.setattr(play, "play_through", failing)
+    result = generate("--prompt-file", many, "--batch-size", "2", "--json")
+    assert (result.code, result.error) == (1, "error: the weights melted")
+    assert result.json["complete"] is False
+    assert {c["index"] for c in result.json["completions"]} >= {0}
+
+
+def test_a_second_interrupt_does_not_wait():
+    from forerun.cli.shared import guard
+
+    reached = []
+
+    def press(times):
+        with guard.held() as caught:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                reached.append(caught.asked)
+
+    for times in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            press(times)
+    assert reached == [True, True], "the second of two ends it at once"
+
+
+def test_lines_are_completions(generate, many):
+    options = ("--prompt-file", many, "--batch-size", "4", "--draft", "none")
+    result = generate(*options, "--jsonl")
+    assert result.code == 0
+    assert result.err.startswith("6 prompts · 33 tokens in 33 rounds")
+    lines = {line["index"]: line for line in map(json.loads, result.out.splitlines())}
+    for completion in generate(*options, "--json").json["completions"]:
+        line = lines.pop(completion["index"])
+        assert line.pop("schema") == 1
+        assert len(line.pop("key")) == 16
+        assert line.keys() == completion.keys()
+        same = ("id", "text", "tokens", "finish_reason", "origins")
+        assert [line[n] for n in same] == [completion[n] for n in same]
+    assert lines == {}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30])
+def test_a_file_of_lines_goes_on(generate, interrupt, monkeypatch, many, tmp_path, cut):
+    options = ("--prompt-file", many, "--batch-size", "2", "--draft", "none")
+    whole = generate(*options, "--json").json["completions"]
+    out = tmp_path / "out.jsonl"
+    options = (*options, "--jsonl", "-o", str(out))
+    interrupt(signal.SIGTERM, after=3)
+    result = generate(*options)
+    assert (result.code, result.out) == (143, "")
+    assert re.fullmatch(
+        r"interrupted; [345] of 6 prompts are complete; the same command goes on from here\n",
+        result.err,
+    )
+    monkeypatch.undo()
+    kept = out.read_bytes()
+    out.write_bytes(kept[: len(kept) - cut])
+    there = len(kept.splitlines()) - (cut > 0)
+    result = generate(*options)
+    assert result.err.startswith(f"{out} holds {there} of 6 prompts; going on\n")
+    assert out.read_bytes().splitlines()[:there] == kept.splitlines()[:there]
+    lines = sorted(map(json.loads, out.read_text().splitlines()), key=lambda line: line["index"])
+    assert [line["tokens"] for line in lines] == [c["tokens"] for c in whole]
+    size = out.stat().st_size
+    assert generate(*options).code == 0
+    assert out.stat().st_size == size
+
+
+def test_a_file_of_other_things_is_left_alone(generate, many, tmp_path):
+    out = tmp_path / "out.jsonl"
+    options = ("--prompt-file", many, "--jsonl", "-o", str(out), "--draft", "none")
+    for text in ("my diary", "my diary\n", '{"schema": 1, "index": x}\n'):
+        out.write_text(text)
+        result = generate(*options)
+        assert (result.code, "name another file" in result.error) == (2, True)
+        assert out.read_text() == text
+    out.unlink()
+    assert generate(*options).code == 0
+    size = out.stat().st_size
+    for other in (["--temperature", "0.5"], ["--controller", "fixed"], ["--rule", "exact"]):
+        assert "of other prompts, settings or models" in generate(*options, *other).error
+    assert out.stat().st_size == size
+
+
+def test_one_token_in_one_round(generate):
+    assert "1 token in 1 round ·" in generate("Hello", "--max-new-tokens", "1").err
 
 
 def test_json_escapes_are_json(generate):
@@ -288,12 +533,8 @@ def test_plain_drafter(generate):
 
 
 def test_row_defaults():
-    from forerun.cli.inputs import prepare
+    from forerun.cli.shared.inputs import Reader, Request, prepare
 
-    model = SimpleNamespace(encode=lambda p: list(p), target=SimpleNamespace(limit=9))
-    model.tokenizer = None
-    from forerun.cli.inputs import Request
-
-    [row] = prepare(model, [Request([1, 2])], {"temperature": 0.5})
+    [row] = prepare(Reader(None, 9, list), [Request([1, 2])], {"temperature": 0.5})
     assert row.text == "[1, 2]"
     assert row.sampling.temperature == 0.5

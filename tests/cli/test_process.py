@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+
+import pytest
 
 COMMAND = [sys.executable, "-m", "forerun.cli"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
@@ -89,7 +93,7 @@ def test_broken_pipe_is_silent():
 def test_interrupt_ends_without_a_traceback():
     code = (
         "import os, signal, sys\n"
-        "from forerun.cli import guard\n"
+        "from forerun.cli.shared import guard\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "def command():\n"
         "    print('written')\n"
@@ -99,3 +103,24 @@ def test_interrupt_ends_without_a_traceback():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "written\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_loses_no_line(pair, tmp_path, number):
+    path = tmp_path / "many.jsonl"
+    path.write_text('"Hello"\n' * 10_000)
+    process = subprocess.Popen(
+        [*COMMAND, "generate", *pair.options, "--draft", "none", "--prompt-file", str(path),
+         "--max-new-tokens", "3", "--jsonl"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    first = process.stdout.readline()
+    process.send_signal(number)
+    rest, said = process.stdout.read(), process.stderr.read()
+    assert process.wait() == 128 + number
+    process.stdout.close()
+    process.stderr.close()
+    done = [json.loads(line)["index"] for line in [first, *rest.splitlines()]]
+    assert sorted(done) == list(range(len(done)))
+    assert said == f"interrupted; {len(done):,} of 10,000 prompts are complete\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 
 import pytest
@@ -41,7 +43,7 @@ def record(forerun, pair, prompts, out):
 
 
 def read(path):
-    from forerun.lab.trace import Trace
+    from forerun.lab.traces.trace import Trace
 
     return Trace.read(path)
 
@@ -86,6 +88,30 @@ def test_texts_are_those_of_generate(record, generate, out):
     assert trace.tokens[1, : trace.sizes[1]].tolist() == done["tokens"]
 
 
+def test_families_of_ones_own(forerun, record, out, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [
+        {"prompt": f"Text {i}", "family": "ab"[i % 2], **({"id": i} if i < 3 else {})}
+        for i in range(6)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '"Hello"\n')
+    families = record("--prompts", str(path), "--limit", "2", "--json").json["families"]
+    assert {name: f["prompts"] for name, f in families.items()} == {"a": 2, "b": 2, "mine": 1}
+    trace = read(out)
+    names = list(zip(trace.families, trace.ids, strict=True))
+    assert names == [("a", "0"), ("b", "1"), ("a", "2"), ("b", "line 4"), ("mine", "line 7")]
+    replayed = forerun("replay", str(out), "--costs", "c=5", "--controller", "fixed", "--json").json
+    assert set(replayed["controllers"][0]["families"]) == {"a", "b", "mine", "all"}
+
+
+def test_ids_tell_prompts_apart(record, out, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "x", "id": "1"}\n{"prompt": "y", "id": 1}\n')
+    result = record("--prompts", str(path))
+    assert (result.code, out.exists()) == (1, False)
+    assert "line 2: another prompt of mine has the id '1'" in result.error
+
+
 def test_shipped_prompts(forerun, out):
     options = ["--device", "cpu", "--max-new-tokens", "4", "--json", "-o", str(out), "--prompts"]
     document = forerun("record", *options, "builtin:all", "--limit", "2").json
@@ -110,21 +136,22 @@ def test_the_file_s_own_settings_come_first(record):
     assert sampling["repetition_penalty"] == 1.3
 
 
-def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch):
-    from forerun.lab import record as lab
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch, number, code):
+    from forerun.lab.traces import record as lab
 
     calls = []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) == 3:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return real(*args)
 
     real = lab._listen
     monkeypatch.setattr(lab, "_listen", interrupted)
     result = record("--batch-size", "1", "--json")
-    assert (result.code, result.out) == (130, "")
+    assert (result.code, result.out) == (code, "")
     assert result.err == f"interrupted; {out} holds 2 of 3 prompts\n"
     trace = read(out)
     assert (trace.prompts, trace.about["complete"]) == (2, False)
@@ -139,7 +166,7 @@ def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch):
     monkeypatch.setattr(lab, "_listen", interrupted)
     calls[:] = [None, None]
     result = record()
-    assert (result.code, out.exists()) == (130, False)
+    assert (result.code, out.exists()) == (code, False)
     assert result.err == "interrupted before the first batch was complete; nothing is saved\n"
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from forerun.cli.replay import warn_of_other_models
 from forerun.controllers import CONTROLLERS
-from forerun.lab.costs import Cell, Costs
-from forerun.lab.replay import replay as replayed
-from forerun.lab.trace import SIGNALS, Trace
+from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.replay import replay as replayed
+from forerun.lab.traces.trace import SIGNALS, Trace
 
 pytest.importorskip("pyarrow")
 COSTS = ["--costs", "c=10,slope=0.02"]
@@ -131,11 +131,13 @@ def test_spreadsheet(replay, tmp_path):
 def test_shares_of_the_bounds(replay, monkeypatch):
     from types import SimpleNamespace
 
-    from forerun.lab import informed
+    from forerun.lab.traces import replay_report
 
     # Fitting it takes long and is tested elsewhere.
     best = replayed(made(), "fixed(3)", Cell.synthetic(10, 0.02)).seconds
-    monkeypatch.setattr(informed, "informed", lambda trace, cell: SimpleNamespace(seconds=best))
+    monkeypatch.setattr(
+        replay_report, "informed", lambda trace, cell: SimpleNamespace(seconds=best)
+    )
     argv = (*COSTS, "--controller", "fixed(3)", "--controller", "fixed(0)", "--bounds")
     groups = [one["families"]["all"] for one in replay(*argv, "--json").json["controllers"]]
     assert groups[0]["share"]["informed"]["mean"] == pytest.approx(1.0)
@@ -157,7 +159,7 @@ def test_costs_of_a_file(replay, tmp_path):
 
 
 def test_interrupted(replay, monkeypatch, tmp_path):
-    from forerun.lab import replay as lab
+    from forerun.lab.traces import replay_report as lab
 
     real, calls = lab.replay, []
 
@@ -233,7 +235,7 @@ def test_costs_measured(forerun, pair, tmp_path):
 
 
 def test_costs_interrupted(forerun, pair, tmp_path, monkeypatch):
-    from forerun.lab import measuring
+    from forerun.lab.traces import measuring
 
     real = measuring.cells
 

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from forerun.cli.guard import guarded
+from forerun.cli.shared.guard import guarded
 from forerun.model import load
 from forerun.runtime.heads import save_heads
 from forerun.runtime.layers import LayerAccess
@@ -70,7 +70,7 @@ def test_document_and_settings_file(run, prompts, pair, tmp_path):
 def test_kept_beside_the_heads(run, prompts, pair, tmp_path):
     from test_heads import some_heads
 
-    access = LayerAccess(load(pair.target, "none").target.model)
+    access = LayerAccess(load(pair.target, "none").target.executor.module())
     heads = save_heads(some_heads(access, "light"), tmp_path / "heads")
     code, _, err = run("--prompts", prompts, "--exits", str(heads), "--keep", "--json")
     assert (code, err) == (0, "")
@@ -136,7 +136,7 @@ def test_interrupted_it_keeps_the_best_so_far(run, prompts, tmp_path, monkeypatc
     def interrupt(*args, **how):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("forerun.lab.sweep.confirm", interrupt)
+    monkeypatch.setattr("forerun.lab.exits.sweep.confirm", interrupt)
     path = tmp_path / "settings.json"
     code, out, err = run("--prompts", prompts, "-o", str(path))
     assert (code, out) == (130, "")
@@ -147,7 +147,7 @@ def test_interrupted_it_keeps_the_best_so_far(run, prompts, tmp_path, monkeypatc
 
 
 def test_shipped_prompts_are_the_validation_ones(run, monkeypatch):
-    from forerun.cli import prompts
+    from forerun.cli.shared import prompts
 
     asked = []
 

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from forerun import zoo
-from forerun.cli.exit_texts import GROUP, hold_out, open_source
+from forerun.cli.shared.exit_texts import GROUP, hold_out, open_source
 from forerun.errors import SettingError
 
 WORDS = "the goats on the mountain eat grass and the boy sees them from the door of the hut "
@@ -131,7 +131,7 @@ def test_an_interruption_says_how_to_go_on(train, text, tmp_path, monkeypatch):
 
 
 def test_prompts_of_the_shipped_models_training():
-    from forerun.cli.exit_texts import _zoo_prompts
+    from forerun.cli.shared.exit_texts import _zoo_prompts
     from forerun.zoo.recipe import Recipe
     from forerun.zoo.tasks.base import Pool
 

@@ -9,9 +9,10 @@ import pytest
 
 import forerun as package
 from forerun.controllers import CONTROLLERS
-from forerun.lab import tune as lab
-from forerun.lab.costs import Cell, Costs
-from forerun.lab.tune import speed
+from forerun.lab.traces import tune as lab
+from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.tune import speed
+from forerun.model import DEFAULT_CONTROLLER
 from forerun.settings import Settings
 from made_traces import periodic, random_trace
 
@@ -62,6 +63,7 @@ def test_json(tune):
         "how": "every other prompt of each family", "searched": 4, "judged": 4,
     }  # fmt: skip
     assert found["settings"]["controller"] == "fixed(length=4)"
+    assert found["recommended"] == {"spec": "fixed(length=4)", "reason": None}
     assert tune("--controller", "fixed", "--json").json == found
 
 
@@ -129,6 +131,36 @@ def test_load_takes_settings(pair, tmp_path):
     assert first.drafted == 3
     same = package.load(pair.target, settings=Settings.read(path), device="cpu")
     assert [r.drafted for r in same.generate("Hello", max_new_tokens=9).rounds] == drafted
+
+
+def test_what_is_no_better_than_the_defaults_is_not_recommended(tune, tmp_path, monkeypatch):
+    path = tmp_path / "settings.json"
+
+    def search(spec, trace, cell, **rest):
+        best = "svip(threshold=0.9)" if spec.name == "svip" else "fixed"
+        return lab.Found(spec.name, spec.name, best, 1.0, 2.0 if spec.name == "svip" else 1.5)
+
+    monkeypatch.setattr(lab, "search", search)
+    monkeypatch.setattr(lab, "geometric", lambda values, seed=0: {
+        "mean": 1.01, "low": 1.0, "high": 1.05, "n": 4,
+    })  # fmt: skip
+    result = tune("--controller", "svip", "-o", str(path))
+    assert (
+        "svip(threshold=0.9) is no better than svip on the prompts judged (tuned/default 1.01 "
+        '1.00–1.05); recommended is\n\n--controller "svip"\n'
+    ) in result.out
+    assert Settings.read(path).controller == "svip"
+    assert Settings.read(path).about["found"] == "svip(threshold=0.9)"
+    # Of all controllers, the one that needs no setting.
+    free = tune("--json", "-o", str(path)).json["recommended"]
+    assert free["spec"] == Settings.read(path).controller == lab.DEFAULT == DEFAULT_CONTROLLER
+    assert "svip is no better than auto, the default" in free["reason"]
+
+
+def test_the_defaults_themselves_are_said(tune):
+    result = tune("--controller", "fixed(4)", "--json").json["recommended"]
+    assert result["spec"] == "fixed(length=4)"
+    assert result["reason"] == "no setting of fixed was faster than its defaults"
 
 
 def test_another_trace_judges(tune, trace, tmp_path):
@@ -221,6 +253,13 @@ def test_mistakes_are_told(tune, argv, message):
     result = tune(*argv)
     assert (result.code, result.out) == (2, "")
     assert message in result.error
+
+
+def test_arguments_are_flags_on_the_command_line(forerun, tmp_path):
+    path = str(tmp_path / "one.parquet")
+    periodic(1).take([0]).write(path)
+    result = forerun("tune", path, "--costs", "c=10")
+    assert result.error == "error: one prompt cannot be halved; name other prompts as --test"
 
 
 def test_files_that_are_none_are_told(tune, forerun, tmp_path):

@@ -6,7 +6,7 @@ Heavy imports happen inside the commands, so that help, lists and cards are quic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,11 +17,11 @@ from forerun.cli.cite import cite
 from forerun.cli.costs import costs
 from forerun.cli.demo import demo
 from forerun.cli.generate import generate
-from forerun.cli.guard import guarded
 from forerun.cli.info import info
 from forerun.cli.listing import show
 from forerun.cli.record import record
 from forerun.cli.replay import replay
+from forerun.cli.shared.guard import guarded
 from forerun.cli.sweep import app as sweep
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
@@ -79,10 +79,23 @@ app.add_typer(zoo, name="zoo")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and never raises.
 
-    0: done; 1: it could not be done; 2: the command or a setting is wrong; 130: interrupted.
+    0: done; 1: it could not be done; 2: the command or a setting is wrong; 130: interrupted;
+    143: terminated.
     """
     return guarded(
         lambda: app(
             args=None if argv is None else list(argv), standalone_mode=False, prog_name="forerun"
-        )
+        ),
+        _flags,
     )
+
+
+def _flags() -> dict[str, str]:
+    """The flag of every option that any command has."""
+    todo: list[Any] = [typer.main.get_command(app)]
+    found: dict[str, str] = {}
+    while todo:
+        command = todo.pop()
+        todo += getattr(command, "commands", {}).values()
+        found |= {p.name: max(p.opts, key=len) for p in command.params if p.opts[0][0] == "-"}
+    return found

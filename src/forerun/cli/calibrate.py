@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import MODELS, PROMPTS, VALIDATION, flag, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json, save_json, versions
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, flag, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json, save_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from forerun.lab.calibrate import Calibration, Entropies
-
-SCHEMA = 1
 
 app = typer.Typer(
     help="Measure the settings a method needs for your models, as its paper does.",
@@ -66,8 +64,8 @@ def easd(
 
     Decodes prompts greedily, averages the highest entropies, prints the rule.
     """
-    from forerun.cli.prompts import find_prompts, given_or_shipped, tokenise
-    from forerun.cli.run import load_job
+    from forerun.cli.shared.prompts import find_prompts, given_or_shipped, tokenise
+    from forerun.cli.shared.run import Plan
 
     where = given_or_shipped(data, target, "--data")
     require(0 < share <= 1, "share", share, "in (0, 1]")
@@ -76,7 +74,7 @@ def easd(
     found = find_prompts(where, "val", limit, max_new_tokens, penalised=False)
     if not target_only:
         _check_draft(target, draft)
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         "fixed(5)",
@@ -86,7 +84,7 @@ def easd(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    rows = tokenise(job.model, found)
+    job, rows = plan.open(lambda reader: tokenise(reader, found))
 
     from forerun.lab import calibrate
 
@@ -102,12 +100,7 @@ def easd(
         )
     settings = {name: job.about[name] for name in ("target", "draft", "device", "dtype")}
     settings |= {"data": where, "limit": limit, "max_new_tokens": max_new_tokens}
-    document = {
-        "schema": SCHEMA,
-        **made.to_json(),
-        "settings": settings,
-        "versions": versions(),
-    }
+    document = calibrate.document(made, settings)
     if output is not None:
         save_json(output, document)
     if as_json:

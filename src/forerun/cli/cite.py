@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from forerun.citations import BIBTEX
-from forerun.cli.catalog import find, names_in
+from forerun.cli.shared.catalog import find, names_in
 
 
 def cite(

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.lab.costs import Cell, Costs, Spread
+    from forerun.lab.traces.costs import Cell, Costs, Spread
 
 MEASURED = "Measured"
 MADE_UP = "Made up"
@@ -74,7 +74,7 @@ def costs(
     With --ratio nothing is measured: the table stands for another machine. Interrupted, it keeps
     the cells that are complete.
     """
-    from forerun.lab.costs import REPEATS, WIDTHS, Cell, Costs
+    from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, Costs
 
     check_writable(output)
     if ratio is not None:
@@ -91,10 +91,10 @@ def costs(
     turns = REPEATS if repeats is None else repeats
     require(turns >= 1, "--repeats", turns, "≥ 1")
 
-    from forerun.cli.run import load_job, require_draft_model
+    from forerun.cli.shared.run import Plan, require_draft_model
 
     require_draft_model(target, draft, "measuring costs")
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         "fixed(0)",
@@ -103,8 +103,9 @@ def costs(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    job = plan.load()
 
-    from forerun.lab.measuring import cells, gathered
+    from forerun.lab.traces.measuring import cells, gathered
 
     found: list[tuple[Cell, Spread]] = []
     try:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from forerun.cli.console import note, stderr, stdout
+from forerun.cli.shared.console import note, stderr, stdout
 
 BEFORE = """\
 A small draft model writes a few tokens ahead; the 12-layer target checks them all in one pass
@@ -17,8 +17,8 @@ exactly what the target alone would have written: each prompt below is also deco
 
 AFTER = """\
 Try next:
-  forerun generate "Once upon a time" --rounds      every round: drafted, kept, corrected
-  forerun generate "Once upon a time" --controller "fixed(3)" --draft lookup --compare
+  forerun generate "The king" --repetition-penalty 1.2 --rounds    every round
+  forerun generate "The king" --repetition-penalty 1.2 --controller "fixed(3)" --compare
   forerun list                                      the parts;  forerun info NAME  a card each
   forerun generate PROMPT --target ID_OR_PATH       your own Hugging Face model"""
 
@@ -33,14 +33,14 @@ def demo(
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, ...")] = None,
 ) -> None:
     """Speculative against plain decoding on three shipped prompts, with the models that ship."""
-    from forerun.cli.inputs import Request, prepare
-    from forerun.cli.play import play
-    from forerun.cli.run import load_job
+    from forerun.cli.shared.inputs import Reader, Request, prepare
+    from forerun.cli.shared.play import play
+    from forerun.cli.shared.run import Plan
     from forerun.zoo import PENALTY, prompts
 
     console = stderr()
     note(console, Text(BEFORE))
-    job = load_job(None, None, None, None, device=device, dtype=dtype)
+    job = Plan(device=device, dtype=dtype).load()
     for number, family in enumerate(SHOWN, start=1):
         settings = {"repetition_penalty": PENALTY[family]} if family in PENALTY else {}
         # Long answers: a speed-up shows once the prompt has been read.
@@ -53,6 +53,6 @@ def demo(
         if not stdout().is_terminal:
             note(console, chosen.prompt)
         common = {"max_new_tokens": chosen.max_new_tokens, **settings}
-        rows = prepare(job.model, [Request(chosen.prompt)], common)
+        rows = prepare(Reader.of(job.model), [Request(chosen.prompt)], common)
         play(job, rows, compare=True, explain=number == 1)
     note(console, Text(f"\n{AFTER}"))

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli import options
-from forerun.cli.console import note, status, stderr
-from forerun.cli.options import MODELS, OUTPUT, SAMPLING, SPECULATION, flag, option
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, status, stderr
+from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, SPECULATION, flag, option
+from forerun.errors import SettingError
 
 MANY_PROMPTS = "Many prompts"
 
@@ -90,7 +91,8 @@ def generate(
         option(
             "FILE",
             "Many prompts, one JSON string or object per line "
-            '({"prompt": "...", "temperature": 0.7}); - reads stdin.',
+            '({"prompt": "...", "id": "a1", "temperature": 0.7}); - reads stdin. Each text has a '
+            "line ==> prompt 1 (a1) <== above; programs better read --jsonl.",
             panel=MANY_PROMPTS,
         ),
     ] = None,
@@ -101,6 +103,22 @@ def generate(
     ] = False,
     rounds: Annotated[bool, flag("--rounds", "Print one line per round.", OUTPUT)] = False,
     as_json: options.Json = False,
+    as_lines: Annotated[
+        bool,
+        flag(
+            "--jsonl",
+            "Print one JSON object per prompt, on a line, as it finishes; for many prompts.",
+            OUTPUT,
+        ),
+    ] = False,
+    output: Annotated[
+        str | None,
+        options.output(
+            "FILE",
+            "Add the lines of --jsonl to a file. Prompts that it holds are left out, so the same "
+            "command goes on after an interrupt.",
+        ),
+    ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -109,8 +127,14 @@ def generate(
 
     Colours say who wrote each token. The text goes to stdout, everything else to stderr.
     """
-    from forerun.cli.inputs import make_sampling, parse_bias, prepare, read_requests
+    from forerun.cli.shared.inputs import make_sampling, parse_bias, prepare, read_requests
+    from forerun.cli.shared.report import check_writable
 
+    if as_lines and (as_json or compare):
+        raise SettingError("--jsonl writes a line per prompt; leave --json and --compare out")
+    if output is not None and not as_lines:
+        raise SettingError("-o saves what --jsonl writes; add --jsonl")
+    check_writable(output)
     requests = read_requests(prompt, prompt_file)
     with status("loading"):
         common: dict[str, Any] = {
@@ -130,8 +154,8 @@ def generate(
         }
         make_sampling(common)
 
-        from forerun.cli.run import load_job
-    job = load_job(
+        from forerun.cli.shared.run import Plan
+    plan = Plan(
         target,
         draft,
         controller,
@@ -143,11 +167,16 @@ def generate(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    job, rows = plan.open(lambda reader: prepare(reader, requests, common))
     if settings is not None:
         used = "{controller}, {rule}, draft {draft}".format_map(job.about)
         note(stderr(), f"{settings}: {used}")
-    rows = prepare(job.model, requests, common)
+    if as_lines:
+        from forerun.cli.shared.lines import play_lines
 
-    from forerun.cli.play import play
+        play_lines(job, rows, output, rounds)
+        return
+
+    from forerun.cli.shared.play import play
 
     play(job, rows, many=prompt_file is not None, compare=compare, rounds=rounds, as_json=as_json)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from forerun.cli.catalog import Card, find
-from forerun.cli.console import stdout
+from forerun.cli.shared.catalog import Card, find
+from forerun.cli.shared.console import stdout
 
 
 def info(

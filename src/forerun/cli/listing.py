@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.catalog import KINDS, QUESTIONS, cards
-from forerun.cli.console import stdout
+from forerun.cli.shared.catalog import KINDS, QUESTIONS, cards
+from forerun.cli.shared.console import stdout
 from forerun.errors import UnknownNameError
 
 WIDE = 400

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import OUTPUT, PROMPTS, SAMPLING, option
-from forerun.cli.progress import progress
-from forerun.cli.report import print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import print_json
 from forerun.zoo import PENALTY
 
 if TYPE_CHECKING:
-    from forerun.lab.record import Part
-    from forerun.lab.trace import Trace
+    from collections.abc import Sequence
+
+    from forerun.cli.shared.prompts import LabPrompt
+    from forerun.cli.shared.run import Job
+    from forerun.lab.traces.record import Part
+    from forerun.lab.traces.trace import Trace
 
 SCHEMA = 1
 
@@ -58,10 +62,10 @@ def record(
     Interrupted, it keeps the prompts that are complete.
     """
     from forerun.checks import whole
-    from forerun.cli.inputs import make_sampling
-    from forerun.cli.prompts import find_prompts, is_shipped, seeded, tokenise
-    from forerun.cli.run import load_job, require_draft_model
-    from forerun.lab.trace import check_writable
+    from forerun.cli.shared.inputs import make_sampling
+    from forerun.cli.shared.prompts import find_prompts, is_shipped, seeded, tokenise
+    from forerun.cli.shared.run import Plan, require_draft_model
+    from forerun.lab.traces.trace import check_writable
 
     whole("depth", depth, 1)
     whole("seed", seed)
@@ -80,7 +84,7 @@ def record(
     found = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
     require_draft_model(target, draft, "recording")
 
-    job = load_job(
+    plan = Plan(
         target,
         draft,
         "fixed(0)",
@@ -90,27 +94,39 @@ def record(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    chosen = tokenise(job.model, found, common)
-
-    from forerun.lab.record import Task, finish, parts
-
-    tasks = [Task(p.family, p.id, p.ids, p.sampling) for p in chosen]
+    job, chosen = plan.open(lambda reader: tokenise(reader, found, common))
     about = {
         "prompts": prompts if is_shipped(prompts) else Path(prompts).name,
         "split": split if is_shipped(prompts) else None,
         "limit": limit,
         "seed": seed,
     }
+    trace = _record(job, chosen, depth, output, about)
+    if as_json:
+        from forerun.lab.traces.trace_report import families
+
+        print_json({"schema": SCHEMA, "families": families(trace), "about": trace.about})
+        return
+    _show(trace, output)
+
+
+def _record(
+    job: Job, prompts: Sequence[LabPrompt], depth: int, output: str, about: dict[str, Any]
+) -> Trace:
+    """Record under a bar and save, interrupted what is complete."""
+    from forerun.lab.traces.record import Task, finish, parts
+
+    tasks = [Task(p.family, p.id, p.ids, p.sampling) for p in prompts]
     done: list[Part] = []
 
     def save() -> Trace:
-        trace = finish(job.model, tasks, done, batch_size, about)
+        trace = finish(job.model, tasks, done, job.batch_size, about)
         trace.write(output)
         return trace
 
     try:
         with progress("recording", len(tasks), "prompts") as tell:
-            for part in parts(job.model, tasks, depth=depth, batch_size=batch_size):
+            for part in parts(job.model, tasks, depth=depth, batch_size=job.batch_size):
                 done.append(part)
                 tell("recording", sum(p.trace.prompts for p in done))
     except KeyboardInterrupt:
@@ -119,33 +135,16 @@ def record(
         else:
             note(stderr(), "interrupted before the first batch was complete; nothing is saved")
         raise
-    trace = save()
-    if as_json:
-        print_json({"schema": SCHEMA, "families": _families(trace), "about": trace.about})
-        return
-    _show(trace, output)
-
-
-def _families(trace: Trace) -> dict[str, dict[str, Any]]:
-    """What is in a trace, family by family."""
-    out = {}
-    for family in dict.fromkeys(trace.families):
-        some = trace.take([i for i, name in enumerate(trace.families) if name == family])
-        matches = some.matches[some.valid]
-        out[family] = {
-            "prompts": some.prompts,
-            "tokens": len(matches),
-            "first_kept": round(float((matches > 0).mean()), 4),
-            "run_kept": round(float(matches.mean()), 3),
-        }
-    return out
+    return save()
 
 
 def _show(trace: Trace, output: str) -> None:
     """The summary, for people."""
+    from forerun.lab.traces.trace_report import families
+
     kept = ("first drafted kept", f"of {trace.depth} drafted kept")
     shown = table("family", right=("prompts", "tokens", *kept))
-    for family, one in _families(trace).items():
+    for family, one in families(trace).items():
         shown.add_row(
             family,
             f"{one['prompts']:,}",

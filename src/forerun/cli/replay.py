@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from forerun.cli import options
-from forerun.cli.console import note, status, stderr, stdout, table
-from forerun.cli.options import flag, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, status, stderr, stdout, table
+from forerun.cli.shared.options import flag, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from forerun.controllers import LengthController
-    from forerun.lab.costs import Cell
-    from forerun.lab.trace import Trace
-    from forerun.types import FloatArray
-
-SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class Result:
-    """One controller over the trace."""
-
-    spec: str
-    """As the user wrote it."""
-    controller: str
-    groups: dict[str, dict[str, Any]]
-    """`forerun.lab.replay.summarise`, with `share` of each bound if they were asked for."""
+    from forerun.lab.traces.costs import Cell
+    from forerun.lab.traces.replay_report import Result
+    from forerun.lab.traces.trace import Trace
 
 
 def replay(
@@ -68,8 +53,9 @@ def replay(
     Exact for greedy traces: counts are those of the live engine.
     """
     from forerun.controllers import CONTROLLERS
-    from forerun.lab.costs import Costs
-    from forerun.lab.trace import Trace
+    from forerun.lab.traces import replay_report as report
+    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.trace import Trace
 
     made = {spec: CONTROLLERS.make(spec) for spec in controller or _registered()}
     check_writable(output)
@@ -77,12 +63,15 @@ def replay(
     cell = costs_table.at(batch, context)
     texts = _of(Trace.read(trace), family or [])
     warn_of_other_models(texts.about, costs_table.about)
-    limits = _bounds(texts, cell) if bounds else {}
+    limits = {}
+    if bounds:
+        with status("reading") as say:
+            limits = report.bounds(texts, cell, say)
     found: list[Result] = []
     try:
         with progress("replaying", len(made)) as tell:
             for spec, one in made.items():
-                found.append(_result(texts, cell, spec, one, limits))
+                found.append(report.result(texts, cell, spec, one, limits))
                 tell("replaying", len(found))
     except KeyboardInterrupt:
         if found:
@@ -130,39 +119,6 @@ def _of(trace: Trace, families: Sequence[str]) -> Trace:
     return trace.take([i for i, name in enumerate(trace.families) if name in families])
 
 
-def _bounds(trace: Trace, cell: Cell) -> dict[str, FloatArray]:
-    """`(prompts,)` seconds of each bound."""
-    from forerun.lab.bounds import oracle
-    from forerun.lab.informed import informed
-
-    with status("finding the oracle") as tell:
-        best = oracle(trace, cell).seconds
-        tell("fitting the informed bound")
-        return {"oracle": best, "informed": informed(trace, cell).seconds}
-
-
-def _result(
-    trace: Trace,
-    cell: Cell,
-    spec: str,
-    controller: LengthController,
-    limits: dict[str, FloatArray],
-) -> Result:
-    from forerun.controllers import CONTROLLERS
-    from forerun.lab.replay import geometric, replay, summarise
-
-    found = replay(trace, controller, cell)
-    groups = summarise(trace, found, cell.batch)
-    for name, group in groups.items():
-        chosen = [name in ("all", family) for family in trace.families]
-        if limits:
-            group["share"] = {
-                bound: geometric((seconds / found.seconds)[chosen])
-                for bound, seconds in limits.items()
-            }
-    return Result(spec, CONTROLLERS.text(controller), groups)
-
-
 def _tell(
     found: list[Result],
     trace: Trace,
@@ -171,47 +127,17 @@ def _tell(
     output: str | None,
     as_json: bool,
 ) -> None:
+    from forerun.lab.traces import replay_report as report
+
     if output is not None:
-        _write_csv(found, output)
+        report.write_csv(found, output)
     if as_json:
-        _print_json(found, trace, cell)
+        print_json(report.document(found, trace, cell))
         return
     order = sorted(found, key=lambda r: -r.groups["all"]["speedup"]["mean"])
     _show(order, trace, cell, made_up="synthetic" in about)
     if output is not None:
         note(stderr(), f"saved to {output}")
-
-
-def _print_json(found: list[Result], trace: Trace, cell: Cell) -> None:
-    document = {
-        "schema": SCHEMA,
-        "cell": {**cell.to_json(), "ratio": cell.ratio},
-        "controllers": [{"controller": r.controller, "families": r.groups} for r in found],
-        "trace": trace.about,
-    }
-    print_json(document)
-
-
-def _write_csv(found: list[Result], output: str) -> None:
-    """A row per controller and family; intervals as NAME_low and NAME_high."""
-    rows = []
-    for result in found:
-        for family, group in result.groups.items():
-            row: dict[str, Any] = {"controller": result.controller, "family": family}
-            shares = {f"share_of_{k}": v for k, v in group.get("share", {}).items()}
-            for key, value in {**group, **shares}.items():
-                if key == "share":
-                    continue
-                if isinstance(value, dict):
-                    row |= {key: value["mean"], f"{key}_low": value["low"]}
-                    row[f"{key}_high"] = value["high"]
-                else:
-                    row[key] = value
-            rows.append(row)
-    with open(output, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _show(found: list[Result], trace: Trace, cell: Cell, made_up: bool) -> None:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text as Line
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import MODELS, OUTPUT, VALIDATION, flag, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json, save_json, versions
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import MODELS, OUTPUT, VALIDATION, flag, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.prompts import given_or_shipped, is_shipped, seeded
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.lab.exit_replay import Setting, Text
-    from forerun.lab.sweep import Confirmed, Search
+    from collections.abc import Sequence
 
-SCHEMA = 1
+    from forerun.cli.shared.prompts import LabPrompt
+    from forerun.cli.shared.run import Job
+    from forerun.lab.exits.exit_replay import Setting, Text
+    from forerun.lab.exits.sweep import Confirmed, Search
+
 OF_FILE, OF_FAMILY = 30, 5
 """Prompts by default."""
-SHOWN = 8
-"""Settings in the table."""
-
 app = typer.Typer(help="Tune a drafter's settings for your model.", no_args_is_help=False)
 
 
@@ -78,7 +77,7 @@ def specbound(
     Writes a text per prompt, counts what every setting would take on it, searches by these counts,
     and times the best settings against plain decoding.
     """
-    from forerun.cli.prompts import find_prompts, given_or_shipped, is_shipped, seeded, tokenise
+    from forerun.cli.shared.prompts import find_prompts, tokenise
 
     where = given_or_shipped(prompts, target)
     for name, value in (("width", width), ("budget", budget), ("confirm", confirm)):
@@ -90,40 +89,15 @@ def specbound(
     most = (OF_FAMILY if is_shipped(where) else OF_FILE) if limit is None else limit
     found = seeded(find_prompts(where, "val", most, max_new_tokens), seed)
 
-    from forerun.lab import sweep
+    from forerun.lab.exits import sweep, sweep_report
+    from forerun.runtime.heads import keep_settings
 
     sweep.load_optuna()
 
-    from forerun.cli.run import load_job
-    from forerun.lab.exit_costs import measure
-    from forerun.lab.exit_replay import Exits
-    from forerun.runtime.exits import exit_rows, layers_of
-    from forerun.runtime.heads import keep_settings, load_heads
-    from forerun.runtime.layers import LogitLens
-    from forerun.zoo import EXITS
+    from forerun.cli.shared.run import Plan
 
-    trained = exits
-    if exits is None and target is None and EXITS.is_dir():
-        trained = str(EXITS)
-    # Shipped heads need no naming; that there shall be none must be said.
-    named = exits or (None if trained else "")
-    job = load_job(
-        target,
-        "none",
-        "fixed(0)",
-        "standard",
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    rows = tokenise(job.model, found, {"temperature": temperature})
-    model: Any = job.model.target.executor.module()
-    fast = exit_rows(model)
-    access = layers_of(fast).access
-    heads: Any = load_heads(trained, access) if trained else LogitLens(access)
-    layers = sweep.candidates(tuple(heads.layers))
-    began = time.perf_counter()
-    search: Search | None = None
+    plan = Plan.alone(target, device, dtype, trust_remote_code)
+    job, rows = plan.open(lambda reader: tokenise(reader, found, {"temperature": temperature}))
     about: dict[str, Any] = {
         **{name: job.about[name] for name in ("target", "device", "dtype")},
         "exits": exits,
@@ -133,101 +107,104 @@ def specbound(
         "budget": budget,
         "seed": seed,
     }
+    run = _Run(job, exits, shipped=target is None, width=width, seed=seed)
+    began = time.perf_counter()
     try:
-        with progress("writing", len(rows)) as tell:
-            texts: list[Text] = []
-            for text in sweep.written(job.model, ((row.ids, row.sampling) for row in rows)):
-                texts.append(text)
-                tell("writing", len(texts))
-            told = partial(tell, "timing")
-            costs = measure(job.model, fast, heads, layers, texts, width, seed=seed, tell=told)
-            search = sweep.Search(Exits(exit_rows(model), heads, layers, texts, seed), costs, width)
-            best = search.run(budget, seed, partial(tell, "searching"))
-            chosen = search.top(confirm)
-            untuned = sweep.untuned(tuple(heads.layers), access.layers, bool(trained))
-            if untuned is not None and set(untuned.layers) <= set(layers):
-                search.score(untuned)
-                if untuned not in chosen:
-                    chosen.append(untuned)
-            told = partial(tell, "confirming")
-            live = sweep.confirm(job.model, fast, heads, search, chosen, told)
+        live = run.all(rows, budget, confirm)
     except KeyboardInterrupt:
-        if search is not None and search.scores and output is not None:
-            about["complete"] = False
-            so_far = search.best()
-            _save(output, so_far, named, {**about, "predicted": search.score(so_far)})
+        if run.search is not None and run.search.scores and output is not None:
+            so_far = run.search.best()
+            predicted = {"complete": False, "predicted": run.search.score(so_far)}
+            sweep_report.save(output, so_far, run.named, about | predicted)
             note(stderr(), f"interrupted; the best settings so far are in {output}")
         raise
-    about |= {"seconds": round(time.perf_counter() - began, 1), "prompts_used": len(texts)}
-    document = _document(search, best, live, untuned, named, about)
+    search = run.search
+    assert search is not None
+    used = len(search.exits.texts)
+    about |= {"seconds": round(time.perf_counter() - began, 1), "prompts_used": used}
+    document = sweep_report.document(search, run.best, live, run.untuned, run.named, about)
     if output is not None:
-        _save(output, live[0].setting, named, document["about"])
+        sweep_report.save(output, live[0].setting, run.named, document["about"])
     if keep:
         keep_settings(str(exits), live[0].setting.settings())
     if as_json:
         print_json(document)
         return
-    _show(search, live, untuned, named)
+    _show(search, live, run.untuned, run.named)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
 
-def _save(path: str, setting: Setting, exits: str | None, about: dict[str, Any]) -> None:
-    """The settings file: what `generate` is to be run with, wherever it is run."""
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "controller": f"fixed({setting.width})",
-        "rule": None,
-        "draft": setting.spec(None if exits else exits),
-    }
-    if exits:
-        document["exits"] = os.path.relpath(exits, Path(path).parent)
-    save_json(path, document | {"about": about})
+class _Run:
+    """Texts, costs, search and confirmation, under one bar.
 
+    Args:
+        job: the target.
+        exits: exit heads, if they were named.
+        shipped: whether the target is the shipped one, with heads of its own.
+        width: most drafted tokens that are tried.
+        seed: of the search, and of sampled text.
+    """
 
-def _document(
-    search: Search,
-    best: Setting,
-    live: list[Confirmed],
-    untuned: Setting | None,
-    exits: str | None,
-    about: dict[str, Any],
-) -> dict[str, Any]:
-    parts = search.costs.parts(search.counts(live[0].setting))
-    whole = sum(parts.values())
-    return {
-        "schema": SCHEMA,
-        "draft": live[0].setting.spec(exits),
-        "controller": f"fixed({live[0].setting.width})",
-        "top": [
-            {"draft": setting.spec(exits), "predicted": round(search.score(setting), 4)}
-            for setting in search.top(SHOWN)
-        ],
-        "confirmed": [c.to_json(exits) for c in live],
-        "untuned": None if untuned is None else untuned.spec(exits),
-        "time": {name: round(seconds / whole, 4) for name, seconds in parts.items()},
-        "sensitivity": {
-            name: [[value, round(score, 4)] for value, score in values]
-            for name, values in search.sensitivity(live[0].setting).items()
-        },
-        "costs_ms": search.costs.to_json(),
-        "tried": len(search.scores),
-        "prefixes": search.exits.asked,
-        "about": {
-            **about,
-            "settings": live[0].setting.settings(),
-            "speedup": live[0].to_json(exits)["speedup"],
-            "predicted": round(live[0].predicted, 4),
-            "best_predicted": best.spec(exits),
-            "versions": versions(),
-        },
-    }
+    def __init__(
+        self, job: Job, exits: str | None, *, shipped: bool, width: int, seed: int
+    ) -> None:
+        from forerun.runtime.exits import exit_rows, layers_of
+        from forerun.runtime.heads import load_heads
+        from forerun.runtime.layers import LogitLens
+        from forerun.zoo import EXITS
+
+        own = str(EXITS) if shipped and EXITS.is_dir() else None
+        trained = own if exits is None else exits
+        self.named = exits or (None if trained else "")
+        """Shipped heads need no naming; that there shall be none must be said."""
+        self._job, self._width, self._seed = job, width, seed
+        self._model: Any = job.model.target.executor.module()
+        self._fast, self._trained = exit_rows(self._model), bool(trained)
+        access = layers_of(self._fast).access
+        self._heads: Any = load_heads(trained, access) if trained else LogitLens(access)
+        self.search: Search | None = None
+        self.best: Any = None
+        self.untuned: Setting | None = None
+
+    def all(self, rows: Sequence[LabPrompt], budget: int, confirm: int) -> list[Confirmed]:
+        """Search and time; the settings timed, the fastest first."""
+        from forerun.lab.exits import sweep
+        from forerun.lab.exits.exit_costs import measure
+        from forerun.lab.exits.exit_replay import Exits
+        from forerun.runtime.exits import exit_rows, layers_of
+
+        model, heads = self._job.model, self._heads
+        layers = sweep.candidates(tuple(heads.layers))
+        with progress("writing", len(rows)) as tell:
+            texts: list[Text] = []
+            for text in sweep.written(model, ((row.ids, row.sampling) for row in rows)):
+                texts.append(text)
+                tell("writing", len(texts))
+            told = partial(tell, "timing")
+            costs = measure(
+                model, self._fast, heads, layers, texts, self._width, seed=self._seed, tell=told
+            )
+            counted = Exits(exit_rows(self._model), heads, layers, texts, self._seed)
+            self.search = search = sweep.Search(counted, costs, self._width)
+            self.best = search.run(budget, self._seed, partial(tell, "searching"))
+            chosen = search.top(confirm)
+            depth = layers_of(self._fast).access.layers
+            self.untuned = sweep.untuned(tuple(heads.layers), depth, self._trained)
+            if self.untuned is not None and set(self.untuned.layers) <= set(layers):
+                search.score(self.untuned)
+                if self.untuned not in chosen:
+                    chosen.append(self.untuned)
+            told = partial(tell, "confirming")
+            return sweep.confirm(model, self._fast, heads, search, chosen, told)
 
 
 def _show(
     search: Search, live: list[Confirmed], untuned: Setting | None, exits: str | None
 ) -> None:
     """The summary, for people."""
+    from forerun.lab.exits.sweep_report import SHOWN
+
     console = stdout()
     note(
         console,

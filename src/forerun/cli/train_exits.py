@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.filesize import decimal
 
-from forerun.cli import options
-from forerun.cli.console import note, stderr, stdout, table
-from forerun.cli.options import OUTPUT, option
-from forerun.cli.progress import Tell, progress
-from forerun.cli.report import print_json, versions
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import OUTPUT, option
+from forerun.cli.shared.progress import Tell, progress
+from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.run import Job
+    from forerun.cli.shared.run import Job
+    from forerun.runtime.layers import LayerAccess
     from forerun.training.exit_heads import LayerReport, Settings
     from forerun.training.features import Document, Features
 
@@ -100,37 +101,17 @@ def train_exits(
 
     settings = Settings(head, rank, vocab, loss, epochs, minutes, batch, lr, seed)
 
-    from forerun.cli.exit_texts import open_source
+    from forerun.cli.shared.exit_texts import open_source
 
     source = open_source(data, seed)
 
-    from forerun.cli.exit_texts import GROUP, hold_out, read_documents
-    from forerun.cli.run import load_job
-    from forerun.runtime.heads import check_layers, default_layers
-    from forerun.runtime.layers import LayerAccess
+    from forerun.cli.shared.exit_texts import GROUP, hold_out, read_documents
+    from forerun.cli.shared.run import Plan
     from forerun.training.features import fingerprint
 
-    job = load_job(
-        target,
-        "none",
-        "fixed(0)",
-        "standard",
-        batch_size=GROUP,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    model: Any = job.model.target.executor.module()
-    access = LayerAccess(model)
-    exits = check_layers(asked or default_layers(access.layers), access.layers)
-    if exits[-1] == access.layers:
-        raise SettingError(
-            f"layer {exits[-1]} is the model's last and needs no head; exit layers are 1 to "
-            f"{access.layers - 1}"
-        )
-    require(rank <= access.width, "rank", rank, f"at most the hidden size, {access.width}")
-    require(vocab <= len(access.unembedding), "vocab", vocab, "at most the model's vocabulary")
-    identity = fingerprint(model)
+    job = Plan.alone(target, device, dtype, trust_remote_code, GROUP).load()
+    access, exits = _exits(job, asked, rank, vocab)
+    identity = fingerprint(job.model.target.executor.module())
     began = time.perf_counter()
     try:
         with progress("texts", tokens) as tell:
@@ -145,11 +126,10 @@ def train_exits(
             )
             parts = hold_out(documents)
             trained, held = _features(access, parts, exits, kept, identity, tell)
-            found = _train(access, trained, held, settings, kept, tell)
+            heads, before, after = _train(access, trained, held, settings, kept, tell)
     except KeyboardInterrupt:
         note(stderr(), "interrupted; the same command goes on from here")
         raise
-    heads, before, after = found
     training = {
         "data": Path(data).name if not data.startswith("zoo:") else "zoo",
         **asdict(settings),
@@ -160,6 +140,25 @@ def train_exits(
         "trained": [asdict(report) for report in after],
     }
     _finish(job, heads, training, identity, out, as_json)
+
+
+def _exits(
+    job: Job, asked: list[int] | None, rank: int, vocab: int
+) -> tuple[LayerAccess, tuple[int, ...]]:
+    """The target's layers, and those to exit after; what does not fit the model is refused."""
+    from forerun.runtime.heads import check_layers, default_layers
+    from forerun.runtime.layers import LayerAccess
+
+    access = LayerAccess(job.model.target.executor.module())
+    exits = check_layers(asked or default_layers(access.layers), access.layers)
+    if exits[-1] == access.layers:
+        raise SettingError(
+            f"layer {exits[-1]} is the model's last and needs no head; exit layers are 1 to "
+            f"{access.layers - 1}"
+        )
+    require(rank <= access.width, "rank", rank, f"at most the hidden size, {access.width}")
+    require(vocab <= len(access.unembedding), "vocab", vocab, "at most the model's vocabulary")
+    return access, exits
 
 
 def _parse_layers(text: str | None) -> list[int] | None:
@@ -234,6 +233,7 @@ def _train(
 def _finish(
     job: Job, heads: Any, training: dict[str, Any], identity: str, out: Path, as_json: bool
 ) -> None:
+    from forerun.lab.provenance import versions
     from forerun.runtime.heads import WEIGHTS, save_heads
 
     heads.about = {

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from forerun.checks import whole
-from forerun.cli import options
-from forerun.cli.console import note, status, stderr, stdout, table
-from forerun.cli.options import OUTPUT, option
-from forerun.cli.progress import progress
-from forerun.cli.report import check_writable, print_json
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, status, stderr, stdout, table
+from forerun.cli.shared.options import OUTPUT, option
+from forerun.cli.shared.progress import progress
+from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
-    from forerun.lab.costs import Cell
-    from forerun.lab.trace import Trace
-    from forerun.lab.tune import Judged, Tuned
-    from forerun.settings import Settings
-
-SCHEMA = 1
+    from forerun.lab.traces.costs import Cell
+    from forerun.lab.traces.tune_report import Verdict
 
 
 def tune(
@@ -58,7 +52,7 @@ def tune(
     output: Annotated[
         str | None,
         options.output(
-            "FILE", "Save the best controller for generate --settings and forerun.load."
+            "FILE", "Save the recommended controller for generate --settings and forerun.load."
         ),
     ] = None,
     export: Annotated[
@@ -74,7 +68,8 @@ def tune(
 ) -> None:
     """Search the parameters of controllers on a trace, and judge them on other prompts.
 
-    Nothing is decoded: every setting is replayed. Interrupted, the best so far is kept.
+    Nothing is decoded: every setting is replayed. What was found is recommended where the other
+    prompts show it to be better than the defaults. Interrupted, the best so far is kept.
     """
     for name, number in {"budget": budget, "batch": batch, "context": context}.items():
         whole(name, number, 1)
@@ -83,21 +78,21 @@ def tune(
     for engine, file in exports:
         check_writable(file, f"--export {engine}")
 
-    from forerun.lab.costs import Costs
-    from forerun.lab.trace import Trace
-    from forerun.lab.tune import disjoint, halves, judge
-    from forerun.lab.tune import tune as search
+    from forerun.lab.traces import tune_report as report
+    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.exports import Job
+    from forerun.lab.traces.trace import Trace
+    from forerun.lab.traces.tune import disjoint, halves
+    from forerun.lab.traces.tune import tune as search
 
     every = Costs.find(costs)
     cell = every.at(batch, context)
     cells = [every.at(n, context) for n in sorted({cell.batch for cell in every.cells})]
     found = Trace.read(trace)
-    if test is None:
-        searched, judged_on, how = halves(found)
-    else:
-        searched, judged_on, how = found, Trace.read(test), "another trace"
+    given = None if test is None else (found, Trace.read(test), "another trace")
+    searched, judged_on, how = given or halves(found)
+    if given:
         disjoint(searched, judged_on)
-
     with progress("reading", unit="settings", alone=True) as told:
         tuned = search(searched, cell, controller or None, budget=budget, seed=seed, told=told)
     about = {
@@ -107,33 +102,26 @@ def tune(
         "costs": cell.to_json(),
         "budget": budget,
         "seed": seed,
+        "found": tuned.best.best,
         "speedup": round(tuned.best.after, 4),
         "complete": tuned.complete,
     }
-    settings = _settings(tuned, searched, about)
-    if output is not None:
-        settings.write(output)
+    if output is not None:  # judging takes a while, too
+        report.settings(tuned.best.best, searched, about).write(output)
     if not tuned.complete:
         note(stderr(), "interrupted; this is the best so far")
 
-    judged, fixed = judge(tuned, judged_on, cell, seed)
-    split = {"how": how, "searched": searched.prompts, "judged": judged_on.prompts}
+    split = {"how": how, "searched": searched.prompts}
+    verdict = report.Verdict.of(tuned, judged_on, cell, split, not controller, seed)
+    settings = report.settings(verdict.choice.spec, searched, about)
+    if output is not None:
+        settings.write(output)
     with status("searching what other engines can do") if exports else nullcontext():
-        written = _write_exports(exports, searched, cell, cells, budget, seed)
+        written = report.write_exports(exports, Job(searched, cell, cells, budget, seed))
     if as_json:
-        value = {
-            "schema": SCHEMA,
-            "complete": tuned.complete,
-            "split": split,
-            "costs": cell.to_json(),
-            "controllers": [_json(one) for one in judged],
-            "best_fixed": fixed,
-            "settings": json.loads(settings.to_json()),
-            "exports": written,
-        }
-        print_json(value)
+        print_json(report.document(verdict, cell, settings, written))
     else:
-        _show(tuned, judged, fixed, split, cell)
+        _show(verdict, cell)
         for engine, said in written.items():
             note(stderr(), f"{engine}: saved to {said['file']}; cannot express: {said['cannot']}")
         if output is not None:
@@ -144,18 +132,9 @@ def tune(
         raise typer.Exit(130)
 
 
-def _settings(tuned: Tuned, trace: Trace, about: Mapping[str, Any]) -> Settings:
-    """What to save: the best controller, and the draft it was tuned with if others can find it."""
-    from forerun.settings import Settings
-
-    draft = trace.about.get("draft")
-    name = str(draft.get("name")) if isinstance(draft, Mapping) else ""
-    return Settings(controller=tuned.best.best, draft=name if "/" in name else None, about=about)
-
-
 def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
     """`ENGINE:FILE` options."""
-    from forerun.lab.exports import EXPORTS
+    from forerun.lab.traces.exports import EXPORTS
 
     pairs = []
     for text in texts:
@@ -168,53 +147,24 @@ def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _write_exports(
-    exports: Sequence[tuple[str, str]],
-    trace: Trace,
-    cell: Cell,
-    cells: Sequence[Cell],
-    budget: int,
-    seed: int,
-) -> dict[str, dict[str, Any]]:
-    from forerun.lab import exports as lab
-
-    job = lab.Job(trace, cell, cells, budget, seed)
-    written = {}
-    for engine, file in exports:
-        made = lab.export(engine, job)
-        Path(file).write_text(made.text, encoding="utf-8")
-        written[engine] = {"file": file, "like": list(made.specs), "cannot": made.cannot}
-    return written
-
-
-def _json(one: Judged) -> dict[str, Any]:
-    return {**asdict(one.found), "test": one.overall, "families": one.families}
-
-
-def _show(
-    tuned: Tuned,
-    judged: Sequence[Judged],
-    fixed: Mapping[str, Any],
-    split: Mapping[str, Any],
-    cell: Cell,
-) -> None:
+def _show(verdict: Verdict, cell: Cell) -> None:
     """The report, for people."""
-    console = stdout()
+    console, split, choice = stdout(), verdict.split, verdict.choice
     note(
         console,
         f"searched on {split['searched']} prompts, judged on {split['judged']} others "
         f"({split['how']}); cost ratio {cell.ratio:.3g}, batch {cell.batch}\n",
     )
-    order = sorted(judged, key=lambda one: -one.found.after)
+    order = sorted(verdict.judged, key=lambda one: -one.found.after)
     console.print(_table("controller", [(one.found.name, one.overall) for one in order]))
-    best = next(one for one in judged if one.found is tuned.best)
+    best = next(one for one in verdict.judged if one.found is verdict.tuned.best)
     note(console, f"\n{best.found.name}, the best on the prompts searched, by family\n")
     console.print(_table("family", list(best.families.items())))
-    said = fixed["overall"]
-    note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {_interval(said)}")
-    if tuned.best.after <= tuned.best.before:
-        note(console, "no setting was faster than its defaults on the prompts searched")
-    note(console, Text.assemble("\n", (f'--controller "{best.found.best}"', "cyan")))
+    fixed = verdict.fixed
+    note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {_interval(fixed['overall'])}")
+    if choice.reason:
+        note(console, Text(f"\n{choice.reason}; recommended is", "yellow"))
+    note(console, Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
 
 
 def _table(what: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:

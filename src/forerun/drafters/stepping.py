@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from forerun.drafters.base import Guide, Proposal, Step, Texts
@@ -16,7 +17,7 @@ class Stepper(Protocol):
 
 
 def step_by_step(
-    stepper: Stepper, texts: Texts, most: list[int], guide: Guide, catching_up: bool = False
+    stepper: Stepper, texts: Texts, most: Sequence[int], guide: Guide, catching_up: bool = False
 ) -> Proposal:
     """Draft for every row until its limit, its controller, the stepper or the text says stop.
 

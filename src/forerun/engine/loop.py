@@ -30,6 +30,9 @@ from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.types import Round as Outcome
 from forerun.types import Stop
 
+NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)
+"""The round of a request that ended before its first."""
+
 
 @dataclass
 class _Pass:
@@ -363,7 +366,7 @@ class Engine:
                 Event(
                     row.id,
                     proposal.tokens[i],
-                    row.rounds[-1] if row.rounds else None,
+                    row.rounds[-1] if row.rounds else NOTHING,
                     _look(row, before - count, before),
                     done,
                 )
@@ -415,7 +418,7 @@ class Engine:
         rows = self._rows
         self._drop_rows()
         return [
-            Event(row.id, [], None, _look(row, 0, 0), row.complete("error", _line(error)))
+            Event(row.id, [], NOTHING, _look(row, 0, 0), row.complete("error", _line(error)))
             for row in rows
         ]
 

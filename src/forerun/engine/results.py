@@ -225,7 +225,7 @@ class Event:
     Attributes:
         request: the id `Engine.submit` returned.
         drafted: the tokens that were drafted; `round.accepted` of them were kept.
-        round: what became of them; None if the request ended before its first.
+        round: what became of them; of a request that an error ended, perhaps the one before.
         completion: set in a request's last event.
     """
 
@@ -235,7 +235,7 @@ class Event:
         self,
         request: int,
         drafted: list[int],
-        round: Round | None,
+        round: Round,
         look: Callable[[], list[Piece]],
         completion: Completion | None = None,
     ) -> None:

@@ -1,1 +1,1 @@
-"""Measuring and proving: for now the exactness audit."""
+"""Measuring and predicting: traces and replay, costs, bounds, tuning, audit, bench, exits."""

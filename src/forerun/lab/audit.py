@@ -20,7 +20,7 @@ from forerun.controllers import LengthController
 from forerun.engine import Sampling
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError, require
-from forerun.lab.peers import Peer
+from forerun.lab.bench.peers import Peer
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Rows
@@ -271,8 +271,7 @@ def check_lossless(rule: str | AcceptanceRule) -> None:
     if not made.lossless:
         raise SettingError(
             f"an audit is for lossless rules, and {RULES.text(made)} changes the text on purpose; "
-            "how much is told by the drift meter: drift_mean and drift_max of forerun generate "
-            "--rule ... --json"
+            "how much is told by the drift meter, drift_mean and drift_max of a generation's stats"
         )
 
 

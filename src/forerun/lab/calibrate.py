@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError, require
+from forerun.lab.provenance import versions
 from forerun.model import Model, Prompt
 from forerun.registry import Spec
 from forerun.runtime.base import Rows
 from forerun.signals import entropy
 
+SCHEMA = 1
 ELEMENTS = 1 << 25
 """Most logits held at once, so that a large vocabulary does not fill the memory."""
 
@@ -77,6 +79,16 @@ class Calibration:
         return {"method": "easd", "rule": self.rule, **asdict(self)}
 
 
+def document(found: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `calibrate easd` prints and saves; `settings` says how it was found."""
+    return {
+        "schema": SCHEMA,
+        **found.to_json(),
+        "settings": dict(settings),
+        "versions": versions(),
+    }
+
+
 def easd(
     model: Model,
     prompts: Sequence[Prompt],
@@ -115,20 +127,11 @@ def easd(
 
     Reference: Su et al. 2025 (EASD), §3.6.
     """
-    real = isinstance(share, (int, float)) and not isinstance(share, bool)
-    require(real and 0 < share <= 1, "share", share, "in (0, 1]")
     alone = target_only or isinstance(model.drafter, NullDrafter)
-    if not alone and not model.drafter.has_distribution:
-        raise SettingError(
-            "the penalty of easd needs the draft's entropy, and this drafter has no distribution; "
-            "use a draft model, or target_only=True for easd(overlap=0,draft_entropy=False)"
-        )
-    if not prompts:
-        raise PromptError("no prompts to calibrate on")
+    _check(model, prompts, share, alone)
     tell = progress or (lambda phase, done: None)
     texts = _decode(model, prompts, sampling, batch_size, tell)
-    of_target, of_draft = [], []
-    done = 0
+    of_target, of_draft, done = [], [], 0
     for batch in _batches(texts, batch_size):
         of_target.append(_of_target(model.target, batch))
         if not alone:
@@ -137,23 +140,27 @@ def easd(
         tell("reading", done)
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
-    draft = None if alone else torch.cat(of_draft)
-    both = None
-    if draft is not None:
-        known = ~draft.isnan()
-        if not known.any():
-            raise PromptError("no prompt fits the draft's context; use shorter ones")
-        both = ((target > threshold) & (draft > threshold))[known].double().mean().item()
-        draft = draft[known]
-    return Calibration(
-        threshold,
-        share,
-        top,
-        len(prompts),
-        Entropies.of(target),
-        None if draft is None else Entropies.of(draft),
-        both,
-    )
+    made = Calibration(threshold, share, top, len(prompts), Entropies.of(target), None, None)
+    if alone:
+        return made
+    draft = torch.cat(of_draft)
+    known = ~draft.isnan()
+    if not known.any():
+        raise PromptError("no prompt fits the draft's context; use shorter ones")
+    both = ((target > threshold) & (draft > threshold))[known].double().mean().item()
+    return replace(made, draft=Entropies.of(draft[known]), both=both)
+
+
+def _check(model: Model, prompts: Sequence[Prompt], share: float, alone: bool) -> None:
+    real = isinstance(share, (int, float)) and not isinstance(share, bool)
+    require(real and 0 < share <= 1, "share", share, "in (0, 1]")
+    if not alone and not model.drafter.has_distribution:
+        raise SettingError(
+            "the penalty of easd needs the draft's entropy, and this drafter has no distribution; "
+            "use a draft model, or target_only=True for easd(overlap=0,draft_entropy=False)"
+        )
+    if not prompts:
+        raise PromptError("no prompts to calibrate on")
 
 
 def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:

@@ -6,13 +6,13 @@ import os
 import platform
 from datetime import UTC, datetime
 from hashlib import file_digest, sha256
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun import zoo
+from forerun import __version__, zoo
 from forerun.runtime.base import Rows
 
 HASHED = 4 << 30
@@ -32,6 +32,17 @@ def machine(runtime: Any) -> dict[str, Any]:
             **{name: version(name) for name in ("forerun", "torch", "transformers")},
         },
     }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that may matter to a result."""
+    out = {"forerun": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers"):
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:
+            out[name] = "unknown"
+    return out | {"platform": platform.platform()}
 
 
 def identity(runtime: Rows) -> dict[str, Any]:

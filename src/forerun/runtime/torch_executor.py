@@ -61,8 +61,8 @@ class TorchExecutor(Executor):
         shape = len(pieces), max(wanted, default=0), self.facts.vocab_size
         out = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for rows in groups:
-            some = [[values[row] for row in rows] for values in (starts, pieces, wanted)]
-            logits = self._pass(rows, *some)
+            begin, fed = [starts[row] for row in rows], [pieces[row] for row in rows]
+            logits = self._pass(rows, begin, fed, [wanted[row] for row in rows])
             out[rows, : logits.shape[1]] = logits
         return out
 

@@ -179,7 +179,7 @@ def _check_room(folder: Path, needed: int) -> None:
     if needed > free:
         raise SettingError(
             f"the features need {needed / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; "
-            "use fewer --tokens or --layers, or another --cache"
+            "use fewer `tokens` or `layers`, or another `cache`"
         )
 
 

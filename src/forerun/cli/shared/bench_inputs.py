@@ -1,0 +1,184 @@
+"""What `forerun bench` was asked for: prompts, methods, peers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.cli.shared.console import status
+from forerun.errors import SettingError, UnknownNameError, require
+
+if TYPE_CHECKING:
+    from forerun.cli.shared.prompts import Found, LabPrompt
+    from forerun.cli.shared.run import Job
+    from forerun.lab.bench.methods import Method, Task
+    from forerun.registry import Spec
+
+
+def split_names(text: str, mark: str) -> list[str]:
+    """Parts between marks that stand outside brackets."""
+    parts, depth, part = [], 0, ""
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == mark and depth <= 0:
+            parts.append(part)
+            part = ""
+        else:
+            part += letter
+    return list(dict.fromkeys(p.strip() for p in (*parts, part) if p.strip()))
+
+
+def read_sizes(text: str) -> list[int]:
+    """Batch sizes like ``1,4,16``."""
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise SettingError(f"--batch wants sizes like 1,4,16, got {text!r}")
+    return sorted({int(size) for size in text.split(",")})
+
+
+def read_pythons(pairs: Sequence[str]) -> dict[str, str]:
+    """``PEER=PATH`` options."""
+    out = {}
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
+        out[name] = path
+    return out
+
+
+def find_all(
+    families: str, prompt_file: str | None, split: str, limit: int, cap: int
+) -> list[Found]:
+    """The prompts, told before a model is loaded."""
+    from forerun.cli.shared.prompts import find_prompts
+    from forerun.zoo import families as shipped
+
+    found = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
+    known = list(shipped()) if found is None else list(dict.fromkeys(f.family for f in found))
+    names = known if families.strip() == "all" else split_names(families, ",")
+    require(len(names) > 0, "families", families, "names with commas between, or all")
+    for name in names:
+        if name not in known:
+            what = "family of shipped prompts" if found is None else f"family in {prompt_file}"
+            raise UnknownNameError.among(what, name, ("all", *known))
+    if found is not None:
+        return [f for f in found if f.family in names]
+    return [f for name in names for f in find_prompts(f"builtin:{name}", split, limit, cap)]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is compared: specs, and how it is sampled."""
+
+    controllers: list[str]
+    rules: list[str]
+    peers: list[Spec]
+    pythons: Mapping[str, str]
+    """Of peers that have an environment of their own."""
+    temperature: float
+
+    @classmethod
+    def read(
+        cls, controllers: str, rules: str, peers: str, pythons: Mapping[str, str], heat: float
+    ) -> Wanted:
+        """From options; a wrong spec or temperature is refused before a model is loaded."""
+        from forerun.controllers import CONTROLLERS
+        from forerun.engine import Sampling
+        from forerun.lab.bench.peer_names import check
+        from forerun.rules import RULES
+
+        specs = [check(name, pythons) for name in split_names(peers, ",")]
+        lengths, keeps = split_names(controllers, ";"), split_names(rules, ";")
+        require(len(lengths) > 0, "controllers", "", "at least one")
+        require(len(keeps) > 0, "rules", "", "at least one")
+        for spec in lengths:
+            CONTROLLERS.make(spec)
+        for spec in keeps:
+            RULES.make(spec)
+        Sampling(temperature=heat)
+        return cls(lengths, keeps, specs, pythons, heat)
+
+    def to_json(self) -> dict[str, Any]:
+        """The specs, as text."""
+        peers = [str(spec) for spec in self.peers]
+        return {"controllers": self.controllers, "rules": self.rules, "peers": peers}
+
+
+def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
+    """The prompts as the bench takes them; sampled texts get seeds of their own."""
+    from forerun.lab.bench.methods import Task
+
+    return [
+        Task(p.family, p.id, tuple(p.ids), p.max_new_tokens, p.repetition_penalty, seed + i)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def our_methods(job: Job, wanted: Wanted) -> list[Method]:
+    """Plain decoding, and every controller with every rule."""
+    from forerun.lab.bench.methods import PLAIN, Ours
+
+    out: list[Method] = [Ours(PLAIN, job.model, temperature=wanted.temperature)]
+    for rule in wanted.rules:
+        for spec in wanted.controllers:
+            name = spec if rule == "standard" else f"{spec} + {rule}"
+            out.append(Ours(name, job.model, spec, rule, wanted.temperature))
+    return out
+
+
+def their_methods(
+    stack: ExitStack, job: Job, wanted: Wanted, target: str | None, draft: str | None
+) -> tuple[list[Method], list[dict[str, str]]]:
+    """Peers that can run here, and the others with the reason."""
+    from forerun import zoo
+    from forerun.drafters.model import ModelDrafter
+    from forerun.lab.bench.methods import Theirs
+    from forerun.lab.bench.peer_names import make
+    from forerun.lab.bench.remote import Remote
+
+    found: list[Method] = []
+    skipped = []
+    small = draft or (str(zoo.DRAFT) if target is None else None)
+    small = small if isinstance(job.model.drafter, ModelDrafter) else None
+    for spec in wanted.peers:
+        for peer, most in make(spec, job.model, target or str(zoo.TARGET), small, wanted.pythons):
+            if isinstance(peer, Remote):
+                stack.callback(peer.close)
+            if wanted.temperature > 0:
+                reason: str | None = "peers are measured greedily, and --temperature is above 0"
+            else:
+                with status(f"starting {peer.name}"):
+                    reason = peer.available()
+            if reason is None:
+                found.append(Theirs(peer, most))
+            else:
+                skipped.append({"name": peer.name, "reason": reason})
+    return found, skipped
+
+
+def read_recorded(trace: str | None, costs: str | None) -> tuple[Any, Any] | None:
+    """Trace and costs, read before anything is measured."""
+    if trace is None or costs is None:
+        return None
+    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.trace import Trace
+
+    return Trace.read(trace), Costs.read(costs)
+
+
+def draft_identity(job: Job) -> Any:
+    """Name and hash of the draft model, or the drafter's spec."""
+    from forerun.drafters.model import ModelDrafter
+    from forerun.lab.provenance import identity
+
+    drafter = job.model.drafter
+    return identity(drafter.rows) if isinstance(drafter, ModelDrafter) else job.about["draft"]
+
+
+def model_name(model: str) -> str:
+    """Without the way to it on this machine."""
+    return Path(model).name if Path(model).is_dir() else model

@@ -1,0 +1,237 @@
+"""What exit heads are trained on: texts, and texts the target writes itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.cli.shared.inputs import Reader, Request, prepare, read_requests
+from forerun.cli.shared.prompts import find_prompts, is_shipped
+from forerun.errors import PromptError, SettingError
+
+if TYPE_CHECKING:
+    from forerun.cli.shared.run import Job
+    from forerun.training.features import Document
+
+ZOO = "zoo:"
+GROUP = 32
+"""Prompts the target continues together; texts are kept in whole groups."""
+WINDOW = 512
+"""Most tokens of a stretch of text."""
+NEW_TOKENS = 96
+"""Most tokens the target writes on a prompt of the shipped models' training."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Either texts to read, or prompts for the target to continue."""
+
+    texts: list[str] | None = None
+    prompts: Callable[[], Iterable[Request]] | None = None
+    """Gives the prompts from the first one on; there may be no end of them."""
+
+
+def open_source(data: str, seed: int) -> Source:
+    """What `--data` means; everything wrong with it is said now, before a model is loaded.
+
+    Raises:
+        SettingError, PromptError: nothing usable there; the file and line are named.
+        OSError: it cannot be read.
+    """
+    if data.startswith(ZOO):
+        from forerun.zoo.corpus import load_pools
+
+        pool = load_pools(Path(data.removeprefix(ZOO)).expanduser())["train"]
+        return Source(prompts=lambda: _zoo_prompts(pool, seed))
+    if is_shipped(data):
+        shipped = [f.request for f in find_prompts(data, "val", penalised=False)]
+        return Source(prompts=lambda: shipped)
+    path = Path(data).expanduser()
+    if path.is_dir():
+        files = sorted(path.rglob("*.txt"))
+        if not files:
+            raise SettingError(f"no .txt files in {data}; give a text file, a folder of them, or "
+                               "a .jsonl file of prompts")  # fmt: skip
+        return Source(texts=[_read(file) for file in files])
+    if path.suffix.lower() in (".jsonl", ".json"):
+        texts = _json_texts(path)
+        if texts is not None:
+            return Source(texts=texts)
+        requests = read_requests(None, str(path))
+        return Source(prompts=lambda: requests)
+    return Source(texts=[_read(path)])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _json_texts(path: Path) -> list[str] | None:
+    """The texts of a file whose lines are objects with "text"; None if they are prompts."""
+    texts: list[str] = []
+    for number, line in enumerate(_read(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            where = f"{path}, line {number}: not JSON"
+            raise SettingError(f"{where} ({error.msg} at column {error.colno})") from error
+        if not isinstance(value, dict) or "text" not in value:
+            if texts:
+                raise SettingError(f'{path}, line {number}: no "text"; lines before it have it')
+            return None
+        if not isinstance(value["text"], str):
+            raise SettingError(f"{path}, line {number}: text must be a string")
+        texts.append(value["text"])
+    return texts or None
+
+
+def _zoo_prompts(pool: Any, seed: int) -> Iterator[Request]:
+    """Training prompts of every task family in turn, without end."""
+    from forerun.zoo.recipe import Recipe
+    from forerun.zoo.tasks import FAMILIES
+
+    rng = random.Random(f"exits/{seed}")
+    # By tokens, stories get about twice the share of each task, as in the training of the draft.
+    names = ["stories", "stories", *Recipe().task_weights]
+    while True:
+        for name in names:
+            family = FAMILIES[name]
+            prompt = family.sample(rng, "train", pool).prompt
+            most = min(family.MAX_NEW_TOKENS, NEW_TOKENS)
+            yield Request(prompt, {"max_new_tokens": most}, f"a prompt of {name}")
+
+
+def read_documents(
+    source: Source,
+    job: Job,
+    folder: Path,
+    *,
+    tokens: int,
+    seed: int,
+    identity: str,
+    tell: Callable[[int], None],
+) -> list[Document]:
+    """Documents with about `tokens` positions, or as many as there are.
+
+    Args:
+        source: from `open_source`.
+        job: the target.
+        folder: texts the target writes are kept there; an interrupted run goes on with them.
+        tokens: positions wanted.
+        seed: decides the order of texts, and which continuations are sampled.
+        identity: of the model and the data; texts of another are not used.
+        tell: told the positions there are.
+
+    Raises:
+        SettingError: too little text to train on and to hold some out.
+        PromptError: a prompt is empty or too long.
+    """
+    from forerun.training.features import positions_of
+
+    if source.texts is not None:
+        found = _cut(source.texts, job, seed)
+    else:
+        assert source.prompts is not None
+        found = _written(source.prompts(), job, folder / "texts.jsonl", f"{identity} {seed}")
+    kept: list[Document] = []
+    count = 0
+    for document in found:
+        if positions_of(document):
+            kept.append(document)
+            count += positions_of(document)
+            tell(count)
+        if count >= tokens:
+            break
+    if len(kept) < 2:
+        raise SettingError(
+            f"too little text: {count} positions in {len(kept)} document(s); give more --data"
+        )
+    return kept
+
+
+def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """Documents to train on, and about one of sixteen to measure on."""
+    held = documents[15::16] or documents[-1:]
+    kept = [d for i, d in enumerate(documents) if i % 16 != 15] if len(documents) > 15 else None
+    return kept or documents[:-1], held
+
+
+def _cut(texts: list[str], job: Job, seed: int) -> Iterator[Document]:
+    """Stretches of the texts in random order, tokenised as they are needed."""
+    total = sum(map(len, texts))
+    size = max(64, min(4 * WINDOW, total // 32))
+    stretches = [stretch for text in texts for stretch in _stretches(text, size)]
+    random.Random(f"exits/{seed}").shuffle(stretches)
+    most = min(WINDOW, job.model.target.limit)
+    for stretch in stretches:
+        yield job.model.encode(stretch)[:most], 0
+
+
+def _stretches(text: str, size: int) -> Iterator[str]:
+    """A text in pieces of at most `size` characters, cut at white space where there is some."""
+    at = 0
+    while at < len(text):
+        end = at + size
+        if end < len(text):
+            space = max(text.rfind("\n", at + size // 2, end), text.rfind(" ", at + size // 2, end))
+            end = space if space > at else end
+        if piece := text[at:end].strip():
+            yield piece
+        at = end
+
+
+def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iterator[Document]:
+    """Prompts with what the target itself writes on them: half greedily, half sampled.
+
+    An exit is only ever asked about text that the target is writing.
+    """
+    from forerun.cli.shared.run import run
+
+    lines = _kept_lines(path, key)
+    yield from ((ids, start) for ids, start in lines)
+    remaining = islice(prompts, len(lines), None)
+    number = len(lines)
+    while group := list(islice(remaining, GROUP)):
+        chosen = []
+        for request in group:
+            rng = random.Random(f"{key}/{number}")
+            how = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
+            chosen.append(Request(request.prompt, {**how, **request.settings}, request.where))
+            number += 1
+        rows = prepare(Reader.of(job.model), chosen)
+        done = run(job, rows, plain=True).completions
+        fresh = [
+            ([*row.ids, *completion.tokens], len(row.ids) - 1)
+            for row, completion in zip(rows, done, strict=True)
+        ]
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(document) + "\n" for document in fresh))
+        yield from fresh
+
+
+def _kept_lines(path: Path, key: str) -> list[Any]:
+    """Documents of an earlier run, in whole groups; the file is left holding just these."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[Any] = []
+    try:
+        head, *rest = path.read_text(encoding="utf-8").split("\n")
+        if json.loads(head) == {"key": key}:
+            for line in rest:
+                lines.append(json.loads(line))
+    except (OSError, ValueError):
+        pass  # none, or its last line is cut: what stands before it is good
+    # A last group that is short may be the end of the prompts; it is cheap to write again.
+    lines = lines[: len(lines) // GROUP * GROUP]
+    kept = "".join(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
+    path.write_text(kept, encoding="utf-8")
+    return lines

@@ -1,0 +1,156 @@
+"""Turning whatever goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from forerun.cli.shared.console import clean
+from forerun.errors import ForerunError, SettingError
+
+DEBUG = "FORERUN_DEBUG"
+
+
+class Held:
+    """A first SIGINT or SIGTERM that waits; a second one does not."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.before: dict[int, Any] = {}
+        """The handlers that wait."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self.number is not None
+
+    def catch(self, number: int, frame: object = None) -> None:
+        """Handle a signal."""
+        if self.asked:
+            self.before[number](number, frame)
+        self.number = number
+
+
+@contextmanager
+def held() -> Iterator[Held]:
+    """Let SIGINT and SIGTERM wait until the end of the block; there they are raised.
+
+    Raises:
+        KeyboardInterrupt: at the end, or at once if a second signal comes.
+    """
+    caught = Held()
+    with _handling({signal.SIGINT: caught.catch, signal.SIGTERM: caught.catch}) as before:
+        caught.before = before
+        yield caught
+    if caught.number is not None:
+        before[caught.number](caught.number, None)
+
+
+@contextmanager
+def _handling(handlers: dict[int, Callable[..., None]]) -> Iterator[dict[int, Any]]:
+    """Other handlers for signals that are not ignored; only the main thread may set them."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, handler)
+    try:
+        yield before
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+Flags = Callable[[], Mapping[str, str]]
+"""The flags of arguments, by the arguments' names."""
+
+
+def guarded(command: Callable[[], Any], flags: Flags = dict) -> int:
+    """Run a command; the exit code. Errors become one line on stderr.
+
+    SIGTERM ends it like SIGINT, so that what is complete is kept; only the exit code differs.
+
+    Args:
+        command: what is run.
+        flags: what the library calls `name` in its errors is one of these on the command line.
+    """
+    terminated = False
+
+    def terminate(number: int, frame: object) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    with _handling({signal.SIGTERM: terminate}):
+        code = _guarded(command, flags)
+    return 143 if terminated and code == 130 else code
+
+
+def _guarded(command: Callable[[], Any], flags: Flags) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a poor locale must not end a run
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return _abandon_stdout()
+    except (SystemExit, typer.Exit) as error:
+        code = getattr(error, "exit_code", getattr(error, "code", 1))
+        return code if isinstance(code, int) else 1
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
+        return _report(error, flags)
+
+
+def _report(error: Exception, flags: Flags) -> int:
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None:  # the parser's own: unknown option, missing argument, ...
+        return say(str(format_message()), 2)
+    if isinstance(error, ForerunError):
+        return say(_with_flags(str(error), flags), 2 if isinstance(error, SettingError) else 1)
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return say(f"{error.strerror or error}{where}", 1)
+    if type(error).__name__ == "OutOfMemoryError":
+        return say("out of GPU memory; use a smaller --batch-size, --dtype or --max-new-tokens", 1)
+    hint = "" if os.environ.get(DEBUG) else f" (set {DEBUG}=1 to see where)"
+    return say(f"unexpected {type(error).__name__}: {error}{hint}", 1)
+
+
+def _with_flags(message: str, flags: Flags) -> str:
+    """The library's message with `name` as the flag it has here."""
+    if "`" not in message:
+        return message
+    known = flags()
+    return re.sub(r"`(\w+)`", lambda found: known.get(found[1], found[0]), message)
+
+
+def say(message: str, code: int) -> int:
+    """Print `error: message` as one line on stderr; returns `code`."""
+    line = " ".join(clean(message).split())
+    print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def _abandon_stdout() -> int:
+    """The reader went away: nothing to say, and nothing may be flushed at exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    return 141

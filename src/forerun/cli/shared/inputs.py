@@ -1,0 +1,278 @@
+"""Prompts: from the command line, stdin, or a file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import PromptError, SettingError, UnknownNameError
+
+if TYPE_CHECKING:
+    from forerun import Model
+    from forerun.engine import Sampling
+
+
+MARK = "\ufeff"
+"""The byte-order mark that some editors put before UTF-8 text."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt as it was asked for."""
+
+    prompt: str | list[int]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling fields of its own."""
+    where: str = ""
+    """Its place in the file, for error messages."""
+    id: str | int | None = None
+    """Its own name; `id`, `family` and `meta` come back in the output."""
+    family: str | None = None
+    """What kind of prompt it is: figures are reported per family."""
+    meta: Any = None
+    """Anything else its owner wants to find beside the output."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt ready to run."""
+
+    text: str
+    ids: list[int]
+    sampling: Sampling
+    index: int = 0
+    """Its place among the prompts, from 0."""
+    id: str | int | None = None
+    family: str | None = None
+    meta: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Whose completion it is."""
+        return {name: getattr(self, name) for name in ("index", "id", "family", "meta")}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What is needed of a model to read prompts."""
+
+    tokenizer: Any
+    limit: int
+    """Most tokens of context."""
+    encode: Callable[[str | list[int]], list[int]]
+
+    @classmethod
+    def of(cls, model: Model) -> Reader:
+        """That of a loaded model."""
+        return cls(model.tokenizer, model.target.limit, model.encode)
+
+    @classmethod
+    def open(cls, target: str | Path, trust_remote_code: bool = False) -> Reader | None:
+        """That of a model whose weights are not loaded; None where only loading them can tell."""
+        from transformers import AutoConfig
+
+        from forerun.errors import ForerunError
+        from forerun.runtime import load_tokenizer
+        from forerun.runtime.support import context_limit
+
+        try:
+            tokenizer = load_tokenizer(target, trust_remote_code)
+            config = AutoConfig.from_pretrained(str(target), trust_remote_code=trust_remote_code)
+            limit = context_limit(config)
+        except (ForerunError, OSError, ValueError, KeyError, AttributeError, TypeError):
+            return None
+
+        def encode(prompt: str | list[int]) -> list[int]:
+            return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+        return cls(tokenizer, limit, encode)
+
+
+def read_requests(prompt: str | None, prompt_file: str | None) -> list[Request]:
+    """The prompts the user means.
+
+    Raises:
+        SettingError: none or several sources, or a line that cannot be read (its number is named).
+        OSError: the file cannot be read.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise SettingError("give a prompt or --prompt-file, not both")
+    if prompt_file is not None:
+        return _read_file(prompt_file)
+    if prompt is None:
+        raise SettingError('no prompt; write forerun generate "Once upon a time", or - for stdin')
+    return [Request(_stdin().removesuffix("\n") if prompt == "-" else prompt)]
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read().removeprefix(MARK)
+    except UnicodeDecodeError as error:
+        raise PromptError(f"stdin is not UTF-8 text: {error}") from error
+
+
+def _read_file(path: str) -> list[Request]:
+    try:
+        text = _stdin() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
+    # Not `splitlines`: JSON strings may hold other line separators.
+    lines = enumerate(text.split("\n"), start=1)
+    requests = [_request(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+    if not requests:
+        raise PromptError(f"{path} holds no prompts; write one JSON string or object per line")
+    return requests
+
+
+def _request(line: str, where: str) -> Request:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SettingError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if isinstance(value, str):
+        return Request(value, where=where)
+    if not isinstance(value, dict):
+        raise SettingError(f"{where}: expected a string or an object, got {line.strip()[:40]}")
+    prompt: Any = value.pop("prompt", None)
+    tokens: Any = value.pop("tokens", None)
+    if (prompt is None) == (tokens is None):
+        raise SettingError(f'{where}: give "prompt" (text) or "tokens" (a list of ids)')
+    if prompt is not None and not isinstance(prompt, str):
+        raise SettingError(f"{where}: prompt must be a string, got {prompt!r}")
+    if tokens is not None and not _ids(tokens):
+        raise SettingError(f"{where}: tokens must be a list of token ids, got {tokens!r}")
+    name, family, meta = (value.pop(key, None) for key in ("id", "family", "meta"))
+    if not (name is None or type(name) is int or (isinstance(name, str) and name)):
+        raise SettingError(f"{where}: id must be text or a whole number, got {name!r}")
+    # "all" is the name of all families together.
+    if not (family is None or (isinstance(family, str) and family not in ("", "all"))):
+        raise SettingError(f"{where}: family must be text other than 'all', got {family!r}")
+    return Request(tokens if prompt is None else prompt, value, where, name, family, meta)
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(t) is int for t in value)
+
+
+def prepare(
+    reader: Reader, requests: Sequence[Request], common: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """Tokenise and check every request before the first one runs.
+
+    Args:
+        reader: tokenises, and knows the context.
+        requests: what was asked for.
+        common: sampling fields for all; a request's own come first.
+
+    Raises:
+        PromptError, SettingError: with the place of the request.
+    """
+    return [_prepare(reader, i, request, common or {}) for i, request in enumerate(requests)]
+
+
+def _prepare(reader: Reader, index: int, request: Request, common: Mapping[str, Any]) -> Row:
+    at = f"{request.where}: " if request.where else ""
+    try:
+        sampling = make_sampling({**common, **request.settings})
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{at}{error}") from error
+    except SettingError as error:
+        raise SettingError(f"{at}{error}") from error
+    if isinstance(request.prompt, str) and not _is_text(request.prompt):
+        raise PromptError(f"{at}the prompt is not valid Unicode text")
+    ids = reader.encode(request.prompt)
+    if not ids:
+        raise PromptError(f"{at}the prompt is empty; give at least one token of text")
+    if len(ids) >= reader.limit:
+        raise PromptError(
+            f"{at}the prompt has {len(ids)} tokens and the context holds {reader.limit}; "
+            "shorten the prompt"
+        )
+    text = request.prompt
+    if not isinstance(text, str):
+        text = str(reader.tokenizer.decode(ids)) if reader.tokenizer is not None else str(ids)
+    return Row(text, ids, sampling, index, request.id, request.family, request.meta)
+
+
+def _is_text(prompt: str) -> bool:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_NUMBER, _WHOLE, _FLAG = "a number", "an integer", "true or false"
+_KINDS = {
+    "temperature": _NUMBER,
+    "top_k": _WHOLE,
+    "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "seed": _WHOLE,
+    "max_new_tokens": _WHOLE,
+    "min_new_tokens": _WHOLE,
+    "ignore_eos": _FLAG,
+}
+
+
+def make_sampling(given: Mapping[str, Any]) -> Sampling:
+    """`Sampling` from JSON values, with every wrong name or kind named."""
+    from forerun.engine import Sampling
+
+    known = [f.name for f in fields(Sampling)]
+    made = dict(given)
+    for name, value in given.items():
+        if name not in known:
+            raise UnknownNameError.among("setting", name, known)
+        kind = _KINDS.get(name)
+        if name == "seed" and value is None:
+            continue
+        if (
+            (kind == _NUMBER and (isinstance(value, bool) or not isinstance(value, (int, float))))
+            or (kind == _WHOLE and type(value) is not int)
+            or (kind == _FLAG and not isinstance(value, bool))
+        ):
+            raise SettingError(f"{name} must be {kind}, got {value!r}")
+        if name == "stop":
+            made[name] = _strings(value)
+        elif name == "eos" and value is not None and not _ids(value):
+            raise SettingError(f"eos must be a list of token ids, got {value!r}")
+        elif name == "logit_bias":
+            made[name] = _bias(value)
+    return Sampling(**made)
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
+        raise SettingError(f"stop must be a string or a list of strings, got {value!r}")
+    return tuple(values)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in dict(value).items()}
+    except (TypeError, ValueError) as error:
+        raise SettingError(
+            f"logit_bias must map token ids to numbers, like {{12: -5}}, got {value!r}"
+        ) from error
+
+
+def parse_bias(pairs: list[str]) -> dict[int, float]:
+    """`ID=VALUE` options, e.g. ``["12=-5", "7=-inf"]``."""
+    bias = {}
+    for pair in pairs:
+        token, equals, value = pair.partition("=")
+        try:
+            if not equals:
+                raise ValueError
+            bias[int(token)] = float(value)
+        except ValueError as error:
+            raise SettingError(f"--logit-bias wants ID=VALUE like 12=-5, got {pair!r}") from error
+    return bias

@@ -1,0 +1,72 @@
+"""Progress bars: on stderr, on terminals only, gone when the work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from forerun.cli.shared.console import stderr
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+
+class Tell(Protocol):
+    """Told how much of something is done, and of how much if that was not said before."""
+
+    def __call__(self, name: str, done: float, total: float | None = None) -> None:
+        """The name stands before the bar."""
+
+
+def make(*columns: ProgressColumn) -> Progress:
+    """Bars with these columns."""
+    from rich.progress import Progress
+
+    console = stderr()
+    return Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,  # piped text must stay in the pipe
+    )
+
+
+@contextmanager
+def progress(
+    name: str, total: float | None = None, unit: str = "", alone: bool = False
+) -> Iterator[Tell]:
+    """A bar, and one more for every other name that is told.
+
+    Args:
+        name: of the first bar.
+        total: how much there is of what has no total of its own.
+        unit: what is counted; without one, percentages are shown.
+        alone: a new name takes the place of the one before.
+    """
+    from rich import progress as rich
+
+    counted = (rich.MofNCompleteColumn(), rich.TextColumn(unit)) if unit else ()
+    share = () if unit else (rich.TaskProgressColumn(),)
+    bars = make(
+        rich.TextColumn("{task.description}"),
+        *counted,
+        rich.BarColumn(),
+        *share,
+        rich.TimeRemainingColumn(),
+    )
+    tasks = {name: bars.add_task(name, total=total)}
+    first = total
+
+    def tell(name: str, done: float, total: float | None = None) -> None:
+        most = first if total is None else total
+        if name not in tasks:
+            while alone and tasks:
+                bars.remove_task(tasks.popitem()[1])
+            tasks[name] = bars.add_task(name, total=most)
+        done = done if most is None else min(done, most)
+        bars.update(tasks[name], completed=done, total=most)
+
+    with bars:
+        yield tell

@@ -1,0 +1,176 @@
+"""Prompts of the lab's commands: a file, or the ones that ship with forerun.
+
+`find_prompts` tells mistakes before a model is loaded, `tokenise` needs the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import PromptError, SettingError, UnknownNameError, require
+
+if TYPE_CHECKING:
+    from forerun.cli.shared.inputs import Reader, Request
+    from forerun.engine import Sampling
+
+BUILTIN = "builtin"
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A prompt as it was asked for."""
+
+    family: str
+    """Its own, or the name of the file."""
+    id: str
+    """Its own, or its line in the file."""
+    request: Request
+
+
+@dataclass(frozen=True)
+class LabPrompt:
+    """A prompt ready to run."""
+
+    family: str
+    id: str
+    text: str
+    ids: list[int]
+    sampling: Sampling
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens to write."""
+        return self.sampling.max_new_tokens
+
+    @property
+    def repetition_penalty(self) -> float:
+        """1 is off."""
+        return self.sampling.repetition_penalty
+
+
+def is_shipped(text: str) -> bool:
+    """Whether prompts that ship are meant, and no file."""
+    return text.partition(":")[0] == BUILTIN
+
+
+def given_or_shipped(text: str | None, target: str | None, option: str = "--prompts") -> str:
+    """What the user named, or for the shipped target all that ships."""
+    if text is None and target is not None:
+        raise SettingError(
+            f"no prompts; give {option} FILE with prompts of your task, or {option} {BUILTIN}:{ALL}"
+        )
+    return text or f"{BUILTIN}:{ALL}"
+
+
+def find_prompts(
+    text: str,
+    split: str = "test",
+    limit: int | None = None,
+    cap: int | None = None,
+    *,
+    penalised: bool = True,
+) -> list[Found]:
+    """The prompts a user means by `text`.
+
+    Args:
+        text: a file as for `generate --prompt-file` (``-`` reads stdin), ``builtin:FAMILY``, or
+            ``builtin:all`` or ``builtin``. Of all families the prompts come in turns.
+        split: of the shipped prompts, ``"val"`` or ``"test"``.
+        limit: only the first so many of each family; None takes all.
+        cap: most new tokens of a prompt that asks for more or for no number. None takes the
+            prompt's own, or 128.
+        penalised: whether shipped prompts bring their repetition penalty, `zoo.PENALTY`.
+
+    Raises:
+        PromptError, SettingError: with the place of the prompt.
+        OSError: the file cannot be read.
+    """
+    require(limit is None or limit >= 1, "limit", limit, "≥ 1")
+    require(cap is None or cap >= 1, "max_new_tokens", cap, "≥ 1")
+    require(split in ("val", "test"), "split", split, "val or test")
+    if is_shipped(text):
+        return _shipped(text.partition(":")[2] or ALL, split, limit, cap, penalised)
+
+    from forerun.cli.shared.inputs import read_requests
+
+    stem = "stdin" if text == "-" else Path(text).stem
+    found: dict[tuple[str, str], Found] = {}
+    counts: Counter[str] = Counter()
+    for request in read_requests(None, text):
+        family, line = request.family or stem, request.where.rpartition(", ")[2]
+        name = line if request.id is None else str(request.id)
+        if (family, name) in found:
+            raise PromptError(f"{request.where}: another prompt of {family} has the id {name!r}")
+        counts[family] += 1
+        if limit is None or counts[family] <= limit:
+            found[family, name] = Found(family, name, _capped(request, cap))
+    return list(found.values())
+
+
+def seeded(found: Sequence[Found], seed: int) -> list[Found]:
+    """The same prompts; number i, from 0 on, gets the seed `seed` + i unless it has its own."""
+    out = []
+    for i, f in enumerate(found):
+        settings = f.request.settings
+        if settings.get("seed") is None:
+            settings = {**settings, "seed": seed + i}
+        out.append(replace(f, request=replace(f.request, settings=settings)))
+    return out
+
+
+def tokenise(
+    reader: Reader, found: Sequence[Found], common: Mapping[str, Any] | None = None
+) -> list[LabPrompt]:
+    """Tokenise and check every prompt before the first one runs.
+
+    Args:
+        reader: tokenises, and knows the context.
+        found: the prompts.
+        common: sampling fields for all; a prompt's own come first.
+    """
+    from forerun.cli.shared.inputs import prepare
+
+    rows = prepare(reader, [f.request for f in found], common)
+    return [
+        LabPrompt(f.family, f.id, row.text, row.ids, row.sampling)
+        for f, row in zip(found, rows, strict=True)
+    ]
+
+
+def _shipped(
+    family: str, split: str, limit: int | None, cap: int | None, penalised: bool
+) -> list[Found]:
+    from forerun.cli.shared.inputs import Request
+    from forerun.zoo import PENALTY, families, prompts
+
+    if family not in (ALL, *families()):
+        raise UnknownNameError.among("family of shipped prompts", family, (ALL, *families()))
+    every = families() if family == ALL else (family,)
+    chosen = [prompts(name, split, limit) for name in every]
+    mixed = [p for p in chain(*zip_longest(*chosen)) if p is not None]
+    if not mixed:
+        raise PromptError("the shipped prompts are not in this copy; give a file")
+    found = []
+    for p in mixed:
+        settings = {"max_new_tokens": min(cap or p.max_new_tokens, p.max_new_tokens)}
+        penalty = {"repetition_penalty": PENALTY[p.family]} if p.family in PENALTY else {}
+        own = {**settings, **(penalty if penalised else {})}
+        found.append(Found(p.family, p.id, Request(p.prompt, own, p.id)))
+    return found
+
+
+def _capped(request: Request, cap: int | None) -> Request:
+    own = request.settings.get("max_new_tokens", cap)
+    if cap is None or type(own) is not int:  # a wrong kind is told where all settings are read
+        return request
+    capped = {"max_new_tokens": min(own, cap)}
+    least = request.settings.get("min_new_tokens")
+    if type(least) is int:
+        capped["min_new_tokens"] = min(least, cap)
+    return replace(request, settings={**request.settings, **capped})

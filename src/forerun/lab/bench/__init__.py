@@ -1,0 +1,1 @@
+"""Methods and other implementations side by side, and the report of it."""

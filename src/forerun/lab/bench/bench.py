@@ -1,0 +1,245 @@
+"""Paired, interleaved measurements: every method on every prompt, side by side.
+
+A *group* is a batch of prompts decoded together. Per group all methods run in turn, in an order
+that rotates from group to group, so that a machine that gets slower or faster favours none. A
+group counts once every method has run on it: what is compared is always paired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import SettingError
+from forerun.lab.bench.methods import PLAIN, Group, Method, Run, Task
+from forerun.lab.bench.report import Cell
+
+SCHEMA = 1
+FILE = "results.json"
+WARM_UP = 12
+"""Tokens written, per method and batch size, before anything counts."""
+SAVE_EVERY = 15.0
+"""Seconds between two writes of the results while measuring."""
+
+
+class Results:
+    """The document `results.json`: what was measured on what, and every sample.
+
+    `docs/json.md` describes it. One `Results` belongs to one folder; it writes itself as it grows.
+    """
+
+    def __init__(self, folder: Path, document: dict[str, Any]) -> None:
+        self.folder, self.document = folder, document
+        self._written = time.monotonic()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        settings: dict[str, Any],
+        provenance: dict[str, Any],
+        methods: Sequence[Method],
+        skipped: Sequence[dict[str, str]] = (),
+    ) -> Results:
+        """New results, or those of an interrupted run of the same settings, to go on with.
+
+        Raises:
+            SettingError: the folder holds results of other settings.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        document: dict[str, Any] = {
+            "schema": SCHEMA,
+            "kind": "bench",
+            "complete": False,
+            "settings": settings,
+            "provenance": [provenance],
+            "methods": [m.about() for m in methods],
+            "skipped": list(skipped),
+            "samples": [],
+        }
+        if (folder / FILE).is_file():
+            found = load(folder)
+            if _ground(found) != _ground(json.loads(json.dumps(document))):
+                raise SettingError(
+                    f"{folder} holds the results of other settings, methods, models or versions; "
+                    "name another folder"
+                )
+            document["samples"] = found["samples"]
+            document["provenance"] = [*found["provenance"], provenance]
+        return cls(folder, document)
+
+    @property
+    def done(self) -> set[tuple[Any, ...]]:
+        """Keys of the groups that are complete."""
+        return {(s["batch"], s["family"], *s["prompts"]) for s in self.document["samples"]}
+
+    def add(self, group: Group, runs: dict[str, Run], same: bool) -> None:
+        """Keep a complete group; `same` says whether outputs are expected to equal plain's."""
+        plain = runs[PLAIN].tokens
+        for name, run in runs.items():
+            equal = [a == b for a, b in zip(run.tokens, plain, strict=True)] if same else None
+            sample = {k: v for k, v in asdict(run).items() if k != "tokens"}
+            sample |= {
+                "method": name,
+                "batch": group.batch,
+                "family": group.family,
+                "prompts": [t.id for t in group.tasks],
+                "tokens": [len(t) for t in run.tokens],
+                "identical": equal,
+                "digest": [_digest(t) for t in run.tokens],
+            }
+            self.document["samples"].append(json.loads(json.dumps(sample)))
+        if time.monotonic() - self._written > SAVE_EVERY:
+            self.write()
+
+    def skip(self, name: str, reason: str) -> None:
+        """Leave a method out from now on, and what it measured so far."""
+        doc = self.document
+        doc["skipped"].append({"name": name, "reason": reason})
+        doc["samples"] = [s for s in doc["samples"] if s["method"] != name]
+
+    def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """The document without the samples, with their figures."""
+        document = {k: v for k, v in self.document.items() if k != "samples"}
+        return document | {"summary": [c.to_json() for c in cells]}
+
+    def write(self) -> None:
+        """Write the file, whole or not at all."""
+        path = self.folder / FILE
+        fresh = path.with_suffix(".part")
+        text = json.dumps(self.document, ensure_ascii=False, allow_nan=False, indent=1)
+        fresh.write_text(text + "\n", encoding="utf-8")
+        os.replace(fresh, path)
+        self._written = time.monotonic()
+
+
+def measure(
+    results: Results,
+    work: Sequence[Group],
+    methods: Sequence[Method],
+    *,
+    greedy: bool = True,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Run what is not yet in `results`, group by group.
+
+    A peer that fails is left out with its reason. Interrupted, what is complete is written before
+    the interrupt goes on.
+
+    Args:
+        results: where samples go.
+        work: the groups, in the order they run.
+        methods: the first is plain decoding.
+        greedy: outputs are expected to equal plain decoding's.
+        tell: told the runs done and their total.
+    """
+    done = results.done
+    todo = [g for g in work if g.key not in done]
+    active = [m for m in methods if m.name not in {s["name"] for s in results.document["skipped"]}]
+    runs = _Progress(work, todo, active, tell)
+    warm: set[int] = set()
+    try:
+        for turn, group in enumerate(todo):
+            if group.batch not in warm:
+                _warm_up(results, group, active)
+                warm.add(group.batch)
+            able = _able(active, group.batch)
+            found: dict[str, Run] = {}
+            for step in range(len(able)):
+                method = able[(step + turn) % len(able)]
+                run = _try(results, method, group.tasks, active)
+                if run is not None:
+                    found[method.name] = run
+                runs.advance()
+            ordered = {m.name: found[m.name] for m in active if m.name in found}
+            results.add(group, ordered, greedy)
+        results.document["complete"] = True
+    finally:
+        results.write()
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read results from a folder or a file.
+
+    Raises:
+        SettingError: they are no results of `bench`, or of a newer schema.
+        OSError: they cannot be read.
+    """
+    file = Path(path)
+    file = file / FILE if file.is_dir() else file
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingError(f"{file} is no results file of forerun bench: {error}") from error
+    if not isinstance(document, dict) or document.get("kind") != "bench":
+        raise SettingError(f"{file} is no results file of forerun bench")
+    if document.get("schema") != SCHEMA:
+        raise SettingError(
+            f"{file} has schema {document.get('schema')!r} and this forerun reads {SCHEMA}"
+        )
+    return document
+
+
+def _ground(document: dict[str, Any]) -> list[Any]:
+    """What must not change for a run to go on."""
+    made = document["provenance"][-1]
+    kept = [made.get(name) for name in ("target", "draft", "versions", "device", "dtype")]
+    return [document["settings"], document["methods"], *kept]
+
+
+def _able(methods: Sequence[Method], batch: int) -> list[Method]:
+    return [m for m in methods if m.largest_batch is None or m.largest_batch >= batch]
+
+
+def _try(
+    results: Results, method: Method, tasks: Sequence[Task], active: list[Method]
+) -> Run | None:
+    """One run; a peer that fails leaves `active`. Our own errors are not hidden."""
+    if method.kind != "peer":
+        return method.run(tasks)
+    try:
+        return method.run(tasks)
+    except Exception as error:
+        first = " ".join(str(error).split())[:200]
+        results.skip(method.name, f"failed on {tasks[0].id}: {type(error).__name__}: {first}")
+        active.remove(method)
+        return None
+
+
+def _warm_up(results: Results, group: Group, active: list[Method]) -> None:
+    short = [replace(t, max_new_tokens=min(t.max_new_tokens, WARM_UP)) for t in group.tasks]
+    for method in _able(active, group.batch):
+        _try(results, method, short, active)
+
+
+class _Progress:
+    """Counts runs, those measured before an interruption included."""
+
+    def __init__(
+        self,
+        work: Sequence[Group],
+        todo: Sequence[Group],
+        methods: Sequence[Method],
+        tell: Callable[[int, int], None],
+    ) -> None:
+        def count(some: Sequence[Group]) -> int:
+            return sum(len(_able(methods, g.batch)) for g in some)
+
+        self._tell, self._total = tell, count(work)
+        self._done = self._total - count(todo)
+        tell(self._done, self._total)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._tell(self._done, self._total)
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    """A short name for an output, so that two runs can be compared without its text."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:12]

@@ -1,0 +1,215 @@
+"""What a bench runs: prompts in groups, and the methods that continue them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from forerun.errors import PromptError
+
+if TYPE_CHECKING:
+    from forerun.engine import Completion
+    from forerun.lab.bench.peers import Peer
+    from forerun.model import Model
+
+PLAIN = "plain"
+"""The name of decoding with the target alone."""
+
+Kind = Literal["plain", "forerun", "peer"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt as token ids."""
+
+    family: str
+    id: str
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tasks of one family that are decoded together."""
+
+    batch: int
+    family: str
+    tasks: tuple[Task, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes it the same group in another run."""
+        return (self.batch, self.family, *(t.id for t in self.tasks))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed run of one method on one group; lists are per prompt."""
+
+    seconds: float
+    """Wall time of the whole group, prefill included."""
+    tokens: list[list[int]]
+    """Output token ids."""
+    ttft: list[float] | None = None
+    """Seconds to the first committed token; None if the method cannot tell."""
+    rounds: list[int] | None = None
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    lengths: dict[int, int] | None = None
+    """Rounds of the group by the drafted tokens they kept."""
+
+
+class Method(Protocol):
+    """Something that continues prompts."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the results."""
+
+    @property
+    def kind(self) -> Kind:
+        """Plain decoding, one of ours, or a peer."""
+
+    @property
+    def largest_batch(self) -> int | None:
+        """The most prompts it decodes together; None if there is no limit."""
+
+    def run(self, tasks: Sequence[Task]) -> Run:
+        """Continue these prompts together, timed."""
+
+    def about(self) -> dict[str, Any]:
+        """Name, kind and settings, for the results."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our engine with one controller and one rule, or decoding plainly.
+
+    Sampled texts ignore the end of text, so that all methods write texts of one length.
+    """
+
+    name: str
+    model: Model
+    controller: Any = None
+    """None is plain decoding: the target alone, through the same engine."""
+    rule: Any = "standard"
+    temperature: float = 0.0
+
+    largest_batch: int | None = field(default=None, init=False)
+
+    @property
+    def kind(self) -> Kind:
+        """Plain decoding or ours."""
+        return "plain" if self.controller is None else "forerun"
+
+    def run(self, tasks: Sequence[Task]) -> Run:
+        """Continue these prompts as one ragged batch."""
+        from forerun.engine import Sampling
+
+        plain = self.controller is None
+        sampling = [
+            Sampling(
+                max_new_tokens=t.max_new_tokens,
+                repetition_penalty=t.repetition_penalty,
+                temperature=self.temperature,
+                ignore_eos=self.temperature > 0,
+                seed=t.seed,
+            )
+            for t in tasks
+        ]
+        began = time.perf_counter()
+        done: list[Completion] = self.model.generate(
+            [list(t.ids) for t in tasks],
+            controller="fixed(0)" if plain else self.controller,
+            rule="standard" if plain else self.rule,
+            sampling=sampling,
+            batch_size=len(tasks),
+            plain=plain,
+        )
+        seconds = time.perf_counter() - began
+        lengths: dict[int, int] = {}
+        for kept in (r.accepted for c in done for r in c.rounds):
+            lengths[kept] = lengths.get(kept, 0) + 1
+        return Run(
+            seconds,
+            [c.tokens for c in done],
+            [c.stats.first_token_seconds for c in done],
+            [c.stats.rounds for c in done],
+            [c.stats.drafted for c in done],
+            [c.stats.accepted for c in done],
+            dict(sorted(lengths.items())),
+        )
+
+    def about(self) -> dict[str, Any]:
+        """Name, kind and settings."""
+        from forerun.controllers import CONTROLLERS
+        from forerun.rules import RULES
+
+        out: dict[str, Any] = {"name": self.name, "kind": self.kind}
+        if self.controller is not None:
+            rule = RULES.make(self.rule)
+            out["controller"] = CONTROLLERS.text(CONTROLLERS.make(self.controller))
+            out |= {"rule": RULES.text(rule), "lossless": rule.lossless}
+        return out
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A peer; its texts are greedy.
+
+    Peers take one limit for all prompts of a batch: where the prompts' own differ, they run to the
+    largest, and only what a prompt was allowed counts.
+    """
+
+    peer: Peer
+    largest_batch: int | None = 1
+    kind: Kind = field(default="peer", init=False)
+
+    @property
+    def name(self) -> str:
+        """The peer's."""
+        return self.peer.name
+
+    def run(self, tasks: Sequence[Task]) -> Run:
+        """Continue these prompts together."""
+        out = self.peer.generate(
+            [t.ids for t in tasks],
+            max(t.max_new_tokens for t in tasks),
+            tasks[0].repetition_penalty,
+        )
+        tokens = [o[: t.max_new_tokens] for o, t in zip(out.tokens, tasks, strict=True)]
+        return Run(out.seconds, tokens)
+
+    def about(self) -> dict[str, Any]:
+        """Name and kind."""
+        return {"name": self.name, "kind": self.kind}
+
+
+def groups(tasks: Sequence[Task], batches: Sequence[int]) -> list[Group]:
+    """The prompts of each family in batches of each size, families in turns.
+
+    Raises:
+        PromptError: a family has fewer prompts than a batch.
+    """
+    families: dict[str, list[Task]] = {}
+    for task in tasks:
+        families.setdefault(task.family, []).append(task)
+    made = []
+    for batch in batches:
+        for family, some in families.items():
+            if len(some) < batch:
+                raise PromptError(
+                    f"{len(some)} prompts of {family} do not fill a batch of {batch}; "
+                    f"give at least {batch} per family (`prompts`), or a smaller `batch`"
+                )
+        most = max(len(some) for some in families.values()) // batch
+        for turn in range(most):  # what does not fill a batch is left out
+            for family, some in families.items():
+                part = tuple(some[turn * batch : (turn + 1) * batch])
+                if len(part) == batch:
+                    made.append(Group(batch, family, part))
+    return made

@@ -1,0 +1,260 @@
+"""What a bench's samples say: speed-ups with their spread, and how two benches differ.
+
+The speed-up of a group is plain decoding's seconds per token over the method's. Per token, so that
+a lossy rule that writes more gains nothing by it; for outputs that are identical it is the ratio of
+the seconds. Figures of many groups are geometric means, their intervals 95 % by bootstrap over the
+groups (at batch 1: the prompts).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+
+from forerun.lab.bench.methods import PLAIN
+from forerun.lab.traces.replay import geometric
+
+SCHEMA = 1
+ALL = "all"
+"""The name of all families together."""
+LEVEL = 0.05
+"""A change less likely by chance than this is beyond noise."""
+
+Document = dict[str, Any]
+Sample = dict[str, Any]
+Spread = dict[str, float]
+"""`mean`, `low`, `high` and `n`, of ratios."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one family (or `ALL`) at one batch size."""
+
+    batch: int
+    family: str
+    method: str
+    speedup: Spread
+    """Over plain decoding."""
+    ratios: list[float]
+    """The speed-up of each group."""
+    tokens_per_second: float
+    """Of all prompts of the batch together."""
+    ms_per_token: float
+    """What one reader waits per token, prefill included."""
+    ttft_ms: float | None
+    """Median time to the first token; None if the method cannot tell."""
+    tokens_per_round: float | None
+    """Block efficiency; None for peers."""
+    acceptance: float | None
+    """Accepted / drafted; None if nothing was drafted."""
+    identical: float | None
+    """Share of outputs that equal plain decoding's; None where that is not expected."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a document, without the single ratios."""
+        return {k: v for k, v in vars(self).items() if k != "ratios"}
+
+
+def show(spread: Spread) -> str:
+    """`1.85 [1.71, 2.00]`."""
+    return f"{spread['mean']:.2f} [{spread['low']:.2f}, {spread['high']:.2f}]"
+
+
+def batches(document: Document) -> list[int]:
+    """Batch sizes that were measured, rising."""
+    return sorted({s["batch"] for s in document["samples"]})
+
+
+def families(document: Document) -> list[str]:
+    """Families that were measured, in the order asked for."""
+    return list(dict.fromkeys(s["family"] for s in document["samples"]))
+
+
+def methods(document: Document) -> list[dict[str, Any]]:
+    """Methods that have samples, in the order asked for."""
+    measured = {s["method"] for s in document["samples"]}
+    return [m for m in document["methods"] if m["name"] in measured]
+
+
+def cells(document: Document) -> list[Cell]:
+    """Every method on every family, and on all, at every batch size."""
+    groups = _groups(document)
+    out = []
+    for batch in batches(document):
+        for family in (*families(document), ALL):
+            some = [g for key, g in groups.items() if key[0] == batch and family in (key[1], ALL)]
+            for method in methods(document):
+                pairs = [(g[PLAIN], g[method["name"]]) for g in some if method["name"] in g]
+                if pairs:
+                    out.append(_cell(batch, family, method["name"], pairs))
+    return out
+
+
+def against(document: Document, batch: int) -> dict[tuple[str, str], Spread]:
+    """How many times as fast as a peer each method is, over all families: (method, peer)."""
+    groups = [g for key, g in _groups(document).items() if key[0] == batch]
+    peers = [m["name"] for m in methods(document) if m["kind"] == "peer"]
+    own = [m["name"] for m in methods(document) if m["kind"] != "peer"]
+    out = {}
+    for mine in own:
+        for peer in peers:
+            pairs = [(g[peer], g[mine]) for g in groups if peer in g and mine in g]
+            if pairs:
+                out[mine, peer] = geometric([_pace(a) / _pace(b) for a, b in pairs])
+    return out
+
+
+def base(name: str) -> str:
+    """A peer's name without its settings."""
+    return name.partition("(")[0]
+
+
+def best_settings(document: Document, batch: int) -> dict[str, str]:
+    """Of peers measured with several settings the fastest over all families, by base name."""
+    found: dict[str, list[Cell]] = {}
+    kinds = {m["name"]: m["kind"] for m in methods(document)}
+    for cell in cells(document):
+        if (cell.batch, cell.family, kinds[cell.method]) == (batch, ALL, "peer"):
+            found.setdefault(base(cell.method), []).append(cell)
+    return {
+        name: max(some, key=lambda c: c.speedup["mean"]).method
+        for name, some in found.items()
+        if len(some) > 1
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """One method on one family between two benches; ratios above 1 mean B is faster."""
+
+    batch: int
+    family: str
+    method: str
+    seconds: Spread
+    """Seconds per token in A over those in B."""
+    speedup: Spread | None
+    """Speed-up over plain in B over that in A: what the machine itself did cancels out. None for
+    plain decoding."""
+    same_text: float
+    """Share of outputs that are the same in both."""
+
+    chance: float
+    """How likely so large a change is if there is none; see `by_chance`."""
+
+    @property
+    def verdict(self) -> Literal["faster", "slower", "within noise"]:
+        """Judged by `speedup`, for plain decoding by `seconds`."""
+        judged = self.speedup or self.seconds
+        if self.chance >= LEVEL or judged["low"] <= 1 <= judged["high"]:
+            return "within noise"
+        return "faster" if judged["low"] > 1 else "slower"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a document."""
+        return {**vars(self), "verdict": self.verdict}
+
+
+def compare(a: Document, b: Document) -> list[Change]:
+    """What changed from A to B, paired over the groups both have, for methods both have."""
+    left, right = _groups(a), _groups(b)
+    shared = [key for key in left if key in right]
+    names = [m["name"] for m in methods(a) if m["name"] in {m["name"] for m in methods(b)}]
+    out = []
+    for batch in dict.fromkeys(key[0] for key in shared):
+        keys = [key for key in shared if key[0] == batch]
+        for family in (*dict.fromkeys(key[1] for key in keys), ALL):
+            some = [key for key in keys if family in (key[1], ALL)]
+            for name in names:
+                pairs = [(left[k], right[k]) for k in some if name in left[k] and name in right[k]]
+                if pairs:
+                    out.append(_change(batch, family, name, pairs))
+    return out
+
+
+def changes(found: Sequence[Change]) -> dict[str, Any]:
+    """What `bench compare --json` prints."""
+    return {"schema": SCHEMA, "cells": [change.to_json() for change in found]}
+
+
+def by_chance(ratios: Sequence[float], draws: int = 4096) -> float:
+    """Chance that paired ratios are as far from 1 as these if either side may be the faster one.
+
+    A sign-flip test of the mean logarithm: exact up to 12 pairs. The bootstrap's interval is too
+    narrow where there are few; this needs at least six pairs to call anything a change.
+
+    >>> by_chance([1.1, 1.2, 1.1])
+    0.25
+    """
+    logs = np.log(np.asarray(ratios, dtype=float))
+    if len(logs) <= 12:
+        signs = np.array(list(product((1, -1), repeat=len(logs))))
+    else:
+        coins = np.random.default_rng(0).integers(0, 2, (draws, len(logs)))
+        signs = np.vstack([np.ones(len(logs), int), 2 * coins - 1])
+    means = abs((signs * logs).mean(1))
+    return float((means >= means[0] - 1e-12).mean())
+
+
+def _change(
+    batch: int, family: str, name: str, pairs: Sequence[tuple[dict[str, Sample], dict[str, Sample]]]
+) -> Change:
+    seconds = [_pace(a[name]) / _pace(b[name]) for a, b in pairs]
+    plain = [_pace(a[PLAIN]) / _pace(b[PLAIN]) for a, b in pairs]
+    relative = [s / p for s, p in zip(seconds, plain, strict=True)]
+    same = [
+        x == y for a, b in pairs for x, y in zip(a[name]["digest"], b[name]["digest"], strict=True)
+    ]
+    return Change(
+        batch,
+        family,
+        name,
+        geometric(seconds),
+        None if name == PLAIN else geometric(relative),
+        statistics.fmean(same),
+        by_chance(seconds if name == PLAIN else relative),
+    )
+
+
+def _groups(document: Document) -> dict[tuple[Any, ...], dict[str, Sample]]:
+    """Samples of each group by method; only groups that have plain decoding."""
+    out: dict[tuple[Any, ...], dict[str, Sample]] = {}
+    for s in document["samples"]:
+        out.setdefault((s["batch"], s["family"], *s["prompts"]), {})[s["method"]] = s
+    return {key: group for key, group in out.items() if PLAIN in group}
+
+
+def _pace(sample: Sample) -> float:
+    """Seconds per token."""
+    return sample["seconds"] / max(sum(sample["tokens"]), 1)
+
+
+def _cell(batch: int, family: str, method: str, pairs: Sequence[tuple[Sample, Sample]]) -> Cell:
+    ratios = [_pace(plain) / _pace(mine) for plain, mine in pairs]
+    own = [mine for _, mine in pairs]
+
+    def total(name: str) -> int | None:
+        known = [s[name] for s in own if s[name] is not None]
+        return sum(map(sum, known)) if known else None
+
+    tokens, seconds = total("tokens") or 0, sum(s["seconds"] for s in own)
+    rounds, drafted, accepted = total("rounds"), total("drafted"), total("accepted")
+    first = [t for s in own for t in s["ttft"] or ()]
+    same = [i for s in own for i in s["identical"] or ()]
+    return Cell(
+        batch=batch,
+        family=family,
+        method=method,
+        speedup=geometric(ratios),
+        ratios=ratios,
+        tokens_per_second=tokens / seconds,
+        ms_per_token=1e3 * seconds * batch / max(tokens, 1),
+        ttft_ms=1e3 * statistics.median(first) if first else None,
+        tokens_per_round=tokens / rounds if rounds else None,
+        acceptance=accepted / drafted if accepted is not None and drafted else None,
+        identical=statistics.fmean(same) if same else None,
+    )

@@ -1,0 +1,1 @@
+"""What is possible on a trace: the clairvoyant oracle and the informed bound."""

@@ -1,0 +1,261 @@
+"""How fast a trace can be served at all: the clairvoyant oracle, and the best of simple policies.
+
+The maths is in docs/bounds.md; the bound for policies that see only what a real controller sees
+is in `forerun.lab.bounds.informed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.checks import whole
+from forerun.lab.traces.costs import Cell, passes
+from forerun.lab.traces.replay import Rounds, replay
+from forerun.lab.traces.trace import Trace
+from forerun.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Path:
+    """What some policy drafts, round by round; -1 beyond a prompt's last round."""
+
+    drafted: IntArray
+    """`(prompts, rounds)` tokens put before the target."""
+    steps: IntArray
+    """`(prompts, rounds)` tokens the drafter was stepped for, ≥ drafted."""
+
+    def seconds(self, cell: Cell) -> FloatArray:
+        """`(prompts,)` what it costs."""
+        return self.round_seconds(cell).sum(1)
+
+    def round_seconds(self, cell: Cell) -> FloatArray:
+        """`(prompts, rounds)` what each round costs; 0 beyond the last."""
+        verify = passes(cell, int(self.drafted.max()))
+        each = cell.draft_seconds(self.steps) + verify[np.maximum(self.drafted, 0)]
+        found: FloatArray = np.where(self.drafted >= 0, each, 0.0)
+        return found
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The best that some class of policies reaches on a trace, all arrays per prompt."""
+
+    name: str
+    """The policy that reaches it."""
+    path: Path
+    seconds: FloatArray
+    """`(prompts,)`."""
+    plain_seconds: FloatArray
+    """`(prompts,)` of plain decoding."""
+
+    @classmethod
+    def of(cls, name: str, path: Path, trace: Trace, cell: Cell) -> Bound:
+        """What a path costs in a cell."""
+        plain = trace.sizes.astype(np.float64) * cell.plain
+        return cls(name, path, path.seconds(cell), plain)
+
+    @property
+    def speedup(self) -> FloatArray:
+        """`(prompts,)` plain seconds over seconds."""
+        return self.plain_seconds / self.seconds
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean of the speed-up."""
+        return float(np.exp(np.log(self.speedup).mean()))
+
+    def clock(self, trace: Trace, cell: Cell) -> FloatArray:
+        """`(prompts, T)` seconds after which each token is out (see `Clock`)."""
+        clock = Clock(trace)
+        spent, at = self.path.round_seconds(cell), np.zeros(trace.prompts, np.int64)
+        for turn, drafted in enumerate(self.path.drafted.T):
+            rows = np.flatnonzero(drafted >= 0)
+            accepted = np.minimum(drafted, trace.matches[np.arange(len(at)), clock.inside(at)])
+            clock.note(rows, at[rows], accepted[rows], spent[rows, turn])
+            at[rows] += accepted[rows] + 1
+        return clock.seconds
+
+
+@dataclass(frozen=True)
+class BestFixed:
+    """The best speculation lengths, the same in every round."""
+
+    overall: Bound
+    """One length for all prompts."""
+    by_family: Bound
+    """Each family at its own best length."""
+    length: int
+    """The one for all."""
+    lengths: dict[str, int]
+    """The best of each family."""
+    speedups: FloatArray
+    """`(most + 1, prompts)` of every length."""
+
+
+def reach(trace: Trace) -> IntArray:
+    """`(prompts, T)` most tokens a round can draft from each position.
+
+    It ends with the budget (one token is always the target's own), with a drafted end of text, and
+    with the trace's depth; 0 beyond the text.
+    """
+    room = trace.budgets[:, None] - np.arange(trace.tokens.shape[1]) - 1
+    most = np.minimum(np.minimum(room, trace.ends), trace.depth)
+    return np.where(trace.valid, np.maximum(most, 0), 0)
+
+
+def oracle(trace: Trace, cell: Cell) -> Bound:
+    """The cheapest way through every text, for one who knows all matches beforehand.
+
+    No controller's replay in this cell takes less time for any prompt: whatever it does is a
+    sequence of drafted lengths, and this is the cheapest of all of them.
+
+    Args:
+        trace: the texts.
+        cell: what a round costs.
+    """
+    prompts, T = trace.tokens.shape
+    rows, lengths = np.arange(prompts)[:, None], np.arange(trace.depth + 1)
+    price = cell.draft_seconds(lengths) + passes(cell, trace.depth)
+    most, left = reach(trace), np.zeros((prompts, T + 1))
+    best = np.zeros((prompts, T), np.int64)
+    for at in reversed(range(T)):
+        following = at + 1 + np.minimum(lengths, trace.matches[:, at, None])
+        # What is beyond the end of a text costs nothing.
+        total = price + left[rows, np.minimum(following, T)]
+        total[lengths > most[:, at, None]] = np.inf
+        best[:, at] = total.argmin(1)
+        left[:, at] = np.where(at < trace.sizes, total.min(1), 0.0)
+    return Bound.of("oracle", follow(trace, best), trace, cell)
+
+
+def follow(trace: Trace, wanted: IntArray) -> Path:
+    """The rounds of a policy whose length depends on the position alone.
+
+    Args:
+        trace: the texts.
+        wanted: `(prompts, T)` tokens to draft from each position, ≥ 0; cut to `reach`.
+    """
+    drafted, rows = [], np.arange(trace.prompts)
+    lengths, at = np.minimum(wanted, reach(trace)), np.zeros(trace.prompts, np.int64)
+    while (alive := at < trace.sizes).any():
+        here = np.where(alive, at, 0)
+        length = lengths[rows, here]
+        drafted.append(np.where(alive, length, -1))
+        at = np.where(alive, at + np.minimum(length, trace.matches[rows, here]) + 1, at)
+    path = np.stack(drafted, 1)
+    return Path(path, np.maximum(path, 0))
+
+
+def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
+    """The best γ for all prompts and for each family, by geometric mean of the speed-up.
+
+    Args:
+        trace: the texts.
+        cell: what a round costs.
+        most: the longest tried, ≥ 0. Beyond the trace's depth lengths are all the same.
+
+    Raises:
+        SettingError: `most` is out of range.
+    """
+    whole("most", most)
+    shape = trace.tokens.shape
+    found = [
+        Bound.of(f"fixed({n})", follow(trace, np.full(shape, n)), trace, cell)
+        for n in range(min(most, trace.depth) + 1)
+    ]
+    speedups = np.stack([bound.speedup for bound in found])
+    families = np.array(trace.families)
+    best = {
+        name: int(np.log(speedups[:, families == name]).mean(1).argmax())
+        for name in sorted(set(trace.families))
+    }
+    chosen = np.array([best[name] for name in trace.families])
+    path = follow(trace, np.broadcast_to(chosen[:, None], shape))
+    length = int(np.log(speedups).mean(1).argmax())
+    by_family = Bound.of("fixed by family", path, trace, cell)
+    return BestFixed(found[length], by_family, length, best, speedups)
+
+
+def paths(trace: Trace, specs: Iterable[str]) -> dict[str, Path]:
+    """What controllers draft, whatever it costs; for those that do not look at the clock.
+
+    Replayed once they can be priced in any cell (`Path.seconds`).
+
+    Raises:
+        UnknownNameError, SettingError: a spec.
+    """
+    found = {}
+    for spec in specs:
+        note = _Notes(trace.prompts)
+        replay(trace, spec, Cell.synthetic(1), note)
+        found[spec] = Path(np.stack(note.drafted, 1), np.maximum(np.stack(note.steps, 1), 0))
+    return found
+
+
+class _Notes:
+    """A `watch` that keeps the lengths."""
+
+    def __init__(self, prompts: int) -> None:
+        self._prompts = prompts
+        self.drafted: list[IntArray] = []
+        self.steps: list[IntArray] = []
+
+    def __call__(self, rounds: Rounds) -> None:
+        for told, values in ((self.drafted, rounds.drafted), (self.steps, rounds.steps)):
+            told.append(np.full(self._prompts, -1))
+            told[-1][rounds.prompt] = values
+
+
+def tuned(trace: Trace, cell: Cell, known: dict[str, Path]) -> list[Bound]:
+    """Controllers in a cell, the best first, by geometric mean of the speed-up."""
+    found = [Bound.of(spec, path, trace, cell) for spec, path in known.items()]
+    return sorted(found, key=lambda bound: -bound.mean)
+
+
+class Clock:
+    """A `watch` for `replay` that notes when each token comes out."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.seconds: FloatArray = np.full(trace.tokens.shape, np.nan)
+        """`(prompts, T)` seconds from the start until the token is committed; NaN beyond the
+        text."""
+        self._spent, self._sizes = np.zeros(trace.prompts), trace.sizes
+
+    def __call__(self, rounds: Rounds) -> None:
+        """Note one round of every prompt that is still running."""
+        self.note(rounds.prompt, rounds.at, rounds.accepted, rounds.seconds)
+
+    def note(self, prompt: IntArray, at: IntArray, accepted: IntArray, seconds: FloatArray) -> None:
+        """Note one round of some prompts, all arrays `(rows,)`."""
+        self._spent[prompt] += seconds
+        place = np.arange(self.seconds.shape[1])
+        end = np.minimum(at + accepted + 1, self._sizes[prompt])
+        row, token = np.nonzero((place >= at[:, None]) & (place < end[:, None]))
+        self.seconds[prompt[row], token] = self._spent[prompt[row]]
+
+    def inside(self, at: IntArray) -> IntArray:
+        """Positions cut to the last of each text."""
+        return np.minimum(at, self._sizes - 1)
+
+
+def regret(mine: FloatArray, best: FloatArray) -> FloatArray:
+    """`(T,)` seconds lost against a bound by the time the n-th token is out, mean over prompts.
+
+    Args:
+        mine: `(prompts, T)` of a controller (`Clock.seconds` after `replay`).
+        best: `(prompts, T)` of a bound (`Bound.clock`).
+
+    Prompts whose text has ended keep what they had lost. A bound is the best for whole texts: in
+    between a controller can be ahead of it.
+
+    >>> regret(np.array([[1.0, 3.0]]), np.array([[1.0, 2.0]]))
+    array([0., 1.])
+    """
+    lost, place = mine - best, np.arange(mine.shape[1])
+    last = np.where(np.isnan(lost), 0, place).max(1)
+    held = lost[np.arange(len(lost))[:, None], np.minimum(place, last[:, None])]
+    mean: FloatArray = held.mean(0)
+    return mean

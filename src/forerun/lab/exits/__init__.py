@@ -1,0 +1,1 @@
+"""Settings of early exits: exact counts, costs, search."""

@@ -1,0 +1,324 @@
+"""What the pieces of SpecBound cost on this machine, to turn counts into seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.drafters.specbound import SpecBoundDrafter
+from forerun.engine import Completion, Round, Sampling
+from forerun.errors import PromptError
+from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay
+from forerun.model import Model
+from forerun.runtime.base import Rows
+from forerun.runtime.cache import RowCache
+from forerun.runtime.exits import exit_rows, layers_of
+from forerun.runtime.layers import ExitHeads
+from forerun.types import FloatArray
+
+REPEATS = 15
+"""Times each piece is timed."""
+TRIED = 6
+"""Texts that are decoded for the fixed costs."""
+TRIED_TOKENS = 32
+"""Most tokens of each."""
+
+
+@dataclass(frozen=True)
+class ExitCosts:
+    """Seconds at batch size 1; lists are indexed by positions at once, from 0 on."""
+
+    layer: list[float]
+    """One layer."""
+    project: list[float]
+    """The last norm and the unembedding."""
+    exit: float
+    """One exit asked: its head, and whether it is sure."""
+    gather: float
+    """One batch put together for some layers."""
+    step: float
+    """One token that climbs, beyond the above: the engine's work on it included."""
+    round: float
+    """One round, beyond the above."""
+    plain: float
+    """One token of plain decoding."""
+
+    def parts(self, counts: Counts) -> dict[str, float]:
+        """Seconds by what they went into."""
+        return {
+            "shallow layers": _weigh(self.layer, counts.draft_calls),
+            "exit heads": self.exit * counts.exits,
+            "remaining layers": _weigh(self.layer, counts.verify_calls),
+            "last projection": _weigh(self.project, counts.verified),
+            "everything else": self.gather * counts.gathers
+            + self.step * counts.steps
+            + self.round * counts.rounds,
+        }
+
+    def seconds(self, counts: Counts) -> float:
+        """All of them."""
+        return sum(self.parts(counts).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields; times in milliseconds."""
+        return {
+            name: [round(v * 1e3, 4) for v in value]
+            if isinstance(value, list)
+            else round(value * 1e3, 4)
+            for name, value in asdict(self).items()
+        }
+
+
+def _weigh(costs: list[float], calls: list[int]) -> float:
+    return sum(cost * count for cost, count in zip(costs, calls, strict=False))
+
+
+def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) -> Model:
+    """`model` decoding with a setting of specbound; all such models may share `rows`."""
+    drafter = SpecBoundDrafter(
+        rows, heads, setting.layers, setting.threshold, setting.anneal, setting.width
+    )
+    made = Model(rows, drafter, model.tokenizer)
+    made.eos = model.eos
+    return made
+
+
+@torch.inference_mode()
+def measure(
+    model: Model,
+    rows: Rows,
+    heads: ExitHeads,
+    layers: Sequence[int],
+    texts: Sequence[Text],
+    width: int,
+    seed: int = 0,
+    tell: Callable[[int, int], None] | None = None,
+) -> ExitCosts:
+    """Time the pieces one by one, interleaved, and what is left of rounds decoded live.
+
+    Args:
+        model: decodes plainly.
+        rows: a runtime for early exits of the same model, without rows.
+        heads: of the exits.
+        layers: exit layers to choose from.
+        texts: what the model wrote; a few are decoded again, greedily and as they are sampled.
+        width: most tokens drafted per round.
+        seed: of sampled texts.
+        tell: told what is done, of how much.
+    """
+    some = [*texts[:: max(1, len(texts) // TRIED)]][:TRIED]
+    context = int(np.median([len(t.prompt) + len(t.output) // 2 for t in texts]))
+    layer, project, exit_ = _pieces(
+        rows, heads, layers, width, min(max(context, 1), rows.limit - width - 2), tell
+    )
+    rough = ExitCosts(layer, project, exit_, 0.0, 0.0, 0.0, 0.0)
+    return _rest(model, rows, heads, layers, some, width, seed, rough)
+
+
+def _pieces(
+    rows: Rows,
+    heads: ExitHeads,
+    layers: Sequence[int],
+    width: int,
+    context: int,
+    tell: Callable[[int, int], None] | None,
+) -> tuple[list[float], list[float], float]:
+    """Median seconds of a layer and of a projection by positions, and of an exit."""
+    executor, device, cache = layers_of(rows), rows.device, RowCache()
+    access = executor.access
+    cache.reserve(1, context + width + 2)
+    tokens = torch.arange(width + 2, device=device).unsqueeze(0) % rows.vocab_size
+    places = context + torch.arange(width + 2, device=device).unsqueeze(0)
+    states = access.embed(tokens, places)
+
+    clock = _clock(device)
+
+    def took(work: Callable[[], Any]) -> float:
+        _wait(device)
+        began = clock()
+        work()
+        _wait(device)
+        return clock() - began
+
+    def through(many: int) -> None:
+        columns = cache.open([0], [context], many, device)
+        mask = torch.zeros(1, 1, many, columns, dtype=executor.dtype, device=device)
+        access.run(states[:, :many], 0, access.layers, mask, places[:, :many], cache)
+
+    def ask(depth: int) -> None:
+        logits = heads.logits(depth, states[0, :1])
+        (logits.float() / 1.1).softmax(-1).amax(-1).ge(0.5).tolist()
+
+    sizes = range(1, width + 2)
+    found: list[tuple[list[float], list[float], float]] = []
+    for repeat in range(REPEATS + 2):
+        found.append(
+            (
+                [took(lambda n=n: through(n)) / access.layers for n in sizes],  # type: ignore[misc]
+                [took(lambda n=n: access.logits(states[:, :n])) for n in sizes],  # type: ignore[misc]
+                float(np.mean([took(lambda d=d: ask(d)) for d in layers])),  # type: ignore[misc]
+            )
+        )
+        if tell is not None:
+            tell(repeat + 1, REPEATS + 2)
+    found = found[2:]  # first calls are slow
+
+    def middle(which: int) -> list[float]:
+        return [0.0, *np.median([f[which] for f in found], axis=0).tolist()]
+
+    return middle(0), middle(1), float(np.median([f[2] for f in found]))
+
+
+def _rest(
+    model: Model,
+    rows: Rows,
+    heads: ExitHeads,
+    layers: Sequence[int],
+    texts: Sequence[Text],
+    width: int,
+    seed: int,
+    rough: ExitCosts,
+) -> ExitCosts:
+    """What rounds take beyond the pieces, from greedy rounds, whose counts are known.
+
+    Drawing a token is taken to cost in a draft what it costs in plain decoding.
+    """
+    short = [
+        replace(t.sampling, temperature=0.0, max_new_tokens=min(TRIED_TOKENS, len(t.output)))
+        for t in texts
+    ]
+    again = []
+    for text, sampling in zip(texts, short, strict=True):
+        output = timed(model, text, None, sampling).completion.tokens
+        again.append(Text(text.prompt, output, sampling, text.eos))
+    exits = Exits(exit_rows(rows.executor.module()), heads, tuple(layers), again, seed)
+    beyond: list[tuple[list[float], float]] = []
+    alone: list[float] = []
+    drawn: list[float] = []
+    for number, (text, wanted) in enumerate(zip(again, texts, strict=True)):
+        sampling = replace(wanted.sampling, max_new_tokens=text.sampling.max_new_tokens, seed=seed)
+        for setting in _varied(layers, width):
+            spec = speculating(model, rows, heads, setting)
+            done = timed(spec, text, setting)
+            pairs = zip(replay(exits, number, setting), done.rounds, done.times, strict=False)
+            for place, (counts, round_, taken) in enumerate(pairs):
+                if (counts.drafted, counts.accepted) != (round_.drafted, round_.accepted):
+                    break  # roundings led elsewhere
+                if place:
+                    row = [float(counts.gathers), float(counts.steps), 1.0]
+                    beyond.append((row, taken - rough.seconds(counts)))
+            alone += timed(model, text, None).times[1:]
+            if not sampling.greedy:
+                drawn += timed(model, text, None, sampling).times[1:]
+    if not beyond or not alone:
+        raise PromptError("the texts are too short to time; give more prompts or more tokens")
+    gather, step, every = _fit(beyond)
+    [greedy], [plain] = (_fit([([1.0], s) for s in some]) for some in (alone, drawn or alone))
+    draw = max(plain - greedy, 0.0)
+    return replace(rough, gather=gather, step=step + draw, round=every + draw, plain=plain)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One generation."""
+
+    completion: Completion
+    times: list[float]
+    """Seconds of each round; the first one includes reading the prompt."""
+    wall: list[float]
+    """The same by the clock on the wall."""
+
+    @property
+    def rounds(self) -> list[Round]:
+        """What each round did."""
+        return self.completion.rounds
+
+    @property
+    def pace(self) -> tuple[float, float] | None:
+        """Seconds per token after the first round, also by the wall; None: there was no other."""
+        tokens = sum(r.committed for r in self.rounds[1:])
+        return (sum(self.times[1:]) / tokens, sum(self.wall[1:]) / tokens) if tokens else None
+
+
+def timed(
+    model: Model, text: Text, setting: Setting | None, sampling: Sampling | None = None
+) -> Timed:
+    """Decode a prompt with a model made by `speculating`, or plainly without a setting."""
+    clock = _clock(model.target.device)
+    times, wall = [clock()], [time.perf_counter()]
+    completion = None
+    for event in model.stream(
+        [text.prompt],
+        controller="fixed(0)" if setting is None else f"fixed({setting.width})",
+        sampling=text.sampling if sampling is None else sampling,
+        plain=setting is None,
+    ):
+        times.append(clock())
+        wall.append(time.perf_counter())
+        completion = event.completion
+    assert completion is not None
+    return Timed(completion, np.diff(times).tolist(), np.diff(wall).tolist())
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """On one thread of a CPU its own time, which other processes disturb little; else the wall's.
+
+    The engine reads what a GPU computed at the end of every round, so the wall needs no waiting.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
+def _varied(layers: Sequence[int], width: int) -> Iterator[Setting]:
+    """Settings that differ in how many tokens climb, how often they stop, and how far they go."""
+    middle = layers[len(layers) // 2]
+    yield Setting((layers[0],), 0.0, ANNEALS[0], min(4, width))
+    yield Setting((middle,), 0.5, ANNEALS[0], width)
+    yield Setting((layers[0],), 0.9, ANNEALS[0], width)
+    yield Setting(tuple(n for n in layers if n <= middle), 0.5, ANNEALS[0], min(4, width))
+    yield Setting(tuple(layers), 0.8, ANNEALS[0], width)
+
+
+def _fit(known: list[tuple[list[float], float]]) -> list[float]:
+    """Least squares with no cost below 0, without what is far off (another process was in the way).
+
+    Args:
+        known: what was counted, and the seconds it took.
+
+    Returns:
+        Seconds per unit of each count.
+    """
+    columns: FloatArray = np.array([row for row, _ in known], dtype=float)
+    values: FloatArray = np.array([value for _, value in known])
+    keep = np.ones(len(values), dtype=bool)
+    found = np.zeros(columns.shape[1])
+    for _ in range(4):
+        found = _positive(columns[keep], values[keep])
+        off = np.abs(values - columns @ found)
+        keep = off <= 4 * max(float(np.median(off)), 1e-9)
+    return [float(v) for v in found]
+
+
+def _positive(columns: FloatArray, values: FloatArray) -> FloatArray:
+    """Non-negative least squares: the best of the few subsets of columns that need no other."""
+    best, least = np.zeros(columns.shape[1]), float((values**2).sum())
+    for mask in product((False, True), repeat=columns.shape[1]):
+        if not any(mask):
+            continue
+        some = np.linalg.lstsq(columns[:, mask], values, rcond=None)[0]
+        left = float(((values - columns[:, mask] @ some) ** 2).sum())
+        if (some >= 0).all() and left < least:
+            best, least = np.zeros(columns.shape[1]), left
+            best[list(mask)] = some
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

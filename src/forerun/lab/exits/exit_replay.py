@@ -1,0 +1,373 @@
+"""SpecBound replayed: what its exits say along a model's own texts, asked once for all settings.
+
+Whatever the setting, the text is the target's and the hidden states of a prefix are those of a
+plain forward. So what an exit says after a prefix is asked once, at all exit layers together, and
+kept; rounds are then counted without running the model. That holds off the text as well, where a
+draft went wrong: the few paths that settings take there are run when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.drafters.specbound import temperature
+from forerun.engine import Sampling
+from forerun.engine.sampling import Sampler
+from forerun.errors import SettingError
+from forerun.registry import Spec
+from forerun.rules.base import sample
+from forerun.runtime.base import Rows
+from forerun.runtime.exits import Work, layers_of
+from forerun.runtime.layers import ExitHeads
+from forerun.types import FloatArray
+
+ANNEALS = tuple(0.25 * step for step in range(9))
+"""Annealings that can be replayed: a confidence is kept for each."""
+JOINED = 16
+"""Prompts read together."""
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """What is chosen for specbound; the deepest of `layers` is its depth."""
+
+    layers: tuple[int, ...]
+    threshold: float
+    anneal: float
+    width: int
+
+    @property
+    def depth(self) -> int:
+        """The deepest layer a draft may reach."""
+        return self.layers[-1]
+
+    def settings(self) -> dict[str, Any]:
+        """The drafter's settings by name."""
+        return {
+            "threshold": self.threshold,
+            "anneal": self.anneal,
+            "depth": self.depth,
+            "width": self.width,
+            "layers": ",".join(map(str, self.layers)),
+        }
+
+    def spec(self, exits: str | None = None) -> str:
+        """As `--draft` wants it; without `exits`, the heads are those of `--exits`.
+
+        >>> Setting((2, 6), 0.7, 0.5, 4).spec()
+        "specbound(threshold=0.7,anneal=0.5,depth=6,width=4,layers='2,6')"
+        """
+        heads = {} if exits is None else {"exits": exits}
+        return str(Spec("specbound", (), self.settings() | heads))
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and what the target wrote on it."""
+
+    prompt: list[int]
+    output: list[int]
+    sampling: Sampling
+    eos: frozenset[int] = frozenset()
+    """Tokens that end a draft."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the exits say after one prefix."""
+
+    tokens: list[int]
+    """Per exit layer the token it drafts."""
+    sure: FloatArray
+    """`(exit layers, anneals)` float32 annealed top-1 probabilities."""
+
+
+@dataclass
+class Counts:
+    """What one or more rounds took. Lists are indexed by positions at once, from 0 on."""
+
+    draft_calls: list[int]
+    """Layers run while drafting."""
+    verify_calls: list[int]
+    """Layers run while verifying."""
+    verified: list[int]
+    """Rounds by the positions that were verified, drafted tokens + 1."""
+    exits: int = 0
+    """Exits asked."""
+    gathers: int = 0
+    """Batches put together for some layers."""
+    steps: int = 0
+    """Tokens that climbed: drafted ones and difficult ones."""
+    drafted: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def none(cls, width: int) -> Counts:
+        """Nothing yet, for drafts of at most `width` tokens."""
+        empty = [0] * (width + 2)
+        return cls(empty[:], empty[:], empty[:])
+
+    @property
+    def rounds(self) -> int:
+        """Rounds counted."""
+        return sum(self.verified)
+
+    def work(self) -> Work:
+        """The same as a `LayersExecutor` counts it."""
+
+        def passes(calls: list[int]) -> int:
+            return sum(width * count for width, count in enumerate(calls))
+
+        return Work(
+            draft_passes=passes(self.draft_calls),
+            verify_passes=passes(self.verify_calls),
+            draft_calls=sum(self.draft_calls),
+            verify_calls=sum(self.verify_calls),
+            exit_projections=self.exits,
+            projections=passes(self.verified),
+        )
+
+    def __add__(self, other: Counts) -> Counts:
+        def both(mine: list[int], theirs: list[int]) -> list[int]:
+            longer, shorter = sorted((mine, theirs), key=len, reverse=True)
+            return [n + (shorter[i] if i < len(shorter) else 0) for i, n in enumerate(longer)]
+
+        return Counts(
+            both(self.draft_calls, other.draft_calls),
+            both(self.verify_calls, other.verify_calls),
+            both(self.verified, other.verified),
+            self.exits + other.exits,
+            self.gathers + other.gathers,
+            self.steps + other.steps,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+        )
+
+
+@dataclass
+class Exits:
+    """What every exit says after every prefix that some setting comes to, asked when needed.
+
+    With sampling, a text stands for itself: that a token was drafted there is drawn from the chance
+    that the standard rule would have kept it, and a miss from the rest of the exit's distribution.
+    So a replay is distributed as decoding that text's model anew, though no two runs are equal.
+
+    Args:
+        rows: a runtime of its own for this (its rows are the texts, from now on).
+        heads: what turns shallow hidden states into logits.
+        layers: exit layers to ask, rising, each with a head.
+        texts: what the target wrote.
+        seed: of the drafts that are sampled.
+
+    Raises:
+        SettingError: the runtime is in use.
+    """
+
+    rows: Rows
+    heads: ExitHeads
+    layers: tuple[int, ...]
+    texts: Sequence[Text]
+    seed: int = 0
+    asked: int = field(default=0, init=False)
+    """Prefixes that were run."""
+    _kept: dict[tuple[int, int, tuple[int, ...]], Said] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.rows.lengths:
+            raise SettingError("the exits need a runtime of their own; this one has rows")
+        for first in range(0, len(self.texts), JOINED):
+            some = self.texts[first : first + JOINED]
+            self.rows.read([t.prompt for t in some], max(len(t.output) for t in some) + 1)
+
+    def after(self, text: int, place: int, wrong: tuple[int, ...] = ()) -> Said:
+        """What the exits say after `place` tokens of a text's output and some not of it."""
+        key = (text, place, wrong)
+        said = self._kept.get(key)
+        if said is None:
+            said = self._kept[key] = self._ask(*key)
+        return said
+
+    @torch.inference_mode()
+    def _ask(self, text: int, place: int, wrong: tuple[int, ...]) -> Said:
+        """Take one token up through all exit layers; earlier ones mostly stand there already."""
+        of = self.texts[text]
+        greedy = of.sampling.greedy
+        known = not wrong and place < len(of.output)
+        context = [*of.prompt, *of.output[:place], *wrong]
+        contexts: list[Sequence[int] | None] = [None] * len(self.texts)
+        contexts[text] = context
+        access = layers_of(self.rows).access
+        found: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+
+        def stay(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
+            if layer == access.layers:
+                own.append(access.logits(hidden))
+            else:
+                found.append(self.heads.logits(layer, hidden))
+            return [False]
+
+        # What the target itself says is needed to draw whether it would have kept a sampled token.
+        last = (access.layers,) if known and not greedy else ()
+        layers_of(self.rows).climb(self.rows.lengths, contexts, (*self.layers, *last), stay)
+        self.asked += 1
+        logits = torch.cat(found)
+        processed = self._processed(of, context, torch.cat([self._spread(logits), *own]))
+        if greedy:
+            tokens = processed.argmax(-1)
+        else:
+            # A prefix has its own coins, whichever setting comes to it first.
+            coins = np.random.default_rng([self.seed, text, *context]).random(2)
+            keep, pick = torch.from_numpy(coins).to(logits.device)
+            chance = processed.double().softmax(-1)
+            draft = chance[: len(self.layers)]
+            if known:
+                tokens = _reversed(draft, chance[-1], of.output[place], keep, pick)
+            else:
+                tokens = sample(draft, pick.expand(len(draft)))
+        return Said(tokens.tolist(), self._sure(logits))
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(n, V)` logits: −inf for tokens that the heads cannot say."""
+        if self.heads.tokens is None:
+            return logits
+        everything = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
+        everything[:, self.heads.tokens] = logits
+        return everything
+
+    def _processed(self, of: Text, context: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """`(n, V)` logits as the engine processes them for the token after `context`."""
+        count = len(logits)
+        sampler = Sampler([of.sampling] * count, [of.eos] * count)
+        if sampler.trivial:
+            return logits
+        row = SimpleNamespace(context=context, prompt=len(of.prompt))
+        return sampler.process(logits.unsqueeze(1), [row] * count, [[]] * count)[:, 0]
+
+    def _sure(self, logits: torch.Tensor) -> FloatArray:
+        """`(exit layers, anneals)`, computed as the drafter does."""
+        total = layers_of(self.rows).access.layers
+        columns = []
+        for anneal in ANNEALS:
+            heat = [temperature(layer, total, anneal) for layer in self.layers]
+            divided = logits.float() / torch.tensor(heat, device=logits.device).unsqueeze(1)
+            columns.append(divided.softmax(-1).amax(-1))
+        sure: FloatArray = torch.stack(columns, 1).cpu().numpy()
+        return sure
+
+
+def _reversed(
+    draft: torch.Tensor, target: torch.Tensor, token: int, keep: torch.Tensor, pick: torch.Tensor
+) -> torch.Tensor:
+    """Tokens that exits drafted where `token` was committed: it was kept, or it replaced another.
+
+    Args:
+        draft: `(exit layers, V)` distributions.
+        target: `(V,)` distribution.
+        token: what was committed.
+        keep: coin that decides whether it had been drafted.
+        pick: coin that draws what else was.
+    """
+    kept = keep * target[token] < draft[:, token]
+    rest = (draft - target).clamp(min=0)
+    # Rounding may leave nothing that was rejected: then the token had been drafted.
+    kept |= rest.sum(-1) <= 0
+    rest[kept] = draft[kept]
+    return torch.where(kept, token, sample(rest, pick.expand(len(draft))))
+
+
+def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:
+    """Round after round of decoding a text with a setting and `fixed(width)`, on its own.
+
+    Raises:
+        SettingError: an exit layer or an annealing that was not recorded.
+    """
+    try:
+        asked = [exits.layers.index(layer) for layer in setting.layers]
+        anneal = ANNEALS.index(setting.anneal)
+    except ValueError as error:
+        raise SettingError(f"{setting.spec()} cannot be replayed: {error}") from error
+    place, end = 0, len(exits.texts[text].output)
+    while place < end:
+        counts = _round(exits, text, place, setting, asked, anneal)
+        yield counts
+        place += counts.accepted + 1
+
+
+def total(exits: Exits, text: int, setting: Setting) -> Counts:
+    """All rounds of a text together."""
+    return sum(replay(exits, text, setting), Counts.none(setting.width))
+
+
+def _round(
+    exits: Exits, text: int, place: int, setting: Setting, asked: list[int], anneal: int
+) -> Counts:
+    """Draft and verify after `place` tokens of the output."""
+    of, counts = exits.texts[text], Counts.none(setting.width)
+    budget = of.sampling.max_new_tokens - place - 1
+    context = exits.rows.limit - 1 - len(of.prompt) - place
+    # A text's first round comes without a draft: its pass reads the prompt.
+    limit = max(0, min(setting.width, budget, context)) if place else 0
+    depths: list[int] = []
+    wrong: tuple[int, ...] = ()
+    while counts.drafted < limit:
+        at = place + counts.accepted
+        said = exits.after(text, at, wrong)
+        depths.append(0)
+        counts.steps += 1
+        exit_ = _climb(counts, depths, setting, said.sure[asked, anneal])
+        if exit_ is None:
+            break
+        token = said.tokens[asked[exit_]]
+        counts.drafted += 1
+        if not wrong and at < len(of.output) and token == of.output[at]:
+            counts.accepted += 1
+        else:
+            wrong = (*wrong, token)
+        if token in of.eos:
+            break
+    layers = layers_of(exits.rows).access.layers
+    if depths:
+        depths += [0] * (counts.drafted + 1 - len(depths))
+        _sweep(counts, counts.verify_calls, depths, 0, layers, None)
+    else:
+        counts.verify_calls[1] += layers
+    counts.verified[counts.drafted + 1] += 1
+    return counts
+
+
+def _climb(counts: Counts, depths: list[int], setting: Setting, sure: FloatArray) -> int | None:
+    """Take the newest token up; which of the setting's exits it takes, None if it is difficult."""
+    at, span = 0, None
+    for number, layer in enumerate(setting.layers):
+        span = _sweep(counts, counts.draft_calls, depths, at, layer, span)
+        at = layer
+        counts.exits += 1
+        if sure[number] >= setting.threshold:
+            return number
+    return None
+
+
+def _sweep(
+    counts: Counts, calls: list[int], depths: list[int], first: int, last: int, span: int | None
+) -> int | None:
+    """Bring all tokens between two depths to `last`, as `LayersExecutor` does; counts into `calls`.
+
+    `span` is how many tokens are under way together, None at the start; so is the result.
+    """
+    at = first
+    while at < last:
+        until = min([last, *(depth for depth in depths if depth > at)])
+        if count := depths.count(at):
+            calls[count] += until - at
+            counts.gathers += count != span
+            depths[-count:] = [until] * count
+            span = count
+        at = until
+    return span

@@ -1,0 +1,1 @@
+"""Record once, replay any policy: traces, costs, replay, and tuning on them."""

@@ -1,0 +1,182 @@
+"""What a round costs: of this machine, measured, or of another one, made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forerun import costs
+from forerun.checks import whole
+from forerun.errors import SettingError, UnknownNameError, require
+from forerun.types import FloatArray
+
+if TYPE_CHECKING:
+    from forerun.model import Model
+
+SCHEMA = 1
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
+REPEATS = 25
+SYNTHETIC = ("c", "slope", "fixed")
+"""What a made-up cell is written with: `c=10,slope=0.02,fixed=0`."""
+
+
+Cell = costs.Costs
+"""What a table holds: the costs at one batch size and context."""
+
+
+def passes(cell: Cell, most: int) -> FloatArray:
+    """`(most + 1,)` seconds of a round but for its draft steps, by tokens drafted."""
+    return np.array([cell.verify_seconds(width) for width in range(1, most + 2)]) + cell.fixed
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How sure a measured cell is: pairs are the 10th and 90th percentile, in seconds."""
+
+    draft: tuple[float, float]
+    """Of a draft forward that is not the round's first."""
+    verify: tuple[tuple[float, float], ...]
+    """Of the target's pass, by width as in the cell."""
+    work: float
+    """The engine's own work per drafted token, which is part of `Cell.draft`."""
+    other: tuple[tuple[int, float, float, float], ...]
+    """`(drafted, median, 10th, 90th)` of the time of live rounds outside both models; `Cell.fixed`
+    is its start, `work` the slope of the line through the others."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """A table of cells."""
+
+    cells: tuple[Cell, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+    """Provenance."""
+    spread: tuple[Spread, ...] = ()
+    """Per cell; empty if they were not measured."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.cells), "cells", self.cells, "at least one")
+        fits = len(self.spread) in (0, len(self.cells))
+        require(fits, "spread", len(self.spread), f"none or {len(self.cells)}")
+
+    def at(self, batch: int = 1, context: int = 128) -> Cell:
+        """The cell of the nearest batch size and, of those, the nearest context (in ratio)."""
+        whole("batch", batch, 1)
+        whole("context", context, 1)
+
+        def distance(cell: Cell) -> tuple[float, float]:
+            return abs(math.log(cell.batch / batch)), abs(math.log(cell.context / context))
+
+        return min(self.cells, key=distance)
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented shape; times in seconds."""
+        spread: list[Any] = [asdict(s) for s in self.spread] or [None] * len(self.cells)
+        cells = [
+            {**cell.to_json(), "ratio": cell.ratio, "spread": one}
+            for cell, one in zip(self.cells, spread, strict=True)
+        ]
+        return {"schema": SCHEMA, "cells": cells, "about": self.about}
+
+    def write(self, path: str | Path) -> None:
+        """Save as JSON."""
+        text = json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False, indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> CostTable:
+        """Load what `write` saved.
+
+        Raises:
+            SettingError: not a table of costs, of another schema, or damaged.
+            OSError: the file cannot be read.
+        """
+        text = Path(path).read_bytes()
+        try:
+            found = json.loads(text)
+            schema = found["schema"]
+            cells = found["cells"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingError(
+                f"{path} is not a table of costs; make one with forerun costs"
+            ) from error
+        if schema != SCHEMA:
+            raise SettingError(
+                f"{path} has costs schema {schema!r} and this forerun reads {SCHEMA}; measure again"
+            )
+        try:
+            made = tuple(_cell(cell) for cell in cells)
+            spread = tuple(_spread(cell["spread"]) for cell in cells if cell["spread"] is not None)
+            return cls(made, dict(found["about"]), spread)
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingError(f"{path} is a damaged table of costs: {error!r}") from error
+
+    @classmethod
+    def find(cls, text: str) -> CostTable:
+        """The table a user means: a file, or a made-up cell like ``c=10,slope=0.02``.
+
+        >>> CostTable.find("c=10,slope=0.02").at().ratio
+        10.0
+
+        Raises:
+            UnknownNameError, SettingError, OSError: as the text is read.
+        """
+        if Path(text).exists():
+            return cls.read(text)
+        if "=" not in text:
+            raise SettingError(
+                f"no table of costs at {text!r}; forerun costs -o FILE measures one, or give "
+                "made-up ones like c=10"
+            )
+        given: dict[str, float] = {}
+        for part in text.split(","):
+            key, _, value = (side.strip() for side in part.partition("="))
+            if key not in SYNTHETIC:
+                raise UnknownNameError.among("setting of made-up costs", key, SYNTHETIC)
+            require(key not in given, key, text, "given once")
+            try:
+                given[key] = float(value)
+            except ValueError:
+                raise SettingError(f"{key} must be a number, got {value!r}") from None
+        require("c" in given, "costs", text, "a file, or c=RATIO with slope and fixed if wanted")
+        return cls((Cell.synthetic(**given),), {"synthetic": given})
+
+    @classmethod
+    def measure(
+        cls,
+        model: Model,
+        batches: Sequence[int] = (1,),
+        contexts: Sequence[int] = (128,),
+        widths: Sequence[int] = WIDTHS,
+        repeats: int = REPEATS,
+        progress: Callable[[int], None] | None = None,
+    ) -> CostTable:
+        """Time the models on this machine; arguments and errors as for `measuring.cells`."""
+        from forerun.lab.traces import measuring
+
+        found = list(measuring.cells(model, batches, contexts, widths, repeats, progress))
+        return measuring.gathered(model, found, repeats)
+
+
+Costs = CostTable
+"""The name of `CostTable` in earlier versions."""
+
+
+def _cell(found: dict[str, Any]) -> Cell:
+    verify = tuple((int(width), float(seconds)) for width, seconds in found["verify"])
+    numbers = float(found["draft"]), verify, float(found["fixed"])
+    sizes = int(found["batch"]), int(found["context"])
+    return Cell(*numbers, *sizes, float(found.get("first", 0.0)))
+
+
+def _spread(found: dict[str, Any]) -> Spread:
+    low, high = found["draft"]
+    verify = tuple((float(a), float(b)) for a, b in found["verify"])
+    other = tuple((int(n), float(m), float(a), float(b)) for n, m, a, b in found["other"])
+    return Spread((float(low), float(high)), verify, float(found["work"]), other)

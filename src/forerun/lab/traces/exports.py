@@ -1,0 +1,212 @@
+"""What was tuned, in the words of other engines, as far as they have words for it.
+
+Each export searches what the other engine can do, by replaying the controller of ours that does the
+same, so it need not be what was chosen for forerun.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.errors import UnknownNameError
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.spaces import Real, Space, Tokens
+from forerun.lab.traces.trace import Trace
+from forerun.lab.traces.tune import Found, search
+from forerun.registry import Spec, parse
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Export:
+    """A file for another engine."""
+
+    text: str
+    """What is in it."""
+    cannot: str
+    """One line: what the other engine cannot express. It is in the file, too."""
+    specs: tuple[str, ...]
+    """Our controllers that do the same; `fixed(length=0)` where it is better not to draft."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an export is made from."""
+
+    trace: Trace
+    """Validation prompts."""
+    cell: Cell
+    """What a round costs."""
+    cells: Sequence[Cell]
+    """The same at every batch size that was measured."""
+    budget: int = 100
+    seed: int = 0
+
+    @property
+    def draft(self) -> str | None:
+        """The draft model's name in the trace; None if it is the shipped one or has none."""
+        found = self.trace.about.get("draft")
+        name = found.get("name") if isinstance(found, Mapping) else None
+        return name if isinstance(name, str) and name not in ("shipped", "unnamed") else None
+
+
+def export(engine: str, job: Job) -> Export:
+    """The file for an engine; `UnknownNameError` if there is no such export."""
+    if engine not in EXPORTS:
+        raise UnknownNameError.among("export", engine, EXPORTS)
+    return EXPORTS[engine](job)
+
+
+def vllm(job: Job) -> Export:
+    """`speculative_config` of vLLM: the best fixed length of each batch size.
+
+    `num_speculative_tokens_per_batch_size` has inclusive ranges; the first starts at 1 and vLLM
+    carries the last on. A length holds for its batch size and the smaller ones down to the next:
+    between two that were measured the shorter draft is the safer.
+    """
+    cannot = (
+        "vLLM drafts one length for the whole batch: no length per request, no stop on low "
+        "confidence; lengths per batch size it has tested with EAGLE and DFlash drafts only, and "
+        "older versions do not know them: there take num_speculative_tokens of your batch size"
+    )
+    rows: list[dict[str, Any]] = []
+    ranges: list[list[int]] = []
+    for cell in sorted(job.cells, key=lambda cell: cell.batch):
+        found = best_fixed(job.trace, cell)
+        length = CONTROLLERS.make(found.best).length
+        rows.append(
+            {
+                "batch": cell.batch,
+                "num_speculative_tokens": length,
+                "use": "draft" if length else "disable",
+                "speedup_searched": round(found.after, 4),
+            }
+        )
+        first = ranges[-1][1] + 1 if ranges else 1
+        if ranges and ranges[-1][2] == length:
+            ranges[-1][1] = cell.batch
+        else:
+            ranges.append([first, cell.batch, length])
+    longest = max(length for _, _, length in ranges)
+    config: dict[str, Any] | None = None
+    if longest:
+        config = {
+            "method": "draft_model",
+            "model": job.draft or "ID_OR_PATH",
+            "num_speculative_tokens": longest,
+        }
+        if len(ranges) > 1:
+            config["num_speculative_tokens_per_batch_size"] = ranges
+    use = 'LLM(..., speculative_config=document["speculative_config"])'
+    document = {"speculative_config": config, "per_batch_size": rows}
+    specs = tuple(f"fixed(length={row['num_speculative_tokens']})" for row in rows)
+    return _json("vllm", document, use, cannot, specs)
+
+
+def transformers(job: Job) -> Export:
+    """Generation config of the *assistant* of transformers: the best of its three policies."""
+    cannot = (
+        "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
+        "where scikit-learn is installed moves assistant_confidence_threshold by itself"
+    )
+    length: Space = {"length": Tokens(1, 32)}
+    policies = [
+        best_fixed(job.trace, job.cell),
+        _search(job, parse("hf-heuristic"), length),
+        _search(job, parse("hf-threshold"), {**length, "threshold": Real(0, 1)}),
+    ]
+    best = max(policies, key=lambda found: found.after)
+    controller: Any = CONTROLLERS.make(best.best)
+    config: dict[str, Any] | None = None
+    if controller.length:
+        config = {
+            "num_assistant_tokens": controller.length,
+            # Of the two, the one that starts each request afresh, as ours does.
+            "num_assistant_tokens_schedule": (
+                "heuristic_transient" if best.name == "hf-heuristic" else "constant"
+            ),
+            # Left out it would be 0.4; 0 never stops.
+            "assistant_confidence_threshold": getattr(controller, "threshold", 0.0),
+        }
+    use = 'assistant_model.generation_config.update(**document["generation_config"])'
+    document = {"generation_config": config, "speedup_searched": round(best.after, 4)}
+    return _json("transformers", document, use, cannot, (best.best,))
+
+
+def llama_cpp(job: Job) -> Export:
+    """Flags of `llama-server`: a fixed length, cut where the draft's top probability is low."""
+    cannot = (
+        "llama.cpp adapts nothing between rounds and drafts alike at every batch size; it takes "
+        "the probability among the draft's ten likeliest tokens, so its threshold is a little laxer"
+    )
+
+    def make(values: Mapping[str, Any]) -> LengthController:
+        # A window held at one length, and the unsure token left out: what its draft loop does.
+        n = values["length"]
+        cut = {"threshold": values["threshold"], "keep": False}
+        made: LengthController = CONTROLLERS.make(
+            Spec("gammatune+", (), {"length": n, "low": n, "high": n, **cut})
+        )
+        return made
+
+    fixed = best_fixed(job.trace, job.cell)
+    start = {"length": max(CONTROLLERS.make(fixed.best).length, 1), "threshold": 0.0}
+    space: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
+    base = parse(CONTROLLERS.text(make(start)))
+    found = _search(job, base, space, make)
+    best: Any = CONTROLLERS.make(found.best)
+    flags = ["--spec-type none"]
+    if found.after > 1:
+        flags = [
+            "--spec-type draft-simple",
+            "--spec-draft-model DRAFT.gguf",
+            f"--spec-draft-n-max {best.length}",
+            "--spec-draft-n-min 0",
+            f"--spec-draft-p-min {best.threshold:g}",
+        ]
+    head = [
+        f"# use: llama-server -m TARGET.gguf $(grep -v '^#' THIS_FILE)   (speed-up on the "
+        f"prompts searched: {max(found.after, 1.0):.2f})",
+        "# builds before the flags were renamed: --draft-max, --draft-min, --draft-p-min",
+        f"# cannot: {cannot}",
+    ]
+    spec = found.best if found.after > 1 else "fixed(length=0)"
+    return Export("\n".join([*head, *flags]) + "\n", cannot, (spec,))
+
+
+EXPORTS: Mapping[str, Callable[[Job], Export]] = {
+    "vllm": vllm,
+    "transformers": transformers,
+    "llama.cpp": llama_cpp,
+}
+
+
+def best_fixed(trace: Trace, cell: Cell) -> Found:
+    """The best fixed length, 0 for plain decoding, of all up to the trace's depth."""
+    return search(parse("fixed(0)"), trace, cell, budget=trace.depth + 1, space=_LENGTHS)
+
+
+_LENGTHS: Space = {"length": Tokens(0, 64)}
+
+
+def _search(
+    job: Job,
+    spec: Spec,
+    space: Space,
+    make: Callable[[Mapping[str, Any]], LengthController] | None = None,
+) -> Found:
+    return search(
+        spec, job.trace, job.cell, budget=job.budget, seed=job.seed, space=space, make=make
+    )
+
+
+def _json(
+    engine: str, document: Mapping[str, Any], use: str, cannot: str, specs: tuple[str, ...]
+) -> Export:
+    value = {"schema": SCHEMA, "for": engine, **document, "use": use, "cannot": cannot}
+    return Export(json.dumps(value, ensure_ascii=False, indent=2) + "\n", cannot, specs)

@@ -1,0 +1,237 @@
+"""Timing a pair of models and the engine around them, for a table of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+
+from forerun.checks import whole
+from forerun.drafters.model import ModelDrafter
+from forerun.errors import SettingError, require
+from forerun.lab.provenance import identity, machine
+from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread
+from forerun.model import Model
+from forerun.runtime.base import Rows
+
+WARM = 3
+"""Turns that are not counted."""
+LIVE = (0, 1, 2, 4, 8)
+"""Tokens drafted per round in the live runs that draft steps and the engine's own work are told
+from."""
+LIVE_TOKENS = 48
+LIVE_TURNS = 10
+
+
+def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> CostTable:
+    """A table of measured cells, at least one, with its provenance."""
+    about = {
+        "target": identity(model.target),
+        "draft": identity(_drafter(model).rows),
+        "repeats": repeats,
+        **machine(model.target),
+    }
+    return CostTable(tuple(c for c, _ in found), about, tuple(s for _, s in found))
+
+
+def cells(
+    model: Model,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (128,),
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = REPEATS,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[Cell, Spread]]:
+    """Measure cell by cell; whoever walks away keeps what is complete.
+
+    The target's passes at every width are timed in turns, so that a machine that gets slower
+    favours none; medians count, brought to the level of live runs. What draft steps take, and
+    what the engine adds, is told from these runs: per round and per drafted token, a line each. A
+    draft step on its own would mislead: a round's first finds the target's weights in the caches,
+    later ones their own.
+
+    Args:
+        model: a target and a draft model, not generating.
+        batches: rows, ≥ 1 each.
+        contexts: tokens before those fed, ≥ 1 each.
+        widths: tokens fed to the target per row; 1 is always among them.
+        repeats: timings of each, ≥ 1.
+        progress: told the turns done, of `repeats` per cell.
+
+    Raises:
+        SettingError: no draft model, a number out of range, or a context that does not fit.
+    """
+    drafter = _drafter(model)
+    if model.target.lengths:
+        raise SettingError("a stream of this model is still running; finish or close it first")
+    wide = sorted({1, *widths})
+    for name, numbers in (("batch", batches), ("context", contexts), ("widths", wide)):
+        require(bool(numbers), name, numbers, "at least one")
+        for number in numbers:
+            whole(name, number, 1)
+    whole("repeats", repeats, 1)
+    longest, room = max(contexts), min(model.target.limit, drafter.limit)
+    more = max(wide[-1], LIVE_TOKENS) + 1
+    if longest + more > room:
+        raise SettingError(
+            f"a context of {longest} and {more} tokens more do not fit the models' {room}; use a "
+            "smaller `context` or `widths`"
+        )
+    return _cells(model, drafter, list(product(batches, contexts)), wide, repeats, progress)
+
+
+def _drafter(model: Model) -> ModelDrafter:
+    if not isinstance(model.drafter, ModelDrafter):
+        raise SettingError(
+            "measuring costs needs a draft model, and this model's drafter is a "
+            f"{type(model.drafter).__name__}; name one as `draft`"
+        )
+    return model.drafter
+
+
+def _cells(
+    model: Model,
+    drafter: ModelDrafter,
+    wanted: Sequence[tuple[int, int]],
+    widths: Sequence[int],
+    repeats: int,
+    progress: Callable[[int], None] | None,
+) -> Iterator[tuple[Cell, Spread]]:
+    done = 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done)
+
+    for batch, context in wanted:
+        prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
+        turns = _passes(model.target, prompts, widths, repeats, tell)
+        draft, passes, other = _live(model, prompts)
+        verify = _as_live(turns, passes)
+        # Rounds without a draft, whose work is less by more than a token's, fit no line of others.
+        rounds = {n: float(np.median(times)) for n, times in other.items()}
+        fixed = rounds.pop(0)
+        more, work = line(rounds)
+        first, step = line({n: float(np.median(times)) for n, times in draft.items()})
+        seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
+        lead = first + max(more - fixed, 0.0)
+        cell = Cell(step + work, seconds, fixed, batch, context, lead)
+        spread = Spread(
+            _range([(took - first) / n for n, times in draft.items() for took in times]),
+            tuple(_range(verify[w]) for w in widths),
+            work,
+            tuple((n, float(np.median(t)), *_range(t)) for n, t in other.items()),
+        )
+        yield cell, spread
+
+
+def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
+    """`batch` prompts whose rows cover `context` tokens and are fed the next."""
+    random = np.random.default_rng(0)
+    found: list[list[int]] = random.integers(0, vocab, (batch, context + 1)).tolist()
+    return found
+
+
+def _passes(
+    target: Rows,
+    prompts: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    repeats: int,
+    tell: Callable[[], None],
+) -> dict[int, list[float]]:
+    """Seconds of the target's passes, by width."""
+    found: dict[int, list[float]] = {width: [] for width in widths}
+    covered = len(prompts[0]) - 1
+    try:
+        target.read(prompts, widths[-1])
+        for turn in range(WARM + repeats):
+            for width in widths:
+                before = target.seconds
+                target.feed([list(prompt[-1:]) * width for prompt in prompts])
+                if turn >= WARM:
+                    found[width].append(target.seconds - before)
+                for row in range(len(prompts)):
+                    target.rollback(row, covered)
+            if turn >= WARM:
+                tell()
+    finally:
+        target.keep([])
+    return found
+
+
+def _as_live(
+    turns: dict[int, list[float]], passes: dict[int, list[float]]
+) -> dict[int, list[float]]:
+    """Passes timed in turns, as fast as live: there each comes after others of its own width.
+
+    Args:
+        turns: seconds by width.
+        passes: seconds of live passes by width, some widths only.
+    """
+    middle = {width: float(np.median(times)) for width, times in turns.items()}
+    known = sorted(passes)
+    if not known:
+        return turns
+    wanted = np.interp(known, list(middle), list(middle.values()))
+    ratios = [float(np.median(passes[w])) / timed for w, timed in zip(known, wanted, strict=True)]
+    return {
+        width: [seconds * float(np.interp(width, known, ratios)) for seconds in times]
+        for width, times in turns.items()
+    }
+
+
+def _live(
+    model: Model, prompts: Sequence[Sequence[int]]
+) -> tuple[dict[int, list[float]], dict[int, list[float]], dict[int, list[float]]]:
+    """Seconds of live rounds: in the draft, by tokens drafted per row; in the target, by width;
+    outside both models, by tokens drafted."""
+    draft: dict[int, list[float]] = {n: [] for n in LIVE if n}
+    passes: dict[int, list[float]] = {n + 1: [] for n in LIVE}
+    other: dict[int, list[float]] = {n: [] for n in LIVE}
+    for turn in range(LIVE_TURNS):
+        for n in LIVE:
+            done = model.generate(
+                prompts,
+                controller=f"fixed({n})",
+                plain=n == 0,
+                batch_size=len(prompts),
+                max_new_tokens=LIVE_TOKENS,
+                ignore_eos=True,
+            )
+            # Rounds of the whole batch; the first is a warm-up, as is the first turn.
+            together = list(zip(*(c.rounds for c in done), strict=False))[1:]
+            for rounds in together if turn else ():
+                if all(r.drafted == n for r in rounds):
+                    other[n].append(rounds[0].other_seconds)
+                    passes[n + 1].append(rounds[0].verify_seconds)
+                    if n:
+                        draft[n].append(rounds[0].draft_seconds)
+    found = (draft, passes, other)
+    draft, passes, other = ({n: times for n, times in one.items() if times} for one in found)
+    return draft, passes, other
+
+
+def line(points: dict[int, float]) -> tuple[float, float]:
+    """Intercept and slope, neither below 0, of the least-squares line through `{x: y}`.
+
+    >>> line({0: 1.0, 2: 2.0, 4: 3.0})
+    (1.0, 0.5)
+    >>> line({0: 2.0, 2: 1.0})
+    (1.5, 0.0)
+    """
+    x, y = np.array(list(points), dtype=float), np.array(list(points.values()))
+    spread = float(((x - x.mean()) ** 2).sum())
+    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread if spread else 0.0
+    slope = max(slope, 0.0)
+    start = float(y.mean() - slope * x.mean())
+    if start < 0:
+        return 0.0, float((x * y).sum() / (x * x).sum())
+    return start, slope
+
+
+def _range(times: Sequence[float]) -> tuple[float, float]:
+    low, high = np.quantile(times, [0.1, 0.9])
+    return float(low), float(high)

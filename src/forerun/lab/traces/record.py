@@ -1,0 +1,473 @@
+"""Recording: what the draft says from every position of the target's own texts.
+
+The target writes its texts plainly. One pass of each model over a text then gives both
+distributions at every true prefix, hence the draft's token there and whether the target keeps it.
+A run drafted from position p is those very tokens, up to the first the target does not keep at
+some m ≥ p; from there on it is off the text, and the same for every such p. So only the *tails*
+after a miss are drafted token by token, as rows of one batch that share their text's cache.
+
+Sampled texts: the rule `standard` proposes d ~ draft, keeps it with probability
+min(1, target(d) / draft(d)) and else commits y ~ norm(max(target − draft, 0)). So y ~ target,
+d = y and kept has probability min(target(y), draft(y)), and a rejected d is independent of y.
+Read backwards, given y: a hit (d = y) with probability min(1, draft(y) / target(y)), otherwise
+d ~ norm(max(draft − target, 0)). y's distribution does not depend on what was drafted, so the
+text may be written first; and a decoding run judges each position at most once, so one coin per
+position serves every controller, whose counts then have exactly the live engine's distribution.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.checks import whole
+from forerun.drafters.model import ModelDrafter
+from forerun.engine import Completion, Sampling
+from forerun.engine.sampling import Sampler
+from forerun.errors import PromptError, SettingError
+from forerun.lab.provenance import identity, machine
+from forerun.lab.traces.trace import SIGNALS, Trace, concatenate
+from forerun.model import Model
+from forerun.rules.base import sample
+from forerun.runtime.base import Rows
+from forerun.signals import entropy, float_type, measure
+from forerun.types import BoolArray, FloatArray, IntArray
+
+ELEMENTS = 1 << 25
+"""Most logits of one model held at once, so that a large vocabulary does not fill the memory."""
+TAILS = 128
+"""Most tails drafted together."""
+
+
+Place = tuple[int, int]
+"""A text of the batch and a position in it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt to record."""
+
+    family: str
+    id: str
+    tokens: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some prompts recorded together."""
+
+    trace: Trace
+    plain_seconds: float
+    """Wall time the target took to write the texts."""
+    seconds: float
+    """Wall time of all of it."""
+
+
+def record(
+    model: Model,
+    tasks: Sequence[Task],
+    *,
+    depth: int = 24,
+    batch_size: int = 16,
+    progress: Callable[[int], None] | None = None,
+) -> Trace:
+    """Record every prompt. Arguments and errors as for `parts`; `progress` is told prompts done.
+
+    >>> import forerun
+    >>> model = forerun.load()
+    >>> how = Sampling(max_new_tokens=6)
+    >>> trace = record(model, [Task("any", "1", model.encode("Once upon a time"), how)], depth=4)
+    >>> trace.draft_tokens.shape, trace.sizes
+    ((1, 6, 4), array([6]))
+    """
+    done: list[Part] = []
+    for part in parts(model, tasks, depth=depth, batch_size=batch_size):
+        done.append(part)
+        if progress is not None:
+            progress(sum(p.trace.prompts for p in done))
+    return finish(model, tasks, done, batch_size, {})
+
+
+def parts(
+    model: Model, tasks: Sequence[Task], *, depth: int = 24, batch_size: int = 16
+) -> Iterator[Part]:
+    """Record batch by batch, in the order of the tasks; whoever walks away keeps what is complete.
+
+    Args:
+        model: a target and a draft model.
+        tasks: the prompts. Each text and its coins depend on its own seed alone.
+        depth: K ≥ 1, tokens drafted from each position.
+        batch_size: prompts decoded together.
+
+    Raises:
+        SettingError: no draft model, or a setting out of range.
+        PromptError: no prompts, or a text that the draft's context cannot hold.
+    """
+    whole("depth", depth, 1)
+    whole("batch size", batch_size, 1)
+    drafter = _drafter(model)
+    if not tasks:
+        raise PromptError("no prompts to record")
+    for task in tasks:
+        wanted = len(task.tokens) + _budget(model, task)
+        if wanted > drafter.limit:
+            raise PromptError(
+                f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
+                f"draft's context holds {drafter.limit}; lower max_new_tokens"
+            )
+    return _parts(model, drafter.rows, tasks, depth, batch_size)
+
+
+def finish(
+    model: Model,
+    tasks: Sequence[Task],
+    done: Sequence[Part],
+    batch_size: int,
+    settings: Mapping[str, Any],
+) -> Trace:
+    """One trace of all parts (at least one), with its provenance and further `settings` in it."""
+    trace = concatenate([part.trace for part in done])
+    plain, total = sum(p.plain_seconds for p in done), sum(p.seconds for p in done)
+    about = {
+        **settings,
+        "target": identity(model.target),
+        "draft": identity(_drafter(model).rows),
+        "sampling": _sampling(tasks),
+        "depth": trace.depth,
+        "batch_size": batch_size,
+        "complete": trace.prompts == len(tasks),
+        "seconds": {
+            "total": round(total, 3),
+            "plain": round(plain, 3),
+            "ratio": round(total / plain, 3),
+        },
+        **machine(model.target),
+    }
+    return replace(trace, about=about)
+
+
+def _sampling(tasks: Sequence[Task]) -> dict[str, Any]:
+    """Settings that are not the default: a value, one per family, or the first and last."""
+    out: dict[str, Any] = {}
+    for f in fields(Sampling):
+        values = [getattr(task.sampling, f.name) for task in tasks]
+        plain = {} if f.name == "logit_bias" else f.default
+        if all(value == plain for value in values):
+            continue
+        of = {
+            family: [v for t, v in zip(tasks, values, strict=True) if t.family == family]
+            for family in dict.fromkeys(task.family for task in tasks)
+        }
+        if all(value == values[0] for value in values):
+            out[f.name] = str(values[0]) if f.name == "logit_bias" else values[0]
+        elif all(value == some[0] for some in of.values() for value in some):
+            out[f.name] = {family: some[0] for family, some in of.items()}
+        else:
+            out[f.name] = f"{values[0]} … {values[-1]}"
+    return out
+
+
+def _drafter(model: Model) -> ModelDrafter:
+    if not isinstance(model.drafter, ModelDrafter):
+        raise SettingError(
+            "recording needs a draft model, and this model's drafter is a "
+            f"{type(model.drafter).__name__}; name one as `draft`"
+        )
+    return model.drafter
+
+
+def _budget(model: Model, task: Task) -> int:
+    """Most tokens the text may have: as many as allowed that fit the target's context."""
+    return min(task.sampling.max_new_tokens, model.target.limit - len(task.tokens))
+
+
+@dataclass
+class _Text:
+    """A text as both models read it, and the penalties (`context` and `prompt` are for them)."""
+
+    task: Task
+    context: list[int]
+    """The prompt."""
+    prompt: int
+    """Its length."""
+    tokens: list[int]
+    """The output, n tokens."""
+    eos: frozenset[int]
+    coins: FloatArray
+    """`(n + 1, K + 1)`: per position one for the hit, one for the token after a miss, the tail's.
+    Position n is the end of the text, where the target says nothing any more."""
+
+    def upto(self, place: int) -> list[int]:
+        """The prompt and the first tokens of the output."""
+        return [*self.context, *self.tokens[:place]]
+
+
+@dataclass
+class _Said:
+    """What was said at the n + 1 positions of a text."""
+
+    tokens: IntArray
+    """`(n + 1, K)` the draft's token, and its tail where the target does not keep it."""
+    signals: dict[str, FloatArray]
+    """`(n + 1, K)` likewise."""
+    hit: BoolArray
+    """`(n + 1,)` whether the target keeps the draft's token."""
+    accept: FloatArray
+    """`(n + 1,)` the probability that it does."""
+    target: dict[str, FloatArray]
+    """`(n + 1,)` the fields of `Trace` that tell of the target."""
+
+
+def _parts(
+    model: Model, rows: Rows, tasks: Sequence[Task], depth: int, batch_size: int
+) -> Iterator[Part]:
+    for start in range(0, len(tasks), batch_size):
+        batch, began = tasks[start : start + batch_size], time.perf_counter()
+        completions = model.generate(
+            [task.tokens for task in batch],
+            plain=True,
+            sampling=[task.sampling for task in batch],
+            batch_size=batch_size,
+        )
+        wrote = time.perf_counter()
+        texts = [
+            _text(model, task, done, depth) for task, done in zip(batch, completions, strict=True)
+        ]
+        said = _listen(model.target, rows, texts, depth)
+        some = [_trace(model, text, one, depth) for text, one in zip(texts, said, strict=True)]
+        trace = concatenate(some)
+        yield Part(trace, wrote - began, time.perf_counter() - began)
+
+
+def _text(model: Model, task: Task, done: Completion, depth: int) -> _Text:
+    how = task.sampling
+    eos = model.eos if how.eos is None else frozenset(how.eos)
+    # A stream of its own beside the one the text was sampled with.
+    random = np.random.default_rng([done.seed, 1])
+    coins = random.random((len(done.tokens) + 1, depth + 1))
+    ends: frozenset[int] = frozenset() if how.ignore_eos else eos
+    return _Text(task, list(task.tokens), len(task.tokens), done.tokens, ends, coins)
+
+
+@torch.inference_mode()
+def _listen(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Said]:
+    """Both models over the texts, then the tails."""
+    prompts, longest = [text.context for text in texts], max(len(t.tokens) for t in texts)
+    try:
+        target.read(prompts, longest)
+        rows.read(prompts, longest + depth)
+        said = _heads(target, rows, texts, depth)
+        target.keep([])
+        _tails(rows, texts, said, depth, target.vocab_size)
+    finally:
+        target.keep([])
+        rows.keep([])
+    return said
+
+
+def _heads(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Said]:
+    """The draft's token at every true prefix, and whether the target keeps it."""
+    pieces = [[text.context[-1], *text.tokens] for text in texts]
+    longest, vocab, device = max(map(len, pieces)), target.vocab_size, target.device
+    width = max(1, ELEMENTS // (len(texts) * vocab))
+    sampler = Sampler([t.task.sampling for t in texts], [t.eos for t in texts])
+    outputs, greedy = [text.tokens for text in texts], sampler.greedy.to(device)
+    found: list[list[dict[str, torch.Tensor]]] = [[] for _ in texts]
+    for start in range(0, longest, width):
+        fed = [piece[start : start + width] for piece in pieces]
+        told, said = target.feed(fed), _fit(rows.feed(fed), vocab)
+        told, said = (sampler.shape(logits, texts, outputs, start) for logits in (told, said))
+        target_logits, draft_logits = sampler.sharpen(told), sampler.sharpen(said)
+        for r, text in enumerate(texts):
+            if not (count := len(fed[r])):
+                continue
+            truth = [*text.tokens, -1][start : start + count]
+            coins = torch.from_numpy(text.coins[start : start + count, :2]).to(device)
+            judged = _judge(
+                target_logits[r, :count],
+                draft_logits[r, :count],
+                torch.tensor(truth, device=device),
+                coins,
+                bool(greedy[r]),
+            )
+            signals = measure(said[r, :count], judged["tokens"], set(SIGNALS))
+            found[r].append({**judged, **signals, **_of_target(told[r, :count], said[r, :count])})
+    return [_said(parts, depth) for parts in found]
+
+
+def _said(parts: list[dict[str, torch.Tensor]], depth: int) -> _Said:
+    """What was found of one text, with room for tails."""
+    flat = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+    room = [(0, 0), (0, depth - 1)]
+    return _Said(
+        tokens=np.pad(flat["tokens"][:, None], room),
+        signals={name: np.pad(flat[name][:, None].astype(float), room) for name in SIGNALS},
+        hit=flat["hit"],
+        accept=flat["accept"],
+        target={name: flat[name] for name in ("target_top1", "target_entropy", "top5_overlap")},
+    )
+
+
+def _judge(
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    truth: torch.Tensor,
+    coins: torch.Tensor,
+    greedy: bool,
+) -> dict[str, torch.Tensor]:
+    """The draft's tokens, hits and their probabilities, given what was committed.
+
+    Args:
+        target, draft: `(n, V)` processed logits.
+        truth: `(n,)` committed tokens, -1 beyond the text.
+        coins: `(n, 2)`.
+        greedy: whether the text is.
+    """
+    if greedy:
+        best = draft.argmax(-1)
+        hit = best == truth
+        return {"tokens": best, "hit": hit, "accept": hit.double()}
+    p, q = target.softmax(-1, dtype=torch.float64), draft.softmax(-1, dtype=torch.float64)
+    known, at = truth >= 0, truth.clamp(min=0).unsqueeze(-1)
+    hit = known & (coins[:, 0] < (q.gather(-1, at) / p.gather(-1, at)).squeeze(-1))
+    # On a miss draft < target at the committed token, so something is left elsewhere.
+    other = sample(torch.where(known.unsqueeze(-1), (q - p).clamp(min=0), q), coins[:, 1])
+    tokens = torch.where(hit, truth, other)
+    at = tokens.unsqueeze(-1)
+    ratio = (p.gather(-1, at) / q.gather(-1, at)).squeeze(-1).clamp(max=1)
+    return {"tokens": tokens, "hit": hit, "accept": ratio * known}
+
+
+def _of_target(told: torch.Tensor, said: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`(n,)` what `Trace` keeps of the target's logits beside the draft's, `(n, V)` each."""
+    log = told.log_softmax(-1, dtype=float_type(told))
+    most = min(5, told.shape[-1])
+    best, guess = (logits.topk(most, dim=-1).indices for logits in (told, said))
+    shared = (best.unsqueeze(-1) == guess.unsqueeze(-2)).any(-1).double().mean(-1)
+    return {
+        "target_top1": log.amax(-1).exp(),
+        "target_entropy": entropy(log),
+        "top5_overlap": shared,
+    }
+
+
+def _tails(rows: Rows, texts: list[_Text], said: list[_Said], depth: int, vocab: int) -> None:
+    """Draft on where the target does not keep the draft's token; fills `said` in.
+
+    Args:
+        rows: the draft model; row r covers text r.
+    """
+    places = [
+        (r, m)
+        for r, one in enumerate(said)
+        for m in np.flatnonzero(~one.hit).tolist()
+        # No run reaches beyond a text whose last token was missed.
+        if m < len(one.hit) - 1 or one.hit[m - 1]
+    ]
+    for start in range(0, len(places), TAILS):
+        some = places[start : start + TAILS]
+        _fork(rows, texts, said, some)
+        _follow(rows, texts, said, some, depth, vocab)
+        rows.keep(range(len(texts)))
+
+
+def _fork(rows: Rows, texts: list[_Text], said: list[_Said], places: list[Place]) -> None:
+    """Add a row per place that covers its text up to there."""
+    # Copying what is covered already is much cheaper than feeding it again.
+    count = len(texts)
+    rows.keep([*range(count), *(r for r, _ in places)])
+    for i, (r, m) in enumerate(places):
+        rows.rollback(count + i, texts[r].prompt + m)
+
+
+def _follow(
+    rows: Rows,
+    texts: list[_Text],
+    said: list[_Said],
+    places: list[Place],
+    depth: int,
+    vocab: int,
+) -> None:
+    """Draft the tails, a step of all of them at a time, as far as the draft's context goes."""
+    sampler = Sampler(
+        [texts[r].task.sampling for r, _ in places], [texts[r].eos for r, _ in places]
+    )
+    stems: Any = [
+        SimpleNamespace(context=texts[r].upto(m), prompt=texts[r].prompt) for r, m in places
+    ]
+    greedy = sampler.greedy.to(rows.device)
+    ahead = [[int(said[r].tokens[m, 0])] for r, m in places]
+    for step in range(1, depth):
+        on = [len(stem.context) + step <= rows.limit for stem in stems]
+        if not any(on):
+            return
+        pieces = [tokens[-1:] if fits else [] for tokens, fits in zip(ahead, on, strict=True)]
+        pieces = [*[[]] * len(texts), *pieces]
+        logits = rows.feed(pieces, [len(piece) for piece in pieces])[len(texts) :, 0]
+        logits = _fit(logits, vocab)
+        shaped = sampler.shape(logits.unsqueeze(1), stems, ahead, step)
+        logits, processed = shaped[:, 0], sampler.sharpen(shaped)[:, 0]
+        tokens = processed.argmax(-1)
+        if not sampler.all_greedy:
+            coins = torch.tensor(
+                [texts[r].coins[m, step + 1] for r, m in places], dtype=torch.float64
+            )
+            drawn = sample(processed.softmax(-1), coins.to(rows.device))
+            tokens = torch.where(greedy, tokens, drawn)
+        signals = measure(logits, tokens, set(SIGNALS))
+        host = {name: values.cpu().numpy() for name, values in signals.items()}
+        chosen = tokens.tolist()
+        for i, (r, m) in enumerate(places):
+            if on[i]:
+                ahead[i].append(chosen[i])
+                said[r].tokens[m, step] = ahead[i][-1]
+                for name, values in host.items():
+                    said[r].signals[name][m, step] = values[i]
+
+
+def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Draft logits cut or padded (−inf) to the target's vocabulary."""
+    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
+
+
+def _trace(model: Model, text: _Text, said: _Said, depth: int) -> Trace:
+    """The runs of one text, put together from its positions and its tails."""
+    size = len(text.tokens)
+    missed = np.flatnonzero(~said.hit)  # the end of the text is one
+    miss = missed[np.searchsorted(missed, np.arange(size))][:, None]
+    place, step = np.arange(size)[:, None], np.arange(depth)
+    on = place + step < miss
+    row, column = np.where(on, place + step, miss), np.where(on, 0, place + step - miss)
+
+    def runs(values: Any) -> Any:
+        return values[row, column][None]
+
+    tokens, matches = runs(said.tokens), np.minimum(miss - place, depth).T
+    over = np.isin(tokens, list(text.eos))
+    judged = place + step <= np.minimum(miss, size - 1)
+    return Trace(
+        families=(text.task.family,),
+        ids=(text.task.id,),
+        sizes=np.array([size]),
+        budgets=np.array([_budget(model, text.task)]),
+        prompt_tokens=np.array([text.prompt]),
+        tokens=np.array([text.tokens]),
+        draft_tokens=tokens,
+        matches=matches,
+        ends=np.where(over.any(-1), over.argmax(-1) + 1, depth + 1),
+        accept_prob=_single(np.where(judged, said.accept[row], 0.0)[None]),
+        signals={name: _single(runs(values)) for name, values in said.signals.items()},
+        **{name: _single(values[None, :size]) for name, values in said.target.items()},
+    )
+
+
+def _single(values: Any) -> Any:
+    """Float64 with the precision that a file keeps."""
+    return values.astype(np.float32).astype(np.float64)

@@ -1,0 +1,89 @@
+"""What a replay of several controllers found, as a document and as a table."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.lab.bounds.bounds import oracle
+from forerun.lab.bounds.informed import informed
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import geometric, replay, summarise
+from forerun.lab.traces.trace import Trace
+from forerun.types import FloatArray
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """One controller over the trace."""
+
+    spec: str
+    """As the user wrote it."""
+    controller: str
+    groups: dict[str, dict[str, Any]]
+    """`forerun.lab.traces.replay.summarise`, with `share` of each bound if they were asked for."""
+
+
+def bounds(trace: Trace, cell: Cell, tell: Callable[[str], None]) -> dict[str, FloatArray]:
+    """`(prompts,)` seconds of each bound; `tell` is told what is being done."""
+    tell("finding the oracle")
+    best = oracle(trace, cell).seconds
+    tell("fitting the informed bound")
+    return {"oracle": best, "informed": informed(trace, cell).seconds}
+
+
+def result(
+    trace: Trace,
+    cell: Cell,
+    spec: str,
+    controller: LengthController,
+    limits: Mapping[str, FloatArray],
+) -> Result:
+    """Replay one controller, as the user wrote it; `limits` from `bounds`."""
+    found = replay(trace, controller, cell)
+    groups = summarise(trace, found, cell.batch)
+    for name, group in groups.items():
+        chosen = [name in ("all", family) for family in trace.families]
+        if limits:
+            group["share"] = {
+                bound: geometric((seconds / found.seconds)[chosen])
+                for bound, seconds in limits.items()
+            }
+    return Result(spec, CONTROLLERS.text(controller), groups)
+
+
+def document(found: Sequence[Result], trace: Trace, cell: Cell) -> dict[str, Any]:
+    """What `replay --json` prints."""
+    return {
+        "schema": SCHEMA,
+        "cell": {**cell.to_json(), "ratio": cell.ratio},
+        "controllers": [{"controller": r.controller, "families": r.groups} for r in found],
+        "trace": trace.about,
+    }
+
+
+def write_csv(found: Sequence[Result], output: str) -> None:
+    """Save a row per controller and family; intervals as NAME_low and NAME_high."""
+    rows = []
+    for result in found:
+        for family, group in result.groups.items():
+            row: dict[str, Any] = {"controller": result.controller, "family": family}
+            shares = {f"share_of_{k}": v for k, v in group.get("share", {}).items()}
+            for key, value in {**group, **shares}.items():
+                if key == "share":
+                    continue
+                if isinstance(value, dict):
+                    row |= {key: value["mean"], f"{key}_low": value["low"]}
+                    row[f"{key}_high"] = value["high"]
+                else:
+                    row[key] = value
+            rows.append(row)
+    with open(output, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,419 @@
+"""Search the parameters of controllers on one trace, and judge what was found on another.
+
+Every trial is a replay, so a hundred settings cost about as much as decoding one prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from forerun.checks import whole
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.errors import MissingExtraError, SettingError, require
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.replay import geometric, replay
+from forerun.lab.traces.spaces import COSTS, SPACES, Space
+from forerun.lab.traces.trace import Trace
+from forerun.registry import Spec, parse
+
+DEFAULT = "auto"
+"""The controller of those who choose none."""
+
+Told = Callable[[str, int, int], None]
+"""Told a controller's name, its trials done and their number."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search over one controller's parameters found."""
+
+    name: str
+    default: str
+    """The spec it started from."""
+    best: str
+    """The spec with the highest speed-up on the trace searched; the default if nothing beat it."""
+    before: float
+    """Speed-up of the default there, the geometric mean over prompts."""
+    after: float
+    """Speed-up of the best there."""
+    trials: int = 1
+    """Settings tried, the default included."""
+    refused: int = 0
+    """Of these, settings the controller does not take."""
+    complete: bool = True
+    """Whether the search came to its end."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A finding on prompts that took no part in the search."""
+
+    found: Found
+    overall: Mapping[str, Mapping[str, float]]
+    """`default`, `tuned`, `gain` (tuned over default) and `over_fixed` (tuned over the best fixed
+    length): geometric means over prompts with their 95 % bootstrap intervals."""
+    families: Mapping[str, Mapping[str, Mapping[str, float]]]
+    """The same per family."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The findings of `tune`, in the order of the controllers."""
+
+    found: tuple[Found, ...]
+    fixed: Found
+    """The best fixed length, whether or not it was asked for."""
+    complete: bool = True
+    """False if the search was interrupted; then it holds what was found until then."""
+
+    @property
+    def best(self) -> Found:
+        """The controller with the highest speed-up on the trace searched; the first of equals."""
+        return max(self.found, key=lambda found: found.after)
+
+
+def tune(
+    trace: Trace,
+    cell: Cell,
+    controllers: Sequence[str] | None = None,
+    *,
+    budget: int = 100,
+    seed: int = 0,
+    told: Told | None = None,
+) -> Tuned:
+    """Search the parameters of each controller for the highest speed-up on a trace.
+
+    Args:
+        trace: validation prompts.
+        cell: what a round costs.
+        controllers: names or specs; what a spec sets stays as it is. None is every controller that
+            can be made without settings.
+        budget: most settings to try per controller, ≥ 1. Where there are no more, all are tried;
+            else optuna's TPE chooses.
+        seed: of TPE; the same gives the same.
+        told: as `Told`.
+
+    Raises:
+        SettingError: a controller that is unknown or cannot be made.
+        MissingExtraError: optuna is not installed.
+        KeyboardInterrupt: interrupted before anything was found. Later ones are kept: `complete`.
+    """
+    whole("budget", budget, 1)
+    require(isinstance(seed, int) and 0 <= seed < 2**32, "seed", seed, "a whole number below 2³²")
+    specs = [parse(text) for text in (tunable() if controllers is None else controllers)]
+    for spec in specs:
+        CONTROLLERS.make(spec)
+    # Cheap, and what the others are measured against.
+    fixed = search(parse("fixed"), trace, cell, budget=trace.depth + 1, seed=seed)
+    found: list[Found] = []
+    for spec in specs:
+        if spec == parse("fixed"):
+            found.append(fixed)
+            continue
+        try:
+            found.append(search(spec, trace, cell, budget=budget, seed=seed, told=told))
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            return Tuned(tuple(found), fixed, complete=False)
+        if not found[-1].complete:
+            return Tuned(tuple(found), fixed, complete=False)
+    return Tuned(tuple(found), fixed)
+
+
+def search(
+    spec: Spec,
+    trace: Trace,
+    cell: Cell,
+    *,
+    budget: int,
+    seed: int = 0,
+    space: Space | None = None,
+    make: Callable[[Mapping[str, Any]], LengthController] | None = None,
+    told: Told | None = None,
+) -> Found:
+    """Search one controller's parameters; an interrupt ends it early, with the best so far.
+
+    Args:
+        spec: the controller with the settings to keep.
+        trace: validation prompts.
+        cell: what a round costs.
+        budget: most settings to try.
+        seed: of TPE.
+        space: what is searched; None is that of `SPACES`, less what `spec` sets.
+        make: a controller from values of the space; None sets its parameters to them.
+        told: as `Told`.
+    """
+    start = CONTROLLERS.make(spec)
+    set_by_user = given(spec)
+    if space is None:
+        space = {k: v for k, v in SPACES.get(spec.name, {}).items() if k not in set_by_user}
+    if make is None:
+
+        def make(values: Mapping[str, Any]) -> LengthController:
+            made = Spec(spec.name, (), {**set_by_user, **values})
+            return CONTROLLERS.make(made)
+
+    scores: dict[str, float] = {}
+    default = CONTROLLERS.text(start)
+
+    def score(controller: LengthController) -> float:
+        text = CONTROLLERS.text(controller)
+        if text not in scores:
+            scores[text] = speed(trace, controller, cell)
+        return scores[text]
+
+    before, trials, refused, complete = score(start), 1, 0, True
+    tell = told or (lambda name, done, total: None)
+    chooser, total = proposals(space, trace.depth, cell, budget, seed)
+    try:
+        for values, answer in chooser:
+            tell(spec.name, trials, total)
+            try:
+                answer(score(make(values)))
+            except SettingError:
+                refused += 1
+                answer(None)
+            trials += 1
+        tell(spec.name, total, total)
+    except KeyboardInterrupt:
+        complete = False
+    best = max(scores, key=lambda text: scores[text])
+    return Found(spec.name, default, best, before, scores[best], trials, refused, complete)
+
+
+Answer = Callable[[float | None], None]
+"""Told the speed-up of proposed values, or None if the controller refused them."""
+
+
+def proposals(
+    space: Space, depth: int, cell: Cell, budget: int, seed: int
+) -> tuple[Iterator[tuple[dict[str, Any], Answer]], int]:
+    """Values to try beside the defaults, and how many settings there will be with the defaults."""
+    grid: list[list[Any]] = []
+    for parameter in space.values():
+        found = parameter.values(depth)
+        if found is None:
+            break
+        grid.append(found)
+    count = int(np.prod([len(values) for values in grid])) if len(grid) == len(space) else budget
+    if not space:
+        return iter(()), 1
+    if len(grid) == len(space) and count <= budget:
+        every = (dict(zip(space, values, strict=True)) for values in itertools.product(*grid))
+        return ((values, _ignored) for values in every), count + 1
+    return _sampled(space, depth, cell, budget - 1, seed), budget
+
+
+def _ignored(value: float | None) -> None:
+    """Of a grid nothing is learned."""
+
+
+def _sampled(
+    space: Space, depth: int, cell: Cell, count: int, seed: int
+) -> Iterator[tuple[dict[str, Any], Answer]]:
+    """`count` values chosen by TPE; those that are told costs are told the right ones first."""
+    optuna = _optuna()
+    if count and COSTS.keys() <= space.keys():
+        slope = float(cell.verify_seconds(2) - cell.verify_seconds(1)) / cell.plain
+        known = {"cost": round(cell.ratio, 3), "width_cost": round(max(slope, 0), 4)}
+        yield known, _ignored
+        count -= 1
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    for _ in range(count):
+        trial = study.ask()
+        values = {name: wanted.suggest(trial, name, depth) for name, wanted in space.items()}
+
+        def answer(value: float | None, trial: Any = trial) -> None:
+            if value is None:
+                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            else:
+                study.tell(trial, value)
+
+        yield values, answer
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise MissingExtraError.of("optuna", "lab") from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def speed(trace: Trace, controller: str | LengthController, cell: Cell) -> float:
+    """The geometric mean over prompts of the speed-up."""
+    return float(np.exp(np.log(replay(trace, controller, cell).speedup).mean()))
+
+
+def tunable() -> list[str]:
+    """Controllers that can be made without settings."""
+    names = []
+    for name in CONTROLLERS.names():
+        try:
+            CONTROLLERS.make(name)
+        except SettingError:
+            continue
+        names.append(name)
+    return names
+
+
+def given(spec: Spec) -> dict[str, Any]:
+    """The settings of a spec by name, also those written without one."""
+    names = [f.name for f in fields(CONTROLLERS.load(spec.name)) if f.init]
+    return {**dict(zip(names, spec.args, strict=False)), **spec.kwargs}
+
+
+def judge(
+    tuned: Tuned, trace: Trace, cell: Cell, seed: int = 0
+) -> tuple[list[Judged], dict[str, Any]]:
+    """Replay every finding on prompts of its own.
+
+    Args:
+        tuned: what was found.
+        trace: test prompts, none of which was searched on (`halves`, `disjoint`).
+        cell: what a round costs.
+        seed: of the bootstrap.
+
+    Returns:
+        One per controller, and the speed-up of the best fixed length, overall and per family.
+    """
+    groups = {name: np.array(trace.families) == name for name in dict.fromkeys(trace.families)}
+    everything = np.ones(trace.prompts, dtype=bool)
+    seconds: dict[str, Any] = {}
+
+    def took(spec: str) -> Any:
+        if spec not in seconds:
+            seconds[spec] = replay(trace, spec, cell)
+        return seconds[spec]
+
+    fixed = took(tuned.fixed.best)
+
+    def compare(found: Found, chosen: Any) -> dict[str, Any]:
+        default, best = took(found.default), took(found.best)
+        ratios = {
+            "default": default.speedup,
+            "tuned": best.speedup,
+            "gain": default.seconds / best.seconds,
+            "over_fixed": fixed.seconds / best.seconds,
+        }
+        return {name: geometric(values[chosen], seed) for name, values in ratios.items()}
+
+    judged = [
+        Judged(
+            found,
+            compare(found, everything),
+            {name: compare(found, chosen) for name, chosen in groups.items()},
+        )
+        for found in tuned.found
+    ]
+    baseline = {
+        "spec": tuned.fixed.best,
+        "overall": geometric(fixed.speedup, seed),
+        "families": {n: geometric(fixed.speedup[chosen], seed) for n, chosen in groups.items()},
+    }
+    return judged, baseline
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The controller to use."""
+
+    spec: str
+    reason: str | None = None
+    """Why it is not what the search found; None if it is."""
+
+
+def choose(
+    tuned: Tuned, judged: Sequence[Judged], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
+) -> Choice:
+    """What was found, where other prompts show it to be better than what needs no setting.
+
+    Better: the 95 % interval of the paired speed-up lies above 1.
+
+    Args:
+        tuned: what was found.
+        judged: from `judge`.
+        trace: the prompts it was judged on.
+        cell: what a round costs.
+        free: whether any controller will do; then it is compared with `DEFAULT`, too.
+        seed: of the bootstrap.
+    """
+    best = next(one for one in judged if one.found is tuned.best)
+    spec, reason, gain = best.found.best, None, best.overall["gain"]
+    if spec == best.found.default:
+        reason = f"no setting of {best.found.name} was faster than its defaults"
+    elif gain["low"] <= 1:
+        spec = best.found.default
+        reason = (
+            f"{best.found.best} is no better than {spec} on the prompts judged "
+            f"(tuned/default {_interval(gain)})"
+        )
+    if free and spec != DEFAULT:
+        ours, default = (replay(trace, one, cell).seconds for one in (spec, DEFAULT))
+        over = geometric(default / ours, seed)
+        if over["low"] <= 1:
+            reason = f"{spec} is no better than {DEFAULT}, the default, on the prompts judged"
+            return Choice(DEFAULT, f"{reason} ({spec}/{DEFAULT} {_interval(over)})")
+    return Choice(spec, reason)
+
+
+def _interval(spread: Mapping[str, float]) -> str:
+    return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"
+
+
+def halves(trace: Trace) -> tuple[Trace, Trace, str]:
+    """Prompts to search on, prompts to judge on, and in words how they were told apart.
+
+    If every id says of which split it is, "val" or "test" between other marks, and both occur, by
+    that. Else every other prompt of each family; prompts that occur twice stay together.
+
+    Raises:
+        SettingError: there is only one prompt.
+    """
+    sides = [_side(text) for text in trace.ids]
+    if None not in sides and len(set(sides)) == 2:
+        test = np.array([side == "test" for side in sides])
+        return trace.take(~test), trace.take(test), "the ids' own splits"
+    keys = list(zip(trace.families, trace.ids, strict=True))
+    order = sorted(dict.fromkeys(keys), key=lambda key: trace.families.index(key[0]))
+    if len(order) < 2:
+        raise SettingError("one prompt cannot be halved; name other prompts as `test`")
+    later = set(order[1::2])
+    test = np.array([key in later for key in keys])
+    return trace.take(~test), trace.take(test), "every other prompt of each family"
+
+
+def _side(text: str) -> str | None:
+    """The split an id names."""
+    words = "".join(c if c.isalnum() else " " for c in text.lower()).split()
+    named = {"val": "val", "validation": "val", "test": "test"}
+    sides = {named[word] for word in words if word in named}
+    return sides.pop() if len(sides) == 1 else None
+
+
+def disjoint(trace: Trace, test: Trace) -> None:
+    """Raise `SettingError` if a prompt is in both traces."""
+    both = set(_prompts(trace)) & set(_prompts(test))
+    if both:
+        name = sorted(key[1] for key in both)[0]
+        raise SettingError(
+            f"{len(both)} prompts are in both traces ({name} for one); what was searched on "
+            "cannot judge"
+        )
+
+
+def _prompts(trace: Trace) -> list[tuple[str, str, int, bytes]]:
+    """What tells the prompts of a trace from others: ids of files alone may be line numbers."""
+    return [
+        (family, name, int(length), trace.tokens[i, : trace.sizes[i]].tobytes())
+        for i, (family, name, length) in enumerate(
+            zip(trace.families, trace.ids, trace.prompt_tokens, strict=True)
+        )
+    ]

@@ -1,0 +1,139 @@
+"""Functions stay short, their parameters few, and imports without circles."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import forerun
+
+ROOT = Path(forerun.__file__).parent
+LINES, PARAMETERS = 60, 8
+
+LONG = {
+    "engine/drafting.py:_run",
+    "training/features.py:collect",
+    "zoo/distill.py:distill",
+    "zoo/tasks/chat.py:_facts",
+    "zoo/train.py:main",
+    "zoo/train.py:train",
+}
+"""Functions beyond a limit, which may only become fewer. Command signatures do not count."""
+
+CIRCLES = {
+    frozenset({"forerun.controllers.gammatune", "forerun.controllers.gammatune_plus"}),
+    frozenset({"forerun.lab.traces.costs", "forerun.lab.traces.measuring"}),
+    frozenset({"forerun.runtime.model", "forerun.runtime.support"}),
+}
+"""Circles of imports, likewise; those for types and within functions count."""
+
+
+def functions(tree: ast.AST, path: tuple[str, ...] = ()):
+    """Functions and methods with their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ".".join((*path, node.name)), node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield from functions(node, (*path, node.name))
+
+
+def is_command(node: ast.FunctionDef) -> bool:
+    """Whether the signature is a list of options."""
+    return sum("option" in ast.unparse(a.annotation or ast.Constant(0)).lower()
+               for a in [*node.args.args, *node.args.kwonlyargs]) > 1  # fmt: skip
+
+
+def length(node: ast.FunctionDef) -> int:
+    """Lines of a function; of a command those behind its options and its help."""
+    first = node.body[1].lineno if is_command(node) and len(node.body) > 1 else node.lineno
+    return (node.end_lineno or first) - first + 1
+
+
+def test_functions_are_short_and_parameters_few():
+    over = set()
+    for file in ROOT.rglob("*.py"):
+        for name, node in functions(ast.parse(file.read_text(encoding="utf-8"))):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = len([a for a in args if a.arg not in ("self", "cls")])
+            if length(node) > LINES or (count > PARAMETERS and not is_command(node)):
+                over.add(f"{file.relative_to(ROOT).as_posix()}:{name}")
+    assert over - LONG == set(), f"more than {LINES} lines or {PARAMETERS} parameters"
+    assert LONG - over == set(), "no exception any more; take it from the list"
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package and its file."""
+    return {
+        ".".join(("forerun", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): file
+        for file in ROOT.rglob("*.py")
+    }
+
+
+def imported(file: Path, known: set[str]) -> set[str]:
+    """Modules among `known` that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & known or {node.module}
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Strongly connected parts of more than one module."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set(), [start]
+        while todo:
+            for following in graph[todo.pop()] - seen:
+                seen.add(following)
+                todo.append(following)
+        reach[start] = seen
+    found = (frozenset(n for n in seen if start in reach[n]) for start, seen in reach.items())
+    return {part for part in found if len(part) > 1}
+
+
+def test_imports_go_in_no_circles():
+    files = modules()
+    graph = {name: imported(file, set(files)) - {name} for name, file in files.items()}
+    found = circles(graph)
+    assert found - CIRCLES == set()
+    assert CIRCLES - found == set(), "a circle is gone; take it from the list"
+
+
+@pytest.mark.parametrize(
+    ("graph", "wanted"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, set()),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}, {frozenset("abc")}),
+    ],
+)
+def test_circles_are_found(graph, wanted):
+    assert circles(graph) == wanted
+
+
+FLAGGED = {"drafters/model.py", "zoo/corpus.py"}
+"""Files of the library whose errors speak of the command line's flags; may only become fewer."""
+
+
+def test_errors_of_the_library_name_arguments():
+    """As `name`; the command line makes flags of them."""
+    found = set()
+    for file in ROOT.rglob("*.py"):
+        part = file.relative_to(ROOT).as_posix()
+        if part.startswith("cli/") or part.endswith("__main__.py"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise):
+                texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+                if any(isinstance(t, str) and re.search(r"(^|\W)--[a-z]", t) for t in texts):
+                    found.add(part)
+    assert found - FLAGGED == set()
+    assert FLAGGED - found == set(), "take it from the list"
