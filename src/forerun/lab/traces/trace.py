@@ -16,7 +16,7 @@ import numpy as np
 
 from forerun.errors import MissingExtraError, SettingError
 from forerun.types import SIGNALS as SIGNALS
-from forerun.types import BoolArray, FloatArray, IntArray
+from forerun.types import BoolArray, FloatArray, IntArray, Token
 
 SCHEMA = 1
 KEY = b"forerun.trace"
@@ -83,6 +83,11 @@ class Trace:
         """`(prompts, T)` which positions are text and not padding."""
         inside: BoolArray = np.arange(self.tokens.shape[1]) < self.sizes[:, None]
         return inside
+
+    def at(self, rows: IntArray, place: IntArray) -> Token:
+        """What the draft says from one position of each of some texts: signals `(rows, K)`."""
+        said: dict[str, Any] = {name: v[rows, place] for name, v in self.signals.items()}
+        return Token(**said)
 
     def take(self, index: Sequence[int] | IntArray | BoolArray) -> Trace:
         """Some prompts only: their numbers, in the wanted order, or a mask."""
