@@ -71,7 +71,7 @@ class Sampling:
         flag("ignore_eos", self.ignore_eos)
         require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
         biases = {
-            _integer("a token id in logit_bias", token): _bias(token, bias)
+            _integer("a token id in logit_bias", token, -math.inf): _bias(token, bias)
             for token, bias in self.logit_bias.items()
         }
         self._set("logit_bias", biases)
