@@ -249,7 +249,9 @@ def _errors(app: FastAPI, server: Server) -> None:
 def _validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its field."""
     problems = error.errors()
-    first = problems[0]
+    # Of a field that may be of several kinds, the kind that came furthest is meant.
+    same = [p for p in problems if p["loc"][:2] == problems[0]["loc"][:2]]
+    first = max(same, key=lambda problem: len(problem["loc"]))
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", ""))

@@ -71,7 +71,10 @@ class Guard:
 
     def _check_host(self, host: str) -> None:
         """A page elsewhere whose name was made to point here must not read this server."""
-        name = (urlsplit(f"//{host}").hostname or "") if host else ""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = host
         if self._config.local and host and name not in self._hosts:
             raise ApiError(
                 403, f"this server is not called {name!r:.80}; allow the name with --allow-host"

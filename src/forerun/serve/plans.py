@@ -180,10 +180,10 @@ class Planner:
             given["top_k"] = 0
         if request.seed is not None:
             given["seed"] = request.seed + copy
+        given["logit_bias"] = _biases(request)
         try:
             return Sampling(
                 **given,
-                logit_bias=_biases(request),
                 max_new_tokens=tokens,
                 min_new_tokens=min(request.min_tokens or 0, tokens),
                 stop=stops,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from forerun.serve.errors import bad, unsupported
 
@@ -108,7 +108,7 @@ class Generation(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    speculative: bool | Speculative | None = None
+    speculative: StrictBool | Speculative | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     def ignored(self) -> list[str]:

@@ -48,9 +48,10 @@ class Texts:
         if self.tokenizer is None:
             raise bad("this model has no tokenizer; give token ids instead of text", "prompt")
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
+            text.encode()
         except UnicodeEncodeError as error:
             raise bad(f"the text is not valid Unicode: {error.reason}", "prompt") from error
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of tokens; ids the tokenizer does not know have none."""
