@@ -43,7 +43,7 @@ def test_controller_and_rule_in_both_spellings(shipped, body):
     ("asked", "status", "word"),
     [
         ({"controller": "gamatune"}, 400, "did you mean 'gammatune'"),
-        ({"controller": "gammatune(eta=)"}, 400, "cannot read"),
+        ({"controller": "gammatune(eta=)"}, 400, "expected a name"),
         ({"controller": "fixed(1" + "1" * 500 + ")"}, 400, "400 characters"),
         ({"controllr": "fixed"}, 400, "extra"),
         ({"report": "all"}, 400, "summary"),

@@ -335,7 +335,6 @@ class _Loop:
             log.exception("the engine's thread ended")
             lost = [*self._running.values(), *self._waiting]
             self._fail(lost, ApiError(503, f"the engine ended ({type(error).__name__})"))
-            raise
 
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
