@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from serve.conftest import eventually, running
+from serve.conftest import eventually
 
 BODY = {"prompt": [3], "max_tokens": 200, "temperature": 0}
 
@@ -163,14 +163,14 @@ def test_requests_that_do_not_fit_the_memory_wait_or_are_refused(held):
 def test_many_clients_get_what_they_would_get_alone(shipped, pair):
     prompts = ["Once upon a time", "English: I like apples.\nGerman:", "User: Hi\nAssistant:"]
     bodies = [
-        {"prompt": p, "max_tokens": 8 + 4 * i, "temperature": t, "seed": i,
+        {"prompt": p, "max_tokens": 6 + 3 * i, "temperature": t, "seed": i,
          "speculative": {"controller": c}}
         for i, p in enumerate(prompts)
         for t in (0, 1)
-        for c in ("auto", "fixed(4)", "gammatune")
+        for c in ("auto", "fixed(4)")
     ]  # fmt: skip
     alone = [shipped.complete(**body)["choices"][0]["text"] for body in bodies]
-    with ThreadPoolExecutor(9) as pool:
+    with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda body: shipped.complete(**body), bodies))
     assert [done["choices"][0]["text"] for done in together] == alone
     eventually(shipped.idle)
@@ -237,7 +237,3 @@ def test_a_taken_port_is_said_so():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 1
-
-
-def test_running_is_imported():  # the context manager of the fixtures
-    assert callable(running)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from serve.conftest import running
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 
 
@@ -148,6 +150,18 @@ def test_escape_stops_and_errors_are_shown(page, shipped):
     page.keyboard.press("Enter")
     page.wait_for_selector("#error:not(:empty)")
     assert "did you mean 'gammatune'" in page.inner_text("#error")
+
+
+def test_it_asks_for_a_key_where_one_is_needed(browser, pair):
+    with running(pair, api_keys=("secret",)) as locked:
+        page = browser.new_page()
+        page.goto(locked.url)
+        page.wait_for_selector("#key", state="visible")
+        page.fill("#key", "secret")
+        page.keyboard.press("Tab")
+        page.wait_for_selector("#rule option:nth-child(2)", state="attached")
+        assert page.inner_text("#about").startswith("forerun")
+        page.close()
 
 
 def test_it_reads_in_the_dark(browser, shipped):

@@ -81,4 +81,4 @@ def _entry(text: str, value: float) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    return max(value, FLOOR)
+    return value if value > FLOOR else FLOOR  # also what is no number

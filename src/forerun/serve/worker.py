@@ -29,6 +29,8 @@ from forerun.serve.memory import Memory
 
 log = logging.getLogger("forerun.serve")
 
+LAST_ROUND = 10.0
+"""Seconds that the engine's thread has to end its round when the server stops."""
 SCORE_CHUNK = 128
 """Tokens scored in one pass: bounds the logits held at once."""
 
@@ -269,7 +271,8 @@ class Worker:
         for ticket in list(self._live):
             self._deliver([(ticket, Update(ticket.index, error=gone))])
         self._inbox.put(self._engine.stop)
-        while self.alive:
+        deadline = time.monotonic() + LAST_ROUND
+        while self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
