@@ -119,6 +119,23 @@ def test_an_error_in_mid_stream_is_a_frame(held):
     assert "[DONE]" not in text
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_fault_of_the_servers_own_is_no_traceback(held, monkeypatch, stream):
+    server, _ = held
+    from forerun.serve.answers import Answer
+
+    def broken(*_):
+        raise KeyError("/a/secret")
+
+    monkeypatch.setattr(Answer, "take", broken)
+    answer = server.post("/v1/completions", **BODY, stream=stream)
+    assert answer.status_code == (200 if stream else 500)
+    assert '"server_error"' in answer.text
+    assert "secret" not in answer.text
+    eventually(server.idle)
+    assert server.http.get("/health").status_code == 200
+
+
 def test_one_that_waits_survives_a_failure(held):
     server, target = held
     target.gate.clear()

@@ -158,3 +158,17 @@ def test_the_metrics_count_what_was_told(shipped):
     positions = shipped.metric("spec_decode_num_accepted_tokens_per_pos_total")
     assert positions == shipped.metric("spec_decode_num_accepted_tokens_total")
     assert shipped.metric("num_requests_running") == 0
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there(shipped):
+    import json
+    import re
+    from pathlib import Path
+
+    board = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
+    asked = " ".join(t["expr"] for panel in board["panels"] for t in panel["targets"])
+    told = shipped.http.get("/metrics").text
+    for name in set(re.findall(r"forerun:\w+", asked)):
+        assert re.search(rf"^{name}[{{ ]", told, re.MULTILINE), name
+    for label in re.findall(r"by \((?!le\b)(\w+)\)", asked):
+        assert f'{label}="' in told

@@ -40,7 +40,7 @@ class Choice:
 
 
 class Answer:
-    """Builds the answer to one plan. All methods run in the thread of `texts`.
+    """Builds the answer to one plan.
 
     Args:
         plan: what was asked.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -22,7 +23,7 @@ from forerun.serve import memory, page
 from forerun.serve.answers import Answer
 from forerun.serve.config import Config
 from forerun.serve.errors import ApiError, bad, unsupported
-from forerun.serve.guards import Guard
+from forerun.serve.guards import FAILED, Guard
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.parts import parts
 from forerun.serve.plans import Facts, Plan, Planner, sampling_defaults
@@ -35,6 +36,8 @@ from forerun.serve.protocol import (
 from forerun.serve.streaming import DONE, EventStream, Gone, dumps, frame, with_client
 from forerun.serve.texts import Texts
 from forerun.serve.worker import Reply, Scores, Worker
+
+log = logging.getLogger("forerun.serve")
 
 ERROR = {
     "description": "What was wrong, in OpenAI's shape.",
@@ -115,25 +118,23 @@ class Server:
         except BaseException:
             reply.cancel()
             raise
-        return EventStream(self._frames(plan, answer, reply), self.config.ping)
+        return EventStream(self._frames(answer, reply), self.config.ping)
 
     async def _whole(self, plan: Plan, answer: Answer, reply: Reply) -> dict[str, Any]:
         async for update in reply.updates():
-            await self.texts.run(answer.take, update)
+            answer.take(update)
         scores: list[Scores | None] = [None] * len(answer.choices)
         if plan.top is not None:
             for i, choice in enumerate(answer.choices):
                 scores[i] = await self.worker.score(choice.context, plan.top)
-        return await self.texts.run(answer.whole, scores)
+        return await self.texts.run(answer.whole, scores)  # it may be long
 
-    async def _frames(self, plan: Plan, answer: Answer, reply: Reply) -> AsyncGenerator[bytes]:
+    async def _frames(self, answer: Answer, reply: Reply) -> AsyncGenerator[bytes]:
         try:
-            for chunk in await self.texts.run(lambda: list(answer.opening())):
+            for chunk in answer.opening():
                 yield frame(chunk)
             async for update in reply.updates():
-                # Where no tokenizer is needed, no other thread is either.
-                hop = plan.rounds or update.done is not None
-                made = await self.texts.run(answer.chunk, update) if hop else answer.chunk(update)
+                made = answer.chunk(update)
                 if made is not None:
                     yield frame(made)
             for chunk in answer.closing():
@@ -141,6 +142,9 @@ class Server:
             yield DONE
         except ForerunError as error:
             yield frame(api_error(error).to_json())
+        except Exception:
+            log.exception("a stream failed")
+            yield frame(ApiError(500, FAILED).to_json())
         finally:
             if reply.slow:
                 self.metrics.gone["slow_reader"].inc()
@@ -237,7 +241,7 @@ def _errors(app: FastAPI, server: Server) -> None:
         return Response(status_code=499)  # nobody reads it
 
     async def bug(request: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, "the server failed; its log says why").to_json(), 500)
+        return JSONResponse(ApiError(500, FAILED).to_json(), 500)
 
     app.add_exception_handler(ForerunError, forerun_error)
     app.add_exception_handler(RequestValidationError, invalid)

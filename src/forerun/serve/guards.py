@@ -18,6 +18,7 @@ from forerun.serve.errors import ApiError
 
 log = logging.getLogger("forerun.serve")
 
+FAILED = "the server failed; its log says why"
 OPEN = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key."""
 
@@ -67,7 +68,7 @@ class Guard:
         except Exception:
             log.exception("a request failed")
             if not started:
-                await refuse(send, ApiError(500, "the server failed; its log says why"))
+                await refuse(send, ApiError(500, FAILED))
 
     def _check_host(self, host: str) -> None:
         """A page elsewhere whose name was made to point here must not read this server."""

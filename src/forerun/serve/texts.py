@@ -23,7 +23,10 @@ TEMPLATE_OWN = frozenset(
 
 
 class Texts:
-    """A tokenizer of the server's own: fast tokenizers must not be shared between threads.
+    """Tokenizers of the server's own: fast ones must not be shared between threads.
+
+    What encodes runs in a thread of this object (`run`); what decodes has a copy of its own, which
+    nothing ever changes, and may be called from any thread.
 
     Args:
         tokenizer: a Hugging Face tokenizer, or None: then prompts are token ids.
@@ -32,11 +35,13 @@ class Texts:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
+        self._decoder = copy.deepcopy(tokenizer)
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self.vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-texts")
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a method of this object in its thread: the only one that may."""
+        """Call a function in this object's thread: the only one in which text is encoded."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def close(self) -> None:
@@ -55,13 +60,13 @@ class Texts:
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of tokens; ids the tokenizer does not know have none."""
-        if self.tokenizer is None:
+        if self._decoder is None:
             return ""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+        return str(self._decoder.decode(list(tokens), skip_special_tokens=skip_special))
 
     def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
         """The text each token adds, after other tokens."""
-        detokenizer = Detokenizer(self.tokenizer, list(before))
+        detokenizer = Detokenizer(self._decoder, list(before))
         return [detokenizer.push(token) for token in tokens]
 
     def token(self, token: int) -> str:
@@ -70,13 +75,13 @@ class Texts:
 
     def names(self, tokens: Sequence[int]) -> list[str]:
         """The tokenizer's own names of tokens."""
-        if self.tokenizer is None:
+        if self._decoder is None:
             return [str(token) for token in tokens]
-        return [str(name) for name in self.tokenizer.convert_ids_to_tokens(list(tokens))]
+        return [str(name) for name in self._decoder.convert_ids_to_tokens(list(tokens))]
 
     def special(self, token: int) -> bool:
         """Whether a token never shows as text."""
-        return self.tokenizer is not None and token in self.tokenizer.all_special_ids
+        return token in self._special
 
     def info(self) -> dict[str, Any]:
         """Special tokens by name, and the chat template."""
