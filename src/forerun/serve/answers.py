@@ -116,7 +116,7 @@ class Answer:
         """The answer as one document; `scores` per choice."""
         choices = [self._choice(i, scores[i]) for i in range(len(self.choices))]
         kind = "chat.completion" if self._plan.chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": self.usage(), **self.told()}
+        return {**self._head(kind), "choices": choices, "usage": self.usage(), **self.extras()}
 
     def _choice(self, index: int, scores: Scores | None) -> dict[str, Any]:
         choice, request = self.choices[index], self._plan.request
@@ -181,7 +181,7 @@ class Answer:
             choice["finish_reason"] = FINISH[done.finish_reason]
             choice["stop_reason"] = self._reason(done)
             if all(other.done for other in self.choices):
-                frame |= self.told()
+                frame |= self.extras()
         return frame
 
     def _chunk(self, index: int, content: Any) -> dict[str, Any]:
@@ -207,8 +207,8 @@ class Answer:
         """Counts so far."""
         return reports.usage(self._plan.prompts, sum(c.tokens for c in self.choices))
 
-    def told(self) -> dict[str, Any]:
-        """What is told of finished choices: timings always, the rest on request."""
+    def extras(self) -> dict[str, Any]:
+        """What is reported of finished choices: timings always, the rest on request."""
         plan = self._plan
         done = [choice.done for choice in self.choices if choice.done is not None]
         queued = [choice.queued for choice in self.choices]

@@ -36,14 +36,14 @@ class Facts:
 
 def sampling_defaults(generation_config: Any) -> dict[str, float]:
     """What a model's generation_config says, where it says something; else temperature 1."""
-    found = {"temperature": 1.0}
+    defaults = {"temperature": 1.0}
     for name in DEFAULTS:
         value = getattr(generation_config, name, None)
         if value is not None:
-            found[name] = value
+            defaults[name] = value
     if getattr(generation_config, "do_sample", None) is False:
-        found["temperature"] = 0.0
-    return found
+        defaults["temperature"] = 0.0
+    return defaults
 
 
 @dataclass(frozen=True)
