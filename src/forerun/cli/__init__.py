@@ -22,6 +22,7 @@ from forerun.cli.listing import show
 from forerun.cli.record import record
 from forerun.cli.replay import replay
 from forerun.cli.shared.guard import guarded
+from forerun.cli.serve import serve
 from forerun.cli.sweep import app as sweep
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
@@ -61,6 +62,7 @@ def _root(
 
 app.command("generate")(generate)
 app.command("demo")(demo)
+app.command("serve")(serve)
 app.command("list")(show)
 app.command("info")(info)
 app.command("cite")(cite)

@@ -1,0 +1,230 @@
+"""What goes back to a client: whole answers and the frames of a stream, as plain JSON values."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from forerun import __version__
+from forerun.engine import Completion
+from forerun.serve import logprobs, reports
+from forerun.serve.plans import Facts, Plan
+from forerun.serve.texts import Texts
+from forerun.serve.worker import Scores, Update
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+"""OpenAI's words for the engine's."""
+WINDOW = 4
+"""Tokens of context that decide how the next one is written."""
+
+
+class Choice:
+    """One text while it grows."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.context = list(prompt)
+        self.updates: list[Update] = []
+        self.text: list[str] = []
+        self.done: Completion | None = None
+        self.queued = 0.0
+        self.report: dict[str, list[Any]] = {
+            "tokens": [], "texts": [], "origins": [], "rounds": []
+        }  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Tokens written so far."""
+        return sum(len(update.pieces) for update in self.updates)
+
+
+class Answer:
+    """Builds the answer to one plan.
+
+    Args:
+        plan: what was asked.
+        facts: of the model.
+        texts: writes tokens.
+    """
+
+    def __init__(self, plan: Plan, facts: Facts, texts: Texts) -> None:
+        self._plan, self._facts, self._texts = plan, facts, texts
+        kind = "chatcmpl" if plan.chat else "cmpl"
+        self.id = f"{kind}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self.choices = [
+            Choice(plan.prompts[i // plan.copies]) for i in range(len(plan.jobs))
+        ]  # prompt by prompt, copies side by side
+
+    # --- taking updates ---------------------------------------------------------------------
+
+    def take(self, update: Update) -> tuple[str, dict[str, Any] | None]:
+        """Add an update: the text that is new, and the report of its round if one is wanted."""
+        choice = self.choices[update.index]
+        choice.queued = update.queued
+        choice.updates.append(update)
+        text = "".join(piece.text for piece in update.pieces)
+        report = self._round(choice, update) if self._plan.rounds and update.round else None
+        choice.context.extend(piece.token for piece in update.pieces)
+        if update.done is not None:
+            choice.done = update.done
+            text = self._ending(choice, update.done, text)
+        choice.text.append(text)
+        return text, report
+
+    def _ending(self, choice: Choice, done: Completion, text: str) -> str:
+        """The last text: without an ordinary token that ends it, with a stop string if wanted."""
+        request = self._plan.request
+        if done.finish_reason == "stop" and request.include_stop_str_in_output:
+            return text + str(self._reason(done) or "")
+        if done.finish_reason == "eos" and not self._texts.special(done.tokens[-1]):
+            own = self._texts.pieces(done.tokens[-1:], choice.context[:-1])
+            return text.removesuffix(own[0])
+        return text
+
+    def _reason(self, done: Completion) -> str | int | None:
+        """vLLM's `stop_reason`: the stop string or token of the request's own that was met."""
+        if done.finish_reason == "stop":
+            stops = self._plan.stops
+            if len(stops) == 1:
+                return stops[0]
+            text = self._texts.decode(done.tokens)
+            met = [(text.find(stop), stop) for stop in stops if stop in text]
+            return min(met)[1] if met else None
+        if done.finish_reason == "eos" and done.tokens[-1] not in self._facts.eos:
+            return done.tokens[-1]
+        return None
+
+    def _round(self, choice: Choice, update: Update) -> dict[str, Any]:
+        assert update.round is not None
+        proposed = list(update.proposed)
+        shown = self._texts.pieces(proposed, choice.context[-WINDOW:])
+        report: dict[str, list[Any]] = {
+            "tokens": [piece.token for piece in update.pieces],
+            "texts": [piece.text for piece in update.pieces],
+            "origins": [piece.origin.value for piece in update.pieces],
+            "rounds": [{**update.round.to_json(), "proposed": proposed, "proposed_texts": shown}],
+        }
+        for name, values in report.items():
+            choice.report[name].extend(values)
+        return report
+
+    # --- whole answers ----------------------------------------------------------------------
+
+    def whole(self, scores: Sequence[Scores | None]) -> dict[str, Any]:
+        """The answer as one document; `scores` per choice."""
+        choices = [self._choice(i, scores[i]) for i in range(len(self.choices))]
+        kind = "chat.completion" if self._plan.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": self.usage(), **self.extras()}
+
+    def _choice(self, index: int, scores: Scores | None) -> dict[str, Any]:
+        choice, request = self.choices[index], self._plan.request
+        done = choice.done
+        assert done is not None, "a choice was answered before it was done"
+        text = "".join(choice.text)
+        out: dict[str, Any] = {"index": index}
+        if self._plan.chat:
+            out["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            out["text"] = (self._prompt_text(index) if self._plan.echo else "") + text
+        out["logprobs"] = None if scores is None else self._logprobs(index, scores)
+        out |= {"finish_reason": FINISH[done.finish_reason], "stop_reason": self._reason(done)}
+        if request.return_token_ids:
+            out["prompt_token_ids"] = list(self._plan.jobs[index].prompt)
+            out["token_ids"] = done.tokens
+        if self._plan.rounds:
+            out["forerun"] = choice.report
+        return out
+
+    def _logprobs(self, index: int, scores: Scores) -> dict[str, Any]:
+        plan, prompt = self._plan, len(self._plan.jobs[index].prompt)
+        name = logprobs.Namer(self._texts, bool(plan.request.return_tokens_as_token_ids))
+        write = logprobs.chat if plan.chat else logprobs.completion
+        first = 0 if plan.echo else prompt
+        return write(self.choices[index].context, scores, first, plan.top or 0, name)
+
+    def _prompt_text(self, index: int) -> str:
+        prompts: Any = getattr(self._plan.request, "prompt", "")
+        prompt = index // self._plan.copies
+        if isinstance(prompts, str):
+            return prompts
+        if isinstance(prompts[prompt], str) and not isinstance(prompts[0], int):
+            return str(prompts[prompt])
+        return self._texts.decode(self._plan.prompts[prompt], skip_special=False)
+
+    # --- streams ----------------------------------------------------------------------------
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before anything was written: chat's roles, or the prompt with echo."""
+        for index in range(len(self.choices)):
+            if self._plan.chat:
+                yield self._chunk(index, {"role": "assistant", "content": ""})
+            elif self._plan.echo:
+                yield self._chunk(index, self._prompt_text(index))
+
+    def chunk(self, update: Update) -> dict[str, Any] | None:
+        """The frame of an update; None where there is nothing to say."""
+        text, report = self.take(update)
+        done = update.done
+        if not text and report is None and done is None:
+            return None
+        frame = self._chunk(
+            update.index, {"content": text} if self._plan.chat and text else text or {}
+        )
+        choice = frame["choices"][0]
+        if self._plan.request.return_token_ids:
+            choice["token_ids"] = [piece.token for piece in update.pieces]
+        if report is not None:
+            choice["forerun"] = report
+        if done is not None:
+            choice["finish_reason"] = FINISH[done.finish_reason]
+            choice["stop_reason"] = self._reason(done)
+            if all(other.done for other in self.choices):
+                frame |= self.extras()
+        return frame
+
+    def _chunk(self, index: int, content: Any) -> dict[str, Any]:
+        chat, (at_end, always) = self._plan.chat, self._plan.usage
+        choice: dict[str, Any] = {"index": index}
+        choice |= {"delta": content or {}} if chat else {"text": content or ""}
+        choice |= {"logprobs": None, "finish_reason": None}
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        frame = {**self._head(kind), "choices": [choice]}
+        if at_end or always:
+            frame["usage"] = self.usage() if always else None
+        return frame
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """The chunk after the last one, if the usage was asked for."""
+        if self._plan.usage[0]:
+            kind = "chat.completion.chunk" if self._plan.chat else "text_completion"
+            yield {**self._head(kind), "choices": [], "usage": self.usage()}
+
+    # --- about it ---------------------------------------------------------------------------
+
+    def usage(self) -> dict[str, Any]:
+        """Counts so far."""
+        return reports.usage(self._plan.prompts, sum(c.tokens for c in self.choices))
+
+    def extras(self) -> dict[str, Any]:
+        """What is reported of finished choices: timings always, the rest on request."""
+        plan = self._plan
+        done = [choice.done for choice in self.choices if choice.done is not None]
+        queued = [choice.queued for choice in self.choices]
+        out: dict[str, Any] = {"timings": reports.timings(plan.prompts, done)}
+        if plan.policy.report != "none":
+            out["metrics"] = reports.metrics(done, queued, plan.rounds)
+            out["forerun"] = reports.forerun(plan.policy, done, queued)
+        if plan.ignored:
+            out["ignored_fields"] = list(plan.ignored)
+        return out
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._facts.name,
+            "system_fingerprint": f"forerun-{__version__}",
+        }

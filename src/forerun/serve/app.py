@@ -1,0 +1,371 @@
+"""The HTTP API: routes, and nothing that knows the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from forerun import __version__
+from forerun.errors import ForerunError
+from forerun.model import Model
+from forerun.serve import memory, page
+from forerun.serve.answers import Answer
+from forerun.serve.config import Config
+from forerun.serve.errors import ApiError, bad, unsupported
+from forerun.serve.guards import FAILED, Guard
+from forerun.serve.metrics import CONTENT_TYPE, Metrics
+from forerun.serve.parts import parts
+from forerun.serve.plans import Facts, Plan, Planner, sampling_defaults
+from forerun.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from forerun.serve.streaming import DONE, EventStream, Gone, dumps, frame, with_client
+from forerun.serve.texts import Texts
+from forerun.serve.worker import Reply, Scores, Worker
+
+log = logging.getLogger("forerun.serve")
+
+ERROR = {
+    "description": "What was wrong, in OpenAI's shape.",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    (400, 401, 403, 404, 413, 429, 500, 501, 503), ERROR
+)
+
+
+class Server:
+    """One model behind HTTP: what the routes share.
+
+    Args:
+        model: loaded; it must not be used elsewhere meanwhile.
+        config: of the operator.
+
+    Raises:
+        SettingError: a default controller or rule that cannot be made.
+    """
+
+    def __init__(self, model: Model, config: Config) -> None:
+        self.config, self.began = config, int(time.time())
+        generation = getattr(getattr(model.target, "model", None), "generation_config", None)
+        self.facts = Facts(
+            config.name,
+            model.target.limit,
+            model.target.vocab_size,
+            model.eos,
+            sampling_defaults(generation),
+        )
+        self.texts = Texts(model.tokenizer, model.target.vocab_size)
+        self.planner = Planner(config, self.facts, self.texts)
+        self.metrics = Metrics(config.metrics_prefix, config.name)
+        self.memory = memory.measure(model, config.memory)
+        self.worker = Worker(
+            model, config.max_rows, config.queue, self.memory, config.buffer, self.metrics.update
+        )
+        self.page = page.Page()
+
+    # --- generating -------------------------------------------------------------------------
+
+    async def generate(self, request: Request, plan: Plan) -> Response:
+        """Answer a plan, whole or streamed.
+
+        Raises:
+            ApiError, ForerunError: what was wrong.
+            Gone: the client left.
+        """
+        if plan.stream and plan.top is not None:
+            raise unsupported("log-probabilities in a stream are", "logprobs")
+        answer = Answer(plan, self.facts, self.texts)
+        reply = self.worker.open(plan.jobs)
+        try:
+            await with_client(request, reply.ready())
+            if not plan.stream:
+                value = await with_client(request, self._whole(plan, answer, reply))
+                return Response(dumps(value), media_type="application/json")
+        except BaseException:
+            reply.cancel()
+            raise
+        return EventStream(self._frames(answer, reply), self.config.ping)
+
+    async def _whole(self, plan: Plan, answer: Answer, reply: Reply) -> dict[str, Any]:
+        async for update in reply.updates():
+            answer.take(update)
+        scores: list[Scores | None] = [None] * len(answer.choices)
+        if plan.top is not None:
+            for i, choice in enumerate(answer.choices):
+                scores[i] = await self.worker.score(choice.context, plan.top)
+        return await self.texts.run(answer.whole, scores)  # it may be long
+
+    async def _frames(self, answer: Answer, reply: Reply) -> AsyncGenerator[bytes]:
+        try:
+            for chunk in answer.opening():
+                yield frame(chunk)
+            async for update in reply.updates():
+                made = answer.chunk(update)
+                if made is not None:
+                    yield frame(made)
+            for chunk in answer.closing():
+                yield frame(chunk)
+            yield DONE
+        except ForerunError as error:
+            yield frame(api_error(error).to_json())
+        except Exception:
+            log.exception("a stream failed")
+            yield frame(ApiError(500, FAILED).to_json())
+        finally:
+            if reply.slow:
+                self.metrics.gone["slow_reader"].inc()
+            elif reply.open:
+                self.metrics.gone["disconnected"].inc()
+            reply.cancel()
+
+    # --- describing -------------------------------------------------------------------------
+
+    def model_card(self) -> dict[str, Any]:
+        """As `/v1/models` lists it."""
+        return {
+            "id": self.facts.name,
+            "object": "model",
+            "created": self.began,
+            "owned_by": "forerun",
+            "max_model_len": self.facts.limit,
+            "meta": {
+                "vocab_size": self.facts.vocab_size,
+                "sampling_defaults": self.facts.defaults,
+                **self.planner.policies.default.to_json(),
+            },
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse requests for another model; none or an empty name means this one."""
+        if name and name != self.facts.name:
+            raise ApiError(
+                404,
+                f"no model {name!r:.100} here; this server has {self.facts.name!r}",
+                "model",
+                "model_not_found",
+            )
+
+
+def api_error(error: Exception) -> ApiError:
+    """Any error of forerun's, as a client is told it."""
+    return error if isinstance(error, ApiError) else bad(str(error))
+
+
+def create_app(model: Model, config: Config) -> tuple[ASGIApp, Server]:
+    """The application and what stands behind it."""
+    server = Server(model, config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.worker.start()
+        yield
+        await server.worker.stop()
+        server.texts.close()
+
+    app = FastAPI(
+        title="forerun",
+        version=__version__,
+        description="OpenAI-compatible, with speculation per request.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    _errors(app, server)
+    _generation(app, server)
+    _tokens(app, server)
+    _about(app, server)
+    guarded: ASGIApp = Guard(app, config, lambda reason: server.metrics.refused[reason].inc())
+    if config.origins:
+        guarded = CORSMiddleware(
+            guarded, allow_origins=config.origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return guarded, server
+
+
+def _errors(app: FastAPI, server: Server) -> None:
+    def answer(error: ApiError) -> Response:
+        words = {429: "queue_full", 503: "shutting_down", 403: "unauthorized"}
+        server.metrics.refused[words.get(error.status, "invalid")].inc()
+        return JSONResponse(error.to_json(), error.status, error.headers)
+
+    async def forerun_error(request: Request, error: Exception) -> Response:
+        return answer(api_error(error))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return answer(_validation(error))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {404: f"no such path: {request.url.path!r:.100}"}.get(
+            error.status_code, str(error.detail)
+        )
+        return answer(ApiError(error.status_code, message))
+
+    async def gone(request: Request, error: Exception) -> Response:
+        server.metrics.gone["disconnected"].inc()
+        return Response(status_code=499)  # nobody reads it
+
+    async def bug(request: Request, error: Exception) -> Response:
+        return JSONResponse(ApiError(500, FAILED).to_json(), 500)
+
+    app.add_exception_handler(ForerunError, forerun_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Gone, gone)
+    app.add_exception_handler(Exception, bug)
+
+
+def _validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by its field."""
+    problems = error.errors()
+    # Of a field that may be of several kinds, the kind that came furthest is meant.
+    same = [p for p in problems if p["loc"][:2] == problems[0]["loc"][:2]]
+    first = max(same, key=lambda problem: len(problem["loc"]))
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        reason = str(first.get("ctx", {}).get("error", ""))
+        return bad(f"the body is not JSON: {reason}")
+    if not place:
+        return bad("the body must be a JSON object, sent as content-type application/json")
+    field = place[0]
+    if field == "prompt" and first["type"] != "missing":
+        return bad(
+            "prompt must be a string, a list of strings, a list of token ids, or a list of such "
+            "lists, none of them empty",
+            "prompt",
+        )
+    message = str(first["msg"])
+    value = "" if first["type"] == "missing" else f", got {first.get('input')!r:.60}"
+    where = field if len(place) == 1 else f"{field} ({'.'.join(place[1:])})"
+    return bad(f"{where}: {message[:1].lower()}{message[1:]}{value}", field)
+
+
+def _generation(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions", responses=ERRORS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        server.check_model(body.model)
+        plan = await server.texts.run(server.planner.completion, body)
+        return await server.generate(request, plan)
+
+    @app.post("/v1/chat/completions", responses=ERRORS)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer the last message of a conversation."""
+        server.check_model(body.model)
+        plan = await server.texts.run(server.planner.chat, body)
+        return await server.generate(request, plan)
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> dict[str, Any]:
+        """The one model there is."""
+        return {"object": "list", "data": [server.model_card()]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        """The same, by its name."""
+        server.check_model(name)
+        return server.model_card()
+
+
+def _tokens(app: FastAPI, server: Server) -> None:
+    texts = server.texts
+
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a prompt or of messages."""
+        server.check_model(body.model)
+        given = [v for v in (body.prompt, body.content, body.messages) if v is not None]
+        if len(given) != 1:
+            raise bad("give one of prompt, content or messages", "prompt")
+        if body.messages is not None:
+            turns = [message.plain() for message in body.messages]
+            start = body.add_generation_prompt is not False
+            tokens = await texts.run(texts.chat, turns, start)
+        else:
+            special = body.add_special_tokens is not False
+            tokens = await texts.run(texts.encode, str(given[0]), special)
+        out = {"count": len(tokens), "max_model_len": server.facts.limit, "tokens": tokens}
+        names = await texts.run(texts.names, tokens) if body.return_token_strs else None
+        return out | {"token_strs": names}
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        server.check_model(body.model)
+        outside = [token for token in body.tokens if token >= server.facts.vocab_size]
+        if outside:
+            raise bad(
+                f"token id {outside[0]} is outside the vocabulary of {server.facts.vocab_size}",
+                "tokens",
+            )
+        return {"prompt": await texts.run(texts.decode, body.tokens, False)}
+
+    @app.get("/tokenizer_info", responses=ERRORS)
+    async def tokenizer_info() -> dict[str, Any]:
+        """What evaluation tools ask: special tokens and the template."""
+        return await texts.run(texts.info)
+
+
+def _about(app: FastAPI, server: Server) -> None:
+    @app.get("/health", responses={503: ERROR})
+    async def health() -> dict[str, str]:
+        """200 while requests are taken."""
+        if server.worker.draining or not server.worker.alive:
+            state = "shutting down" if server.worker.draining else "the engine is not running"
+            raise ApiError(503, state)
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of forerun."""
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(server.metrics.text(server.worker), media_type=CONTENT_TYPE)
+
+    @app.get("/forerun/parts", responses=ERRORS)
+    async def available() -> dict[str, Any]:
+        """Controllers and rules a request may name; what the page needs to know."""
+        return parts(server.planner, server.texts.chats)
+
+    @app.get("/", include_in_schema=False)
+    async def front() -> Response:
+        """The page."""
+        return Response(server.page.html, media_type="text/html", headers=server.page.headers)

@@ -1,0 +1,172 @@
+"""Prometheus metrics: vLLM's names after a prefix of one's own, and those only forerun has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from forerun.engine.results import Origin
+from forerun.serve.worker import Ticket, Update, Worker
+from forerun.types import Stop
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+POSITIONS = 16
+"""Positions of a draft that are counted one by one; later ones count as the last."""
+REASONS = ("eos", "stop", "length", "context", "error")
+REFUSALS = ("queue_full", "shutting_down", "invalid", "unauthorized")
+DEPARTURES = ("disconnected", "slow_reader")
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
+_DRIFT = (0, 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class Metrics:
+    """The server's metrics, in a registry of their own.
+
+    Args:
+        prefix: of every name, e.g. ``"forerun:"``, or ``"vllm:"`` for tools that read vLLM's.
+        model: the only value of the label `model_name`.
+    """
+
+    def __init__(self, prefix: str, model: str) -> None:
+        disable_created_metrics()  # a second series for each, that nobody reads
+        self.registry = CollectorRegistry()
+        self._prefix, self._model = prefix, model
+        self._requests()
+        self._speculation()
+
+    def _make(self, kind: type[Any], name: str, what: str, *labels: str, **more: Any) -> Any:
+        metric = kind(
+            f"{self._prefix}{name}", what, ["model_name", *labels], registry=self.registry, **more
+        )
+        return metric if labels else metric.labels(self._model)
+
+    def _each(self, kind: type[Any], name: str, what: str, label: str, values: Any) -> Any:
+        """A metric per value of a label: all are there from the start, and no others."""
+        metric = self._make(kind, name, what, label)
+        return {value: metric.labels(self._model, str(value)) for value in values}
+
+    def _requests(self) -> None:
+        make, each = self._make, self._each
+        self.running = make(Gauge, "num_requests_running", "Texts that have a row.")
+        self.waiting = make(Gauge, "num_requests_waiting", "Texts that wait for one.")
+        self.cache = make(Gauge, "kv_cache_usage_perc", "Share of --memory in use, 0 to 1.")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens read.")
+        self.tokens = make(Counter, "generation_tokens", "Tokens written.")
+        self.finished = each(
+            Counter, "request_success", "Texts by why they ended.", "finished_reason", REASONS
+        )
+        self.refused = each(Counter, "requests_refused", "Requests not taken.", "reason", REFUSALS)
+        self.gone = each(
+            Counter, "requests_cancelled", "Requests nobody waited for.", "reason", DEPARTURES
+        )
+        self.errors = make(Counter, "engine_errors", "Texts lost to errors of the engine.")
+
+        def seconds(name: str, what: str, buckets: Any = _SECONDS) -> Any:
+            return make(Histogram, f"{name}_seconds", what, buckets=buckets)
+
+        self.first = seconds("time_to_first_token", "Arrival to first tokens.")
+        self.per_token = seconds(
+            "request_time_per_output_token", "Per token after the first round's.", _TOKEN
+        )
+        self.total = seconds("e2e_request_latency", "Arrival to last token.")
+        self.queue = seconds("request_queue_time", "Arrival to row.")
+        self.prefill = seconds("request_prefill_time", "Reading the prompt.")
+        self.decode = seconds("request_decode_time", "After that.")
+        self.round = seconds("round", "Wall time of a round, per row in it.", _TOKEN)
+
+    def _speculation(self) -> None:
+        make, each = self._make, self._each
+        self.drafts = make(Counter, "spec_decode_num_drafts", "Rounds with a draft.")
+        self.drafted = make(Counter, "spec_decode_num_draft_tokens", "Tokens drafted.")
+        self.accepted = make(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens kept.")
+        self.positions = each(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            f"Likewise by position in the draft; {POSITIONS - 1} and later together.",
+            "position",
+            range(POSITIONS),
+        )
+        self.stopped = each(
+            Counter, "spec_decode_stopped", "Rounds by why drafting stopped.", "reason",
+            [stop.label for stop in Stop],
+        )  # fmt: skip
+        self.origins = each(
+            Counter, "tokens_by_origin", "Tokens by who wrote them.", "origin",
+            [origin.value for origin in Origin],
+        )  # fmt: skip
+        self.phases = each(
+            Counter, "round_phase_seconds", "Wall time of rounds, per row in them.", "phase",
+            ["draft", "verify", "other"],
+        )  # fmt: skip
+        self.length = make(Histogram, "draft_length", "Drafted per round.", buckets=_LENGTHS)
+        self.kept = make(Histogram, "accepted_length", "Kept per round.", buckets=_LENGTHS)
+        self.drift = make(
+            Histogram, "drift", "Distance per judged position of lossy rules.", buckets=_DRIFT
+        )
+
+    def update(self, ticket: Ticket, update: Update) -> None:
+        """Count what happened to a text."""
+        if update.error is not None:
+            if getattr(update.error, "status", 400) == 500:
+                self.errors.inc()
+                self.finished["error"].inc()
+            return
+        if update.round is not None:
+            self._round(update)
+        if update.done is not None:
+            self._done(update)
+
+    def _round(self, update: Update) -> None:
+        r = update.round
+        assert r is not None
+        self.tokens.inc(len(update.pieces))
+        for piece in update.pieces:
+            self.origins[piece.origin.value].inc()
+        self.stopped[r.stopped_by.label].inc()
+        phases = {"draft": r.draft_seconds, "verify": r.verify_seconds, "other": r.other_seconds}
+        for phase, value in phases.items():
+            self.phases[phase].inc(max(value, 0.0))
+        self.round.observe(sum(phases.values()))
+        self.length.observe(r.drafted)
+        if r.drafted:
+            self.drafts.inc()
+            self.drafted.inc(r.drafted)
+            self.accepted.inc(r.accepted)
+            self.kept.observe(r.accepted)
+        for place in range(r.accepted):
+            self.positions[min(place, POSITIONS - 1)].inc()
+        for drift in r.drift or ():
+            self.drift.observe(drift)
+
+    def _done(self, update: Update) -> None:
+        done = update.done
+        assert done is not None
+        stats = done.stats
+        self.finished.get(done.finish_reason, self.finished["error"]).inc()
+        self.prompt_tokens.inc(stats.prompt_tokens)
+        self.queue.observe(update.queued)
+        self.first.observe(update.queued + stats.first_token_seconds)
+        self.total.observe(update.queued + stats.seconds)
+        self.prefill.observe(stats.prefill_seconds)
+        self.decode.observe(max(stats.seconds - stats.prefill_seconds, 0.0))
+        later = stats.tokens - done.rounds[0].committed
+        if later > 0:
+            self.per_token.observe((stats.seconds - stats.first_token_seconds) / later)
+
+    def text(self, worker: Worker) -> bytes:
+        """The exposition."""
+        self.running.set(worker.running)
+        self.waiting.set(worker.waiting)
+        self.cache.set(worker.memory.share)
+        return generate_latest(self.registry)

@@ -1,0 +1,217 @@
+"""From a request to jobs for the engine, and what must be remembered to answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.engine import Sampling
+from forerun.errors import ForerunError
+from forerun.serve.config import Config
+from forerun.serve.errors import bad
+from forerun.serve.policy import Policies, Policy
+from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
+from forerun.serve.texts import Texts
+from forerun.serve.worker import Job
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions."""
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling settings that a model's generation_config may have an opinion on."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the served model."""
+
+    name: str
+    limit: int
+    """Most tokens of context."""
+    vocab_size: int
+    eos: frozenset[int]
+    defaults: dict[str, float]
+    """Sampling settings of requests that do not say."""
+
+
+def sampling_defaults(generation_config: Any) -> dict[str, float]:
+    """What a model's generation_config says, where it says something; else temperature 1."""
+    defaults = {"temperature": 1.0}
+    for name in DEFAULTS:
+        value = getattr(generation_config, name, None)
+        if value is not None:
+            defaults[name] = value
+    if getattr(generation_config, "do_sample", None) is False:
+        defaults["temperature"] = 0.0
+    return defaults
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request that was read: `jobs[i]` writes choice `i`, from prompt `i // copies`."""
+
+    chat: bool
+    prompts: Sequence[Sequence[int]]
+    jobs: Sequence[Job]
+    copies: int
+    policy: Policy
+    stops: tuple[str, ...]
+    ignored: Sequence[str]
+    request: Generation
+    top: int | None
+    """Log-probabilities wanted: so many alternatives beside the chosen token; None: none."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is a stream."""
+        return bool(self.request.stream)
+
+    @property
+    def echo(self) -> bool:
+        """Whether the prompt is part of the answer."""
+        return bool(getattr(self.request, "echo", None))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether every round is reported."""
+        return self.policy.report == "rounds"
+
+    @property
+    def usage(self) -> tuple[bool, bool]:
+        """Whether a stream tells the usage at its end, and in every chunk."""
+        options = self.request.stream_options
+        if options is None:
+            return False, False
+        return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+class Planner:
+    """Makes plans of requests. Its methods run in the thread of `texts`."""
+
+    def __init__(self, config: Config, facts: Facts, texts: Texts) -> None:
+        self._config, self.facts, self._texts = config, facts, texts
+        self.policies = Policies(config)
+
+    def completion(self, request: CompletionRequest) -> Plan:
+        """Read a completion request."""
+        ignored = request.ignored()
+        special = request.add_special_tokens is not False
+        if isinstance(request.prompt, str):
+            prompts = [self._texts.encode(request.prompt, special)]
+        elif isinstance(request.prompt[0], int):
+            prompts = [list(request.prompt)]
+        else:
+            prompts = [
+                self._texts.encode(p, special) if isinstance(p, str) else list(p)
+                for p in request.prompt
+            ]
+        wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        return self._plan(request, prompts, wanted, request.logprobs, ignored)
+
+    def chat(self, request: ChatRequest) -> Plan:
+        """Read a chat request."""
+        ignored = request.ignored()
+        if request.top_logprobs and not request.logprobs:
+            raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+        both = {request.max_tokens, request.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise bad(
+                f"max_tokens is {request.max_tokens} and max_completion_tokens "
+                f"{request.max_completion_tokens}; give one of them",
+                "max_tokens",
+            )
+        ids = self._texts.chat(
+            [message.plain() for message in request.messages],
+            request.add_generation_prompt is not False,
+            bool(request.continue_final_message),
+            request.chat_template_kwargs,
+        )
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        return self._plan(request, [ids], next(iter(both), None), top, ignored)
+
+    def _plan(
+        self,
+        request: Generation,
+        prompts: list[list[int]],
+        wanted: int | None,
+        top: int | None,
+        ignored: list[str],
+    ) -> Plan:
+        most = self._config.max_tokens
+        if wanted is not None and most is not None and wanted > most:
+            raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
+        policy = self.policies.of(request)
+        copies, stops = request.n or 1, _stops(request)
+        jobs = []
+        for prompt in prompts:
+            room = self.facts.limit - len(prompt)
+            if room < 1:
+                raise bad(
+                    f"the prompt has {len(prompt)} tokens and the context holds "
+                    f"{self.facts.limit}; shorten it",
+                    "prompt",
+                    "context_length_exceeded",
+                )
+            tokens = min(wanted or most or room, room)
+            for copy in range(copies):
+                sampling = self._sampling(request, stops, tokens, copy)
+                jobs.append(Job(tuple(prompt), sampling, policy.controller, policy.rule))
+        return Plan(
+            isinstance(request, ChatRequest),
+            prompts,
+            jobs,
+            copies,
+            policy,
+            stops,
+            ignored,
+            request,
+            top,
+        )
+
+    def _sampling(
+        self, request: Generation, stops: tuple[str, ...], tokens: int, copy: int
+    ) -> Sampling:
+        eos, ignore = _ends(request, self.facts.eos)
+        given: dict[str, Any] = dict(self.facts.defaults)
+        for name in (*DEFAULTS, "presence_penalty", "frequency_penalty"):
+            if (value := getattr(request, name)) is not None:
+                given[name] = value
+        if given.get("top_k", 0) < 0:
+            given["top_k"] = 0
+        if request.seed is not None:
+            given["seed"] = request.seed + copy
+        given["logit_bias"] = _biases(request)
+        try:
+            return Sampling(
+                **given,
+                max_new_tokens=tokens,
+                min_new_tokens=min(request.min_tokens or 0, tokens),
+                stop=stops,
+                eos=eos,
+                ignore_eos=ignore,
+            )
+        except ForerunError as error:
+            raise bad(str(error)) from error
+
+
+def _stops(request: Generation) -> tuple[str, ...]:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    stops = [stop for stop in stops if stop]
+    if len(stops) > 32 or sum(map(len, stops)) > 4096:
+        raise bad("at most 32 stop strings of 4096 characters together", "stop")
+    return tuple(stops)
+
+
+def _ends(request: Generation, eos: frozenset[int]) -> tuple[tuple[int, ...] | None, bool]:
+    """End-of-text ids (None: the model's), and whether there are none at all."""
+    more = tuple(request.stop_token_ids or ())
+    if request.ignore_eos:
+        return (more, False) if more else (None, True)
+    return ((*eos, *more) if more else None), False
+
+
+def _biases(request: Generation) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in (request.logit_bias or {}).items()}
+    except ValueError:
+        raise bad("logit_bias must map token ids to numbers", "logit_bias") from None

@@ -1,0 +1,117 @@
+"""Which controller and rule a request gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.errors import ForerunError
+from forerun.rules import RULES, AcceptanceRule
+from forerun.serve.config import ALL_RULES, Config
+from forerun.serve.errors import ApiError, bad
+from forerun.serve.protocol import MAX_SPEC, Generation, Speculative
+
+PLAIN = "fixed(0)"
+"""The controller of `"speculative": false`."""
+REPORTS = ("none", "summary", "rounds")
+_XARGS = {"forerun_controller": "controller", "forerun_rule": "rule", "forerun_report": "report"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one request runs ahead, and how much it is told of that."""
+
+    controller: LengthController
+    rule: AcceptanceRule
+    report: str = "none"
+
+    def to_json(self) -> dict[str, Any]:
+        """As reported."""
+        return {
+            "controller": CONTROLLERS.text(self.controller),
+            "rule": RULES.text(self.rule),
+            "lossless": self.rule.lossless,
+        }
+
+
+class Policies:
+    """Makes policies of requests, within what the operator allows.
+
+    Raises:
+        SettingError: a default that cannot be made.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.default = Policy(CONTROLLERS.make(config.controller), RULES.make(config.rule))
+        if ALL_RULES not in config.allowed_rules:
+            for name in config.allowed_rules:
+                RULES.load(name)
+
+    def of(self, request: Generation) -> Policy:
+        """The policy of a request.
+
+        Raises:
+            ApiError: a spec that cannot be made, or a lossy rule that is not allowed.
+        """
+        asked, field = _asked(request)
+        if asked is False:
+            return Policy(CONTROLLERS.make(PLAIN), RULES.make("standard"))
+        if asked is None or asked is True:
+            return self.default
+        try:
+            controller, rule = self.default.controller, self.default.rule
+            if asked.controller is not None:
+                controller = CONTROLLERS.make(asked.controller)
+            if asked.rule is not None:
+                rule = RULES.make(asked.rule)
+        except ForerunError as error:
+            raise bad(str(error), field) from error
+        if rule != self.default.rule:
+            self._permit(rule, field)
+        return Policy(controller, rule, asked.report or self.default.report)
+
+    def allowed(self, rule: str) -> bool:
+        """Whether requests may name a rule."""
+        cls = RULES.load(rule)
+        return cls.lossless or bool({rule, ALL_RULES} & self._config.allowed_rules)
+
+    def _permit(self, rule: AcceptanceRule, field: str) -> None:
+        if rule.lossless:
+            return
+        for name in _names(rule):
+            if not self.allowed(name):
+                raise ApiError(
+                    403,
+                    f"rule {name!r} is lossy and this server does not allow it; use a lossless "
+                    f"one, or have the operator start it with --allow-rule {name}",
+                    field,
+                    "rule_not_allowed",
+                )
+
+
+def _names(rule: AcceptanceRule) -> Iterator[str]:
+    """Of a rule and of the rules inside it."""
+    yield RULES.text(rule).partition("(")[0]
+    if is_dataclass(rule):
+        for f in fields(rule):
+            inner = getattr(rule, f.name)
+            if isinstance(inner, AcceptanceRule):
+                yield from _names(inner)
+
+
+def _asked(request: Generation) -> tuple[bool | Speculative | None, str]:
+    """`speculative`, or vLLM's flat spelling of it, and the field it stood in."""
+    flat = {_XARGS[k]: v for k, v in (request.vllm_xargs or {}).items() if k in _XARGS}
+    if not flat:
+        return request.speculative, "speculative"
+    if request.speculative is not None:
+        raise bad("give speculative or vllm_xargs, not both", "vllm_xargs")
+    for name, value in flat.items():
+        if not isinstance(value, str) or len(value) > MAX_SPEC:
+            raise bad(f"forerun_{name} must be a short text, got {value!r:.60}", "vllm_xargs")
+    if flat.get("report", "none") not in REPORTS:
+        raise bad(f"forerun_report must be one of {', '.join(REPORTS)}", "vllm_xargs")
+    return Speculative(**flat), "vllm_xargs"

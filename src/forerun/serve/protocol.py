@@ -1,0 +1,218 @@
+"""What clients send: OpenAI's fields, vLLM's, and `speculative`.
+
+Fields we know are checked; a field that looks like a misspelt one is refused; others are ignored
+and listed in the answer, since many clients send fields of their own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from forerun.serve.errors import bad, unsupported
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_SPEC = 400
+"""Characters of a controller's or rule's spec."""
+
+PASSING = frozenset(
+    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "modalities",
+     "prediction", "safety_identifier", "prompt_cache_key", "reasoning_effort", "verbosity",
+     "use_beam_search", "length_penalty", "early_stopping", "skip_special_tokens",
+     "spaces_between_special_tokens", "request_id", "priority", "cache_prompt", "function_call",
+     "prompt_logprobs", "truncate_prompt_tokens", "best_of", "suffix", "tools", "tool_choice",
+     "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
+     "guided_choice", "guided_grammar", "audio", "chat_template", "documents"}
+)  # fmt: skip
+"""Known fields that are no part of the models below."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "prompt_logprobs": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "truncate_prompt_tokens": (-1,),
+    "skip_special_tokens": (True,),
+}
+"""Values that ask for nothing."""
+
+REFUSED = {
+    "tools": "tools are",
+    "functions": "functions are",
+    "response_format": "structured output is",
+    "structured_outputs": "structured output is",
+    "guided_json": "structured output is",
+    "guided_regex": "structured output is",
+    "guided_choice": "structured output is",
+    "guided_grammar": "structured output is",
+    "audio": "audio is",
+    "modalities": "output other than text is",
+    "suffix": "inserting before a suffix is",
+    "use_beam_search": "beam search is",
+    "prompt_logprobs": "prompt_logprobs is (use echo with logprobs)",
+    "truncate_prompt_tokens": "truncating prompts is",
+    "chat_template": "a template of the request's own is",
+    "documents": "documents are",
+    "skip_special_tokens": "showing special tokens is",
+}
+"""Known fields that would change the answer, with the beginning of "... not supported"."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class Speculative(BaseModel):
+    """How to speculate for this request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    controller: str | None = Field(None, max_length=MAX_SPEC, examples=["gammatune(eta=0.3)"])
+    rule: str | None = Field(None, max_length=MAX_SPEC, examples=["standard"])
+    report: Literal["none", "summary", "rounds"] | None = None
+
+
+class Generation(BaseModel):
+    """Fields that both kinds of request have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all")
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-1000, le=1000)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-1000, le=1000)] | None = None
+    logit_bias: dict[str, Number] | None = Field(None, max_length=1024)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    n: int | None = Field(None, ge=1, le=128)
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    speculative: StrictBool | Speculative | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    def ignored(self) -> list[str]:
+        """Names of fields that were sent for others; refuses those that matter.
+
+        Raises:
+            ApiError: 400 for a field that is nearly one of ours, 501 for a known one.
+        """
+        known = set(type(self).model_fields)
+        strange = []
+        for name, value in (self.model_extra or {}).items():
+            if value is None or value in NEUTRAL.get(name, ()):
+                continue
+            if name == "tools" and (self.model_extra or {}).get("tool_choice") == "none":
+                continue
+            if name in REFUSED:
+                raise unsupported(REFUSED[name], name)
+            if name == "best_of" and value != (self.n or 1):
+                raise bad(f"best_of must equal n or be left out, got {value!r}", "best_of")
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.84)
+            if near and name not in PASSING:
+                raise bad(f"unknown field {name!r}; did you mean {near[0]!r}?", name)
+            strange.append(name)
+        return [n for n in strange if n not in ("user", "best_of", "tool_choice")]
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=1024)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]],
+            Field(min_length=1, max_length=1024),
+        ]
+    )
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it.
+
+        Raises:
+            ApiError: 501 for anything but text.
+        """
+        if self.role in ("tool", "function") or (self.model_extra or {}).get("tool_calls"):
+            raise unsupported("tools are", "messages")
+        parts = self.content
+        if parts is None:
+            parts = ""
+        if not isinstance(parts, str):
+            for part in parts:
+                if part.type != "text" or part.text is None:
+                    raise unsupported(f"message parts of type {part.type!r} are", "messages")
+            parts = "".join(part.text or "" for part in parts)
+        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+
+
+class ChatRequest(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """`POST /tokenize`: a prompt (vLLM), a content (llama.cpp) or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,127 @@
+"""What is told about a generation besides its text, in the shapes that others read.
+
+Each borrowed shape keeps its own definition of the acceptance rate: vLLM's is accepted over
+drafted, forerun's accepted over judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from forerun.engine import Completion, Round
+from forerun.serve.policy import Policy
+
+
+def usage(prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
+    """OpenAI's counts."""
+    read = sum(map(len, prompts))
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": tokens,
+        "total_tokens": read + tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def timings(prompts: Sequence[Sequence[int]], done: Sequence[Completion]) -> dict[str, Any]:
+    """llama.cpp's: tokens and milliseconds of reading and of writing."""
+    read, wrote = sum(map(len, prompts)), sum(c.stats.tokens for c in done)
+    reading = 1e3 * max((c.stats.prefill_seconds for c in done), default=0.0)
+    writing = 1e3 * max((c.stats.seconds - c.stats.prefill_seconds for c in done), default=0.0)
+    return {
+        "cache_n": 0,
+        "prompt_n": read,
+        "prompt_ms": _ms(reading),
+        "prompt_per_second": _rate(read, reading),
+        "predicted_n": wrote,
+        "predicted_ms": _ms(writing),
+        "predicted_per_second": _rate(wrote, writing),
+        "draft_n": sum(c.stats.drafted for c in done),
+        "draft_n_accepted": sum(c.stats.accepted for c in done),
+        "draft_n_verif_steps": len(_drafting(done)),
+    }
+
+
+def metrics(done: Sequence[Completion], queued: Sequence[float], detailed: bool) -> dict[str, Any]:
+    """vLLM's: times and `speculative_decoding`, with the lists per step if `detailed`."""
+    rounds = _drafting(done)
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    most = max((r.drafted for r in rounds), default=0)
+    kept = Counter(r.accepted for r in rounds)
+    speculative: dict[str, Any] = {
+        "mean_acceptance_length": 1 + accepted / len(rounds) if rounds else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [kept[i] for i in range(most + 1)],
+        "num_spec_steps": len(rounds),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": most,
+    }
+    if detailed:
+        speculative["per_step_accepted"] = [r.accepted for r in rounds]
+        speculative["per_step_drafted"] = [r.drafted for r in rounds]
+    first = max((c.stats.first_token_seconds for c in done), default=0.0)
+    total = max((c.stats.seconds for c in done), default=0.0)
+    wrote = sum(c.stats.tokens for c in done)
+    longest = max((c.stats.tokens for c in done), default=0)
+    between = 1e3 * (total - first) / (longest - 1) if longest > 1 else None
+    waited = max(queued, default=0.0)
+    return {
+        "time_to_first_token_ms": _ms(1e3 * (waited + first)),
+        "generation_time_ms": _ms(1e3 * (total - first)),
+        "queue_time_ms": _ms(1e3 * waited),
+        "mean_itl_ms": None if between is None else _ms(between),
+        "tokens_per_second": _rate(wrote, 1e3 * total),
+        "speculative_decoding": speculative,
+    }
+
+
+def forerun(policy: Policy, done: Sequence[Completion], queued: Sequence[float]) -> dict[str, Any]:
+    """What only this server knows: who wrote what, why drafting stopped, how far it drifted."""
+    stats = [c.stats for c in done]
+    judged = sum(min(r.accepted + 1, r.drafted) for c in done for r in c.rounds)
+    accepted, tokens = sum(s.accepted for s in stats), sum(s.tokens for s in stats)
+    rounds = sum(s.rounds for s in stats)
+    stopped: Counter[str] = Counter()
+    for s in stats:
+        stopped.update(s.stopped_by)
+    origins = Counter(piece.origin.value for c in done for piece in c.pieces)
+    lossy = [s for s in stats if s.drift_mean is not None]
+    drift = sum((s.drift_mean or 0.0) * s.tokens for s in lossy)
+    seconds = {
+        "queue": max(queued, default=0.0),
+        "prefill": max((s.prefill_seconds for s in stats), default=0.0),
+        "draft": sum(s.draft_seconds for s in stats),
+        "verify": sum(s.verify_seconds for s in stats),
+        "other": sum(s.other_seconds for s in stats),
+        "first_token": max((s.first_token_seconds for s in stats), default=0.0),
+        "total": max((s.seconds for s in stats), default=0.0),
+    }
+    return {
+        **policy.to_json(),
+        "rounds": rounds,
+        "drafted": sum(s.drafted for s in stats),
+        "accepted": accepted,
+        "acceptance_rate": round(accepted / judged, 6) if judged else None,
+        "block_efficiency": round(tokens / rounds, 6) if rounds else None,
+        "origins": dict(origins),
+        "stopped_by": dict(stopped),
+        "drift_mean": round(drift / max(tokens, 1), 8) if lossy else None,
+        "drift_max": max((s.drift_max or 0.0 for s in lossy), default=None),
+        "seeds": [c.seed for c in done],
+        "ms": {name: _ms(1e3 * value) for name, value in seconds.items()},
+    }
+
+
+def _drafting(done: Sequence[Completion]) -> list[Round]:
+    return [r for c in done for r in c.rounds if r.drafted]
+
+
+def _ms(value: float) -> float:
+    return round(value, 3)
+
+
+def _rate(count: int, ms: float) -> float:
+    return round(1e3 * count / ms, 3) if ms > 0 else 0.0

@@ -1,0 +1,87 @@
+"""Listening, and leaving in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from forerun.model import Model
+from forerun.serve.app import Server, create_app
+from forerun.serve.config import Config
+
+LINGER = 5
+"""Seconds that connections have to close once nothing runs any more."""
+
+
+class Listener(uvicorn.Server):
+    """uvicorn that, told to stop, first lets running requests finish.
+
+    The first signal: new requests get status 503 while those there have `Config.grace` seconds.
+    The second ends at once.
+    """
+
+    def __init__(self, model: Model, config: Config) -> None:
+        app, self.forerun = create_app(model, config)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                timeout_graceful_shutdown=LINGER,
+            )
+        )
+        self._grace = config.grace
+        self._draining: asyncio.Future[None] | None = None
+        self._events: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until told to stop."""
+        self._events = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal to stop."""
+        if self._draining is not None or self._events is None:
+            self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            return
+        self._events.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Begin to leave."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        await self.forerun.worker.stop(self._grace)
+        self.should_exit = True
+
+
+def bind(config: Config) -> socket.socket:
+    """The socket to listen on.
+
+    Raises:
+        OSError: the address is taken or is none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    return socket.create_server((config.host, config.port), family=family, backlog=512)
+
+
+def serve(model: Model, config: Config, ready: Callable[[str, Server], None]) -> None:
+    """Serve until a signal; `ready` is called with the address before the first request.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    with bind(config) as listening:
+        listener = Listener(model, config)
+        host, port = listening.getsockname()[:2]
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", listener.forerun)
+        listener.run(sockets=[listening])

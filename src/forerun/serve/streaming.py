@@ -1,0 +1,106 @@
+"""Answers that must not outlive their client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+PING = b": ping\n\n"
+"""A comment: keeps proxies from closing a silent stream."""
+DONE = b"data: [DONE]\n\n"
+
+
+class Gone(Exception):
+    """The client left."""
+
+
+def frame(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+def dumps(value: Any) -> bytes:
+    """JSON as it is sent: no infinities, and no half surrogate pairs."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def with_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        Gone: it left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(until_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Gone
+    finally:
+        for future in (task, gone):
+            if not future.done():
+                future.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await future
+
+
+class EventStream(Response):
+    """Sends frames as they come, and closes their source when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncGenerator[bytes], ping: float) -> None:
+        self._frames, self._ping = frames, ping
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve it."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(until_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            for future in (sending, gone):
+                future.cancel()
+                with contextlib.suppress(asyncio.CancelledError, OSError):
+                    await future
+            await self._frames.aclose()
+
+    async def _send(self, send: Send) -> None:
+        following = asyncio.ensure_future(anext(self._frames, None))
+        try:
+            while True:
+                ready, _ = await asyncio.wait({following}, timeout=self._ping)
+                body = following.result() if ready else PING
+                if body is None:
+                    break
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                if ready:
+                    following = asyncio.ensure_future(anext(self._frames, None))
+        finally:
+            if not following.done():
+                following.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

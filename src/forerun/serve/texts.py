@@ -1,0 +1,139 @@
+"""Text to tokens and back, away from the event loop and from the engine's own tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+
+from forerun.engine.text import Detokenizer
+from forerun.serve.errors import bad
+
+T = TypeVar("T")
+
+TEMPLATE_OWN = frozenset(
+    {"conversation", "chat_template", "tools", "tokenize", "return_dict", "return_tensors",
+     "add_generation_prompt", "continue_final_message", "documents", "truncation", "padding"}
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that a request's `chat_template_kwargs` may not set."""
+
+
+class Texts:
+    """Tokenizers of the server's own: fast ones must not be shared between threads.
+
+    What encodes runs in a thread of this object (`run`); what decodes has a copy of its own, which
+    nothing ever changes, and may be called from any thread.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or None: then prompts are token ids.
+        vocab_size: of the model; larger token ids have no text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self._decoder = copy.deepcopy(tokenizer)
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self.vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-texts")
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in this object's thread: the only one in which text is encoded."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text."""
+        if self.tokenizer is None:
+            raise bad("this model has no tokenizer; give token ids instead of text", "prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise bad(f"the text is not valid Unicode: {error.reason}", "prompt") from error
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """Text of tokens; ids the tokenizer does not know have none."""
+        if self._decoder is None:
+            return ""
+        return str(self._decoder.decode(list(tokens), skip_special_tokens=skip_special))
+
+    def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+        """The text each token adds, after other tokens."""
+        detokenizer = Detokenizer(self._decoder, list(before))
+        return [detokenizer.push(token) for token in tokens]
+
+    def token(self, token: int) -> str:
+        """One token on its own, special ones by name."""
+        return self.decode([token], skip_special=False)
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """The tokenizer's own names of tokens."""
+        if self._decoder is None:
+            return [str(token) for token in tokens]
+        return [str(name) for name in self._decoder.convert_ids_to_tokens(list(tokens))]
+
+    def special(self, token: int) -> bool:
+        """Whether a token never shows as text."""
+        return token in self._special
+
+    def info(self) -> dict[str, Any]:
+        """Special tokens by name, and the chat template."""
+        if self.tokenizer is None:
+            raise bad("this model has no tokenizer")
+        special = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items()}
+        return {
+            "tokenizer_class": type(self.tokenizer).__name__,
+            "vocab_size": len(self.tokenizer),
+            "bos_token": None,
+            "eos_token": None,
+            **special,
+            "chat_template": getattr(self.tokenizer, "chat_template", None),
+        }
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: bool = True,
+        resume: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation by the model's own template.
+
+        Args:
+            messages: each with role and content.
+            answer: end with the beginning of an answer.
+            resume: let the model go on with the last message instead.
+            options: variables for the template.
+
+        Raises:
+            ApiError: no template, or one that refuses the messages.
+        """
+        if not self.chats:
+            raise bad("this model has no chat template; use /v1/completions", "messages")
+        if taken := TEMPLATE_OWN & set(options or ()):
+            name = sorted(taken)[0]
+            raise bad(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=answer and not resume,
+                continue_final_message=resume,
+                **(options or {}),
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise bad(f"the chat template refuses these messages: {reason}", "messages") from error
+        return self.encode(text, special=False)  # the template wrote them itself

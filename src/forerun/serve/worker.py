@@ -1,0 +1,482 @@
+"""The thread that owns the engine, and the queues to and from it.
+
+The only module of the server that knows the engine. Requests go in as `Job`s, `Update`s come out
+through a bounded queue per client; everything but `_Loop` runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from forerun.controllers import LengthController
+from forerun.engine import Completion, Engine, Event, Piece, Round, Sampling
+from forerun.errors import ForerunError, PromptError, SettingError
+from forerun.model import Model
+from forerun.rules import AcceptanceRule
+from forerun.serve.errors import ApiError
+from forerun.serve.memory import Memory
+
+log = logging.getLogger("forerun.serve")
+
+LAST_ROUND = 10.0
+"""Seconds that the engine's thread has to end its round when the server stops."""
+SCORE_CHUNK = 128
+"""Tokens scored in one pass: bounds the logits held at once."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One text to generate."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    controller: LengthController
+    rule: AcceptanceRule
+
+    @property
+    def columns(self) -> int:
+        """Most tokens its caches will hold."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities, in nats at temperature 1, of the tokens of a text after its first."""
+
+    chosen: list[float]
+    top: list[list[tuple[int, float]]]
+    """Per token the most likely ones, best first."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What happened to one job of a reply: it was admitted, had a round, ended, or failed."""
+
+    index: int
+    queued: float = 0.0
+    """Seconds it waited for a row."""
+    pieces: Sequence[Piece] = ()
+    proposed: Sequence[int] = ()
+    """What was drafted; `round.accepted` of it were kept."""
+    round: Round | None = None
+    """None: no round yet, it was only admitted (or failed)."""
+    done: Completion | None = None
+    error: ForerunError | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing more comes of this job."""
+        return self.done is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A job on its way through the worker."""
+
+    reply: Reply
+    index: int
+    job: Job
+    arrived: float = field(default_factory=time.perf_counter)
+    queued: float = 0.0
+    request: int | None = None
+    """The engine's id while it runs."""
+
+
+class Reply:
+    """The updates of the jobs of one client, in order; iterate it on the event loop."""
+
+    def __init__(self, worker: Worker, jobs: Sequence[Job], buffer: int) -> None:
+        self._worker = worker
+        self._room = buffer * len(jobs)
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._open = set(range(len(jobs)))
+        self.tickets = [Ticket(self, i, job) for i, job in enumerate(jobs)]
+        self.slow = False
+        """Whether it was cancelled because nobody read it."""
+
+    def put(self, update: Update) -> None:
+        """Take an update; one too many, and the reply fails: its reader is too slow."""
+        if update.index not in self._open:
+            return  # it was cancelled meanwhile
+        if update.last:
+            self._open.discard(update.index)
+        if self._updates.qsize() >= self._room:
+            self.cancel()
+            self.slow = True
+            while not self._updates.empty():
+                self._updates.get_nowait()
+            late = ApiError(503, "the stream was not read fast enough and was cancelled")
+            update = Update(update.index, error=late)
+        self._updates.put_nowait(update)
+
+    async def ready(self) -> None:
+        """Wait until the jobs were checked; raises what is wrong with one."""
+        await self._next()
+
+    async def _next(self) -> Update:
+        update = await self._updates.get()
+        if update.error is not None:  # one that fails takes its siblings along
+            self.cancel()
+            raise update.error
+        return update
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """All of them; ends with the last job's last, raises the first error."""
+        left = len(self.tickets)
+        while left:
+            update = await self._next()
+            left -= update.last
+            yield update
+
+    @property
+    def open(self) -> bool:
+        """Whether something is still to come."""
+        return bool(self._open)
+
+    def cancel(self) -> None:
+        """Nobody wants the rest: the rows are free after the running round."""
+        if self._open:
+            self._open.clear()
+            self._worker.forget(self)
+
+
+class Worker:
+    """The engine behind queues.
+
+    Args:
+        model: what generates.
+        max_rows: requests decoded together.
+        queue_size: requests that may wait beyond those.
+        memory: bytes for running requests.
+        buffer: updates that may wait for one reader, per job.
+        watch: called on the event loop with every ticket and update.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_rows: int = 16,
+        queue_size: int = 256,
+        memory: Memory | None = None,
+        buffer: int = 1024,
+        watch: Callable[[Ticket, Update], None] = lambda ticket, update: None,
+    ) -> None:
+        self.max_rows, self.queue_size = max_rows, queue_size
+        self.memory = memory or Memory()
+        self.draining = False
+        self._buffer, self._watch = buffer, watch
+        self._live: set[Ticket] = set()
+        self._seconds = 1.0  # of a typical request, for Retry-After
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._engine = _Loop(model, max_rows, self.memory, self._inbox, self._send)
+        self._thread = threading.Thread(target=self._engine.run, name="forerun-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Begin to work; on the event loop that will read the replies."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def running(self) -> int:
+        """Jobs that have a row."""
+        return sum(ticket.request is not None for ticket in self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for one."""
+        return len(self._live) - self.running
+
+    def open(self, jobs: Sequence[Job]) -> Reply:
+        """Queue the jobs of one client, all or none.
+
+        Raises:
+            ApiError: 400 more than could ever wait, 429 the queue is full, 503 shutting down.
+        """
+        room = self.max_rows + self.queue_size
+        if len(jobs) > room:
+            raise ApiError(
+                400, f"{len(jobs)} texts in one request; this server takes at most {room}"
+            )
+        if self.draining or not self.alive:
+            state = "shutting down" if self.draining else "not running"
+            raise ApiError(503, f"the server is {state}", retry_after=5)
+        if len(self._live) + len(jobs) > room:
+            raise ApiError(
+                429,
+                f"{self.waiting} requests wait already; try again later",
+                code="queue_full",
+                retry_after=self._retry_after(),
+            )
+        reply = Reply(self, jobs, self._buffer)
+        self._live.update(reply.tickets)
+        self._inbox.put(lambda: self._engine.open(reply.tickets))
+        return reply
+
+    def _retry_after(self) -> int:
+        turns = 1 + self.waiting / self.max_rows
+        return max(1, min(60, round(turns * self._seconds)))
+
+    def forget(self, reply: Reply) -> None:
+        """Cancel what is left of a reply."""
+        self._live.difference_update(reply.tickets)
+        self._inbox.put(lambda: self._engine.cancel(reply.tickets))
+
+    async def score(self, tokens: Sequence[int], top: int) -> Scores:
+        """Log-probabilities of a text, by the target alone, between two rounds."""
+        answer: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+
+        def settle(result: Scores | None, error: Exception | None) -> None:
+            if answer.done():
+                return  # nobody waits any more
+            if error is None and result is not None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error or RuntimeError("no result"))
+
+        def work() -> None:
+            try:
+                scores = self._engine.score(tokens, top)
+            except Exception as problem:
+                self._call(settle, None, problem)
+            else:
+                self._call(settle, scores, None)
+
+        self._inbox.put(work)
+        return await answer
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Take nothing new, let running and waiting requests finish for `grace` seconds, end."""
+        self.draining = True
+        deadline = time.monotonic() + grace
+        while self._live and self.alive and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        gone = ApiError(503, "the server is shutting down", retry_after=5)
+        for ticket in list(self._live):
+            self._deliver([(ticket, Update(ticket.index, error=gone))])
+        self._inbox.put(self._engine.stop)
+        deadline = time.monotonic() + LAST_ROUND
+        while self.alive and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
+        """Called in the engine's thread."""
+        self._call(self._deliver, updates)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _deliver(self, updates: list[tuple[Ticket, Update]]) -> None:
+        for ticket, update in updates:
+            if ticket not in self._live:
+                continue
+            if update.last:
+                self._live.discard(ticket)
+                if update.done is not None:
+                    self._seconds += 0.1 * (update.done.stats.seconds - self._seconds)
+            self._watch(ticket, update)
+            ticket.reply.put(update)
+
+
+Send = Callable[[list[tuple[Ticket, Update]]], None]
+
+
+class _Loop:
+    """What runs in the engine's thread. Every method but `run` is called from the inbox."""
+
+    def __init__(
+        self,
+        model: Model,
+        max_rows: int,
+        memory: Memory,
+        inbox: queue.SimpleQueue[Callable[[], None]],
+        send: Send,
+    ) -> None:
+        self._model, self._max_rows, self._memory = model, max_rows, memory
+        self._inbox, self._send = inbox, send
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._carried: dict[Any, Any] = {}
+        self._engine = self._fresh()
+        self._ended = False
+
+    def _fresh(self) -> Engine:
+        model = self._model
+        model.target.keep([])
+        model.drafter.keep([])
+        return Engine(
+            model.target, model.drafter, model.tokenizer, model.eos, self._max_rows, self._carried
+        )
+
+    def run(self) -> None:
+        """Rounds for as long as there is work; asleep otherwise."""
+        try:
+            while not self._ended:
+                self._listen()
+                self._admit()
+                if self._running:
+                    self._round()
+        except BaseException as error:
+            log.exception("the engine's thread ended")
+            lost = [*self._running.values(), *self._waiting]
+            self._fail(lost, ApiError(503, f"the engine ended ({type(error).__name__})"))
+
+    def _listen(self) -> None:
+        """Do what was asked meanwhile; with nothing else to do, wait for it."""
+        self._memory.used = self._memory.bytes(self._held())
+        idle = not self._running and not self._waiting
+        while True:
+            try:
+                command = self._inbox.get(block=idle)
+            except queue.Empty:
+                return
+            command()
+            idle = False
+
+    def _held(self) -> list[int]:
+        limit = self._model.target.limit
+        return [min(ticket.job.columns, limit) for ticket in self._running.values()]
+
+    def open(self, tickets: Sequence[Ticket]) -> None:
+        """Queue jobs after checking all of them."""
+        try:
+            for ticket in tickets:
+                self._check(ticket.job)
+        except ForerunError as error:
+            self._fail(tickets, error)
+            return
+        except Exception as error:
+            log.exception("a request could not be checked")
+            self._fail(tickets, _bug(error))
+            return
+        self._waiting.extend(tickets)
+        self._send([(ticket, Update(ticket.index)) for ticket in tickets])
+
+    def _check(self, job: Job) -> None:
+        """Find now what would be found when it joins: the engine checks all it is given."""
+        if job.rule.lossless and not job.sampling.greedy and _greedy_only(job.rule):
+            raise SettingError(
+                "rule 'exact' needs temperature 0, got a sampling request; use rule 'standard'"
+            )
+        if not self._memory.fits([], min(job.columns, self._model.target.limit)):
+            raise PromptError(
+                f"a prompt of {len(job.prompt)} tokens with {job.sampling.max_new_tokens} more to "
+                "come does not fit this server's memory; ask for fewer tokens"
+            )
+        self._engine.cancel(self._submit(job))
+
+    def _submit(self, job: Job) -> int:
+        return self._engine.submit(list(job.prompt), job.sampling, job.controller, job.rule)
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Free the rows of these jobs, running or waiting."""
+        gone = set(tickets)
+        self._waiting = deque(t for t in self._waiting if t not in gone)
+        for ticket in gone:
+            if ticket.request in self._running:
+                del self._running[ticket.request]
+                self._engine.cancel(ticket.request)
+
+    def _admit(self) -> None:
+        """First come, first served: whoever is next waits until there is room for him."""
+        limit, held, admitted = self._model.target.limit, self._held(), []
+        while self._waiting and len(self._running) < self._max_rows:
+            ticket = self._waiting[0]
+            columns = min(ticket.job.columns, limit)
+            if not self._memory.fits(held, columns):
+                break
+            self._waiting.popleft()
+            held.append(columns)
+            ticket.queued = time.perf_counter() - ticket.arrived
+            ticket.request = self._submit(ticket.job)
+            self._running[ticket.request] = ticket
+            admitted.append((ticket, Update(ticket.index, ticket.queued)))
+        if admitted:
+            self._memory.used = self._memory.bytes(held)
+            self._send(admitted)
+
+    def _round(self) -> None:
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            log.exception("the engine failed; %d running requests are lost", len(self._running))
+            lost = list(self._running.values())
+            self._running.clear()
+            self._engine = self._fresh()
+            self._fail(lost, _bug(error))
+            return
+        self._send([self._update(event) for event in events])
+
+    def _update(self, event: Event) -> tuple[Ticket, Update]:
+        ticket = self._running[event.request]
+        if event.completion is not None:
+            del self._running[event.request]
+        return ticket, Update(
+            ticket.index,
+            ticket.queued,
+            event.pieces,
+            event.drafted,
+            event.round,
+            event.completion,
+        )
+
+    def _fail(self, tickets: Sequence[Ticket], error: ForerunError) -> None:
+        self._send([(ticket, Update(ticket.index, error=error)) for ticket in tickets])
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], top: int) -> Scores:
+        """In a row of its own beside the running ones."""
+        target, scores = self._model.target, Scores([], [])
+        row = len(target.lengths)
+        target.join([[tokens[0]]], room=len(tokens))
+        try:
+            for start in range(0, len(tokens) - 1, SCORE_CHUNK):
+                chunk = list(tokens[start : start + SCORE_CHUNK])
+                logits = target.feed([chunk], first=row)[0]
+                following = torch.tensor(list(tokens[start + 1 : start + 1 + len(chunk)]))
+                logp = logits[: len(following)].float().log_softmax(-1).cpu()
+                scores.chosen.extend(logp.gather(1, following.unsqueeze(1)).squeeze(1).tolist())
+                best = logp.topk(max(min(top, logp.shape[1]), 1), dim=-1)
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                scores.top.extend(
+                    list(zip(ids, values, strict=True))[:top] for ids, values in pairs
+                )
+        finally:
+            target.keep(list(range(row)))
+        return scores
+
+    def stop(self) -> None:
+        """Leave `run`; what still ran is dropped."""
+        self._ended = True
+        self._waiting.clear()
+        self._running.clear()
+        self._engine = self._fresh()
+
+
+def _greedy_only(rule: AcceptanceRule) -> bool:
+    from forerun.rules.exact import Exact
+
+    return isinstance(rule, Exact)
+
+
+def _bug(error: Exception) -> ApiError:
+    """What a client is told of an error that is not his: its kind, no path and no traceback."""
+    return ApiError(500, f"the engine failed ({type(error).__name__}); the request was lost")

@@ -1,0 +1,128 @@
+"""Keys, sizes, names."""
+
+from __future__ import annotations
+
+import pytest
+
+import forerun
+from forerun.errors import SettingError
+from forerun.serve.config import Config, size
+from serve.conftest import Held, running
+
+GOOD = {"prompt": [3], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    config = {
+        "api_keys": ("first", "zweiter-schlüssel"),
+        "max_body": 2000,
+        "max_tokens": 5,
+        "origins": ("https://ui.example",),
+        "hosts": ("model.example",),
+    }
+    from forerun.drafters.none import NoDraft
+
+    with running(forerun.Model(Held(), NoDraft().build(None, None)), **config) as server:
+        yield server
+
+
+def bearer(key):
+    return {"authorization": b"Bearer " + key.encode()}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer"}, 401),
+        (bearer("firs"), 401),
+        ({"authorization": "Basic first"}, 401),
+        ({"authorization": b"Bearer \xff\xfe"}, 401),
+        (bearer("first"), 200),
+        (bearer("zweiter-schlüssel"), 200),
+    ],
+)
+def test_requests_need_a_key(guarded, headers, status):
+    answer = guarded.http.post("/v1/completions", json=GOOD, headers=headers)
+    assert answer.status_code == status
+    if status == 401:
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_what_is_open_and_what_is_not(guarded):
+    for path in ("/", "/health", "/version", "/metrics", "/openapi.json"):
+        assert guarded.http.get(path).status_code == 200
+    for path in ("/v1/models", "/forerun/parts", "/tokenizer_info", "/nothing"):
+        assert guarded.http.get(path).status_code == 401
+
+
+def test_large_bodies_are_not_read(guarded):
+    def chunks():
+        for _ in range(5):
+            yield b" " * 1000
+
+    for content in (b" " * 3000, chunks()):
+        answer = guarded.http.post("/v1/completions", content=content, headers=bearer("first"))
+        assert answer.status_code == 413
+        assert "2000 bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:1", 200),
+        ("[::1]", 200),
+        ("MODEL.example", 200),
+        ("evil.example", 403),
+        ("[", 403),
+    ],
+)
+def test_other_names_are_refused_on_loopback(guarded, host, status):
+    assert guarded.http.get("/health", headers={"host": host}).status_code == status
+
+
+def test_pages_of_other_origins_only_where_allowed(guarded):
+    for origin, allowed in [("https://ui.example", True), ("https://other.example", False)]:
+        answer = guarded.http.get("/health", headers={"origin": origin})
+        assert ("access-control-allow-origin" in answer.headers) is allowed
+
+
+def test_the_operators_limit_of_tokens(guarded):
+    asked = guarded.http.post(
+        "/v1/completions", json=GOOD | {"max_tokens": 6}, headers=bearer("first")
+    )
+    assert asked.status_code == 400
+    assert "at most 5" in asked.json()["error"]["message"]
+
+
+def test_text_without_a_tokenizer_is_refused(guarded):
+    answer = guarded.http.post("/v1/completions", json={"prompt": "x"}, headers=bearer("first"))
+    assert answer.status_code == 400
+    assert "token ids" in answer.json()["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    answer = guarded.http.post("/v1/chat/completions", json=chat, headers=bearer("first"))
+    assert answer.status_code == 400
+    assert "template" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ({"port": 70000}, "port"),
+        ({"max_rows": 0}, "max rows"),
+        ({"queue": -1}, "queue"),
+        ({"metrics_prefix": "a b"}, "prefix"),
+        ({"api_keys": ("",)}, "api key"),
+        ({"grace": -1}, "grace"),
+    ],
+)
+def test_settings_out_of_range(setting, word):
+    with pytest.raises(SettingError, match=word):
+        Config(**setting)
+
+
+@pytest.mark.parametrize("text", ["", "GB", "8 apples", "-1"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(SettingError, match="size"):
+        size(text)

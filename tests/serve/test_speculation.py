@@ -1,0 +1,174 @@
+"""Speculation per request: what may be asked, and what is told."""
+
+from __future__ import annotations
+
+import pytest
+
+PROMPT = "Once upon a time"
+
+
+def test_false_is_plain_decoding(shipped):
+    done = shipped.complete(PROMPT, max_tokens=12, speculative=False)
+    assert done["timings"]["draft_n"] == 0
+    plain = shipped.complete(
+        PROMPT, max_tokens=12, speculative={"controller": "fixed(0)", "report": "summary"}
+    )
+    assert plain["forerun"]["origins"] == {"plain": 12}
+    drafted = shipped.complete(PROMPT, max_tokens=12, speculative={"controller": "fixed(3)"})
+    assert drafted["timings"]["draft_n"] > 0
+    for answer in (plain, drafted):
+        assert answer["choices"][0]["text"] == done["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"speculative": {"controller": "fixed(2)", "rule": "exact", "report": "summary"}},
+        {"vllm_xargs": {"forerun_controller": "fixed(2)", "forerun_rule": "exact",
+                        "forerun_report": "summary", "other": 1}},
+    ],
+    ids=["nested", "flat"],
+)  # fmt: skip
+def test_controller_and_rule_in_both_spellings(shipped, body):
+    told = shipped.complete(PROMPT, max_tokens=12, temperature=0, **body)["forerun"]
+    assert (told["controller"], told["rule"], told["lossless"]) == (
+        "fixed(length=2)",
+        "exact",
+        True,
+    )
+    assert told["drafted"] <= 2 * told["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "word"),
+    [
+        ({"controller": "gamatune"}, 400, "did you mean 'gammatune'"),
+        ({"controller": "gammatune(eta=)"}, 400, "expected a name"),
+        ({"controller": "fixed(1" + "1" * 500 + ")"}, 400, "400 characters"),
+        ({"controllr": "fixed"}, 400, "extra"),
+        ({"report": "all"}, 400, "summary"),
+        ("yes", 400, "speculative"),
+        ({"rule": "typical"}, 403, "--allow-rule typical"),
+        ({"rule": "budget(typical)"}, 403, "--allow-rule typical"),
+        ({"rule": "exact"}, 400, "temperature 0"),
+    ],
+)
+def test_what_cannot_be_asked(shipped, asked, status, word):
+    answer = shipped.post("/v1/completions", prompt=PROMPT, temperature=1, speculative=asked)
+    assert answer.status_code == status
+    assert word in answer.json()["error"]["message"]
+
+
+def test_both_spellings_at_once_are_refused(shipped):
+    xargs = {"forerun_controller": "fixed"}
+    for body in ({"speculative": True, "vllm_xargs": xargs}, {"vllm_xargs": {"forerun_rule": 1}}):
+        answer = shipped.post("/v1/completions", prompt=PROMPT, **body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "vllm_xargs"
+
+
+def test_an_allowed_lossy_rule_reports_its_drift(shipped):
+    asked = {"controller": "fixed(4)", "report": "rounds"}
+    for rule in ("ears(beta=0.5)", "budget(ears(beta=0.5), drift=0.5)"):
+        done = shipped.complete(
+            PROMPT, max_tokens=30, temperature=1, seed=1, speculative=asked | {"rule": rule}
+        )
+        told = done["forerun"]
+        assert told["lossless"] is False
+        assert 0 <= told["drift_mean"] <= told["drift_max"] <= 1
+        drifts = [d for r in done["choices"][0]["forerun"]["rounds"] for d in r["drift"]]
+        assert told["drift_mean"] == pytest.approx(sum(drifts) / 30, abs=1e-5)
+    exact = shipped.complete(PROMPT, max_tokens=4, speculative={"report": "summary"})
+    assert exact["forerun"]["drift_mean"] is None
+
+
+def test_the_three_reports_agree(shipped):
+    asked = {"controller": "fixed(3)", "report": "rounds"}
+    done = shipped.complete(PROMPT, max_tokens=20, speculative=asked)
+    rounds = done["choices"][0]["forerun"]["rounds"]
+    told, timings = done["forerun"], done["timings"]
+    vllm = done["metrics"]["speculative_decoding"]
+    drafting = [r for r in rounds if r["drafted"]]
+    drafted, accepted = (sum(r[key] for r in rounds) for key in ("drafted", "accepted"))
+    assert drafted == told["drafted"] == timings["draft_n"] == vllm["num_draft_tokens"]
+    assert accepted == told["accepted"] == timings["draft_n_accepted"]
+    assert accepted == vllm["num_accepted_draft_tokens"]
+    assert len(drafting) == vllm["num_spec_steps"] == timings["draft_n_verif_steps"]
+    assert vllm["per_step_drafted"] == [r["drafted"] for r in drafting]
+    assert vllm["per_step_accepted"] == [r["accepted"] for r in drafting]
+    assert sum(vllm["acceptance_histogram"]) == len(drafting)
+    assert vllm["mean_acceptance_length"] == pytest.approx(1 + accepted / len(drafting))
+    # Each shape by its own definition: accepted over drafted, accepted over judged.
+    judged = sum(min(r["accepted"] + 1, r["drafted"]) for r in rounds)
+    assert vllm["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
+    assert told["acceptance_rate"] == pytest.approx(accepted / judged, abs=1e-6)
+    assert sum(told["origins"].values()) == done["usage"]["completion_tokens"] == 20
+    assert sum(told["stopped_by"].values()) == told["rounds"] == len(rounds)
+
+
+def test_a_stream_of_rounds_adds_up_to_the_whole(shipped, pair):
+    body = {
+        "prompt": PROMPT, "max_tokens": 20,
+        "speculative": {"controller": "fixed(3)", "report": "rounds"},
+    }  # fmt: skip
+    whole = shipped.complete(**body)["choices"][0]["forerun"]
+    frames = shipped.stream("/v1/completions", **body)
+    reports = [f["choices"][0]["forerun"] for f in frames]
+    for key in ("tokens", "texts", "origins"):
+        assert [v for r in reports for v in r[key]] == whole[key]
+    rounds = [v for r in reports for v in r["rounds"]]
+    assert len(rounds) == len(frames) == len(whole["rounds"])
+    assert [r["proposed"] for r in rounds] == [r["proposed"] for r in whole["rounds"]]
+    done = 0
+    for r in rounds:  # accepted proposals are what was written
+        assert len(r["proposed"]) == len(r["proposed_texts"]) == r["drafted"]
+        assert r["proposed"][: r["accepted"]] == whole["tokens"][done : done + r["accepted"]]
+        done += r["committed"]
+    assert "".join(whole["texts"]) == "".join(f["choices"][0]["text"] for f in frames)
+    assert set(frames[-1]) >= {"timings", "metrics", "forerun"}
+    assert not any("timings" in f for f in frames[:-1])
+
+
+def test_what_a_request_may_name_is_listed(shipped):
+    told = shipped.http.get("/forerun/parts").json()
+    rules = {r["name"]: r for r in told["rules"]}
+    assert rules["ears"]["allowed"]
+    assert not rules["ears"]["lossless"]
+    assert rules["standard"]["allowed"]
+    assert not rules["typical"]["allowed"]
+    assert "auto" in {c["name"] for c in told["controllers"]}
+    assert told["chat"] is True
+
+
+def test_the_metrics_count_what_was_told(shipped):
+    names = ["generation_tokens_total", "spec_decode_num_draft_tokens_total",
+             "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total",
+             "prompt_tokens_total", "e2e_request_latency_seconds_count"]  # fmt: skip
+    before = {name: shipped.metric(name) for name in names}
+    done = shipped.complete(
+        PROMPT, max_tokens=20, speculative={"controller": "fixed(3)", "report": "summary"}
+    )
+    grown = [shipped.metric(name) - before[name] for name in names]
+    told = done["forerun"]
+    vllm = done["metrics"]["speculative_decoding"]
+    prompt = done["usage"]["prompt_tokens"]
+    assert grown == [20, told["drafted"], told["accepted"], vllm["num_spec_steps"], prompt, 1]
+    total = shipped.metric("generation_tokens_total")
+    assert shipped.metric("tokens_by_origin_total") == total
+    positions = shipped.metric("spec_decode_num_accepted_tokens_per_pos_total")
+    assert positions == shipped.metric("spec_decode_num_accepted_tokens_total")
+    assert shipped.metric("num_requests_running") == 0
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there(shipped):
+    import json
+    import re
+    from pathlib import Path
+
+    board = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
+    asked = " ".join(t["expr"] for panel in board["panels"] for t in panel["targets"])
+    told = shipped.http.get("/metrics").text
+    for name in set(re.findall(r"forerun:\w+", asked)):
+        assert re.search(rf"^{name}[{{ ]", told, re.MULTILINE), name
+    for label in re.findall(r"by \((?!le\b)(\w+)\)", asked):
+        assert f'{label}="' in told
