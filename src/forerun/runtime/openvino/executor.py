@@ -1,0 +1,216 @@
+"""`OpenVINOExecutor`: ragged passes over a pool of cache blocks, driven from Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from numpy.typing import NDArray
+
+from forerun.errors import SettingError
+from forerun.runtime.base import Best, Executor, Facts
+from forerun.runtime.openvino.best import read
+from forerun.runtime.openvino.blocks import Blocks
+from forerun.runtime.openvino.nodes import BLOCK
+
+FIRST_BLOCKS = 64
+"""Blocks of a new pool; it doubles when it runs out."""
+PRECISIONS = ("f32", "bf16", "int8")
+
+Bound = tuple[NDArray[Any], ov.Tensor]
+
+
+class OpenVINOExecutor(Executor):
+    """Runs an exported model on the CPU with OpenVINO.
+
+    All tokens of a pass are packed, so a pass may read chunks of prompts in some rows and judge
+    drafts in others, and costs what its tokens cost. A row's keys and values lie in blocks of 32
+    tokens; rolling back is a smaller number in `starts`.
+
+    Args:
+        graph: with paged-attention nodes (`nodes.attach`); not needed afterwards.
+        facts: of the model it was exported from.
+        threads: of OpenVINO; None: as many as torch has.
+
+    Raises:
+        SettingError: bf16 with one thread.
+    """
+
+    def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
+        threads = threads or torch.get_num_threads()
+        self.facts, self.device = facts, torch.device("cpu")
+        self.threads = threads
+        compiled = ov.Core().compile_model(graph, "CPU", settings(facts.precision, threads))
+        self._request = compiled.create_infer_request()
+        self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
+        self._storage: list[ov.Tensor] = []
+        self._blocks = Blocks(BLOCK)
+        self._index = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
+        self._buffers: dict[tuple[str, int], Bound] = {}
+        self._bound: dict[str, int] = {}
+        self._places = np.arange(facts.limit + 1)
+        self._longest = np.zeros((), np.int32)
+        self._fed: list[int] = []  # rows whose tables are bound
+        self._request.set_tensor("max_context_len", ov.Tensor(self._longest, shared_memory=True))
+        self._grow(FIRST_BLOCKS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache pool."""
+        return sum(tensor.get_byte_size() for tensor in self._storage)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for `rows` rows of `columns` tokens; the pool grows later if that is little."""
+        self._grow(rows * -(-columns // BLOCK))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; the blocks of the others are free again."""
+        self._blocks.keep(rows)
+        self._fed = []
+
+    def run(
+        self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        """Feed each row its piece; logits after its last `wanted` tokens.
+
+        Args:
+            starts: tokens each row holds; what it holds beyond is forgotten.
+            pieces: token ids per row, none allowed.
+            wanted: how many of each row's last tokens, at most its piece.
+
+        Returns:
+            `(rows, max(wanted), V)`, the caller's own; beyond a row's wanted ones meaningless.
+        """
+        seen = self._pass(starts, pieces, wanted)
+        rows, width = len(wanted), max(wanted, default=0)
+        if seen.shape[0] == rows * width:
+            return torch.from_numpy(seen).clone().view(rows, width, self.facts.vocab_size)
+        out = torch.zeros(rows, width, self.facts.vocab_size)
+        source, at = torch.from_numpy(seen), 0
+        for row, count in enumerate(wanted):
+            out[row, :count] = source[at : at + count]
+            at += count
+        return out
+
+    def best(
+        self,
+        starts: Sequence[int],
+        pieces: Sequence[Sequence[int]],
+        wanted: Sequence[int],
+        signals: frozenset[str],
+    ) -> Best:
+        """As `run`, but the most likely tokens and their signals instead of logits."""
+        seen = self._pass(starts, pieces, wanted)
+        tokens, values = read(seen, signals)
+        # A NaN is the greatest of all for argmax, so the best logit shows it; +inf it is itself.
+        fine = [math.isfinite(seen[i, token]) for i, token in enumerate(tokens)]
+        if len(wanted) == 1:
+            return Best([tokens], {name: [x] for name, x in values.items()}, [all(fine)])
+        ends = np.cumsum(wanted).tolist()
+        spans = [slice(end - count, end) for end, count in zip(ends, wanted, strict=True)]
+        return Best(
+            [tokens[span] for span in spans],
+            {name: [x[span] for span in spans] for name, x in values.items()},
+            [all(fine[span]) for span in spans],
+        )
+
+    def _pass(
+        self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Run one packed pass; `(sum(wanted), V)`, overwritten by the next one."""
+        ends = [start + len(piece) for start, piece in zip(starts, pieces, strict=True)]
+        self._cover(ends)
+        fed = [row for row, piece in enumerate(pieces) if piece]
+        if not fed:
+            return np.empty((0, self.facts.vocab_size), np.float32)
+        ids: list[int] = []
+        begins, heads = [0], []
+        for row in fed:
+            ids.extend(pieces[row])
+            begins.append(len(ids))
+            heads.extend(range(len(ids) - wanted[row], len(ids)))
+        places = self._input("position_ids", len(ids))
+        for i, row in enumerate(fed):
+            places[begins[i] : begins[i + 1], 0] = self._places[starts[row] : ends[row]]
+        self._input("input_ids", len(ids))[:, 0] = ids
+        self._input("wanted", len(heads))[:] = heads
+        self._input("past_lens", len(fed))[:] = [starts[row] for row in fed]
+        self._input("subsequence_begins", len(begins))[:] = begins
+        if fed != self._fed:
+            self._bind_tables(fed)
+        self._longest[...] = max(ends)
+        self._request.start_async()
+        self._request.wait()
+        return self._request.get_output_tensor(0).data
+
+    def _cover(self, ends: Sequence[int]) -> None:
+        if (missing := self._blocks.missing(ends)) > 0:
+            self._grow(self._blocks.total + max(missing, self._blocks.total))
+        if self._blocks.cover(ends):
+            self._fed = []
+
+    def _bind_tables(self, fed: list[int]) -> None:
+        tables = [self._blocks.tables[row] for row in fed]
+        blocks = [block for table in tables for block in table]
+        begins = np.cumsum([0, *map(len, tables)])
+        self._input("block_indices", len(blocks))[:] = blocks
+        self._input("block_indices_begins", len(begins))[:] = begins
+        self._fed = fed
+
+    def _input(self, name: str, size: int) -> NDArray[Any]:
+        """The buffer of an input for `size` entries, bound to the request."""
+        held = self._buffers.get((name, size))
+        if held is None:
+            tokens = name in ("input_ids", "position_ids")
+            kind = np.int64 if tokens or name == "wanted" else np.int32
+            array = np.zeros((size, 1) if tokens else size, kind)
+            held = self._buffers[name, size] = array, ov.Tensor(array, shared_memory=True)
+        if self._bound.get(name) != size:
+            self._request.set_input_tensor(self._index[name], held[1])
+            self._bound[name] = size
+        return held[0]
+
+    def _grow(self, blocks: int) -> None:
+        """Have a pool of at least so many blocks; contents are kept."""
+        if blocks <= self._blocks.total:
+            return
+        old, self._storage = self._storage, []
+        for number, port in enumerate(self._pools):
+            shape = [d.get_length() if d.is_static else blocks for d in port.get_partial_shape()]
+            tensor = ov.Tensor(port.get_element_type(), ov.Shape([blocks, *shape[1:]]))
+            if old:
+                _bytes(tensor)[: old[number].get_byte_size()] = _bytes(old[number])
+            self._request.set_tensor(port, tensor)
+            self._storage.append(tensor)
+        self._blocks.grow(blocks)
+
+
+def settings(precision: str, threads: int) -> dict[str, Any]:
+    """The plug-in's settings for a precision.
+
+    Raises:
+        SettingError: unknown, or one the plug-in cannot run.
+    """
+    if precision not in PRECISIONS:
+        raise SettingError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision == "bf16" and threads < 2:
+        raise SettingError(
+            "bf16 needs at least 2 threads (OpenVINO ends the process with one), got 1; use f32, or "
+            "torch.set_num_threads(2)"
+        )
+    compute = "bf16" if precision == "bf16" else "f32"
+    return {
+        "INFERENCE_PRECISION_HINT": compute,
+        "KV_CACHE_PRECISION": compute,  # the plug-in's own choice is 8 bits
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # its own choice rounds what int8 weights multiply
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": threads,
+    }
+
+
+def _bytes(tensor: ov.Tensor) -> NDArray[np.uint8]:
+    return tensor.data.view(np.uint8).reshape(-1)
