@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,10 @@ class OpenVINOExecutor(Executor):
         self._bound: dict[str, int] = {}
         self._places = np.arange(facts.limit + 1)
         self._longest = np.zeros((), np.int32)
-        self._fed: list[int] = []  # rows whose tables are bound
+        self._shape: tuple[list[int], list[int]] = [], []
+        self._fed: list[int] = []
+        self._spans: list[tuple[int, int]] = []
+        self._tables_bound = False
         self._request.set_tensor("max_context_len", ov.Tensor(self._longest, shared_memory=True))
         self._grow(FIRST_BLOCKS)
 
@@ -70,7 +75,7 @@ class OpenVINOExecutor(Executor):
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; the blocks of the others are free again."""
         self._blocks.keep(rows)
-        self._fed = []
+        self._tables_bound = False
 
     def run(
         self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
@@ -122,53 +127,65 @@ class OpenVINOExecutor(Executor):
         self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
     ) -> NDArray[np.float32]:
         """Run one packed pass; `(sum(wanted), V)`, overwritten by the next one."""
-        ends = [start + len(piece) for start, piece in zip(starts, pieces, strict=True)]
-        self._cover(ends)
-        fed = [row for row, piece in enumerate(pieces) if piece]
-        if not fed:
+        counts = [len(piece) for piece in pieces]
+        ends = list(map(add, starts, counts))
+        if not any(counts):
             return np.empty((0, self.facts.vocab_size), np.float32)
-        ids: list[int] = []
-        begins, heads = [0], []
-        for row in fed:
-            ids.extend(pieces[row])
-            begins.append(len(ids))
-            heads.extend(range(len(ids) - wanted[row], len(ids)))
-        places = self._input("position_ids", len(ids))
-        for i, row in enumerate(fed):
-            places[begins[i] : begins[i + 1], 0] = self._places[starts[row] : ends[row]]
-        self._input("input_ids", len(ids))[:, 0] = ids
-        self._input("wanted", len(heads))[:] = heads
-        self._input("past_lens", len(fed))[:] = [starts[row] for row in fed]
-        self._input("subsequence_begins", len(begins))[:] = begins
-        if fed != self._fed:
-            self._bind_tables(fed)
+        self._cover(ends)
+        if (counts, wanted) != self._shape:
+            self._bind_shape(counts, list(wanted))
+        if not self._tables_bound:
+            self._bind_tables()
+        self._ids[:] = [token for piece in pieces for token in piece]
+        for row, (first, last) in zip(self._fed, self._spans, strict=True):
+            self._positions[first:last] = self._places[starts[row] : ends[row]]
+        self._past[:] = [starts[row] for row in self._fed]
         self._longest[...] = max(ends)
         self._request.start_async()
         self._request.wait()
         return self._request.get_output_tensor(0).data
 
     def _cover(self, ends: Sequence[int]) -> None:
+        """Have blocks for rows of so many tokens."""
         if (missing := self._blocks.missing(ends)) > 0:
             self._grow(self._blocks.total + max(missing, self._blocks.total))
         if self._blocks.cover(ends):
-            self._fed = []
+            self._tables_bound = False
 
-    def _bind_tables(self, fed: list[int]) -> None:
-        tables = [self._blocks.tables[row] for row in fed]
+    def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
+        """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
+        self._shape = counts, wanted
+        fed = [row for row, count in enumerate(counts) if count]
+        if fed != self._fed:
+            self._fed, self._tables_bound = fed, False
+        ends = list(accumulate(counts[row] for row in fed))
+        self._spans = list(zip([0, *ends], ends, strict=False))
+        heads = [
+            at for end, row in zip(ends, fed, strict=True) for at in range(end - wanted[row], end)
+        ]
+        self._input("subsequence_begins", len(ends) + 1)[1:] = ends
+        self._input("wanted", len(heads))[:] = heads
+        self._past = self._input("past_lens", len(fed))
+        self._ids = self._input("input_ids", ends[-1])
+        self._positions = self._input("position_ids", ends[-1])
+
+    def _bind_tables(self) -> None:
+        """Set the inputs that say where the fed rows' blocks are."""
+        tables = [self._blocks.tables[row] for row in self._fed]
         blocks = [block for table in tables for block in table]
-        begins = np.cumsum([0, *map(len, tables)])
+        begins = list(accumulate(map(len, tables)))
         self._input("block_indices", len(blocks))[:] = blocks
-        self._input("block_indices_begins", len(begins))[:] = begins
-        self._fed = fed
+        self._input("block_indices_begins", len(begins) + 1)[1:] = begins
+        self._tables_bound = True
 
     def _input(self, name: str, size: int) -> NDArray[Any]:
-        """The buffer of an input for `size` entries, bound to the request."""
+        """The flat buffer of an input for `size` entries, bound to the request."""
         held = self._buffers.get((name, size))
         if held is None:
             tokens = name in ("input_ids", "position_ids")
-            kind = np.int64 if tokens or name == "wanted" else np.int32
-            array = np.zeros((size, 1) if tokens else size, kind)
-            held = self._buffers[name, size] = array, ov.Tensor(array, shared_memory=True)
+            array = np.zeros(size, np.int64 if tokens or name == "wanted" else np.int32)
+            tensor = ov.Tensor(array.reshape(-1, 1) if tokens else array, shared_memory=True)
+            held = self._buffers[name, size] = array, tensor
         if self._bound.get(name) != size:
             self._request.set_input_tensor(self._index[name], held[1])
             self._bound[name] = size

@@ -86,7 +86,7 @@ def export(model: Any) -> ov.Model:
     """Turn a model into a graph with placeholders where its attention is.
 
     Args:
-        model: a decoder-only Hugging Face model on the CPU; one that is not in fp32 is copied.
+        model: a decoder-only Hugging Face model on the CPU in fp32 (`in_fp32`).
 
     Returns:
         A graph of inputs `INPUTS` and output `logits`; `attentions` reads what its placeholders
@@ -99,8 +99,8 @@ def export(model: Any) -> ov.Model:
     kind = model.config.get_text_config(decoder=True).model_type
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{kind}: attention to an encoder has no paged node")
-    if model.dtype != torch.float32 or model.device.type != "cpu":
-        model = copy.deepcopy(model).to("cpu").float()
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     calls: list[Attention] = []
     try:
         graph = _convert(model, calls)
@@ -116,6 +116,13 @@ def export(model: Any) -> ov.Model:
     graph.outputs[0].get_tensor().set_names({"logits"})
     graph.set_rt_info(json.dumps([asdict(call) for call in calls]), [RT_INFO, "attentions"])
     return graph
+
+
+def in_fp32(model: Any) -> Any:
+    """The model itself if it is in fp32 on the CPU, else such a copy."""
+    if model.dtype == torch.float32 and model.device.type == "cpu":
+        return model
+    return copy.deepcopy(model).to("cpu").float()
 
 
 def attentions(graph: ov.Model) -> list[Attention]:

@@ -1,0 +1,150 @@
+"""From a Hugging Face model, or a folder that holds one, to an executor that passed the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import UnsupportedModelError
+from forerun.runtime.base import Facts
+from forerun.runtime.load import load_model
+from forerun.runtime.openvino import store
+from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
+from forerun.runtime.openvino.export import export, in_fp32
+from forerun.runtime.openvino.nodes import attach
+from forerun.runtime.openvino.probe import probe, reference
+from forerun.runtime.openvino.weights import compress
+from forerun.runtime.support import context_limit, refusal
+
+Progress = Callable[[str], None]
+"""Called with a line before each thing that may take seconds."""
+
+
+def from_model(
+    model: Any,
+    precision: str = "f32",
+    threads: int | None = None,
+    cached: bool = True,
+    progress: Progress | None = None,
+) -> OpenVINOExecutor:
+    """An executor for a live model, which it does not keep.
+
+    Args:
+        model: a decoder-only Hugging Face model.
+        precision: "f32" (cache, too), "bf16" (both), or "int8" (weights; all else f32).
+        threads: None: as many as torch has.
+        cached: whether to look for the exported graph on disk, and to leave it there.
+        progress: told before what takes long.
+
+    Raises:
+        UnsupportedModelError: this model cannot run here; one line says why.
+        SettingError: a precision that is unknown or that so few threads cannot run.
+    """
+    settings(precision, threads or torch.get_num_threads())  # before anything takes long
+    if reason := refusal(model.config.get_text_config(decoder=True), windows=True):
+        raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {reason}")
+    name = store.key(store.of_model(model), _form(precision)) if cached else None
+    stored = store.read(name) if name else None
+    if stored is None:
+        stored = _export(model, precision, progress)
+        if name:
+            store.write(name, stored)
+    return _executor(stored, precision, threads, progress)
+
+
+def from_name(
+    name: str | Path,
+    precision: str = "f32",
+    threads: int | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> OpenVINOExecutor:
+    """An executor for a model on disk or on the Hugging Face hub.
+
+    Its torch weights are loaded only if its graph is not in the store, and are given back then.
+
+    Args:
+        name: a folder, or a Hugging Face id.
+        precision, threads, progress: as for `from_model`.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ModelError: missing, corrupt, or no causal language model.
+        UnsupportedModelError, SettingError: as for `from_model`.
+    """
+    settings(precision, threads or torch.get_num_threads())
+    files = _files(name)
+    entry = store.key(store.of_files(files), _form(precision)) if files else None
+    stored = store.read(entry) if entry else None
+    if stored is None:
+        model = load_model(name, "cpu", "fp32", trust_remote_code, windows=True)
+        stored = _export(model, precision, progress)
+        del model
+        entry = entry or store.key(store.of_files(_files(name)), _form(precision))
+        store.write(entry, stored)
+        stored = store.read(entry) or stored  # read back, its weights are pages of a file
+    return _executor(stored, precision, threads, progress)
+
+
+def _form(precision: str) -> str:
+    return "int8" if precision == "int8" else "f32"
+
+
+def _export(model: Any, precision: str, progress: Progress | None) -> store.Stored:
+    if progress:
+        progress("exporting the model to OpenVINO")
+    model = in_fp32(model)
+    facts = facts_of(model, precision)
+    graph = export(model)
+    if precision == "int8":
+        compress(graph)
+    return store.Stored(graph, facts, reference(model, facts.limit))
+
+
+def _executor(
+    stored: store.Stored, precision: str, threads: int | None, progress: Progress | None
+) -> OpenVINOExecutor:
+    if progress:
+        progress("compiling the model")
+    facts = Facts(**{**vars(stored.facts), "precision": precision})
+    executor = OpenVINOExecutor(attach(stored.graph), facts, threads)
+    probe(executor, stored.reference)
+    return executor
+
+
+def facts_of(model: Any, precision: str) -> Facts:
+    """What the engine needs to know of a model."""
+    config = model.config.get_text_config(decoder=True)
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    eos = config.eos_token_id if eos is None else eos
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return Facts(
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        limit=context_limit(model.config),
+        eos=frozenset(ids),
+        layers=int(config.num_hidden_layers),
+        weights=sum(p.numel() for p in model.parameters()),
+        precision=precision,
+        executor="openvino",
+    )
+
+
+def _files(name: str | Path) -> list[Path]:
+    """Configuration and weights of a model that is on this machine, else nothing."""
+    here = Path(name).expanduser()
+    if not here.is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            config = cached_file(str(name), "config.json", local_files_only=True)
+        except (OSError, ValueError):
+            return []
+        if config is None:
+            return []
+        here = Path(config).parent
+    weights = list(here.glob("*.safetensors"))
+    return [here / "config.json", *here.glob("generation_config.json"), *weights] if weights else []
