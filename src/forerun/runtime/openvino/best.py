@@ -7,30 +7,34 @@ there and 40 (205) as a `TopK` node of the graph.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def read(logits: NDArray[np.float32], names: frozenset[str]) -> tuple[list[int], dict[str, Any]]:
+def read(
+    logits: NDArray[np.float32], names: frozenset[str]
+) -> tuple[list[int], list[bool], dict[str, list[float]]]:
     """Most likely tokens of `(n, V)` logits and their signals.
 
     Args:
-        logits: may be written to and restored.
+        logits: is written to and restored.
         names: wanted fields of `Signals`.
 
     Returns:
-        n ids (the first of equal ones) and n values per name. A signal is NaN where logits are no
-        numbers.
+        n ids (of equal logits the first); whether each one's logit is a finite number; n values
+        per name, NaN where it is not.
     """
     tokens = logits.argmax(1).tolist()
+    # NaN is the greatest of all to argmax, so the best logit shows it.
+    sound = [math.isfinite(row[token]) for row, token in zip(logits, tokens, strict=True)]
     signals: dict[str, list[float]] = {name: [] for name in names}
     if names:
-        for row, token in zip(logits, tokens, strict=True):
-            for name, value in _signals(row, token, names).items():
+        for row, token, fine in zip(logits, tokens, sound, strict=True):
+            values = _signals(row, token, names) if fine else dict.fromkeys(names, math.nan)
+            for name, value in values.items():
                 signals[name].append(value)
-    return tokens, signals
+    return tokens, sound, signals
 
 
 def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dict[str, float]:

@@ -55,9 +55,11 @@ class Blocks:
         return changed
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the blocks of the others are free."""
-        kept = set(rows)
-        for row, table in enumerate(self.tables):
-            if row not in kept:
-                self._free.extend(table)
-        self.tables = [self.tables[r] if r < len(self.tables) else [] for r in rows]
+        """Keep these rows, in this order; the blocks of the others are free.
+
+        Of a row that is kept twice, the first has its blocks and the others have none.
+        """
+        left = dict(enumerate(self.tables))
+        self.tables = [left.pop(row, []) for row in rows]
+        for table in left.values():
+            self._free.extend(table)

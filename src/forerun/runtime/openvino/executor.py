@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -14,14 +13,21 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.errors import SettingError
-from forerun.runtime.base import Best, Executor, Facts
+from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.openvino.best import read
 from forerun.runtime.openvino.blocks import Blocks
 from forerun.runtime.openvino.nodes import BLOCK
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
-PRECISIONS = ("f32", "bf16", "int8")
+PRECISIONS = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "int8": "int8",
+}
+"""Names of precisions, and each one's name in `Facts` and reports."""
 
 Bound = tuple[NDArray[Any], ov.Tensor]
 
@@ -43,10 +49,9 @@ class OpenVINOExecutor(Executor):
     """
 
     def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
-        threads = threads or torch.get_num_threads()
         self.facts, self.device = facts, torch.device("cpu")
-        self.threads = threads
-        compiled = ov.Core().compile_model(graph, "CPU", settings(facts.precision, threads))
+        self.threads = threads or torch.get_num_threads()
+        compiled = ov.Core().compile_model(graph, "CPU", settings(facts.precision, self.threads))
         self._request = compiled.create_infer_request()
         self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         self._storage: list[ov.Tensor] = []
@@ -72,59 +77,49 @@ class OpenVINOExecutor(Executor):
         """Make room for `rows` rows of `columns` tokens; the pool grows later if that is little."""
         self._grow(rows * -(-columns // BLOCK))
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows, in this order; the blocks of the others are free again."""
+        twice = [at for at, row in enumerate(rows) if row in rows[:at]]
         self._blocks.keep(rows)
         self._tables_bound = False
+        if twice:
+            held = [n if at in twice else 0 for at, n in enumerate(lengths)]
+            self._make_room(held)
+            self._blocks.cover(held)
+            for at in twice:
+                self._copy(self._blocks.tables[rows.index(rows[at])], self._blocks.tables[at])
 
-    def run(
-        self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
-    ) -> torch.Tensor:
-        """Feed each row its piece; logits after its last `wanted` tokens.
-
-        Args:
-            starts: tokens each row holds; what it holds beyond is forgotten.
-            pieces: token ids per row, none allowed.
-            wanted: how many of each row's last tokens, at most its piece.
-
-        Returns:
-            `(rows, max(wanted), V)`, the caller's own; beyond a row's wanted ones meaningless.
-        """
-        seen = self._pass(starts, pieces, wanted)
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """One packed pass; the logits are the caller's own."""
+        seen = torch.from_numpy(self._pass(starts, pieces, wanted))
         rows, width = len(wanted), max(wanted, default=0)
         if seen.shape[0] == rows * width:
-            return torch.from_numpy(seen).clone().view(rows, width, self.facts.vocab_size)
+            return seen.clone().view(rows, width, self.facts.vocab_size)
         out = torch.zeros(rows, width, self.facts.vocab_size)
-        source, at = torch.from_numpy(seen), 0
-        for row, count in enumerate(wanted):
-            out[row, :count] = source[at : at + count]
-            at += count
+        for row, (first, last) in enumerate(_spans(wanted)):
+            out[row, : last - first] = seen[first:last]
         return out
 
     def best(
         self,
         starts: Sequence[int],
-        pieces: Sequence[Sequence[int]],
+        pieces: Pieces,
         wanted: Sequence[int],
         signals: frozenset[str],
     ) -> Best:
-        """As `run`, but the most likely tokens and their signals instead of logits."""
-        seen = self._pass(starts, pieces, wanted)
-        tokens, values = read(seen, signals)
-        # A NaN is the greatest of all for argmax, so the best logit shows it; +inf it is itself.
-        fine = [math.isfinite(seen[i, token]) for i, token in enumerate(tokens)]
+        """One packed pass; its logits are read where they are."""
+        tokens, sound, values = read(self._pass(starts, pieces, wanted), signals)
         if len(wanted) == 1:
-            return Best([tokens], {name: [x] for name, x in values.items()}, [all(fine)])
-        ends = np.cumsum(wanted).tolist()
-        spans = [slice(end - count, end) for end, count in zip(ends, wanted, strict=True)]
+            return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
+        spans = [slice(*span) for span in _spans(wanted)]
         return Best(
             [tokens[span] for span in spans],
             {name: [x[span] for span in spans] for name, x in values.items()},
-            [all(fine[span]) for span in spans],
+            [sound[span] for span in spans],
         )
 
     def _pass(
-        self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
     ) -> NDArray[np.float32]:
         """Run one packed pass; `(sum(wanted), V)`, overwritten by the next one."""
         counts = [len(piece) for piece in pieces]
@@ -147,10 +142,13 @@ class OpenVINOExecutor(Executor):
 
     def _cover(self, ends: Sequence[int]) -> None:
         """Have blocks for rows of so many tokens."""
-        if (missing := self._blocks.missing(ends)) > 0:
-            self._grow(self._blocks.total + max(missing, self._blocks.total))
+        self._make_room(ends)
         if self._blocks.cover(ends):
             self._tables_bound = False
+
+    def _make_room(self, ends: Sequence[int]) -> None:
+        if (missing := self._blocks.missing(ends)) > 0:
+            self._grow(self._blocks.total + max(missing, self._blocks.total))
 
     def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
@@ -158,8 +156,8 @@ class OpenVINOExecutor(Executor):
         fed = [row for row, count in enumerate(counts) if count]
         if fed != self._fed:
             self._fed, self._tables_bound = fed, False
-        ends = list(accumulate(counts[row] for row in fed))
-        self._spans = list(zip([0, *ends], ends, strict=False))
+        self._spans = _spans([counts[row] for row in fed])
+        ends = [last for _, last in self._spans]
         heads = [
             at for end, row in zip(ends, fed, strict=True) for at in range(end - wanted[row], end)
         ]
@@ -205,6 +203,12 @@ class OpenVINOExecutor(Executor):
             self._storage.append(tensor)
         self._blocks.grow(blocks)
 
+    def _copy(self, source: list[int], target: list[int]) -> None:
+        """Copy a row's blocks."""
+        for tensor in self._storage:
+            blocks = _bytes(tensor).reshape(self._blocks.total, -1)
+            blocks[target] = blocks[source[: len(target)]]
+
 
 def settings(precision: str, threads: int) -> dict[str, Any]:
     """The plug-in's settings for a precision.
@@ -214,12 +218,13 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
     """
     if precision not in PRECISIONS:
         raise SettingError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    if precision == "bf16" and threads < 2:
+    reduced = PRECISIONS[precision] == "bfloat16"
+    if reduced and threads < 2:
         raise SettingError(
-            "bf16 needs at least 2 threads (OpenVINO ends the process with one), got 1; use f32, or "
-            "torch.set_num_threads(2)"
+            "bfloat16 on openvino needs at least 2 threads (it ends the process otherwise), got 1; "
+            "use fp32, or torch.set_num_threads(2)"
         )
-    compute = "bf16" if precision == "bf16" else "f32"
+    compute = "bf16" if reduced else "f32"
     return {
         "INFERENCE_PRECISION_HINT": compute,
         "KV_CACHE_PRECISION": compute,  # the plug-in's own choice is 8 bits
@@ -231,3 +236,9 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
 
 def _bytes(tensor: ov.Tensor) -> NDArray[np.uint8]:
     return tensor.data.view(np.uint8).reshape(-1)
+
+
+def _spans(counts: Iterable[int]) -> list[tuple[int, int]]:
+    """Where pieces of so many entries begin and end, one after the other."""
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends, strict=False))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.base import Facts
 from forerun.runtime.load import load_model
 from forerun.runtime.openvino import store
-from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
+from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import export, in_fp32
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import probe, reference
 from forerun.runtime.openvino.weights import compress
-from forerun.runtime.support import context_limit, refusal
+from forerun.runtime.support import refusal
+from forerun.runtime.torch_executor import facts_of
 
 Progress = Callable[[str], None]
 """Called with a line before each thing that may take seconds."""
@@ -25,7 +26,7 @@ Progress = Callable[[str], None]
 
 def from_model(
     model: Any,
-    precision: str = "f32",
+    precision: str = "fp32",
     threads: int | None = None,
     cached: bool = True,
     progress: Progress | None = None,
@@ -34,7 +35,8 @@ def from_model(
 
     Args:
         model: a decoder-only Hugging Face model.
-        precision: "f32" (cache, too), "bf16" (both), or "int8" (weights; all else f32).
+        precision: of `PRECISIONS`: "fp32" (cache, too), "bf16" (both) or "int8" (weights; all
+            else in fp32).
         threads: None: as many as torch has.
         cached: whether to look for the exported graph on disk, and to leave it there.
         progress: told before what takes long.
@@ -52,12 +54,13 @@ def from_model(
         stored = _export(model, precision, progress)
         if name:
             store.write(name, stored)
-    return _executor(stored, precision, threads, progress)
+    called = str(getattr(model, "name_or_path", "") or "")
+    return _executor(stored, called, precision, threads, progress)
 
 
 def from_name(
     name: str | Path,
-    precision: str = "f32",
+    precision: str = "fp32",
     threads: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -86,7 +89,7 @@ def from_name(
         entry = entry or store.key(store.of_files(_files(name)), _form(precision))
         store.write(entry, stored)
         stored = store.read(entry) or stored  # read back, its weights are pages of a file
-    return _executor(stored, precision, threads, progress)
+    return _executor(stored, str(name), precision, threads, progress)
 
 
 def _form(precision: str) -> str:
@@ -97,7 +100,7 @@ def _export(model: Any, precision: str, progress: Progress | None) -> store.Stor
     if progress:
         progress("exporting the model to OpenVINO")
     model = in_fp32(model)
-    facts = facts_of(model, precision)
+    facts = replace(facts_of(model), executor="openvino")
     graph = export(model)
     if precision == "int8":
         compress(graph)
@@ -105,32 +108,18 @@ def _export(model: Any, precision: str, progress: Progress | None) -> store.Stor
 
 
 def _executor(
-    stored: store.Stored, precision: str, threads: int | None, progress: Progress | None
+    stored: store.Stored,
+    name: str,
+    precision: str,
+    threads: int | None,
+    progress: Progress | None,
 ) -> OpenVINOExecutor:
     if progress:
         progress("compiling the model")
-    facts = Facts(**{**vars(stored.facts), "precision": precision})
+    facts = replace(stored.facts, precision=PRECISIONS[precision], name=name)
     executor = OpenVINOExecutor(attach(stored.graph), facts, threads)
     probe(executor, stored.reference)
     return executor
-
-
-def facts_of(model: Any, precision: str) -> Facts:
-    """What the engine needs to know of a model."""
-    config = model.config.get_text_config(decoder=True)
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    eos = config.eos_token_id if eos is None else eos
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return Facts(
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        limit=context_limit(model.config),
-        eos=frozenset(ids),
-        layers=int(config.num_hidden_layers),
-        weights=sum(p.numel() for p in model.parameters()),
-        precision=precision,
-        executor="openvino",
-    )
 
 
 def _files(name: str | Path) -> list[Path]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.base import Executor
 
-TOLERANCE = {"f32": 1e-3, "bf16": 0.1, "int8": 0.25}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.25}
 """Largest difference of logits, relative to the largest of them, by precision. Rows that are mixed
 up, places that are off by one or tokens that should be hidden differ by about 1."""
 _LENGTHS = (9, 40, 5)
@@ -67,9 +67,9 @@ def probe(executor: Executor, wanted: Reference) -> None:
     executor.reserve(3, max(map(len, (a, b, c))) + 1)
     executor.run([0, 0], [a[:-4] + rejected, b[:-3] + rejected], [1, 0])
     seen = executor.run([len(a) - 4, len(b) - 3, 0], [a[-4:-1], b[-3:-1], c[:-1]], [3, 2, 1])
-    executor.keep([2, 0])
+    executor.keep([2, 0], [len(c) - 1, len(a) - 1])
     after = executor.run([len(c) - 1, len(a) - 1], [c[-1:], a[-1:]], [1, 1])[:, 0]
-    executor.keep([])
+    executor.keep([], [])
     got = [seen[0, :3], seen[1, :2], seen[2, :1], after]
     worst = max(
         float(np.abs(x.numpy() - y).max()) / (float(np.abs(y).max()) + 1e-6)

@@ -92,7 +92,7 @@ def read(name: str) -> Stored | None:
             reference = Reference(*(arrays[f"arr_{i}"] for i in range(len(arrays.files))))
         stored = Stored(
             ov.Core().read_model(entry / _GRAPH),
-            Facts(**{**facts, "eos": frozenset(facts["eos"])}),
+            Facts(**{**facts, "eos": None if facts["eos"] is None else frozenset(facts["eos"])}),
             reference,
         )
         os.utime(entry)
@@ -114,8 +114,8 @@ def write(name: str, stored: Stored) -> bool:
         ov.save_model(stored.graph, made / _GRAPH, compress_to_fp16=False)
         np.savez(made / _REFERENCE, *stored.reference.arrays())
         sizes = {path.name: path.stat().st_size for path in made.iterdir()}
-        facts = {**asdict(stored.facts), "eos": sorted(stored.facts.eos), "sizes": sizes}
-        (made / _FACTS).write_text(json.dumps(facts))
+        facts = {**asdict(stored.facts), "sizes": sizes}
+        (made / _FACTS).write_text(json.dumps(facts, default=sorted))  # a set is no JSON
         made.rename(root / name)
     except (OSError, RuntimeError):  # OpenVINO says RuntimeError for a full disk
         shutil.rmtree(made, ignore_errors=True)

@@ -6,9 +6,6 @@ import numpy as np
 import openvino as ov
 import openvino.opset15 as op
 
-SMALLEST = 1 << 12
-"""Matrices of fewer numbers stay as they are: there is nothing to save."""
-
 
 def compress(graph: ov.Model) -> int:
     """Round the matrices of products to 8 bits, symmetrically, with a scale per output.
@@ -30,8 +27,6 @@ def compress(graph: ov.Model) -> int:
         if source.get_type_name() != "Constant" or source.data.ndim != 2:
             continue
         matrix = source.data
-        if matrix.dtype != np.float32 or matrix.size < SMALLEST:
-            continue
         attributes = node.get_attributes()
         outputs_first = matrix if attributes["transpose_b"] else matrix.T
         rounded = op.matmul(
