@@ -107,7 +107,7 @@ def export(model: Any) -> ov.Model:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{kind}: {error}") from error
     except Exception as error:  # tracing and conversion raise whatever they like
-        raise UnsupportedModelError(f"{kind} cannot be exported: {_reason(error)}") from error
+        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
     if not calls:
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     for port, name in zip(graph.inputs, INPUTS, strict=True):
@@ -273,8 +273,8 @@ def _int(values: list[int]) -> ov.Node:
     return op.constant(np.array(values, dtype=np.int64))
 
 
-def _reason(error: Exception) -> str:
-    """The telling line of a conversion's error."""
+def reason(error: Exception) -> str:
+    """The telling line of an error of OpenVINO's, which has many."""
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
     telling = [line for line in lines if "No conversion rule" in line or "rror:" in line]
-    return (telling or lines or [type(error).__name__])[0][:200]
+    return (telling or lines[-1:] or [type(error).__name__])[0][:200]

@@ -13,7 +13,7 @@ from forerun.errors import UnsupportedModelError
 from forerun.runtime.load import load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
-from forerun.runtime.openvino.export import export, in_fp32
+from forerun.runtime.openvino.export import export, in_fp32, reason
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import probe, reference
 from forerun.runtime.openvino.weights import compress
@@ -46,8 +46,8 @@ def from_model(
         SettingError: a precision that is unknown or that so few threads cannot run.
     """
     settings(precision, threads or torch.get_num_threads())  # before anything takes long
-    if reason := refusal(model.config.get_text_config(decoder=True), windows=True):
-        raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {reason}")
+    if why := refusal(model.config.get_text_config(decoder=True), windows=True):
+        raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     name = store.key(store.of_model(model), _form(precision)) if cached else None
     stored = store.read(name) if name else None
     if stored is None:
@@ -117,7 +117,10 @@ def _executor(
     if progress:
         progress("compiling the model")
     facts = replace(stored.facts, precision=PRECISIONS[precision], name=name)
-    executor = OpenVINOExecutor(attach(stored.graph), facts, threads)
+    try:
+        executor = OpenVINOExecutor(attach(stored.graph), facts, threads)
+    except RuntimeError as error:  # OpenVINO has no other
+        raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
     probe(executor, stored.reference)
     return executor
 
