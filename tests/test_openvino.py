@@ -276,6 +276,35 @@ def test_best_tokens_and_signals(executor: OpenVINOExecutor, wanted: frozenset[s
             )
 
 
+def test_many_logits_are_read_in_parts(
+    executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, counts, sizes = texts(5, 9, 2, 4), [5, 3, 0, 4], []
+    whole = executor.best([0] * 4, prompts, counts, SIGNALS)
+    ran = OpenVINOExecutor._pass
+
+    def counted(self: Any, starts: Any, pieces: Any, wanted: Any) -> Any:
+        sizes.append(sum(wanted))
+        return ran(self, starts, pieces, wanted)
+
+    monkeypatch.setattr(OpenVINOExecutor, "_pass", counted)
+    monkeypatch.setattr(executor, "_most", 4)
+    parts = executor.best([0] * 4, prompts, counts, SIGNALS)
+    assert sizes == [5, 3, 4]  # a row's own are never divided
+    assert parts.tokens == whole.tokens
+    assert parts.sound == whole.sound
+    for name in SIGNALS:
+        for row in range(4):
+            assert parts.signals[name][row] == pytest.approx(whole.signals[name][row], abs=1e-5)
+    next_tokens = [[7], [8], [9], [10]]
+    got = executor.run([5, 9, 2, 4], next_tokens, [1] * 4)
+    executor.keep([], [])
+    close(
+        got,
+        executor.run([0] * 4, [p + n for p, n in zip(prompts, next_tokens, strict=True)], [1] * 4),
+    )
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_numbers_that_are_none_are_not_sound(
     executor: OpenVINOExecutor, bad: float, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import add
@@ -17,9 +18,13 @@ from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.openvino.best import read
 from forerun.runtime.openvino.blocks import Blocks
 from forerun.runtime.openvino.nodes import BLOCK
+from forerun.runtime.openvino.request import Request
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
+LARGEST_LOGITS = 256 << 20
+"""Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
+15 tokens each over a vocabulary of 150,000 would have 614 MB."""
 PRECISIONS = {
     "float32": "float32",
     "fp32": "float32",
@@ -28,8 +33,6 @@ PRECISIONS = {
     "int8": "int8",
 }
 """Names of precisions, and each one's name in `Facts` and reports."""
-
-Bound = tuple[NDArray[Any], ov.Tensor]
 
 
 class OpenVINOExecutor(Executor):
@@ -52,20 +55,15 @@ class OpenVINOExecutor(Executor):
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
         compiled = ov.Core().compile_model(graph, "CPU", settings(facts.precision, self.threads))
-        self._request = compiled.create_infer_request()
+        self._request = Request(compiled, facts.vocab_size)
         self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         self._storage: list[ov.Tensor] = []
         self._blocks = Blocks(BLOCK)
-        self._index = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
-        self._buffers: dict[tuple[str, int], Bound] = {}
-        self._bound: dict[str, int] = {}
-        self._places = np.arange(facts.limit + 1)
-        self._longest = np.zeros((), np.int32)
+        self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
+        self._places = memoryview(array("q", range(facts.limit)))
         self._shape: tuple[list[int], list[int]] = [], []
-        self._fed: list[int] = []
-        self._spans: list[tuple[int, int]] = []
+        self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
         self._tables_bound = False
-        self._request.set_tensor("max_context_len", ov.Tensor(self._longest, shared_memory=True))
         self._grow(FIRST_BLOCKS)
 
     @property
@@ -107,7 +105,10 @@ class OpenVINOExecutor(Executor):
         wanted: Sequence[int],
         signals: frozenset[str],
     ) -> Best:
-        """One packed pass; its logits are read where they are."""
+        """One packed pass, or several where logits are many; they are read where they are."""
+        wanting = [row for row, count in enumerate(wanted) if count]
+        if len(wanting) > 1 and sum(wanted) > self._most:
+            return self._in_halves(starts, pieces, wanted, signals, wanting[len(wanting) // 2])
         tokens, sound, values = read(self._pass(starts, pieces, wanted), signals)
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
@@ -118,27 +119,48 @@ class OpenVINOExecutor(Executor):
             [sound[span] for span in spans],
         )
 
+    def _in_halves(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        signals: frozenset[str],
+        at: int,
+    ) -> Best:
+        """The rows before `at`, then those from it on."""
+        none = [0] * len(wanted)
+        first = self.best(
+            starts, [*pieces[:at], *[[] for _ in pieces[at:]]], [*wanted[:at], *none[at:]], signals
+        )
+        second = self.best(
+            starts, [*[[] for _ in pieces[:at]], *pieces[at:]], [*none[:at], *wanted[at:]], signals
+        )
+        return Best(
+            first.tokens[:at] + second.tokens[at:],
+            {name: first.signals[name][:at] + second.signals[name][at:] for name in signals},
+            first.sound[:at] + second.sound[at:],
+        )
+
     def _pass(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
     ) -> NDArray[np.float32]:
         """Run one packed pass; `(sum(wanted), V)`, overwritten by the next one."""
         counts = [len(piece) for piece in pieces]
-        ends = list(map(add, starts, counts))
         if not any(counts):
             return np.empty((0, self.facts.vocab_size), np.float32)
+        ends = list(map(add, starts, counts))
         self._cover(ends)
         if (counts, wanted) != self._shape:
             self._bind_shape(counts, list(wanted))
         if not self._tables_bound:
             self._bind_tables()
-        self._ids[:] = [token for piece in pieces for token in piece]
-        for row, (first, last) in zip(self._fed, self._spans, strict=True):
+        for at, (row, first, last) in enumerate(self._fed):
+            self._ids[first:last] = array("q", pieces[row])
             self._positions[first:last] = self._places[starts[row] : ends[row]]
-        self._past[:] = [starts[row] for row in self._fed]
-        self._longest[...] = max(ends)
-        self._request.start_async()
-        self._request.wait()
-        return self._request.get_output_tensor(0).data
+            self._past[at] = starts[row]
+        self._request.longest[0] = max(ends)
+        self._request.infer()
+        return self._logits
 
     def _cover(self, ends: Sequence[int]) -> None:
         """Have blocks for rows of so many tokens."""
@@ -153,41 +175,27 @@ class OpenVINOExecutor(Executor):
     def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
         self._shape = counts, wanted
-        fed = [row for row, count in enumerate(counts) if count]
-        if fed != self._fed:
-            self._fed, self._tables_bound = fed, False
-        self._spans = _spans([counts[row] for row in fed])
-        ends = [last for _, last in self._spans]
-        heads = [
-            at for end, row in zip(ends, fed, strict=True) for at in range(end - wanted[row], end)
-        ]
-        self._input("subsequence_begins", len(ends) + 1)[1:] = ends
-        self._input("wanted", len(heads))[:] = heads
-        self._past = self._input("past_lens", len(fed))
-        self._ids = self._input("input_ids", ends[-1])
-        self._positions = self._input("position_ids", ends[-1])
+        fed = [(row, *span) for row, span in enumerate(_spans(counts)) if counts[row]]
+        if [row for row, *_ in fed] != [row for row, *_ in self._fed]:
+            self._tables_bound = False
+        self._fed, size, request = fed, fed[-1][2], self._request
+        ends = [last for *_, last in fed]
+        heads = [at for row, _, last in fed for at in range(last - wanted[row], last)]
+        request.input("subsequence_begins", len(ends) + 1)[1:] = array("i", ends)
+        request.input("wanted", len(heads))[:] = array("q", heads)
+        self._logits = request.output(len(heads))
+        self._past = request.input("past_lens", len(fed))
+        self._ids = request.input("input_ids", size)
+        self._positions = request.input("position_ids", size)
 
     def _bind_tables(self) -> None:
         """Set the inputs that say where the fed rows' blocks are."""
-        tables = [self._blocks.tables[row] for row in self._fed]
+        tables = [self._blocks.tables[row] for row, *_ in self._fed]
         blocks = [block for table in tables for block in table]
         begins = list(accumulate(map(len, tables)))
-        self._input("block_indices", len(blocks))[:] = blocks
-        self._input("block_indices_begins", len(begins) + 1)[1:] = begins
+        self._request.input("block_indices", len(blocks))[:] = array("i", blocks)
+        self._request.input("block_indices_begins", len(begins) + 1)[1:] = array("i", begins)
         self._tables_bound = True
-
-    def _input(self, name: str, size: int) -> NDArray[Any]:
-        """The flat buffer of an input for `size` entries, bound to the request."""
-        held = self._buffers.get((name, size))
-        if held is None:
-            tokens = name in ("input_ids", "position_ids")
-            array = np.zeros(size, np.int64 if tokens or name == "wanted" else np.int32)
-            tensor = ov.Tensor(array.reshape(-1, 1) if tokens else array, shared_memory=True)
-            held = self._buffers[name, size] = array, tensor
-        if self._bound.get(name) != size:
-            self._request.set_input_tensor(self._index[name], held[1])
-            self._bound[name] = size
-        return held[0]
 
     def _grow(self, blocks: int) -> None:
         """Have a pool of at least so many blocks; contents are kept."""
@@ -199,7 +207,7 @@ class OpenVINOExecutor(Executor):
             tensor = ov.Tensor(port.get_element_type(), ov.Shape([blocks, *shape[1:]]))
             if old:
                 _bytes(tensor)[: old[number].get_byte_size()] = _bytes(old[number])
-            self._request.set_tensor(port, tensor)
+            self._request.set(port, tensor)
             self._storage.append(tensor)
         self._blocks.grow(blocks)
 
