@@ -5,7 +5,7 @@ An executor is a line in the table. Logits are compared, not arg-maxes, which wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,17 @@ def of_script() -> Case:
     )
 
 
+def of_openvino(family: str) -> Case:
+    pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+    from forerun.runtime.openvino.load import from_model
+
+    return of_model(from_model, family)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
+    **{f"openvino-{family}": lambda f=family: of_openvino(f) for family in ("llama", "gpt2")},
     "scripted": of_script,
 }
 
@@ -66,6 +74,14 @@ CASES: dict[str, Callable[[], Case]] = {
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep exported graphs for this module, and use nothing of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -160,7 +176,9 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("name", ["torch-llama", "torch-gpt2", "layers-llama", "scripted"])
+@pytest.mark.parametrize(
+    "name", ["torch-llama", "torch-gpt2", "layers-llama", "openvino-llama", "scripted"]
+)
 def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
     """Random joins, pieces, rollbacks, leaves and repetitions."""
     case = CASES[name]()

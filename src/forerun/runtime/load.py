@@ -51,8 +51,16 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    windows: bool = False,
 ) -> Any:
     """Load a causal language model from a folder or a Hugging Face id (safetensors only).
+
+    Args:
+        name: the folder or id.
+        device: None: CUDA if there is one, else the CPU.
+        dtype: None: the checkpoint's own.
+        trust_remote_code: run code that comes with the model.
+        windows: whether it may have sliding windows (see `support.refusal`).
 
     Raises:
         ModelError: missing, corrupt, incomplete, or not a causal language model; one line says
@@ -73,7 +81,7 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(str(name), **options)
-        if reason := refusal(config):
+        if reason := refusal(config, windows):
             raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
         _check_generation_config(name)
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -27,8 +27,13 @@ def check_supported(model: Any) -> None:
         )
 
 
-def refusal(config: Any) -> str | None:
-    """The reason a configuration cannot be served, or None."""
+def refusal(config: Any, windows: bool = False) -> str | None:
+    """The reason a configuration cannot be served, or None.
+
+    Args:
+        config: of the whole model.
+        windows: whether the executor only hides what lies outside a sliding window.
+    """
     for part in ("vision", "audio"):
         if hasattr(config, f"{part}_config"):
             return f"{part}-language models are not supported; use a model of text alone"
@@ -46,7 +51,7 @@ def refusal(config: Any) -> str | None:
         if layers
         else window is not None and getattr(config, "use_sliding_window", True)
     )
-    if sliding:
+    if sliding and not windows:
         return f"its sliding window ({window} tokens) drops keys that a rollback would need"
     for sign in ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim"):
         if hasattr(config, sign):

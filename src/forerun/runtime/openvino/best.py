@@ -1,0 +1,61 @@
+"""Most likely tokens and what their distributions say, without a copy of the logits.
+
+Read with numpy from the pass's own output: an arg-max over 6,144 (152,000) logits takes 1 (10) µs
+there and 40 (205) as a `TopK` node of the graph.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def read(
+    logits: NDArray[np.float32], names: frozenset[str]
+) -> tuple[list[int], list[bool], dict[str, list[float]]]:
+    """Most likely tokens of `(n, V)` logits and their signals.
+
+    Args:
+        logits: is written to and restored.
+        names: wanted fields of `Signals`.
+
+    Returns:
+        n ids (of equal logits the first); whether each one's logit is a finite number; n values
+        per name, NaN where it is not.
+    """
+    tokens = logits.argmax(1).tolist()
+    # NaN is the greatest of all to argmax, so the best logit shows it.
+    sound = [math.isfinite(row[token]) for row, token in zip(logits, tokens, strict=True)]
+    signals: dict[str, list[float]] = {name: [] for name in names}
+    if names:
+        for row, token, fine in zip(logits, tokens, sound, strict=True):
+            values = _signals(row, token, names) if fine else dict.fromkeys(names, math.nan)
+            for name, value in values.items():
+                signals[name].append(value)
+    return tokens, sound, signals
+
+
+def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dict[str, float]:
+    """Signals of one distribution whose most likely token was chosen; see `forerun.signals`."""
+    top = row[token]
+    out: dict[str, float] = {}
+    if names & {"logit_margin", "softmax_margin"}:
+        row[token] = -np.inf
+        margin = float(top) - float(row[row.argmax()])
+        row[token] = top
+        out["logit_margin"] = margin
+        out["softmax_margin"] = -math.expm1(-margin)
+    if names & {"top1", "chosen", "entropy", "normalized_entropy"}:
+        below = row - top  # ≤ 0
+        weights = np.exp(below)
+        total = float(weights.sum())
+        out["top1"] = out["chosen"] = 1 / total
+        if names & {"entropy", "normalized_entropy"}:
+            # -inf counts nothing: its weight is 0, and the clip keeps 0 · inf from being NaN.
+            np.maximum(below, np.finfo(np.float32).min, out=below)
+            entropy = math.log(total) - float(weights @ below) / total
+            out["entropy"] = entropy
+            out["normalized_entropy"] = min(1.0, entropy / (math.log(len(row)) or 1.0))
+    return {name: out[name] for name in names}

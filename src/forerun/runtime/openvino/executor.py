@@ -1,0 +1,252 @@
+"""`OpenVINOExecutor`: ragged passes over a pool of cache blocks, driven from Python."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import add
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from numpy.typing import NDArray
+
+from forerun.errors import SettingError
+from forerun.runtime.base import Best, Executor, Facts, Pieces
+from forerun.runtime.openvino.best import read
+from forerun.runtime.openvino.blocks import Blocks
+from forerun.runtime.openvino.nodes import BLOCK
+from forerun.runtime.openvino.request import Request
+
+FIRST_BLOCKS = 64
+"""Blocks of a new pool; it doubles when it runs out."""
+LARGEST_LOGITS = 256 << 20
+"""Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
+15 tokens each over a vocabulary of 150,000 would have 614 MB."""
+PRECISIONS = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "int8": "int8",
+}
+"""Names of precisions, and each one's name in `Facts` and reports."""
+
+
+class OpenVINOExecutor(Executor):
+    """Runs an exported model on the CPU with OpenVINO.
+
+    All tokens of a pass are packed, so a pass may read chunks of prompts in some rows and judge
+    drafts in others, and costs what its tokens cost. A row's keys and values lie in blocks of 32
+    tokens; rolling back is a smaller number in `starts`.
+
+    Args:
+        graph: with paged-attention nodes (`nodes.attach`); not needed afterwards.
+        facts: of the model it was exported from.
+        threads: of OpenVINO; None: as many as torch has.
+
+    Raises:
+        SettingError: bf16 with one thread.
+    """
+
+    def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
+        self.facts, self.device = facts, torch.device("cpu")
+        self.threads = threads or torch.get_num_threads()
+        compiled = ov.Core().compile_model(graph, "CPU", settings(facts.precision, self.threads))
+        self._request = Request(compiled, facts.vocab_size)
+        self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
+        self._storage: list[ov.Tensor] = []
+        self._blocks = Blocks(BLOCK)
+        self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
+        self._places = memoryview(array("q", range(facts.limit)))
+        self._shape: tuple[list[int], list[int]] = [], []
+        self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
+        self._tables_bound = False
+        self._grow(FIRST_BLOCKS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache pool."""
+        return sum(tensor.get_byte_size() for tensor in self._storage)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for `rows` rows of `columns` tokens; the pool grows later if that is little."""
+        self._grow(rows * -(-columns // BLOCK))
+
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep these rows, in this order; the blocks of the others are free again."""
+        twice = [at for at, row in enumerate(rows) if row in rows[:at]]
+        self._blocks.keep(rows)
+        self._tables_bound = False
+        if twice:
+            held = [n if at in twice else 0 for at, n in enumerate(lengths)]
+            self._make_room(held)
+            self._blocks.cover(held)
+            for at in twice:
+                self._copy(self._blocks.tables[rows.index(rows[at])], self._blocks.tables[at])
+
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """One packed pass; the logits are the caller's own."""
+        seen = torch.from_numpy(self._pass(starts, pieces, wanted))
+        rows, width = len(wanted), max(wanted, default=0)
+        if seen.shape[0] == rows * width:
+            return seen.clone().view(rows, width, self.facts.vocab_size)
+        out = torch.zeros(rows, width, self.facts.vocab_size)
+        for row, (first, last) in enumerate(_spans(wanted)):
+            out[row, : last - first] = seen[first:last]
+        return out
+
+    def best(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        signals: frozenset[str],
+    ) -> Best:
+        """One packed pass, or several where logits are many; they are read where they are."""
+        wanting = [row for row, count in enumerate(wanted) if count]
+        if len(wanting) > 1 and sum(wanted) > self._most:
+            return self._in_halves(starts, pieces, wanted, signals, wanting[len(wanting) // 2])
+        tokens, sound, values = read(self._pass(starts, pieces, wanted), signals)
+        if len(wanted) == 1:
+            return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
+        spans = [slice(*span) for span in _spans(wanted)]
+        return Best(
+            [tokens[span] for span in spans],
+            {name: [x[span] for span in spans] for name, x in values.items()},
+            [sound[span] for span in spans],
+        )
+
+    def _in_halves(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        signals: frozenset[str],
+        at: int,
+    ) -> Best:
+        """The rows before `at`, then those from it on."""
+        none = [0] * len(wanted)
+        first = self.best(
+            starts, [*pieces[:at], *[[] for _ in pieces[at:]]], [*wanted[:at], *none[at:]], signals
+        )
+        second = self.best(
+            starts, [*[[] for _ in pieces[:at]], *pieces[at:]], [*none[:at], *wanted[at:]], signals
+        )
+        return Best(
+            first.tokens[:at] + second.tokens[at:],
+            {name: first.signals[name][:at] + second.signals[name][at:] for name in signals},
+            first.sound[:at] + second.sound[at:],
+        )
+
+    def _pass(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Run one packed pass; `(sum(wanted), V)`, overwritten by the next one."""
+        counts = [len(piece) for piece in pieces]
+        if not any(counts):
+            return np.empty((0, self.facts.vocab_size), np.float32)
+        ends = list(map(add, starts, counts))
+        self._cover(ends)
+        if (counts, wanted) != self._shape:
+            self._bind_shape(counts, list(wanted))
+        if not self._tables_bound:
+            self._bind_tables()
+        for at, (row, first, last) in enumerate(self._fed):
+            self._ids[first:last] = array("q", pieces[row])
+            self._positions[first:last] = self._places[starts[row] : ends[row]]
+            self._past[at] = starts[row]
+        self._request.longest[0] = max(ends)
+        self._request.infer()
+        return self._logits
+
+    def _cover(self, ends: Sequence[int]) -> None:
+        """Have blocks for rows of so many tokens."""
+        self._make_room(ends)
+        if self._blocks.cover(ends):
+            self._tables_bound = False
+
+    def _make_room(self, ends: Sequence[int]) -> None:
+        if (missing := self._blocks.missing(ends)) > 0:
+            self._grow(self._blocks.total + max(missing, self._blocks.total))
+
+    def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
+        """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
+        self._shape = counts, wanted
+        fed = [(row, *span) for row, span in enumerate(_spans(counts)) if counts[row]]
+        if [row for row, *_ in fed] != [row for row, *_ in self._fed]:
+            self._tables_bound = False
+        self._fed, size, request = fed, fed[-1][2], self._request
+        ends = [last for *_, last in fed]
+        heads = [at for row, _, last in fed for at in range(last - wanted[row], last)]
+        request.input("subsequence_begins", len(ends) + 1)[1:] = array("i", ends)
+        request.input("wanted", len(heads))[:] = array("q", heads)
+        self._logits = request.output(len(heads))
+        self._past = request.input("past_lens", len(fed))
+        self._ids = request.input("input_ids", size)
+        self._positions = request.input("position_ids", size)
+
+    def _bind_tables(self) -> None:
+        """Set the inputs that say where the fed rows' blocks are."""
+        tables = [self._blocks.tables[row] for row, *_ in self._fed]
+        blocks = [block for table in tables for block in table]
+        begins = list(accumulate(map(len, tables)))
+        self._request.input("block_indices", len(blocks))[:] = array("i", blocks)
+        self._request.input("block_indices_begins", len(begins) + 1)[1:] = array("i", begins)
+        self._tables_bound = True
+
+    def _grow(self, blocks: int) -> None:
+        """Have a pool of at least so many blocks; contents are kept."""
+        if blocks <= self._blocks.total:
+            return
+        old, self._storage = self._storage, []
+        for number, port in enumerate(self._pools):
+            shape = [d.get_length() if d.is_static else blocks for d in port.get_partial_shape()]
+            tensor = ov.Tensor(port.get_element_type(), ov.Shape([blocks, *shape[1:]]))
+            if old:
+                _bytes(tensor)[: old[number].get_byte_size()] = _bytes(old[number])
+            self._request.set(port, tensor)
+            self._storage.append(tensor)
+        self._blocks.grow(blocks)
+
+    def _copy(self, source: list[int], target: list[int]) -> None:
+        """Copy a row's blocks."""
+        for tensor in self._storage:
+            blocks = _bytes(tensor).reshape(self._blocks.total, -1)
+            blocks[target] = blocks[source[: len(target)]]
+
+
+def settings(precision: str, threads: int) -> dict[str, Any]:
+    """The plug-in's settings for a precision.
+
+    Raises:
+        SettingError: unknown, or one the plug-in cannot run.
+    """
+    if precision not in PRECISIONS:
+        raise SettingError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    reduced = PRECISIONS[precision] == "bfloat16"
+    if reduced and threads < 2:
+        raise SettingError(
+            "bfloat16 on openvino needs at least 2 threads (it ends the process otherwise), got 1; "
+            "use fp32, or torch.set_num_threads(2)"
+        )
+    compute = "bf16" if reduced else "f32"
+    return {
+        "INFERENCE_PRECISION_HINT": compute,
+        "KV_CACHE_PRECISION": compute,  # the plug-in's own choice is 8 bits
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # its own choice rounds what int8 weights multiply
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": threads,
+    }
+
+
+def _bytes(tensor: ov.Tensor) -> NDArray[np.uint8]:
+    return tensor.data.view(np.uint8).reshape(-1)
+
+
+def _spans(counts: Iterable[int]) -> list[tuple[int, int]]:
+    """Where pieces of so many entries begin and end, one after the other."""
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends, strict=False))

@@ -1,0 +1,280 @@
+"""A Hugging Face causal language model as an OpenVINO graph, attention left open.
+
+The torch module is traced once, without a cache and without a mask. Its attention goes through the
+attention interface of `transformers`, which points at a marker here, and every marker becomes a
+*placeholder* of standard operations: such a graph can be saved and read back, which a graph with
+paged-attention nodes cannot. `nodes.attach` puts those in before the graph is compiled.
+
+Every token is a row of its own, `(tokens, 1)`: what would be transposes of heads and tokens are
+reshapes then.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino.opset15 as op
+import torch
+from openvino.frontend.pytorch import ConversionExtension
+
+from forerun.errors import UnsupportedModelError
+
+INPUTS = ("input_ids", "position_ids", "wanted")
+"""Of the exported graph: `(tokens, 1)` ids and positions, `(wanted,)` places of tokens whose logits
+are wanted. Its output is `(wanted, V)`."""
+PLACEHOLDER = "attention."
+"""Friendly names of placeholders begin with this and end in the number of the call."""
+RT_INFO = "forerun"
+_NAME = "forerun_paged"
+_EXAMPLE_TOKENS = 7
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of attention, in the order the model makes them."""
+
+    query_heads: int
+    key_heads: int
+    key_size: int
+    """Width of a query's or key's head."""
+    value_size: int
+    scale: float
+    """What products of queries and keys are multiplied by."""
+    window: int
+    """Tokens a query sees, itself among them; 0: all before it."""
+
+
+@torch.library.custom_op("forerun::paged", mutates_args=())
+def _paged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: int
+) -> torch.Tensor:
+    return query.new_zeros(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+@_paged.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: int) -> torch.Tensor:
+    return query.new_zeros(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+class _Flat(torch.nn.Module):
+    """The model over `(tokens, 1)` ids, its head over wanted tokens only."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.wanted: torch.Tensor | None = None
+        head = model.get_output_embeddings()
+        self.hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][self.wanted],))
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        self.wanted = wanted
+        output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return output.logits[:, 0].float()
+
+
+def export(model: Any) -> ov.Model:
+    """Turn a model into a graph with placeholders where its attention is.
+
+    Args:
+        model: a decoder-only Hugging Face model on the CPU in fp32 (`in_fp32`).
+
+    Returns:
+        A graph of inputs `INPUTS` and output `logits`; `attentions` reads what its placeholders
+        stand for.
+
+    Raises:
+        UnsupportedModelError: its attention is of a kind the node does not have, does not go
+            through the interface, or an operation has no conversion; one line says which.
+    """
+    kind = model.config.get_text_config(decoder=True).model_type
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{kind}: attention to an encoder has no paged node")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
+    calls: list[Attention] = []
+    try:
+        graph = _convert(model, calls)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{kind}: {error}") from error
+    except Exception as error:  # tracing and conversion raise whatever they like
+        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
+    if not calls:
+        raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
+    for port, name in zip(graph.inputs, INPUTS, strict=True):
+        port.get_tensor().set_names({name})
+        port.get_node().set_friendly_name(name)
+    graph.outputs[0].get_tensor().set_names({"logits"})
+    graph.set_rt_info(json.dumps([asdict(call) for call in calls]), [RT_INFO, "attentions"])
+    return graph
+
+
+def in_fp32(model: Any) -> Any:
+    """The model itself if it is in fp32 on the CPU, else such a copy."""
+    if model.dtype == torch.float32 and model.device.type == "cpu":
+        return model
+    return copy.deepcopy(model).to("cpu").float()
+
+
+def attentions(graph: ov.Model) -> list[Attention]:
+    """What the placeholders of a graph stand for, by number."""
+    text = graph.get_rt_info([RT_INFO, "attentions"]).astype(str)
+    return [Attention(**call) for call in json.loads(text)]
+
+
+def _convert(model: Any, calls: list[Attention]) -> ov.Model:
+    example = (
+        torch.arange(_EXAMPLE_TOKENS)[:, None],
+        torch.arange(_EXAMPLE_TOKENS)[:, None],
+        torch.arange(_EXAMPLE_TOKENS - 1),
+    )
+    flat = _Flat(model)
+    try:
+        with _attention_marked(model, calls), torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tracing: what is constant here is meant to be
+            traced = torch.jit.trace(flat, example, check_trace=False)
+            return ov.convert_model(
+                traced,
+                example_input=example,
+                extension=[ConversionExtension("forerun::paged", _placeholder(calls))],
+            )
+    finally:
+        flat.hook.remove()
+
+
+@contextmanager
+def _attention_marked(model: Any, calls: list[Attention]) -> Iterator[None]:
+    """Point the model's attention and experts at forms that can be traced, and note the calls."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _marker(calls))
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
+    attention, experts = model.config._attn_implementation, model.get_experts_implementation()
+    model.set_attn_implementation(_NAME)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation(experts)
+
+
+def _marker(calls: list[Attention]) -> Callable[..., tuple[torch.Tensor, None]]:
+    def mark(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if options.get("softcap") is not None:
+            raise UnsupportedModelError("attention with a soft cap has no paged node")
+        if options.get("s_aux") is not None:
+            raise UnsupportedModelError("attention with sinks is not served")
+        if not getattr(module, "is_causal", True):
+            raise UnsupportedModelError("attention that is not causal has no paged node")
+        call = Attention(
+            query_heads=int(query.shape[1]),
+            key_heads=int(key.shape[1]),
+            key_size=int(key.shape[3]),
+            value_size=int(value.shape[3]),
+            scale=float(query.shape[3]) ** -0.5 if scaling is None else float(scaling),
+            window=int(options.get("sliding_window") or 0),
+        )
+        calls.append(call)
+        return torch.ops.forerun.paged(query, key, value, len(calls) - 1), None
+
+    return mark
+
+
+def _experts(
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Mixture of experts, each over the tokens routed to it; those without any cost nothing.
+
+    Args:
+        module: experts of `transformers`, their weights stacked.
+        hidden: `(tokens, H)`.
+        top_k_index: `(tokens, k)` experts of each token.
+        top_k_weights: `(tokens, k)` their weights.
+    """
+    out = torch.zeros_like(hidden)
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        matrix = weight[expert].T if module.is_transposed else weight[expert]
+        bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+        return torch.nn.functional.linear(x, matrix, bias)
+
+    for expert in range(module.num_experts):
+        routed = top_k_index == expert
+        tokens = routed.any(-1).nonzero()[:, 0]
+        x = linear(hidden[tokens], up, "gate_up_proj" if module.has_gate else "up_proj", expert)
+        x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+        x = linear(x, module.down_proj, "down_proj", expert)
+        if module.has_post_expert_norm:
+            x = module.post_expert_norm(x)
+        share = (top_k_weights * routed).sum(-1)[tokens]
+        out = out.index_add(0, tokens, x * share[:, None])
+    return out
+
+
+def _placeholder(calls: list[Attention]) -> Callable[[Any], list[ov.Output]]:
+    """Queries, keys and values of a token side by side, then a slice of the output's shape."""
+
+    def convert(context: Any) -> list[ov.Output]:
+        number = int(context.get_values_from_const_input(3))
+        call = calls[number]
+        widths = (
+            call.query_heads * call.key_size,
+            call.key_heads * call.key_size,
+            call.key_heads * call.value_size,
+        )
+        flat = [
+            op.reshape(_before_transpose(context.get_input(i)), _int([-1, width]), False)
+            for i, width in enumerate(widths)
+        ]
+        packed = op.concat(flat, 1)
+        packed.set_friendly_name(f"{PLACEHOLDER}{number}")
+        out = op.slice(
+            packed, _int([0]), _int([call.query_heads * call.value_size]), _int([1]), _int([1])
+        )
+        shape = _int([-1, 1, call.query_heads, call.value_size])
+        return [op.reshape(out, shape, False).output(0)]
+
+    return convert
+
+
+def _before_transpose(port: ov.Output) -> ov.Output:
+    """What came before heads and tokens were swapped: with one token, a swap only reshapes."""
+    node = port.get_node()
+    if node.get_type_name() == "Transpose":
+        order = node.input_value(1).get_node()
+        if order.get_type_name() == "Constant" and order.data.tolist() == [0, 2, 1, 3]:
+            return node.input_value(0)
+    return port
+
+
+def _int(values: list[int]) -> ov.Node:
+    return op.constant(np.array(values, dtype=np.int64))
+
+
+def reason(error: Exception) -> str:
+    """The telling line of an error of OpenVINO's, which has many."""
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
+    telling = [line for line in lines if "No conversion rule" in line or "rror:" in line]
+    return (telling or lines[-1:] or [type(error).__name__])[0][:200]

@@ -1,0 +1,142 @@
+"""From a Hugging Face model, or a folder that holds one, to an executor that passed the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import UnsupportedModelError
+from forerun.runtime.load import load_model
+from forerun.runtime.openvino import store
+from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
+from forerun.runtime.openvino.export import export, in_fp32, reason
+from forerun.runtime.openvino.nodes import attach
+from forerun.runtime.openvino.probe import probe, reference
+from forerun.runtime.openvino.weights import compress
+from forerun.runtime.support import refusal
+from forerun.runtime.torch_executor import facts_of
+
+Progress = Callable[[str], None]
+"""Called with a line before each thing that may take seconds."""
+
+
+def from_model(
+    model: Any,
+    precision: str = "fp32",
+    threads: int | None = None,
+    cached: bool = True,
+    progress: Progress | None = None,
+) -> OpenVINOExecutor:
+    """An executor for a live model, which it does not keep.
+
+    Args:
+        model: a decoder-only Hugging Face model.
+        precision: of `PRECISIONS`: "fp32" (cache, too), "bf16" (both) or "int8" (weights; all
+            else in fp32).
+        threads: None: as many as torch has.
+        cached: whether to look for the exported graph on disk, and to leave it there.
+        progress: told before what takes long.
+
+    Raises:
+        UnsupportedModelError: this model cannot run here; one line says why.
+        SettingError: a precision that is unknown or that so few threads cannot run.
+    """
+    settings(precision, threads or torch.get_num_threads())  # before anything takes long
+    if why := refusal(model.config.get_text_config(decoder=True), windows=True):
+        raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
+    name = store.key(store.of_model(model), _form(precision)) if cached else None
+    stored = store.read(name) if name else None
+    if stored is None:
+        stored = _export(model, precision, progress)
+        if name:
+            store.write(name, stored)
+    called = str(getattr(model, "name_or_path", "") or "")
+    return _executor(stored, called, precision, threads, progress)
+
+
+def from_name(
+    name: str | Path,
+    precision: str = "fp32",
+    threads: int | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> OpenVINOExecutor:
+    """An executor for a model on disk or on the Hugging Face hub.
+
+    Its torch weights are loaded only if its graph is not in the store, and are given back then.
+
+    Args:
+        name: a folder, or a Hugging Face id.
+        precision, threads, progress: as for `from_model`.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ModelError: missing, corrupt, or no causal language model.
+        UnsupportedModelError, SettingError: as for `from_model`.
+    """
+    settings(precision, threads or torch.get_num_threads())
+    files = _files(name)
+    entry = store.key(store.of_files(files), _form(precision)) if files else None
+    stored = store.read(entry) if entry else None
+    if stored is None:
+        model = load_model(name, "cpu", "fp32", trust_remote_code, windows=True)
+        stored = _export(model, precision, progress)
+        del model
+        entry = entry or store.key(store.of_files(_files(name)), _form(precision))
+        store.write(entry, stored)
+        stored = store.read(entry) or stored  # read back, its weights are pages of a file
+    return _executor(stored, str(name), precision, threads, progress)
+
+
+def _form(precision: str) -> str:
+    return "int8" if precision == "int8" else "f32"
+
+
+def _export(model: Any, precision: str, progress: Progress | None) -> store.Stored:
+    if progress:
+        progress("exporting the model to OpenVINO")
+    model = in_fp32(model)
+    facts = replace(facts_of(model), executor="openvino")
+    graph = export(model)
+    if precision == "int8":
+        compress(graph)
+    return store.Stored(graph, facts, reference(model, facts.limit))
+
+
+def _executor(
+    stored: store.Stored,
+    name: str,
+    precision: str,
+    threads: int | None,
+    progress: Progress | None,
+) -> OpenVINOExecutor:
+    if progress:
+        progress("compiling the model")
+    facts = replace(stored.facts, precision=PRECISIONS[precision], name=name)
+    try:
+        executor = OpenVINOExecutor(attach(stored.graph), facts, threads)
+    except RuntimeError as error:  # OpenVINO has no other
+        raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
+    probe(executor, stored.reference)
+    return executor
+
+
+def _files(name: str | Path) -> list[Path]:
+    """Configuration and weights of a model that is on this machine, else nothing."""
+    here = Path(name).expanduser()
+    if not here.is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            config = cached_file(str(name), "config.json", local_files_only=True)
+        except (OSError, ValueError):
+            return []
+        if config is None:
+            return []
+        here = Path(config).parent
+    weights = list(here.glob("*.safetensors"))
+    return [here / "config.json", *here.glob("generation_config.json"), *weights] if weights else []

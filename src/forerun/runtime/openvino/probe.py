@@ -1,0 +1,82 @@
+"""The gate every model passes when it is loaded: rows in a batch against the model alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from forerun.errors import UnsupportedModelError
+from forerun.runtime.base import Executor
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.25}
+"""Largest difference of logits, relative to the largest of them, by precision. Rows that are mixed
+up, places that are off by one or tokens that should be hidden differ by about 1."""
+_LENGTHS = (9, 40, 5)
+"""Tokens of the three rows: the second needs two blocks of the cache."""
+_REJECTED = 2
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`(n, V)` logits of the model alone, which the probe's rows must have."""
+
+    first: NDArray[np.float32]
+    """After the last three tokens of the first row, after rollback."""
+    second: NDArray[np.float32]
+    """After the last two of the second."""
+    joined: NDArray[np.float32]
+    """After the last of a row that joined late."""
+    after: NDArray[np.float32]
+    """After one more token of the joined row and of the first one."""
+
+    def arrays(self) -> tuple[NDArray[np.float32], ...]:
+        """The fields in order."""
+        return self.first, self.second, self.joined, self.after
+
+
+def texts(vocab_size: int, limit: int) -> list[list[int]]:
+    """Ids of the probe's rows; a short context makes them shorter."""
+    lengths = [min(n, limit - 4) for n in _LENGTHS]
+    return [[(7 * i + 3 + n) % vocab_size for i in range(n + 1)] for n in lengths]
+
+
+@torch.inference_mode()
+def reference(model: Any, limit: int) -> Reference:
+    """What a torch model says, each text alone."""
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    logits = [
+        model(input_ids=torch.tensor([text], device=model.device)).logits[0].float().cpu()
+        for text in texts(vocab_size, limit)
+    ]
+    a, b, c = (x.numpy() for x in logits)
+    return Reference(a[-4:-1], b[-3:-1], c[-2:-1], np.stack([c[-1], a[-1]]))
+
+
+def probe(executor: Executor, wanted: Reference) -> None:
+    """Two ragged rows, a rollback, a row that joins and one that leaves.
+
+    Raises:
+        UnsupportedModelError: logits differ from the model's by more than the precision explains.
+    """
+    a, b, c = texts(executor.facts.vocab_size, executor.facts.limit)
+    rejected = [1] * _REJECTED
+    executor.reserve(3, max(map(len, (a, b, c))) + 1)
+    executor.run([0, 0], [a[:-4] + rejected, b[:-3] + rejected], [1, 0])
+    seen = executor.run([len(a) - 4, len(b) - 3, 0], [a[-4:-1], b[-3:-1], c[:-1]], [3, 2, 1])
+    executor.keep([2, 0], [len(c) - 1, len(a) - 1])
+    after = executor.run([len(c) - 1, len(a) - 1], [c[-1:], a[-1:]], [1, 1])[:, 0]
+    executor.keep([], [])
+    got = [seen[0, :3], seen[1, :2], seen[2, :1], after]
+    worst = max(
+        float(np.abs(x.numpy() - y).max()) / (float(np.abs(y).max()) + 1e-6)
+        for x, y in zip(got, wanted.arrays(), strict=True)
+    )
+    if not worst <= TOLERANCE[executor.facts.precision]:  # NaN is no number to be below
+        raise UnsupportedModelError(
+            f"a row in a batch on {executor.facts.executor} differs from the model alone by "
+            f"{worst:.1e} of its largest logit"
+        )

@@ -1,0 +1,81 @@
+"""Inputs and output of an infer request, in buffers that stay where they are.
+
+Between two passes the caches of the processor are cold, so every object touched costs: small
+integers are written through memory views, and a tensor is bound again only when its size changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+KEPT = 64
+"""Largest size whose buffer is kept; larger ones read prompts, hardly any two of one size."""
+_WIDE = {"input_ids", "position_ids", "wanted"}
+
+
+class Request:
+    """An infer request of a compiled graph.
+
+    Args:
+        compiled: of the inputs of `export.INPUTS` and `nodes.ROWS`, and an output `(n, V)`.
+        vocab_size: V.
+    """
+
+    def __init__(self, compiled: ov.CompiledModel, vocab_size: int) -> None:
+        self._request = compiled.create_infer_request()
+        self._index = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
+        self._kept: dict[tuple[str, int], tuple[memoryview, ov.Tensor]] = {}
+        self._bound: dict[str, tuple[Any, ov.Tensor]] = {}  # OpenVINO does not keep their memory
+        self._logits = np.empty((0, vocab_size), np.float32)
+        self._outputs: dict[int, tuple[NDArray[np.float32], ov.Tensor]] = {}
+        one = np.zeros(1, np.int32)
+        self.longest = one.data
+        """The one number of `max_context_len`."""
+        tensor = ov.Tensor(one.reshape(()), shared_memory=True)
+        self._request.set_input_tensor(self._index["max_context_len"], tensor)
+
+    def infer(self) -> None:
+        """Run."""
+        self._request.start_async()
+        self._request.wait()
+
+    def set(self, port: Any, tensor: ov.Tensor) -> None:
+        """Bind a tensor that the caller owns."""
+        self._request.set_tensor(port, tensor)
+
+    def input(self, name: str, size: int) -> memoryview:
+        """The buffer of an input for `size` numbers, bound; of int64 for tokens, else of int32."""
+        held = self._kept.get((name, size)) or self._made(name, size)
+        if self._bound.get(name) is not held:
+            self._request.set_input_tensor(self._index[name], held[1])
+            self._bound[name] = held
+        return held[0]
+
+    def output(self, size: int) -> NDArray[np.float32]:
+        """The buffer of `(size, V)` logits, bound; the next pass overwrites it."""
+        held = self._outputs.get(size) or self._cut(size)
+        if self._bound.get("logits") is not held:
+            self._request.set_output_tensor(0, held[1])
+            self._bound["logits"] = held
+        return held[0]
+
+    def _made(self, name: str, size: int) -> tuple[memoryview, ov.Tensor]:
+        array = np.zeros(size, np.int64 if name in _WIDE else np.int32)
+        shaped = array.reshape(-1, 1) if name in ("input_ids", "position_ids") else array
+        view = array.data.cast("B").cast("q" if name in _WIDE else "i")
+        held = view, ov.Tensor(shaped, shared_memory=True)
+        if size <= KEPT:
+            self._kept[name, size] = held
+        return held
+
+    def _cut(self, size: int) -> tuple[NDArray[np.float32], ov.Tensor]:
+        if size > len(self._logits):
+            self._logits = np.empty((size, self._logits.shape[1]), np.float32)
+            self._outputs.clear()
+        array = self._logits[:size]
+        held = self._outputs[size] = array, ov.Tensor(array, shared_memory=True)
+        return held

@@ -1,0 +1,140 @@
+"""Exported graphs on disk, so that the next start neither loads torch weights nor exports.
+
+An entry is a folder named after a hash of the weights, the configuration, the versions and the
+form of the weights; it appears whole or not at all. What cannot be read is deleted and made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import file_digest, sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+
+from forerun.runtime.base import Facts
+from forerun.runtime.openvino.probe import Reference
+
+FORMAT = 1
+"""Goes up when graphs of old versions of this package must not be used."""
+LARGEST_BYTES = 16 << 30
+"""The store's size; beyond it the entries that were not used for longest are deleted."""
+_GRAPH, _FACTS, _REFERENCE = "graph.xml", "facts.json", "reference.npz"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An exported model: all that is needed to run it without its torch weights."""
+
+    graph: ov.Model
+    facts: Facts
+    reference: Reference
+
+
+def folder() -> Path:
+    """Where entries are: `FORERUN_CACHE`, else the user's cache folder."""
+    if given := os.environ.get("FORERUN_CACHE"):
+        return Path(given) / "openvino"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "forerun" / "openvino"
+
+
+def key(weights: str, form: str) -> str:
+    """The name of an entry.
+
+    Args:
+        weights: hash of weights and configuration (`of_model`, `of_files`).
+        form: of the weights: "f32" or "int8".
+    """
+    versions = [version(name) for name in ("openvino", "torch", "transformers")]
+    return sha256(json.dumps([FORMAT, weights, form, *versions]).encode()).hexdigest()[:32]
+
+
+def of_model(model: Any) -> str:
+    """Hash of a live model: its configuration and every tensor."""
+    digest = sha256(model.config.to_json_string().encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def of_files(files: Iterable[Path]) -> str:
+    """Hash of files' contents, in the order of their names."""
+    digest = sha256()
+    for path in sorted(files, key=lambda p: p.name):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def read(name: str) -> Stored | None:
+    """An entry, or None if there is none or it is damaged (it is deleted then)."""
+    entry = folder() / name
+    if not entry.is_dir():
+        return None
+    try:
+        facts = json.loads((entry / _FACTS).read_text())
+        for file, size in facts.pop("sizes").items():
+            if (entry / file).stat().st_size != size:
+                raise ValueError(f"{file} is cut short")
+        with np.load(entry / _REFERENCE) as arrays:
+            reference = Reference(*(arrays[f"arr_{i}"] for i in range(len(arrays.files))))
+        stored = Stored(
+            ov.Core().read_model(entry / _GRAPH),
+            Facts(**{**facts, "eos": None if facts["eos"] is None else frozenset(facts["eos"])}),
+            reference,
+        )
+        os.utime(entry)
+        return stored
+    except Exception:  # whatever is wrong with it, it can be made again
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+
+
+def write(name: str, stored: Stored) -> bool:
+    """Keep an entry; False if the disk does not take it, which is no error."""
+    root = folder()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
+    except OSError:
+        return False
+    try:
+        ov.save_model(stored.graph, made / _GRAPH, compress_to_fp16=False)
+        np.savez(made / _REFERENCE, *stored.reference.arrays())
+        sizes = {path.name: path.stat().st_size for path in made.iterdir()}
+        facts = {**asdict(stored.facts), "sizes": sizes}
+        (made / _FACTS).write_text(json.dumps(facts, default=sorted))  # a set is no JSON
+        made.rename(root / name)
+    except (OSError, RuntimeError):  # OpenVINO says RuntimeError for a full disk
+        shutil.rmtree(made, ignore_errors=True)
+        return (root / name).is_dir()  # somebody else was first
+    _prune(root, root / name)
+    return True
+
+
+def _prune(root: Path, newest: Path) -> None:
+    """Delete what was used longest ago until the store is small enough."""
+    with suppress(OSError):
+        entries = sorted(
+            (path for path in root.iterdir() if path.is_dir() and path != newest),
+            key=lambda path: path.stat().st_mtime,
+        )
+        size = {p: sum(f.stat().st_size for f in p.iterdir()) for p in [*entries, newest]}
+        total = sum(size.values())
+        for path in entries:
+            if total <= LARGEST_BYTES:
+                break
+            shutil.rmtree(path, ignore_errors=True)
+            total -= size[path]

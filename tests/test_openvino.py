@@ -1,0 +1,440 @@
+"""The OpenVINO executor against torch: logits, not arg-max, for every family that is wanted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from forerun.errors import MissingExtraError, SettingError, UnsupportedModelError
+from forerun.runtime import Rows
+from forerun.runtime.base import best_of
+from tiny import build, texts
+
+ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+
+from forerun.runtime.openvino import load as loading  # noqa: E402
+from forerun.runtime.openvino import nodes, store  # noqa: E402
+from forerun.runtime.openvino import probe as probing  # noqa: E402
+from forerun.runtime.openvino.blocks import Blocks  # noqa: E402
+from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
+from forerun.runtime.openvino.export import Attention  # noqa: E402
+from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
+
+TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
+WINDOW = 8
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_GPT2 = {
+    "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
+    "gemma": {"num_key_value_heads": 1},
+    "gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": None},
+    "gemma3_text": {"sliding_window": WINDOW},
+    "gpt2": {},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "granite": {},
+    "olmo2": {},
+    "smollm3": {},
+    "cohere": {},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+}
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    """A random model whose logits are spread."""
+    sizes = _GPT2 if family == "gpt2" else {**_SIZES, **FAMILIES.get(family, {}), **changes}
+    torch.manual_seed(0)
+    config = hf.AutoConfig.for_model(family, **sizes)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+@torch.inference_mode()
+def alone(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the exported graphs of this file's models, and nothing of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def shared(model: Any) -> OpenVINOExecutor:
+    return from_model(model)
+
+
+@pytest.fixture
+def executor(shared: OpenVINOExecutor) -> OpenVINOExecutor:
+    shared.keep([], [])
+    return shared
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_a_graph_of_one_node_computes_attention() -> None:
+    """Fails when the installed version builds, names or computes its private node differently."""
+    call = Attention(query_heads=2, key_heads=1, key_size=4, value_size=4, scale=0.5, window=0)
+    op, i32 = ov.opset15, ov.Type.i32
+    states = [op.parameter(ov.PartialShape([-1, n]), ov.Type.f32) for n in (8, 4, 4)]
+    cache = ov.PartialShape([-1, 1, nodes.BLOCK, 4])
+    caches = [op.parameter(cache, ov.Type.dynamic) for _ in range(2)]
+    rows = [op.parameter(ov.PartialShape([-1]), i32) for _ in range(4)]
+    rows.append(op.parameter(ov.PartialShape([]), i32))
+    out = [[node.output(0) for node in group] for group in (states, caches, rows)]
+    node = nodes.paged_attention(call, *out)
+    graph = ov.Model([node.output(0)], [*states, *caches, *rows], "node")
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    request = ov.Core().compile_model(graph, "CPU", settings).create_infer_request()
+    pools = [np.full((2, 1, nodes.BLOCK, 4), np.nan, np.float32) for _ in range(2)]
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(5, n)).astype(np.float32) for n in (8, 4, 4))
+    for first, last in ((0, 3), (3, 5)):  # three tokens, then two that see them
+        values = [x[first:last] for x in (query, key, value)] + pools
+        values += [np.array(x, np.int32) for x in ([first], [0, last - first], [1], [0, 1], last)]
+        for i, x in enumerate(values):
+            request.set_input_tensor(i, ov.Tensor(x, shared_memory=i in (3, 4)))
+        request.infer()
+    scores = query.reshape(5, 2, 4)[3:] @ key.T * 0.5  # (2 tokens, 2 heads, 5)
+    scores[0, :, 4] = -np.inf
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    got = request.get_output_tensor(0).data.reshape(2, 2, 4)
+    np.testing.assert_allclose(got, weights @ value, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_equal_torch(family: str) -> None:
+    model = tiny(family)
+    executor = from_model(model, cached=False)
+    for pool in executor._storage:
+        pool.data[...] = np.nan  # what no token wrote must not be read
+    a, b, c = texts(5, 40, 3)
+    executor.run([0, 0], [[*a[:3], 9, 9], b[:-1]], [0, 1])
+    # Two tokens of the first row are rejected; the third row joins; the second reads on.
+    got = executor.run([3, 39, 0], [a[3:], b[39:], c], [2, 1, 3])
+    for row, (text, n) in enumerate(((a, 2), (b, 1), (c, 3))):
+        close(got[row, :n], alone(model, text)[-n:])
+    executor.keep([2, 1], [3, 40])
+    got = executor.run([3, 30], [[], b[30:35]], [0, 5])
+    close(got[1], alone(model, b[:35])[30:])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.Gemma2Config(**_SIZES), "soft cap"),
+        (hf.GptOssConfig(**_SIZES, num_local_experts=2, num_experts_per_tok=1), "sinks"),
+        (hf.FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+         "attention interface"),
+        (hf.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4), "positions per row"),
+        (hf.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1), "rolled back"),
+    ],
+    ids=lambda x: getattr(x, "model_type", None),
+)  # fmt: skip
+def test_refusals_name_the_reason(config: Any, reason: str) -> None:
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        from_model(model)
+    assert "\n" not in str(caught.value)
+    assert model.config._attn_implementation == before
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    sizes = {"vocab_size": 96, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 2}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, d_kv=16)).eval()
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        from_model(model)
+
+
+def test_the_model_stays_as_it_was(model: Any) -> None:
+    before = alone(model, [3, 4, 5])
+    from_model(model, cached=False)
+    assert torch.equal(alone(model, [3, 4, 5]), before)
+
+
+def test_a_model_in_bfloat16_runs_in_fp32(model: Any) -> None:
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    text = texts(9)[0]
+    executor = from_model(rounded)
+    close(executor.run([0], [text], [9])[0], alone(copy.deepcopy(rounded).float(), text))
+    assert rounded.dtype == torch.bfloat16
+    assert executor.facts.precision == "float32"
+
+
+def test_logits_are_the_callers_own(executor: OpenVINOExecutor) -> None:
+    first = executor.run([0], [[5, 6]], [2])
+    kept = first.clone()
+    executor.run([2], [[7, 8]], [2])
+    assert torch.equal(first, kept)
+
+
+def test_nothing_fed_or_wanted(executor: OpenVINOExecutor) -> None:
+    assert executor.run([0, 0], [[], []], [0, 0]).shape == (2, 0, 97)
+    assert executor.run([0, 0], [[4], []], [0, 0]).shape == (2, 0, 97)
+    assert executor.best([1, 0], [[], [3]], [0, 0], frozenset()).tokens == [[], []]
+
+
+def test_the_pool_grows_and_is_given_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.runtime.openvino.executor.FIRST_BLOCKS", 1)
+    executor = from_model(model)
+    rows, prompts = Rows(executor), texts(3, 60, 60, 60, 60)
+    small = executor.nbytes
+    rows.join(5)
+    rows.feed([prompts[0], *(p[:20] for p in prompts[1:])])
+    got = rows.feed([[4], *(p[20:] for p in prompts[1:])])
+    close(got[0, :1], alone(model, [*prompts[0], 4])[-1:])
+    for row in range(1, 5):
+        close(got[row], alone(model, prompts[row])[20:])
+    assert executor.nbytes > small
+    rows.keep([])
+    assert executor._blocks.free == executor._blocks.total
+
+
+def test_a_row_kept_twice_is_two_rows(model: Any, executor: OpenVINOExecutor) -> None:
+    rows, (text,) = Rows(executor), texts(40)
+    rows.join(1)
+    rows.feed([text])
+    rows.keep([0, 0])
+    rows.feed([[5], [6]], [0, 0])
+    got = rows.feed([[7], [7]])
+    for row, between in enumerate((5, 6)):
+        close(got[row], alone(model, [*text, between, 7])[-1:])
+
+
+def test_blocks() -> None:
+    blocks = Blocks(4)
+    blocks.grow(5)
+    assert blocks.missing([9, 4]) == -1
+    assert blocks.cover([9, 4])
+    assert not blocks.cover([10, 1])  # a shorter row keeps what it has
+    assert (blocks.free, blocks.missing([13, 8])) == (1, 1)
+    blocks.keep([1, 1, 0])
+    assert [len(table) for table in blocks.tables] == [1, 0, 3]
+    assert len({block for table in blocks.tables for block in table}) == 4
+    blocks.keep([1])
+    assert blocks.free == 5
+
+
+SIGNALS = frozenset(
+    ["top1", "chosen", "entropy", "normalized_entropy", "logit_margin", "softmax_margin"]
+)
+
+
+@pytest.mark.parametrize("wanted", [frozenset(), SIGNALS, *(frozenset([name]) for name in SIGNALS)])
+def test_best_tokens_and_signals(executor: OpenVINOExecutor, wanted: frozenset[str]) -> None:
+    prompts, counts = texts(5, 9, 2), [2, 0, 1]
+    reference = best_of(executor.run([0, 0, 0], prompts, counts), wanted)
+    got = executor.best([0, 0, 0], prompts, counts, wanted)
+    assert [len(row) for row in got.tokens] == counts
+    assert set(got.signals) == wanted
+    for row, n in enumerate(counts):
+        assert got.tokens[row] == reference.tokens[row][:n]
+        assert got.sound[row] == [True] * n
+        for name in wanted:
+            assert got.signals[name][row] == pytest.approx(
+                reference.signals[name][row][:n], abs=1e-5
+            )
+
+
+def test_many_logits_are_read_in_parts(
+    executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, counts, sizes = texts(5, 9, 2, 4), [5, 3, 0, 4], []
+    whole = executor.best([0] * 4, prompts, counts, SIGNALS)
+    ran = OpenVINOExecutor._pass
+
+    def counted(self: Any, starts: Any, pieces: Any, wanted: Any) -> Any:
+        sizes.append(sum(wanted))
+        return ran(self, starts, pieces, wanted)
+
+    monkeypatch.setattr(OpenVINOExecutor, "_pass", counted)
+    monkeypatch.setattr(executor, "_most", 4)
+    parts = executor.best([0] * 4, prompts, counts, SIGNALS)
+    assert sizes == [5, 3, 4]  # a row's own are never divided
+    assert parts.tokens == whole.tokens
+    assert parts.sound == whole.sound
+    for name in SIGNALS:
+        for row in range(4):
+            assert parts.signals[name][row] == pytest.approx(whole.signals[name][row], abs=1e-5)
+    next_tokens = [[7], [8], [9], [10]]
+    got = executor.run([5, 9, 2, 4], next_tokens, [1] * 4)
+    executor.keep([], [])
+    close(
+        got,
+        executor.run([0] * 4, [p + n for p, n in zip(prompts, next_tokens, strict=True)], [1] * 4),
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_none_are_not_sound(
+    executor: OpenVINOExecutor, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = OpenVINOExecutor._pass
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        seen = ran(self, *arguments)
+        seen[1, 7] = bad
+        return seen
+
+    monkeypatch.setattr(OpenVINOExecutor, "_pass", broken)
+    got = executor.best([0, 0], [[5], [6, 7]], [1, 2], SIGNALS)
+    assert got.sound == [[True], [False, True]]
+
+
+def test_the_probe_finds_a_wrong_model(model: Any, executor: OpenVINOExecutor) -> None:
+    wanted = probing.reference(model, executor.facts.limit)
+    probing.probe(executor, wanted)
+    other = probing.reference(build("llama", seed=1), executor.facts.limit)
+    with pytest.raises(UnsupportedModelError, match="differs from the model alone by"):
+        probing.probe(executor, other)
+
+
+def test_the_probe_sees_rows_mixed_up(
+    model: Any, executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = probing.reference(model, executor.facts.limit)
+    ran = OpenVINOExecutor._pass
+
+    def late(self: Any, starts: list[int], *rest: Any) -> Any:
+        return ran(self, [start and start + 1 for start in starts], *rest)
+
+    monkeypatch.setattr(OpenVINOExecutor, "_pass", late)
+    with pytest.raises(UnsupportedModelError, match="differs"):
+        probing.probe(executor, wanted)
+
+
+@pytest.mark.parametrize("damage", [None, "graph.xml", "graph.bin", "facts.json", "reference.npz"])
+@pytest.mark.usefixtures("own_store")
+def test_the_store(model: Any, damage: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = []
+    really = loading.export
+    monkeypatch.setattr(loading, "export", lambda m: exported.append(1) or really(m))
+    text = texts(20)[0]
+    first = from_model(model)
+    (entry,) = store.folder().iterdir()
+    if damage:
+        data = (entry / damage).read_bytes()
+        (entry / damage).write_bytes(data[: len(data) // 2])
+    second = from_model(model)
+    assert len(exported) == (2 if damage else 1)
+    assert first.facts == second.facts
+    # The graph that was read back runs the same operations, so the same numbers come out.
+    assert torch.equal(first.run([0], [text], [20]), second.run([0], [text], [20]))
+    (entry,) = store.folder().iterdir()
+    assert json.loads((entry / "facts.json").read_text())["sizes"]
+
+
+def test_another_model_has_another_entry(model: Any) -> None:
+    same, other = build("llama"), build("llama", seed=1)
+    hashes = [store.of_model(m) for m in (model, same, other)]
+    assert hashes[0] == hashes[1] != hashes[2]
+    names = {store.key(weights, form) for weights in hashes for form in ("f32", "int8")}
+    assert len(names) == 4
+
+
+def test_a_store_that_cannot_be_written_is_no_error(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
+    assert from_model(model).facts.vocab_size == 97
+
+
+@pytest.mark.usefixtures("own_store")
+def test_the_store_stays_small(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from_model(model)
+    (old,) = store.folder().iterdir()
+    monkeypatch.setattr(store, "LARGEST_BYTES", 1)
+    from_model(model, precision="int8")
+    (left,) = store.folder().iterdir()
+    assert left != old
+
+
+def test_a_folder_is_loaded_without_torch_weights(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.save_pretrained(tmp_path / "model")
+    lines: list[str] = []
+    from_name(tmp_path / "model", progress=lines.append)
+    assert [line.split()[0] for line in lines] == ["exporting", "compiling"]
+    monkeypatch.setattr(loading, "load_model", None)
+    executor = from_name(tmp_path / "model")
+    text = texts(9)[0]
+    close(executor.run([0], [text], [9])[0], alone(model, text))
+    assert executor.facts.name == str(tmp_path / "model")
+    assert executor.facts.eos == frozenset([2])
+
+
+def test_precisions(model: Any) -> None:
+    text = texts(20)[0]
+    exact = alone(model, text)
+    for precision, name in (("int8", "int8"), ("bf16", "bfloat16")):
+        executor = from_model(model, precision, threads=2)
+        assert executor.facts.precision == name
+        off = (executor.run([0], [text], [20])[0] - exact).abs().max() / exact.abs().max()
+        assert 1e-4 < off < 0.1  # another model, but a near one
+
+
+@pytest.mark.parametrize(
+    ("precision", "line"),
+    [("bf16", "at least 2 threads .* got 1; use fp32"), ("fp8", "must be one of .*got 'fp8'")],
+)
+def test_precisions_that_cannot_run(model: Any, precision: str, line: str) -> None:
+    with pytest.raises(SettingError, match=line):
+        from_model(model, precision, threads=1)
+
+
+def test_threads_are_torchs_unless_set(model: Any) -> None:
+    assert from_model(model).threads == torch.get_num_threads()
+    assert from_model(model, threads=2).threads == 2
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import forerun.runtime.openvino as package
+
+    for name in list(sys.modules):
+        if name.startswith("forerun.runtime.openvino."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(MissingExtraError, match=r"forerun\[openvino\]"):
+        _ = package.OpenVINOExecutor

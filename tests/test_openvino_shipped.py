@@ -1,0 +1,74 @@
+"""The shipped pair on OpenVINO says what it says on torch, however it is decoded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+
+from forerun import zoo
+from forerun.controllers import CONTROLLERS
+from forerun.drafters import Drafter
+from forerun.drafters.model import ModelDrafter
+from forerun.drafters.none import NoDraft
+from forerun.engine import Engine
+from forerun.requests import Request, Sampling
+from forerun.rules import RULES
+from forerun.runtime import Executor, load_model, load_tokenizer
+from forerun.runtime.openvino.load import from_name
+from forerun.runtime.torch_executor import TorchExecutor
+
+FAMILIES = ("arithmetic", "chat", "rewriting", "translation")
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Executor, Executor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield from_name(zoo.TARGET), from_name(zoo.DRAFT)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer, folder = load_tokenizer(zoo.TARGET), Path(zoo.__file__).parent / "prompts"
+    lines = [(folder / f"{name}.jsonl").read_text().splitlines()[0] for name in FAMILIES]
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+
+def texts(
+    target: Executor, drafter: Drafter, prompts: list[list[int]], controller: Any, rows: int
+) -> list[list[int]]:
+    engine = Engine(target, drafter, eos=frozenset([0]), max_rows=rows)
+    how = Sampling(max_new_tokens=TOKENS)
+    for prompt in prompts:
+        engine.submit(Request(prompt, how, CONTROLLERS.make(controller), RULES.make("standard")))
+    done = {e.request: e.completion.tokens for e in engine.run() if e.completion is not None}
+    return [list(done[i]) for i in sorted(done)]
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]]) -> list[list[int]]:
+    target = TorchExecutor(load_model(zoo.TARGET, "cpu", "fp32"))
+    return texts(target, NoDraft().build(None, None), prompts, "fixed(0)", 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("controller", ["fixed(0)", "fixed(4)", "auto"])
+def test_greedy_text_is_torchs(
+    pair: tuple[Any, Executor],
+    prompts: list[list[int]],
+    reference: list[list[int]],
+    controller: str,
+    rows: int,
+) -> None:
+    target, draft = pair
+    plain = controller == "fixed(0)"
+    drafter = NoDraft().build(None, None) if plain else ModelDrafter(draft, target.facts.vocab_size)
+    assert texts(target, drafter, prompts, controller, rows) == reference
+    assert target._blocks.free == target._blocks.total
