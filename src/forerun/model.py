@@ -28,8 +28,9 @@ from forerun.errors import GenerationError, PromptError, SettingError, UnknownNa
 from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
-from forerun.runtime import Executor, Rows, load_model, load_tokenizer, torch_rows
+from forerun.runtime import Executor, Rows, load_tokenizer
 from forerun.runtime.load import resolve_device
+from forerun.runtime.runtimes import DEFAULT_RUNTIME, RUNTIMES, RuntimeSpec, Source
 from forerun.settings import Settings, resolve
 
 DEFAULT_CONTROLLER = "auto"
@@ -198,6 +199,7 @@ def load(
     *,
     exits: str | Path | None = None,
     settings: str | Path | Settings | None = None,
+    runtime: str | RuntimeSpec | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
@@ -212,6 +214,8 @@ def load(
         exits: a folder of exit heads for `specbound`, which is then the default for `draft`.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
+        runtime: what runs the models: "torch" (the default), "openvino", "auto", or a spec like
+            ``"openvino(precision='int8')"``; see docs/runtimes.md.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
@@ -238,15 +242,18 @@ def load(
         default = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
         draft = chosen.drafter or default
     spec = _with_exits(drafter_spec(draft), exits, shipped=target is None)
-    if isinstance(spec, ModelDraft) and trust_remote_code:
-        spec = replace(spec, trust_remote_code=True)
+    runs = RUNTIMES.make(runtime or DEFAULT_RUNTIME)
+    if isinstance(spec, ModelDraft):
+        spec = replace(
+            spec, trust_remote_code=spec.trust_remote_code or trust_remote_code, runtime=runs
+        )
     where = zoo.TARGET if target is None else target
     if target is None and dtype is None and resolve_device(device).type == "cpu":
         dtype = torch.float32
-    runtime = torch_rows(load_model(where, device, dtype, trust_remote_code))
+    rows = runs.load(Source(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
-    drafter = spec.build(runtime, tokenizer)
-    return Model(drafter.target or runtime, drafter, tokenizer, chosen)
+    drafter = spec.build(rows, tokenizer)
+    return Model(drafter.target or rows, drafter, tokenizer, chosen)
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

@@ -136,6 +136,7 @@ def bench(
     as_json: Annotated[
         bool, flag("--json", "Print the summary as one JSON document.", OUTPUT)
     ] = False,
+    runtime: options.Runtime = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -176,6 +177,7 @@ def bench(
         draft,
         wanted.controllers[0],
         wanted.rules[0],
+        runtime=runtime,
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,

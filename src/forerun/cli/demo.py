@@ -30,6 +30,9 @@ def demo(
     dtype: Annotated[
         str, typer.Option(metavar="T", help="float32 shows exact equality; bfloat16 is as saved.")
     ] = "float32",
+    runtime: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="torch, openvino or auto.")
+    ] = None,
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, ...")] = None,
 ) -> None:
     """Speculative against plain decoding on three shipped prompts, with the models that ship."""
@@ -40,7 +43,7 @@ def demo(
 
     console = stderr()
     note(console, Text(BEFORE))
-    job = Plan(device=device, dtype=dtype).load()
+    job = Plan(runtime=runtime, device=device, dtype=dtype).load()
     for number, family in enumerate(SHOWN, start=1):
         settings = {"repetition_penalty": PENALTY[family]} if family in PENALTY else {}
         # Long answers: a speed-up shows once the prompt has been read.

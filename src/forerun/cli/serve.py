@@ -25,6 +25,7 @@ def serve(
     exits: Annotated[
         str | None, option("DIR", "Exit heads for --draft specbound.", panel=MODELS)
     ] = None,
+    runtime: options.Runtime = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -131,6 +132,7 @@ def serve(
         settings=settings,
         batch_size=max_rows,
         exits=exits,
+        runtime=runtime,
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +13,8 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ModelError, require
 from forerun.runtime.base import CHUNK, Executor, Rows
-from forerun.runtime.load import load_model, load_tokenizer
-from forerun.runtime.torch_executor import torch_rows
+from forerun.runtime.load import load_tokenizer
+from forerun.runtime.runtimes import RuntimeSpec, Source, TorchRuntime
 
 BEHIND = 8
 """Tokens that a step may feed on top of the newest one and still count as a step."""
@@ -120,6 +120,7 @@ class ModelDraft(DrafterSpec):
         path: a folder or Hugging Face id; same tokenizer as the target's. A vocabulary padded to
             another size works on the shared ids.
         trust_remote_code: run modelling code that comes with the checkpoint.
+        runtime: what runs it; that of the target.
 
     Reference: Leviathan et al. 2023; Chen et al. 2023.
     """
@@ -129,17 +130,20 @@ class ModelDraft(DrafterSpec):
 
     path: str
     trust_remote_code: bool = False
+    runtime: RuntimeSpec = field(default=TorchRuntime(), repr=False)
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model path", self.path, "a folder or a Hugging Face id")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""
-        model = load_model(self.path, target.device, target.facts.precision, self.trust_remote_code)
+        # An executor with a precision of its own is not told the target's.
+        dtype = target.facts.precision if target.executor.module() is not None else None
+        rows = self.runtime.load(Source(self.path, target.device, dtype, self.trust_remote_code))
         if target_tokenizer is not None:
             tokenizer = load_tokenizer(self.path, self.trust_remote_code)
             check_same_tokenizer(target_tokenizer, tokenizer, self.path)
-        return ModelDrafter(torch_rows(model), target.vocab_size)
+        return ModelDrafter(rows, target.vocab_size)
 
 
 SAMPLE = "Words, 123 words; äöü\n\tand MORE."

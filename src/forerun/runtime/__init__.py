@@ -2,9 +2,11 @@
 
 from forerun.runtime.base import Best, Executor, Facts, Rows
 from forerun.runtime.load import load_model, load_tokenizer
+from forerun.runtime.runtimes import RUNTIMES
 from forerun.runtime.torch_executor import TorchExecutor, torch_rows
 
 __all__ = [
+    "RUNTIMES",
     "Best",
     "Executor",
     "Facts",

@@ -65,6 +65,15 @@ DraftModel = Annotated[
         panel=MODELS,
     ),
 ]
+Runtime = Annotated[
+    str | None,
+    option(
+        "SPEC",
+        "What runs the models: torch, openvino, auto, or e.g. \"openvino(precision='int8')\". "
+        "Default: torch.",
+        panel=MODELS,
+    ),
+]
 Device = Annotated[
     str | None, option("D", "cpu, cuda, cuda:1, ... Default: a GPU if any.", panel=MODELS)
 ]

@@ -69,6 +69,7 @@ class Plan:
     settings: str | None = None
     batch_size: int = 16
     exits: str | None = None
+    runtime: str | None = None
     device: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
@@ -89,6 +90,7 @@ class Plan:
             "fixed(0)",
             "standard",
             batch_size=batch_size,
+            runtime="torch",
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -124,6 +126,7 @@ class Plan:
         from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE
         from forerun.rules import RULES
         from forerun.runtime.load import resolve_device, resolve_dtype
+        from forerun.runtime.runtimes import DEFAULT_RUNTIME, RUNTIMES
         from forerun.settings import resolve
 
         require(self.batch_size >= 1, "batch size", self.batch_size, "≥ 1")
@@ -132,6 +135,7 @@ class Plan:
         )
         length = CONTROLLERS.make(chosen.controller or DEFAULT_CONTROLLER)
         keep = RULES.make(chosen.rule or DEFAULT_RULE)
+        RUNTIMES.make(self.runtime or DEFAULT_RUNTIME)
         resolve_device(self.device)
         resolve_dtype(self.dtype)
         return chosen, length, keep
@@ -145,6 +149,7 @@ class Plan:
             self.target,
             draft,
             exits=self.exits,
+            runtime=self.runtime,
             device=self.device,
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
@@ -158,7 +163,8 @@ class Plan:
             "lossless": keep.lossless,
             "batch_size": self.batch_size,
             "device": str(model.target.device),
-            "dtype": str(getattr(model.target, "dtype", "")).removeprefix("torch."),
+            "dtype": model.target.facts.precision,
+            "runtime": model.target.facts.executor,
         }
         return Job(model, length, keep, self.batch_size, about)
 

@@ -1,0 +1,124 @@
+"""Which executor runs a model, by name: `--runtime`, `load(runtime=...)`."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from forerun.errors import ForerunWarning, MissingExtraError, SettingError, UnsupportedModelError
+from forerun.registry import Registry
+from forerun.runtime.base import Rows
+from forerun.runtime.load import load_model, resolve_device, resolve_dtype
+from forerun.runtime.torch_executor import torch_rows
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from and where it shall be."""
+
+    name: str | Path
+    """A folder or a Hugging Face id."""
+    device: str | torch.device | None = None
+    dtype: str | torch.dtype | None = None
+    trust_remote_code: bool = False
+
+
+class RuntimeSpec(ABC):
+    """The settings of an executor: a frozen dataclass, built before any model is loaded."""
+
+    summary: ClassVar[str]
+
+    @abstractmethod
+    def load(self, source: Source) -> Rows:
+        """Load a model.
+
+        Raises:
+            ModelError: it is missing, corrupt, or cannot be served by this executor.
+            SettingError: a device or dtype that it does not have.
+        """
+
+
+@dataclass(frozen=True)
+class TorchRuntime(RuntimeSpec):
+    """PyTorch runs the Hugging Face model as it is: every device, dtype and drafter."""
+
+    summary: ClassVar[str] = "PyTorch, the model as it is; every device, dtype and drafter"
+
+    def load(self, source: Source) -> Rows:
+        """Load it."""
+        model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
+        return torch_rows(model)
+
+
+@dataclass(frozen=True)
+class OpenVINORuntime(RuntimeSpec):
+    """OpenVINO's paged attention on a CPU: the passes themselves faster, in one ragged pass.
+
+    Args:
+        precision: "fp32" (its cache, too; the default), "bf16" (both) or "int8" (weights, all else
+            in fp32). The last two are other models than the one in fp32, and reports name them.
+        threads: of OpenVINO, ≥ 1; None: as many as torch has.
+    """
+
+    summary: ClassVar[str] = "OpenVINO's paged attention on a CPU; fast passes, fp32, bf16 or int8"
+    precision: str = "fp32"
+    threads: int | None = None
+
+    def load(self, source: Source) -> Rows:
+        """Export and compile it, or take the exported graph from the cache."""
+        if find_spec("openvino") is None:
+            raise MissingExtraError.of("openvino", "openvino")
+        device = resolve_device(source.device)
+        if device.type != "cpu":
+            raise SettingError(f"runtime openvino runs on the CPU, got the device {str(device)!r}")
+        wanted = resolve_dtype(source.dtype)
+        if wanted not in (None, torch.float32):
+            raise SettingError(
+                f"runtime openvino takes its precision from its own setting, got the dtype "
+                f"{str(wanted).removeprefix('torch.')}; write openvino(precision='bf16')"
+            )
+        from forerun.runtime.openvino.load import from_name
+
+        return Rows(from_name(source.name, self.precision, self.threads, source.trust_remote_code))
+
+
+@dataclass(frozen=True)
+class AutoRuntime(RuntimeSpec):
+    """OpenVINO where it is installed, serves the model and is faster; else PyTorch.
+
+    That is on a CPU, in float32, for models that pass its probe.
+    """
+
+    summary: ClassVar[str] = (
+        "openvino on a CPU where it is installed and serves the model, or torch"
+    )
+
+    def load(self, source: Source) -> Rows:
+        """Load it by the one or the other; a line says why OpenVINO cannot."""
+        device, dtype = resolve_device(source.device), resolve_dtype(source.dtype)
+        fits = device.type == "cpu" and dtype in (None, torch.float32)
+        if fits and find_spec("openvino") is not None:
+            try:
+                return OpenVINORuntime().load(source)
+            except UnsupportedModelError as error:
+                warnings.warn(f"runtime torch: {error}", ForerunWarning, stacklevel=2)
+        return TorchRuntime().load(source)
+
+
+RUNTIMES = Registry(
+    "runtime",
+    "forerun.runtimes",
+    {
+        "auto": "forerun.runtime.runtimes:AutoRuntime",
+        "torch": "forerun.runtime.runtimes:TorchRuntime",
+        "openvino": "forerun.runtime.runtimes:OpenVINORuntime",
+    },
+    RuntimeSpec,
+)
+DEFAULT_RUNTIME = "torch"
