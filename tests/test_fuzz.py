@@ -166,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     model, tokenizer = load_model(where), load_tokenizer(where)
     patch.setattr(
-        "forerun.model.load_model",
+        "forerun.runtime.runtimes.load_model",
         lambda name, device, dtype, code: (
             model if (resolve_device(device), resolve_dtype(dtype), _check_path(name)) else None
         ),

@@ -189,7 +189,7 @@ def no_weights(monkeypatch):
     def loaded(*args, **rest):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("forerun.model.load_model", loaded)
+    monkeypatch.setattr("forerun.runtime.runtimes.load_model", loaded)
 
 
 @pytest.mark.parametrize(
@@ -538,3 +538,36 @@ def test_row_defaults():
     [row] = prepare(Reader(None, 9, list), [Request([1, 2])], {"temperature": 0.5})
     assert row.text == "[1, 2]"
     assert row.sampling.temperature == 0.5
+
+
+def test_log_probabilities_on_request(generate):
+    import math
+
+    done = generate("Hello", "--max-new-tokens", "3", "--logprobs", "2", "--json").json
+    [completion] = done["completions"]
+    assert len(completion["logprobs"]) == len(completion["tokens"]) == 3
+    for token, said in zip(completion["tokens"], completion["logprobs"], strict=True):
+        best = said["top"][0]  # greedy: the token is the likeliest
+        assert (best["token"], best["logprob"]) == (token, said["logprob"])
+        assert sum(math.exp(entry["logprob"]) for entry in said["top"]) <= 1 + 1e-6
+    assert (
+        "logprobs"
+        not in generate("Hello", "--max-new-tokens", "3", "--json").json["completions"][0]
+    )
+    refused = generate("Hello", "--logprobs", "2")
+    assert refused.code == 2
+    assert "--logprobs is part of JSON; add --json or --jsonl" in refused.err
+
+
+def test_runtimes_write_the_same_text(generate):
+    import pytest
+
+    pytest.importorskip("openvino")
+    same = [
+        generate("Hello", "--max-new-tokens", "12", "--runtime", name, "--json").json
+        for name in ("torch", "openvino")
+    ]
+    assert same[0]["completions"][0]["tokens"] == same[1]["completions"][0]["tokens"]
+    unknown = generate("Hello", "--runtime", "opnvino")
+    assert unknown.code == 2
+    assert "unknown runtime 'opnvino'; did you mean 'openvino'?" in unknown.err

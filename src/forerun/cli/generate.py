@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -102,6 +104,14 @@ def generate(
         flag("--compare", "Also decode plainly; print speed-up and sameness.", OUTPUT),
     ] = False,
     rounds: Annotated[bool, flag("--rounds", "Print one line per round.", OUTPUT)] = False,
+    logprobs: Annotated[
+        int | None,
+        option(
+            "N",
+            "In JSON, the log-probability of every token and of the N likeliest there.",
+            panel=OUTPUT,
+        ),
+    ] = None,
     as_json: options.Json = False,
     as_lines: Annotated[
         bool,
@@ -135,6 +145,8 @@ def generate(
         raise SettingError("--jsonl writes a line per prompt; leave --json and --compare out")
     if output is not None and not as_lines:
         raise SettingError("-o saves what --jsonl writes; add --jsonl")
+    if logprobs is not None and not (as_json or as_lines):
+        raise SettingError("--logprobs is part of JSON; add --json or --jsonl")
     check_writable(output)
     requests = read_requests(prompt, prompt_file)
     with status("loading"):
@@ -170,6 +182,8 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     job, rows = plan.open(lambda reader: prepare(reader, requests, common))
+    watched = sys.stdout.isatty() and not (as_json or as_lines)
+    job = replace(job, logprobs=logprobs, first_token_soon=watched)
     if settings is not None:
         used = "{controller}, {rule}, draft {draft}".format_map(job.about)
         note(stderr(), f"{settings}: {used}")

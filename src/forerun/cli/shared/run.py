@@ -35,6 +35,9 @@ class Job:
     batch_size: int = 16
     about: dict[str, Any] = field(default_factory=dict)
     """Settings as reported in the JSON document."""
+    logprobs: int | None = None
+    first_token_soon: bool = False
+    """As for `Model.stream`."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,8 @@ def play_through(
         sampling=[row.sampling for row in rows],
         batch_size=job.batch_size,
         plain=plain,
-        first_token_soon=False,
+        logprobs=job.logprobs,
+        first_token_soon=job.first_token_soon,
     )
     with closing(stream), held() as interrupt:  # type: ignore[type-var]
         for event in stream:

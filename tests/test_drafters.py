@@ -1,0 +1,150 @@
+"""What every drafter must do: a drafter is a line in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from forerun.controllers import CONTROLLERS
+from forerun.drafters import DRAFTERS, Drafter
+from forerun.drafters.base import Proposal
+from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.model import ModelDrafter
+from forerun.drafters.none import NullDrafter
+from forerun.drafters.specbound import SpecBound
+from forerun.engine import Engine, Sampling
+from forerun.rules import RULES
+from forerun.runtime import Rows, torch_rows
+from forerun.testing import ScriptedModel
+from forerun.types import Stop
+from test_engine import V, chaotic, noisy
+from tiny import build, texts
+
+SCRIPT = chaotic(3)
+TINY = build("llama", num_hidden_layers=4, scale=0.2)
+
+
+@dataclass
+class Case:
+    """A target with a drafter of its own, both fresh."""
+
+    target: Rows
+    drafter: Drafter
+    prompts: list[list[int]]
+
+
+def scripted(drafter: Callable[[], Drafter]) -> Case:
+    return Case(Rows(ScriptedModel(SCRIPT)), drafter(), [[0], [3, 4, 3, 4], [5, 1, 2], [6] * 9])
+
+
+def early_exits() -> Case:
+    drafter = SpecBound(exits="", threshold=0.1, depth=3, layers=1).build(torch_rows(TINY), None)
+    assert drafter.target is not None
+    return Case(drafter.target, drafter, texts(1, 9, 4, 6))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
+    "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
+    "none": lambda: scripted(NullDrafter),
+    "specbound": early_exits,
+}
+CONTROLLED = ["fixed(3)", "gammatune+", "hf-threshold", "cm-asd", "cm-asd(two_pass=True)", "auto"]
+
+
+def written(case: Case, controller: str, max_rows: int = 4, **how: Any) -> list[list[int]]:
+    made = Engine(case.target, case.drafter, max_rows=max_rows)
+    length, rule = CONTROLLERS.make(controller), RULES.make("standard")
+    ids = [
+        made.submit(p, Sampling(max_new_tokens=12 + 3 * i, **how), length, rule)
+        for i, p in enumerate(case.prompts)
+    ]
+    done = {e.request: e.completion for e in made.run() if e.completion}
+    return [done[i].tokens for i in ids]
+
+
+def plainly(case: Case, **how: Any) -> list[list[int]]:
+    return written(Case(case.target, NullDrafter(), case.prompts), "fixed(0)", **how)
+
+
+def test_every_drafter_is_in_the_table() -> None:
+    assert set(CASES) == set(DRAFTERS.names())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("controller", CONTROLLED)
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_greedy_text_is_that_of_plain_decoding(name: str, controller: str, max_rows: int) -> None:
+    case = CASES[name]()
+    if name == "specbound":
+        wanted = plainly(Case(torch_rows(TINY), NullDrafter(), case.prompts), ignore_eos=True)
+    else:
+        wanted = plainly(case, ignore_eos=True)
+    assert written(case, controller, max_rows, ignore_eos=True) == wanted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rows_sampled_text_does_not_depend_on_its_neighbours(name: str) -> None:
+    together = written(CASES[name](), "fixed(3)", 4, temperature=0.8, seed=5, ignore_eos=True)
+    alone = written(CASES[name](), "fixed(3)", 1, temperature=0.8, seed=5, ignore_eos=True)
+    assert together == alone
+
+
+class Greedy:
+    """The least a guide does: the arg-max, until the limit."""
+
+    greedy: frozenset[str] | None = None
+
+    def choose(self, step: Any, texts: Any, active: Any, proposal: Proposal) -> dict[int, int]:
+        return {row: int(step.logits[row].argmax()) for row in active}
+
+    def settle(self, active: Any, most: Any, proposal: Proposal) -> list[int]:
+        return [row for row in active if len(proposal.tokens[row]) < most[row]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_proposals_keep_to_their_rows_and_limits(name: str) -> None:
+    """Also after rows were rejected, dropped, reordered and kept twice."""
+    case, guide = CASES[name](), Greedy()
+    contexts = [list(p) for p in case.prompts]
+    drafter = case.drafter
+
+    def covered() -> None:
+        if drafter.target is None:
+            return
+        lengths = case.target.lengths
+        pieces = [c[n:-1] for c, n in zip(contexts, lengths, strict=True)]
+        case.target.feed(pieces, [0] * len(pieces))
+
+    if drafter.target is not None:
+        case.target.join(len(contexts), 40)
+    drafter.join(contexts, 40)
+    covered()
+    most = [3, 0, 1, 4]
+    asked = [list(c) if n else None for c, n in zip(contexts, most, strict=True)]
+    first = drafter.propose(asked, most, guide)
+    assert [len(tokens) <= n for tokens, n in zip(first.tokens, most, strict=True)] == [True] * 4
+    assert first.tokens[1] == []
+    assert all(why in (None, Stop.EXHAUSTED, Stop.DIFFICULT) for why in first.stopped_by)
+    assert asked[0] == contexts[0], "the texts are only read"
+    for row, context in enumerate(contexts):  # everything was rejected
+        drafter.rollback(row, len(context))
+        context.append(1)
+        case.target.lengths[row:row + 1] = [min(len(context) - 1, n) for n in
+                                            case.target.lengths[row:row + 1]]  # fmt: skip
+    order = [2, 0, 2]
+    contexts = [list(contexts[row]) for row in order]
+    if drafter.target is not None:
+        case.target.keep(order)
+    drafter.keep(order)
+    covered()
+    again = drafter.propose([list(c) for c in contexts], [3, 3, 3], guide)
+    assert again.tokens[0] == again.tokens[2]
+    fresh = CASES[name]()
+    if fresh.drafter.target is not None:
+        fresh.target.read(contexts, 40)
+    fresh.drafter.join(contexts, 40)
+    assert again.tokens == fresh.drafter.propose(contexts, [3, 3, 3], guide).tokens
