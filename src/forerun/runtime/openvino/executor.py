@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -112,11 +113,15 @@ class OpenVINOExecutor(Executor):
         tokens, sound, values = read(self._pass(starts, pieces, wanted), signals)
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
-        spans = [slice(*span) for span in _spans(wanted)]
+        spans, width = _spans(wanted), max(wanted, default=0)
+
+        def by_row(values: list[Any], nothing: Any) -> list[list[Any]]:
+            return [values[a:b] + [nothing] * (width - b + a) for a, b in spans]
+
         return Best(
-            [tokens[span] for span in spans],
-            {name: [x[span] for span in spans] for name, x in values.items()},
-            [sound[span] for span in spans],
+            by_row(tokens, 0),
+            {name: by_row(x, math.nan) for name, x in values.items()},
+            by_row(sound, False),
         )
 
     def _in_halves(
@@ -129,16 +134,22 @@ class OpenVINOExecutor(Executor):
     ) -> Best:
         """The rows before `at`, then those from it on."""
         none = [0] * len(wanted)
+        nothing: list[list[int]] = [[] for _ in pieces]
+        width = max(wanted)
         first = self.best(
-            starts, [*pieces[:at], *[[] for _ in pieces[at:]]], [*wanted[:at], *none[at:]], signals
+            starts, [*pieces[:at], *nothing[at:]], [*wanted[:at], *none[at:]], signals
         )
         second = self.best(
-            starts, [*[[] for _ in pieces[:at]], *pieces[at:]], [*none[:at], *wanted[at:]], signals
+            starts, [*nothing[:at], *pieces[at:]], [*none[:at], *wanted[at:]], signals
         )
+
+        def joined(one: list[list[Any]], two: list[list[Any]], filler: Any) -> list[list[Any]]:
+            return [row + [filler] * (width - len(row)) for row in one[:at] + two[at:]]
+
         return Best(
-            first.tokens[:at] + second.tokens[at:],
-            {name: first.signals[name][:at] + second.signals[name][at:] for name in signals},
-            first.sound[:at] + second.sound[at:],
+            joined(first.tokens, second.tokens, 0),
+            {n: joined(first.signals[n], second.signals[n], math.nan) for n in signals},
+            joined(first.sound, second.sound, False),
         )
 
     def _pass(
