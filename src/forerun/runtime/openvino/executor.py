@@ -249,6 +249,7 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
         "KV_CACHE_PRECISION": compute,  # the plug-in's own choice is 8 bits
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # its own choice rounds what int8 weights multiply
         "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,  # all processes would be pinned to the same cores
         "INFERENCE_NUM_THREADS": threads,
     }
 
