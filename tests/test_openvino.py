@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 
-from forerun.errors import MissingExtraError, SettingError, UnsupportedModelError
+from forerun.errors import MissingExtraError, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import Rows
 from forerun.runtime.base import best_of
 from tiny import build, texts
@@ -229,6 +229,23 @@ def test_the_pool_grows_and_is_given_back(model: Any, monkeypatch: pytest.Monkey
     assert executor.nbytes > small
     rows.keep([])
     assert executor._blocks.free == executor._blocks.total
+
+
+def test_what_is_reserved_is_bounded(
+    executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = executor.nbytes
+    monkeypatch.setattr("forerun.runtime.openvino.executor.LARGEST_RESERVE", 2 * before)
+    executor.reserve(1000, 64)
+    assert executor.nbytes == 2 * before
+
+
+def test_a_cache_that_memory_does_not_hold(executor: OpenVINOExecutor) -> None:
+    before = executor.nbytes
+    with pytest.raises(ModelError, match=r"no memory for a cache of .* use a smaller batch"):
+        executor._grow(1 << 40)
+    assert executor.nbytes == before
+    executor.run([0], [[5]], [1])
 
 
 def test_a_row_kept_twice_is_two_rows(model: Any, executor: OpenVINOExecutor) -> None:

@@ -14,7 +14,7 @@ import openvino as ov
 import torch
 from numpy.typing import NDArray
 
-from forerun.errors import SettingError
+from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.openvino.best import read
 from forerun.runtime.openvino.blocks import Blocks
@@ -23,6 +23,8 @@ from forerun.runtime.openvino.request import Request
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
+LARGEST_RESERVE = 1 << 30
+"""Bytes of cache that are asked for before they are needed."""
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
@@ -73,8 +75,9 @@ class OpenVINOExecutor(Executor):
         return sum(tensor.get_byte_size() for tensor in self._storage)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` rows of `columns` tokens; the pool grows later if that is little."""
-        self._grow(rows * -(-columns // BLOCK))
+        """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
+        most = LARGEST_RESERVE * self._blocks.total // self.nbytes
+        self._grow(min(rows * -(-columns // BLOCK), most))
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows, in this order; the blocks of the others are free again."""
@@ -212,14 +215,25 @@ class OpenVINOExecutor(Executor):
         """Have a pool of at least so many blocks; contents are kept."""
         if blocks <= self._blocks.total:
             return
-        old, self._storage = self._storage, []
-        for number, port in enumerate(self._pools):
-            shape = [d.get_length() if d.is_static else blocks for d in port.get_partial_shape()]
-            tensor = ov.Tensor(port.get_element_type(), ov.Shape([blocks, *shape[1:]]))
-            if old:
-                _bytes(tensor)[: old[number].get_byte_size()] = _bytes(old[number])
+        try:
+            tensors = [
+                ov.Tensor(
+                    port.get_element_type(),
+                    ov.Shape(
+                        [blocks, *(d.get_length() for d in list(port.get_partial_shape())[1:])]
+                    ),
+                )
+                for port in self._pools
+            ]
+        except (RuntimeError, MemoryError) as error:
+            raise ModelError(
+                f"no memory for a cache of {blocks * BLOCK} tokens; use a smaller batch"
+            ) from error
+        for old, new in zip(self._storage, tensors, strict=False):  # none are old at first
+            _bytes(new)[: old.get_byte_size()] = _bytes(old)
+        for port, tensor in zip(self._pools, tensors, strict=True):
             self._request.set(port, tensor)
-            self._storage.append(tensor)
+        self._storage = tensors
         self._blocks.grow(blocks)
 
     def _copy(self, source: list[int], target: list[int]) -> None:
