@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 
-from forerun.errors import MissingExtraError, SettingError, UnsupportedModelError
+from forerun.errors import MissingExtraError, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import Rows
 from forerun.runtime.base import best_of
 from tiny import build, texts
@@ -212,6 +212,7 @@ def test_nothing_fed_or_wanted(executor: OpenVINOExecutor) -> None:
     assert executor.run([0, 0], [[], []], [0, 0]).shape == (2, 0, 97)
     assert executor.run([0, 0], [[4], []], [0, 0]).shape == (2, 0, 97)
     assert executor.best([1, 0], [[], [3]], [0, 0], frozenset()).tokens == [[], []]
+    assert executor.best([1, 1], [[], [3]], [0, 1], frozenset()).sound == [[False], [True]]
 
 
 def test_the_pool_grows_and_is_given_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +229,23 @@ def test_the_pool_grows_and_is_given_back(model: Any, monkeypatch: pytest.Monkey
     assert executor.nbytes > small
     rows.keep([])
     assert executor._blocks.free == executor._blocks.total
+
+
+def test_what_is_reserved_is_bounded(
+    executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = executor.nbytes
+    monkeypatch.setattr("forerun.runtime.openvino.executor.LARGEST_RESERVE", 2 * before)
+    executor.reserve(1000, 64)
+    assert executor.nbytes == 2 * before
+
+
+def test_a_cache_that_memory_does_not_hold(executor: OpenVINOExecutor) -> None:
+    before = executor.nbytes
+    with pytest.raises(ModelError, match=r"no memory for a cache of .* use a smaller batch"):
+        executor._grow(1 << 40)
+    assert executor.nbytes == before
+    executor.run([0], [[5]], [1])
 
 
 def test_a_row_kept_twice_is_two_rows(model: Any, executor: OpenVINOExecutor) -> None:
@@ -265,13 +283,13 @@ def test_best_tokens_and_signals(executor: OpenVINOExecutor, wanted: frozenset[s
     prompts, counts = texts(5, 9, 2), [2, 0, 1]
     reference = best_of(executor.run([0, 0, 0], prompts, counts), wanted)
     got = executor.best([0, 0, 0], prompts, counts, wanted)
-    assert [len(row) for row in got.tokens] == counts
+    assert [len(row) for row in got.tokens] == [max(counts)] * 3  # beyond the wanted ones: padding
     assert set(got.signals) == wanted
     for row, n in enumerate(counts):
-        assert got.tokens[row] == reference.tokens[row][:n]
-        assert got.sound[row] == [True] * n
+        assert got.tokens[row][:n] == reference.tokens[row][:n]
+        assert got.sound[row][:n] == [True] * n
         for name in wanted:
-            assert got.signals[name][row] == pytest.approx(
+            assert got.signals[name][row][:n] == pytest.approx(
                 reference.signals[name][row][:n], abs=1e-5
             )
 
@@ -295,7 +313,10 @@ def test_many_logits_are_read_in_parts(
     assert parts.sound == whole.sound
     for name in SIGNALS:
         for row in range(4):
-            assert parts.signals[name][row] == pytest.approx(whole.signals[name][row], abs=1e-5)
+            n = counts[row]
+            assert parts.signals[name][row][:n] == pytest.approx(
+                whole.signals[name][row][:n], abs=1e-5
+            )
     next_tokens = [[7], [8], [9], [10]]
     got = executor.run([5, 9, 2, 4], next_tokens, [1] * 4)
     executor.keep([], [])
@@ -318,7 +339,7 @@ def test_numbers_that_are_none_are_not_sound(
 
     monkeypatch.setattr(OpenVINOExecutor, "_pass", broken)
     got = executor.best([0, 0], [[5], [6, 7]], [1, 2], SIGNALS)
-    assert got.sound == [[True], [False, True]]
+    assert got.sound == [[True, False], [False, True]]
 
 
 def test_the_probe_finds_a_wrong_model(model: Any, executor: OpenVINOExecutor) -> None:

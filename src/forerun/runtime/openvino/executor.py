@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -13,7 +14,7 @@ import openvino as ov
 import torch
 from numpy.typing import NDArray
 
-from forerun.errors import SettingError
+from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.openvino.best import read
 from forerun.runtime.openvino.blocks import Blocks
@@ -22,6 +23,8 @@ from forerun.runtime.openvino.request import Request
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
+LARGEST_RESERVE = 1 << 30
+"""Bytes of cache that are asked for before they are needed."""
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
@@ -72,8 +75,9 @@ class OpenVINOExecutor(Executor):
         return sum(tensor.get_byte_size() for tensor in self._storage)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` rows of `columns` tokens; the pool grows later if that is little."""
-        self._grow(rows * -(-columns // BLOCK))
+        """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
+        most = LARGEST_RESERVE * self._blocks.total // self.nbytes
+        self._grow(min(rows * -(-columns // BLOCK), most))
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows, in this order; the blocks of the others are free again."""
@@ -112,11 +116,15 @@ class OpenVINOExecutor(Executor):
         tokens, sound, values = read(self._pass(starts, pieces, wanted), signals)
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
-        spans = [slice(*span) for span in _spans(wanted)]
+        spans, width = _spans(wanted), max(wanted, default=0)
+
+        def by_row(values: list[Any], nothing: Any) -> list[list[Any]]:
+            return [values[a:b] + [nothing] * (width - b + a) for a, b in spans]
+
         return Best(
-            [tokens[span] for span in spans],
-            {name: [x[span] for span in spans] for name, x in values.items()},
-            [sound[span] for span in spans],
+            by_row(tokens, 0),
+            {name: by_row(x, math.nan) for name, x in values.items()},
+            by_row(sound, False),
         )
 
     def _in_halves(
@@ -129,16 +137,22 @@ class OpenVINOExecutor(Executor):
     ) -> Best:
         """The rows before `at`, then those from it on."""
         none = [0] * len(wanted)
+        nothing: list[list[int]] = [[] for _ in pieces]
+        width = max(wanted)
         first = self.best(
-            starts, [*pieces[:at], *[[] for _ in pieces[at:]]], [*wanted[:at], *none[at:]], signals
+            starts, [*pieces[:at], *nothing[at:]], [*wanted[:at], *none[at:]], signals
         )
         second = self.best(
-            starts, [*[[] for _ in pieces[:at]], *pieces[at:]], [*none[:at], *wanted[at:]], signals
+            starts, [*nothing[:at], *pieces[at:]], [*none[:at], *wanted[at:]], signals
         )
+
+        def joined(one: list[list[Any]], two: list[list[Any]], filler: Any) -> list[list[Any]]:
+            return [row + [filler] * (width - len(row)) for row in one[:at] + two[at:]]
+
         return Best(
-            first.tokens[:at] + second.tokens[at:],
-            {name: first.signals[name][:at] + second.signals[name][at:] for name in signals},
-            first.sound[:at] + second.sound[at:],
+            joined(first.tokens, second.tokens, 0),
+            {n: joined(first.signals[n], second.signals[n], math.nan) for n in signals},
+            joined(first.sound, second.sound, False),
         )
 
     def _pass(
@@ -201,14 +215,25 @@ class OpenVINOExecutor(Executor):
         """Have a pool of at least so many blocks; contents are kept."""
         if blocks <= self._blocks.total:
             return
-        old, self._storage = self._storage, []
-        for number, port in enumerate(self._pools):
-            shape = [d.get_length() if d.is_static else blocks for d in port.get_partial_shape()]
-            tensor = ov.Tensor(port.get_element_type(), ov.Shape([blocks, *shape[1:]]))
-            if old:
-                _bytes(tensor)[: old[number].get_byte_size()] = _bytes(old[number])
+        try:
+            tensors = [
+                ov.Tensor(
+                    port.get_element_type(),
+                    ov.Shape(
+                        [blocks, *(d.get_length() for d in list(port.get_partial_shape())[1:])]
+                    ),
+                )
+                for port in self._pools
+            ]
+        except (RuntimeError, MemoryError) as error:
+            raise ModelError(
+                f"no memory for a cache of {blocks * BLOCK} tokens; use a smaller batch"
+            ) from error
+        for old, new in zip(self._storage, tensors, strict=False):  # none are old at first
+            _bytes(new)[: old.get_byte_size()] = _bytes(old)
+        for port, tensor in zip(self._pools, tensors, strict=True):
             self._request.set(port, tensor)
-            self._storage.append(tensor)
+        self._storage = tensors
         self._blocks.grow(blocks)
 
     def _copy(self, source: list[int], target: list[int]) -> None:
@@ -238,6 +263,7 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
         "KV_CACHE_PRECISION": compute,  # the plug-in's own choice is 8 bits
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # its own choice rounds what int8 weights multiply
         "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,  # all processes would be pinned to the same cores
         "INFERENCE_NUM_THREADS": threads,
     }
 

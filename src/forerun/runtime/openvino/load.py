@@ -46,7 +46,7 @@ def from_model(
         SettingError: a precision that is unknown or that so few threads cannot run.
     """
     settings(precision, threads or torch.get_num_threads())  # before anything takes long
-    if why := refusal(model.config.get_text_config(decoder=True), windows=True):
+    if why := refusal(model.config, windows=True):
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     name = store.key(store.of_model(model), _form(precision)) if cached else None
     stored = store.read(name) if name else None
