@@ -243,7 +243,7 @@ def test_splits_that_ids_name_are_kept():
     assert how == "the ids' own splits"
     ids = ("contest-1", "val", "evaluation", "test-val-3")  # none of them, or not all, name one
     assert halves(trace_of(np.ones((4, 2)), 2, ids=ids))[2].startswith("every other")
-    with pytest.raises(SettingError, match="--test"):
+    with pytest.raises(SettingError, match="`test`"):
         halves(trace_of(np.ones((1, 2)), 2))
 
 

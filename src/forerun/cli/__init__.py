@@ -5,6 +5,7 @@ Heavy imports happen inside the commands, so that help, lists and cards are quic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from forerun.cli.sweep import app as sweep
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
 from forerun.cli.zoo import app as zoo
+from forerun.errors import SettingError
 
 app = typer.Typer(
     name="forerun",
@@ -84,12 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 1: it could not be done; 2: the command or a setting is wrong; 130: interrupted;
     143: terminated.
     """
-    return guarded(
-        lambda: app(
-            args=None if argv is None else list(argv), standalone_mode=False, prog_name="forerun"
-        ),
-        _flags,
-    )
+
+    def command() -> Any:
+        words = sys.argv[1:] if argv is None else list(argv)
+        if any("\0" in word for word in words):
+            raise SettingError("an argument holds a NUL character; no name or text may")
+        return app(args=words, standalone_mode=False, prog_name="forerun")
+
+    return guarded(command, _flags)
 
 
 def _flags() -> dict[str, str]:
