@@ -8,7 +8,7 @@ import torch
 
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.crew import Crew
-from forerun.engine.endings import draft_limit, draft_stop
+from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
@@ -173,5 +173,5 @@ def _propose(
                 del tokens[end:]
                 out.stopped_by[row] = Stop.END_OF_TEXT
             else:
-                out.stopped_by[row] = why if len(tokens) == limit else Stop.EXHAUSTED
+                out.stopped_by[row] = proposal_stop(len(tokens), limit, why)
     return out

@@ -1,11 +1,20 @@
-"""Where a draft and a text end: the one place that decides it, live and in every replay."""
+"""Where a draft and a text end: the one place that decides it, live and in every replay.
+
+Live these are numbers; a replay asks for many rows at once, with arrays `(rows,)`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from forerun.controllers.elementwise import where
 from forerun.types import Stop
 
 
-def draft_limit(wanted: int, room: int) -> tuple[int, Stop]:
+def draft_limit(wanted: Any, room: Any) -> tuple[Any, Any]:
     """The most tokens to draft, and why a draft that gets there stopped.
 
     Args:
@@ -15,17 +24,16 @@ def draft_limit(wanted: int, room: int) -> tuple[int, Stop]:
     >>> draft_limit(4, 2)
     (2, <Stop.BUDGET: 5>)
     """
-    return (room, Stop.BUDGET) if room < wanted else (wanted, Stop.LIMIT)
+    short = room < wanted
+    return where(short, room, wanted), _why(short, Stop.BUDGET, Stop.LIMIT)
 
 
-def draft_stop(
-    drafted: int, goes_on: bool, drops_last: bool, end_of_text: bool
-) -> tuple[int, Stop | None]:
+def draft_stop(drafted: Any, goes_on: bool, drops_last: bool, end_of_text: Any) -> tuple[Any, Any]:
     """How many of the drafted tokens stay, and why drafting stops here; None if it goes on.
 
     Args:
         drafted: tokens so far, the newest included.
-        goes_on: whether the row's controller wants another.
+        goes_on: whether the row's controller wants another; for arrays, what all of them want.
         drops_last: whether the token at which it does not is left out. That is decided before
             anyone looks at which token it is: keeping only some would bias what is sampled.
         end_of_text: whether the newest is an end-of-text token.
@@ -35,6 +43,44 @@ def draft_stop(
     """
     if not goes_on and drops_last:
         return drafted - 1, Stop.CONFIDENCE
-    if end_of_text:
-        return drafted, Stop.END_OF_TEXT
-    return drafted, None if goes_on else Stop.CONFIDENCE
+    return drafted, _why(end_of_text, Stop.END_OF_TEXT, None if goes_on else Stop.CONFIDENCE)
+
+
+def proposal_stop(drafted: Any, limit: Any, why: Any) -> Any:
+    """Why a draft of so many tokens stopped that neither its controller nor its drafter ended.
+
+    Args:
+        drafted: tokens.
+        limit: the most tokens, and
+        why: why a draft that gets there stopped, as by `draft_limit`.
+
+    >>> proposal_stop(2, 4, Stop.BUDGET)
+    <Stop.EXHAUSTED: 3>
+    """
+    return _why(drafted == limit, why, Stop.EXHAUSTED)
+
+
+def reading(unread: Sequence[int], budget: int) -> list[int]:
+    """How many tokens each row reads in a round: prompts in chunks, under one budget for all.
+
+    Args:
+        unread: per row the tokens of its context that the target has not read; 1 of a row that
+            decodes, which is read in any case.
+        budget: for the others.
+
+    >>> reading([1, 700, 300], 512)
+    [1, 512, 0]
+    """
+    out = []
+    for count in unread:
+        if count > 1:
+            count = min(count, budget)
+            budget -= count
+        out.append(count)
+    return out
+
+
+def _why(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, +yes, +no)  # whole numbers: numpy is slow with enumerations
+    return yes if condition else no

@@ -17,6 +17,7 @@ from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
 from forerun.engine.crew import Crew, Memory
 from forerun.engine.drafting import Guide, draft
+from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
 from forerun.engine.results import Completion, Event, FinishReason, Round
@@ -26,7 +27,7 @@ from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import ForerunError, SettingError, require
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
-from forerun.runtime.base import CHUNK, Executor, Rows
+from forerun.runtime.base import CHUNK, Executor, Pieces, Rows
 from forerun.types import Round as Outcome
 from forerun.types import Stop
 
@@ -231,19 +232,15 @@ class Engine:
 
     def _schedule(self) -> _Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
-        budget, upto = CHUNK, []
-        for row, covered in zip(self._rows, self.target.lengths, strict=True):
-            unread = len(row.context) - covered
-            if unread > 1:
-                unread = min(unread, budget)
-                budget -= unread
-            upto.append(covered + unread)
+        lengths = self.target.lengths
+        unread = [len(row.context) - n for row, n in zip(self._rows, lengths, strict=True)]
+        upto = [n + count for n, count in zip(lengths, reading(unread, CHUNK), strict=True)]
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         return _Pass(
             time.perf_counter(),
             upto,
             [n == len(row.context) for n, row in zip(upto, self._rows, strict=True)],
-            budget < CHUNK,
+            any(count > 1 for count in unread),
             self.drafter.seconds,
             self.target.seconds,
             counters,
@@ -274,9 +271,14 @@ class Engine:
             len(tokens) + 1 if ready else 0
             for tokens, ready in zip(drafts, passed.ready, strict=True)
         ]
-        judged = [row for row, n in enumerate(wanted) if n]
+        return self._judge(proposal, pieces, wanted)
+
+    def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
+        """Feed the target, and judge the drafts of rows whose logits are wanted."""
+        rows, judged = self._rows, [row for row, n in enumerate(wanted) if n]
         if self._compares:
-            return compare(rows, drafts, self.target.best(pieces, wanted), judged)
+            best = self.target.best(pieces, wanted)
+            return compare(rows, proposal.tokens, best, judged)
         logits = self.target.feed(pieces, wanted)
         if not judged:
             return {}

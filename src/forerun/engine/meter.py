@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,18 +59,18 @@ class Meter:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Timings] = {}
-        self._given: Costs | None = None
+        self._given: Callable[[int], Costs] | None = None
 
     @classmethod
-    def given(cls, costs: Costs) -> Meter:
-        """One that always says the same, whatever it is told."""
+    def given(cls, costs: Costs | Callable[[int], Costs]) -> Meter:
+        """One that always says the same, whatever it is told: costs, or those of so many rows."""
         meter = cls()
-        meter._given = costs
+        meter._given = (lambda _: costs) if isinstance(costs, Costs) else costs
         return meter
 
     def costs(self, rows: int) -> Costs:
         """Of a batch of so many rows, ≥ 1."""
-        return self._given or self._timings(rows).costs
+        return self._timings(rows).costs if self._given is None else self._given(rows)
 
     def wants(self, rows: int) -> Literal["draft", "plain"] | None:
         """The kind of round that must be timed before costs mean anything, if there is one.

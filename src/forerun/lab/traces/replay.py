@@ -17,13 +17,14 @@ from numpy.typing import ArrayLike
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.controllers.elementwise import filled, joined, select, spread, taken
 from forerun.costs import Costs
+from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
 from forerun.errors import require
 from forerun.lab.traces.costs import passes
 from forerun.lab.traces.trace import Trace
 from forerun.types import SIGNALS, FloatArray, IntArray, Round, Stop, Token
 
 RESAMPLES = 2000
-LIMIT, CONFIDENCE, _, EXHAUSTED, END_OF_TEXT, BUDGET = map(int, Stop)  # numpy is slow with enums
+_, CONFIDENCE, _, EXHAUSTED, END_OF_TEXT, _ = map(int, Stop)  # numpy is slow with enums
 
 
 @dataclass(frozen=True)
@@ -299,10 +300,9 @@ class _Texts:
         """What each row drafts, and which rounds the depth cut short."""
         opening = self._controller.open(state, self._cell)
         wanted = np.broadcast_to(opening.alone, here.shape)
-        limit = np.minimum(wanted, room)
-        stopped = np.where(room < wanted, BUDGET, LIMIT)
-        stopped = np.where(limit > self._depth, EXHAUSTED, stopped)
+        limit, why = draft_limit(wanted, room)
         reach = np.minimum(limit, self._depth)
+        stopped = proposal_stop(reach, limit, why)
         out = self._run(state, opening.memo, here, reach, stopped)
         if self._controller.previews:
             out = self._planned(out, state, opening.memo, here, reach)
@@ -352,11 +352,8 @@ class _Texts:
                 controller.keep_going(state, self._cell, memo), part.shape
             )]  # fmt: skip
             steps[stop] = depth
-            if controller.drops_last:
-                lengths[stop], stopped[stop] = depth - 1, CONFIDENCE
-            else:
-                lengths[stop] = depth
-                stopped[stop] = np.where(ends[stop] == depth, END_OF_TEXT, CONFIDENCE)
+            ended = ends[stop] == depth
+            lengths[stop], stopped[stop] = draft_stop(depth, False, controller.drops_last, ended)
             active = steps[part] > depth
         return _Drafted(lengths, steps, stopped)
 
