@@ -21,8 +21,8 @@ from forerun.cli.info import info
 from forerun.cli.listing import show
 from forerun.cli.record import record
 from forerun.cli.replay import replay
-from forerun.cli.shared.guard import guarded
 from forerun.cli.serve import serve
+from forerun.cli.shared.guard import guarded
 from forerun.cli.sweep import app as sweep
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
