@@ -80,7 +80,7 @@ def test_a_client_that_leaves_frees_its_row(held, stream, where):
 def test_a_slow_reader_is_cancelled(held, monkeypatch):
     server, target = held
     worker = server.server.worker
-    monkeypatch.setattr(worker, "_buffer", 8)
+    monkeypatch.setattr(worker, "_buffer", 200)
     target.gate.clear()
     # Many large frames, so that the buffers between the two are soon full.
     client = ask(server, max_tokens=4000, stream=True, logprobs=16,

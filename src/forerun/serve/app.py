@@ -110,12 +110,14 @@ class Server:
         reply = self.worker.open(plan.jobs)
         try:
             await with_client(request, reply.ready())
-            read = await with_client(request, self._read(plan))
+            read = await with_client(request, self._read(plan)) if plan.echo else []
             answer = Answer(plan, self.facts, self.texts, read)
             if not plan.stream:
                 value = await with_client(request, self._whole(answer, reply))
                 return Response(dumps(value), media_type="application/json")
         except BaseException:
+            if reply.slow.is_set():
+                self.metrics.gone["slow_reader"].inc()
             reply.cancel()
             raise
         return EventStream(self._frames(answer, reply), self.config.ping, reply.slow)
@@ -127,7 +129,7 @@ class Server:
 
     async def _read(self, plan: Plan) -> list[list[Logprob]]:
         """Log-probabilities of prompts that are shown with theirs."""
-        if not plan.echo or plan.top is None:
+        if plan.top is None:
             return []
         return [await self.worker.score(prompt, plan.top) for prompt in plan.prompts]
 
