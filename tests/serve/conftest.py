@@ -105,12 +105,12 @@ class Held(ScriptedModel):
         self.gate.set()
         self.fail: Exception | None = None
 
-    def feed(self, *args: Any, **more: Any) -> torch.Tensor:
+    def run(self, *args: Any, **more: Any) -> torch.Tensor:
         assert self.gate.wait(20)
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
-        return super().feed(*args, **more)
+        return super().run(*args, **more)
 
 
 @pytest.fixture

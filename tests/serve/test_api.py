@@ -192,7 +192,7 @@ def test_logprobs_are_the_targets(shipped, pair):
     )["choices"][0]  # fmt: skip
     told, ids = done["logprobs"], [*done["prompt_token_ids"], *done["token_ids"]]
     with torch.inference_mode():
-        logits = pair.target.model(torch.tensor([ids[:-1]])).logits[0].float()
+        logits = pair.target.executor.module()(torch.tensor([ids[:-1]])).logits[0].float()
     logp = logits.log_softmax(-1)
     right = logp.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
     assert told["token_logprobs"][0] is None
@@ -219,6 +219,37 @@ def test_chat_logprobs_have_their_own_shape(shipped):
         assert bytes(entry["bytes"]).decode() == entry["token"]
         assert -math.inf < entry["logprob"] <= 0
         assert [set(t) for t in entry["top_logprobs"]] == [{"token", "logprob", "bytes"}] * 2
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_tells_the_same_logprobs(shipped, echo):
+    body = {"max_tokens": 12, "temperature": 0.7, "seed": 3, "logprobs": 2, "echo": echo,
+            "prompt": [PROMPT, "English: Hello.\nGerman:"]}  # fmt: skip
+    whole = shipped.complete(**body)["choices"]
+    frames = [f["choices"][0] for f in shipped.stream("/v1/completions", **body)]
+    for choice in whole:
+        told = [f["logprobs"] for f in frames if f["index"] == choice["index"] and f["logprobs"]]
+        for key in ("tokens", "text_offset"):
+            assert [v for part in told for v in part[key]] == choice["logprobs"][key]
+        told = [v for part in told for v in part["token_logprobs"]]
+        right = choice["logprobs"]["token_logprobs"]
+        assert told[:1] == [None] if echo else len(told) == len(right) > 0
+        assert told[echo:] == pytest.approx(right[echo:], abs=1e-4)  # passes of other widths
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "logprobs": True}
+    streamed = shipped.stream("/v1/chat/completions", **chat)
+    parts = [f["choices"][0]["logprobs"] for f in streamed]
+    assert parts[0] is None  # the role
+    content = [entry for part in parts if part for entry in part["content"]]
+    alone = shipped.post("/v1/chat/completions", **chat).json()["choices"][0]["logprobs"]
+    assert [e["token"] for e in content] == [e["token"] for e in alone["content"]]
+
+
+def test_token_ids_are_streamed_whether_or_not_they_have_text(shipped):
+    body = {"prompt": "Emoji: ", "max_tokens": 8, "logit_bias": {"255": 100}}
+    body |= {"return_token_ids": True}
+    whole = shipped.complete(**body)["choices"][0]
+    frames = [f["choices"][0] for f in shipped.stream("/v1/completions", **body)]
+    assert [t for f in frames for t in f["token_ids"]] == whole["token_ids"]
 
 
 def test_tokens_there_and_back(shipped, pair):
@@ -267,7 +298,6 @@ WRONG = [
     ({"prompt": "x", "temprature": 1}, 400, "temprature", "temperature"),
     ({"prompt": "x", "best_of": 3}, 400, "best_of", "best_of"),
     ({"prompt": "x", "suffix": "y"}, 501, "suffix", "suffix"),
-    ({"prompt": "x", "stream": True, "logprobs": 1}, 501, "logprobs", "stream"),
     ({"prompt": "x", "response_format": {"type": "json_object"}}, 501, "response_format", "struc"),
     (CHAT | {"tools": [{"type": "function"}]}, 501, "tools", "tools"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "one of"),

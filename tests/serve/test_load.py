@@ -72,7 +72,7 @@ def test_a_client_that_leaves_frees_its_row(held, stream, where):
     first.close()
     target.gate.set()
     eventually(server.idle)
-    assert target.lengths == []
+    assert target.history == []
     eventually(lambda: server.metric("requests_cancelled_total", reason="disconnected") >= 1)
     assert server.complete([3], max_tokens=4)["choices"][0]["finish_reason"] == "length"
 
@@ -80,11 +80,12 @@ def test_a_client_that_leaves_frees_its_row(held, stream, where):
 def test_a_slow_reader_is_cancelled(held, monkeypatch):
     server, target = held
     worker = server.server.worker
-    monkeypatch.setattr(worker, "_buffer", 8)
+    monkeypatch.setattr(worker, "_buffer", 200)
     target.gate.clear()
-    # Full reports make frames large, so that the buffers between the two are soon full.
-    client = ask(server, max_tokens=4000, stream=True,
-                 speculative={"report": "rounds"}, ignore_eos=True)  # fmt: skip
+    # Many large frames, so that the buffers between the two are soon full.
+    client = ask(server, max_tokens=4000, stream=True, logprobs=16,
+                 return_tokens_as_token_ids=True,
+                 speculative={"report": "rounds", "controller": "fixed(0)"})  # fmt: skip
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     target.gate.set()
     eventually(lambda: server.metric("requests_cancelled_total", reason="slow_reader") == 1, 20)
@@ -104,6 +105,35 @@ def test_an_engine_that_fails_loses_its_requests_only(held, caplog):
     assert server.http.get("/health").status_code == 200
     assert server.complete([3], max_tokens=4)["usage"]["completion_tokens"] == 4
     assert "secret" in caplog.text  # the operator's log says it
+
+
+class Broken:
+    """A tokenizer that fails."""
+
+    def decode(self, *_: object, **__: object) -> str:
+        raise ValueError("/a/secret")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_text_that_cannot_be_made_loses_its_request_only(held, stream):
+    server, _ = held
+    engine = server.server.worker._engine._engine
+    engine.tokenizer = Broken()
+    lost = server.post("/v1/completions", **BODY, stream=stream)
+    assert lost.status_code == (200 if stream else 500)
+    assert '"server_error"' in lost.text
+    assert "secret" not in lost.text
+    engine.tokenizer = None
+    eventually(server.idle)
+    assert server.complete([3], max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
+def test_numbers_that_are_none_are_said_to_be(held):
+    server, target = held
+    target._script = target._script * float("nan")
+    lost = server.post("/v1/completions", **BODY)
+    assert lost.status_code == 500
+    assert "the target's logits are no numbers" in lost.json()["error"]["message"]
 
 
 def test_an_error_in_mid_stream_is_a_frame(held):
@@ -162,7 +192,7 @@ def test_requests_that_do_not_fit_the_memory_wait_or_are_refused(held):
     server, target = held
     worker, memory = server.server.worker, server.server.memory
     worker.max_rows = worker._engine._max_rows = 2
-    memory.budget, memory.per_token = 300, 1
+    memory.budget, memory.per_token, memory.per_row = 300, 1, 0
     target.gate.clear()
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(server.complete, [3], max_tokens=199) for _ in range(2)]

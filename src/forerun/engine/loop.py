@@ -20,11 +20,11 @@ from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
-from forerun.engine.results import Completion, Event, FinishReason, Round
+from forerun.engine.results import Completion, Event, FinishReason, Logprob, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.errors import ForerunError, SettingError, require
+from forerun.errors import SettingError, require
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import CHUNK, Executor, Pieces, Rows
@@ -111,13 +111,7 @@ class Engine:
             assert controller is not None
             assert rule is not None
             request = Request(request, sampling, controller, rule)
-        target, own = self.target, self.drafter.target is self.target
-        request.check(
-            target.vocab_size,
-            target.limit,
-            self.tokenizer is not None,
-            self.drafter.has_distribution,
-        )
+        self.check(request)
         how, prompt = request.sampling, list(request.prompt)
         seed = np.random.SeedSequence().entropy if how.seed is None else how.seed
         assert isinstance(seed, int)
@@ -133,13 +127,26 @@ class Engine:
             random=np.random.default_rng(seed),
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
-            limit=target.limit,
+            limit=self.target.limit,
             # A target that drafts has read the prompt only after its first pass.
-            rests_first=request.stream or own,
+            rests_first=request.stream or self.drafter.target is self.target,
             submitted=time.perf_counter(),
         )
         self._waiting.append(row)
         return row.id
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served, as `submit` would, without queueing it.
+
+        Raises:
+            PromptError, SettingError: see `Request.check`.
+        """
+        request.check(
+            self.target.vocab_size,
+            self.target.limit,
+            self.tokenizer is not None,
+            self.drafter.has_distribution,
+        )
 
     def run(self) -> Iterator[Event]:
         """Round after round until every request is done: the one loop that everything consumes.
@@ -158,7 +165,7 @@ class Engine:
             if row.id == request:
                 self._waiting = [w for w in self._waiting if w is not row]
                 self._keep([r is not row for r in self._rows])
-                return row.complete("cancelled")
+                return self._complete(row, "cancelled")
         return None
 
     def clear(self) -> None:
@@ -371,6 +378,7 @@ class Engine:
                     row.rounds[-1] if row.rounds else NOTHING,
                     _look(row, before - count, before),
                     done,
+                    _logprobs(row, before - count, before),
                 )
             )
         self._keep(staying)
@@ -406,21 +414,21 @@ class Engine:
             counters=counted,
         )
 
-    def _complete(self, row: Row, reason: FinishReason, kept: Judged | Exception) -> Completion:
+    def _complete(
+        self, row: Row, reason: FinishReason, kept: Judged | Exception | None = None
+    ) -> Completion:
         try:
             error = kept.error if isinstance(kept, Judged) else kept
-            if reason == "error" and error is not None:
-                return row.complete("error", _line(error))
-            return row.complete(reason)
+            return row.complete(reason, error if reason == "error" else None)
         except Exception as error:  # its tokenizer
-            return row.complete("error", _line(error))
+            return row.complete("error", error)
 
     def _abandon(self, error: Exception) -> list[Event]:
         """End all rows with what a model raised; requests that wait are served yet."""
         rows = self._rows
         self._drop_rows()
         return [
-            Event(row.id, [], NOTHING, _look(row, 0, 0), row.complete("error", _line(error)))
+            Event(row.id, [], NOTHING, _look(row, 0, 0), row.complete("error", error))
             for row in rows
         ]
 
@@ -429,7 +437,5 @@ def _look(row: Row, begin: int, end: int) -> Any:
     return lambda: row.pieces(end)[begin:end]
 
 
-def _line(error: Exception) -> str:
-    """One line for the person who asked."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if isinstance(error, ForerunError) else f"{type(error).__name__}: {text}"
+def _logprobs(row: Row, begin: int, end: int) -> list[Logprob]:
+    return row.logprobs[begin:end] if row.request.logprobs is not None else []

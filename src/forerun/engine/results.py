@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -203,6 +203,8 @@ class Completion:
     """Per token, if the request asked for them."""
     error: str | None = None
     """What ended the request, in one line, with the finish reason "error"."""
+    error_type: type[Exception] | None = None
+    """Its class: no `ForerunError` if something is broken."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape of one completion."""
@@ -227,9 +229,10 @@ class Event:
         drafted: the tokens that were drafted; `round.accepted` of them were kept.
         round: what became of them; of a request that an error ended, perhaps the one before.
         completion: set in a request's last event.
+        logprobs: of the committed tokens, if the request asked for them; else empty.
     """
 
-    __slots__ = ("_look", "completion", "drafted", "request", "round")
+    __slots__ = ("_look", "completion", "drafted", "logprobs", "request", "round")
 
     def __init__(
         self,
@@ -238,9 +241,10 @@ class Event:
         round: Round,
         look: Callable[[], list[Piece]],
         completion: Completion | None = None,
+        logprobs: Sequence[Logprob] = (),
     ) -> None:
         self.request, self.drafted, self.round = request, drafted, round
-        self.completion, self._look = completion, look
+        self.completion, self.logprobs, self._look = completion, logprobs, look
 
     @property
     def pieces(self) -> list[Piece]:

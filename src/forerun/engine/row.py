@@ -10,6 +10,7 @@ import numpy as np
 
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
+from forerun.errors import ForerunError
 from forerun.requests import Request, Sampling
 
 
@@ -105,7 +106,7 @@ class Row:
             self._pieces.append(Piece(token, text, self.origins[place]))
         return self._pieces
 
-    def complete(self, reason: FinishReason, error: str | None = None) -> Completion:
+    def complete(self, reason: FinishReason, error: Exception | None = None) -> Completion:
         """The finished generation."""
         total = time.perf_counter() - self.submitted
         tokens = self.context[self.prompt :]
@@ -128,5 +129,12 @@ class Row:
             pieces=pieces,
             seed=self.seed,
             logprobs=self.logprobs[: len(tokens)] if self.request.logprobs is not None else None,
-            error=error,
+            error=None if error is None else _line(error),
+            error_type=None if error is None else type(error),
         )
+
+
+def _line(error: Exception) -> str:
+    """One line for the person who asked."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if isinstance(error, ForerunError) else f"{type(error).__name__}: {text}"

@@ -29,6 +29,8 @@ class Facts:
     weights: int = 0
     """Parameters that a pass reads: all but a table of embeddings, of which it reads a row; 0 if
     unknown."""
+    token_bytes: int = 0
+    """Bytes that the keys and values of one token of one row take in all layers; 0 if unknown."""
     eos: frozenset[int] | None = None
     """End-of-text ids; None if the model names none."""
     precision: str = "float32"

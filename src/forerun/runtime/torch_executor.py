@@ -141,11 +141,21 @@ def facts_of(model: Any) -> Facts:
         limit=context_limit(model.config),
         layers=int(getattr(config, "num_hidden_layers", 0)),
         weights=every if table is head else every - table.numel(),
+        token_bytes=_token_bytes(config, model.dtype),
         eos=ends,
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),
     )
+
+
+def _token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Of keys and values; full attention assumed, so never too few."""
+    heads = getattr(config, "num_attention_heads", 0)
+    pairs = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
+    layers = getattr(config, "num_hidden_layers", 0)
+    return 2 * int(layers) * int(pairs) * int(width) * dtype.itemsize
 
 
 def _by_width(pieces: Pieces) -> list[list[int]]:

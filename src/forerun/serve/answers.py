@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forerun import __version__
-from forerun.engine import Completion
+from forerun.engine import Completion, Logprob
 from forerun.serve import logprobs, reports
 from forerun.serve.plans import Facts, Plan
 from forerun.serve.texts import Texts
-from forerun.serve.worker import Scores, Update
+from forerun.serve.worker import Update
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for the engine's."""
@@ -27,6 +27,8 @@ class Choice:
         self.context = list(prompt)
         self.updates: list[Update] = []
         self.text: list[str] = []
+        self.offset = 0
+        """Characters of the tokens whose log-probabilities were shown."""
         self.done: Completion | None = None
         self.queued = 0.0
         self.report: dict[str, list[Any]] = {
@@ -46,10 +48,18 @@ class Answer:
         plan: what was asked.
         facts: of the model.
         texts: writes tokens.
+        read: per prompt the log-probabilities of its tokens after the first, to be shown with it.
     """
 
-    def __init__(self, plan: Plan, facts: Facts, texts: Texts) -> None:
-        self._plan, self._facts, self._texts = plan, facts, texts
+    def __init__(
+        self,
+        plan: Plan,
+        facts: Facts,
+        texts: Texts,
+        read: Sequence[Sequence[Logprob]] = (),
+    ) -> None:
+        self._plan, self._facts, self._texts, self._read = plan, facts, texts, read
+        self._name = logprobs.Namer(texts, bool(plan.request.return_tokens_as_token_ids))
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
         self._created = int(time.time())
@@ -112,13 +122,13 @@ class Answer:
 
     # --- whole answers ----------------------------------------------------------------------
 
-    def whole(self, scores: Sequence[Scores | None]) -> dict[str, Any]:
-        """The answer as one document; `scores` per choice."""
-        choices = [self._choice(i, scores[i]) for i in range(len(self.choices))]
+    def whole(self) -> dict[str, Any]:
+        """The answer as one document."""
+        choices = [self._choice(i) for i in range(len(self.choices))]
         kind = "chat.completion" if self._plan.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self.usage(), **self.extras()}
 
-    def _choice(self, index: int, scores: Scores | None) -> dict[str, Any]:
+    def _choice(self, index: int) -> dict[str, Any]:
         choice, request = self.choices[index], self._plan.request
         done = choice.done
         assert done is not None, "a choice was answered before it was done"
@@ -128,7 +138,7 @@ class Answer:
             out["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             out["text"] = (self._prompt_text(index) if self._plan.echo else "") + text
-        out["logprobs"] = None if scores is None else self._logprobs(index, scores)
+        out["logprobs"] = self._logprobs(index, done.tokens, done.logprobs or (), self._plan.echo)
         out |= {"finish_reason": FINISH[done.finish_reason], "stop_reason": self._reason(done)}
         if request.return_token_ids:
             out["prompt_token_ids"] = list(self._plan.jobs[index].prompt)
@@ -137,12 +147,22 @@ class Answer:
             out["forerun"] = choice.report
         return out
 
-    def _logprobs(self, index: int, scores: Scores) -> dict[str, Any]:
-        plan, prompt = self._plan, len(self._plan.jobs[index].prompt)
-        name = logprobs.Namer(self._texts, bool(plan.request.return_tokens_as_token_ids))
-        write = logprobs.chat if plan.chat else logprobs.completion
-        first = 0 if plan.echo else prompt
-        return write(self.choices[index].context, scores, first, plan.top or 0, name)
+    def _logprobs(
+        self, index: int, tokens: Sequence[int], scores: Sequence[Logprob], echo: bool = False
+    ) -> dict[str, Any] | None:
+        """Of tokens just written, after those of the prompt with `echo`; None if unwanted."""
+        plan, choice = self._plan, self.choices[index]
+        if plan.top is None:
+            return None
+        entries: list[logprobs.Entry] = list(zip(tokens, scores, strict=True))
+        if echo:
+            read: list[Logprob | None] = [None, *self._read[index // plan.copies]]
+            entries = [*zip(plan.jobs[index].prompt, read, strict=True), *entries]
+        if plan.chat:
+            return logprobs.chat(entries, plan.top, self._name)
+        out = logprobs.completion(entries, plan.top, self._name, choice.offset)
+        choice.offset += sum(map(len, out["tokens"]))
+        return out
 
     def _prompt_text(self, index: int) -> str:
         prompts: Any = getattr(self._plan.request, "prompt", "")
@@ -161,20 +181,26 @@ class Answer:
             if self._plan.chat:
                 yield self._chunk(index, {"role": "assistant", "content": ""})
             elif self._plan.echo:
-                yield self._chunk(index, self._prompt_text(index))
+                frame = self._chunk(index, self._prompt_text(index))
+                frame["choices"][0]["logprobs"] = self._logprobs(index, (), (), echo=True)
+                yield frame
 
     def chunk(self, update: Update) -> dict[str, Any] | None:
         """The frame of an update; None where there is nothing to say."""
         text, report = self.take(update)
-        done = update.done
-        if not text and report is None and done is None:
+        done, request = update.done, self._plan.request
+        by_token = self._plan.top is not None or request.return_token_ids
+        if not (text or report or done or (by_token and update.pieces)):
             return None
         frame = self._chunk(
             update.index, {"content": text} if self._plan.chat and text else text or {}
         )
         choice = frame["choices"][0]
-        if self._plan.request.return_token_ids:
-            choice["token_ids"] = [piece.token for piece in update.pieces]
+        tokens = [piece.token for piece in update.pieces]
+        if tokens:
+            choice["logprobs"] = self._logprobs(update.index, tokens, update.logprobs)
+        if request.return_token_ids:
+            choice["token_ids"] = tokens
         if report is not None:
             choice["forerun"] = report
         if done is not None:

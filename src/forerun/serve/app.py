@@ -17,12 +17,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from forerun import __version__
+from forerun.engine import Logprob
 from forerun.errors import ForerunError
 from forerun.model import Model
 from forerun.serve import memory, page
 from forerun.serve.answers import Answer
 from forerun.serve.config import Config
-from forerun.serve.errors import ApiError, bad, unsupported
+from forerun.serve.errors import ApiError, bad
 from forerun.serve.guards import FAILED, Guard
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.parts import parts
@@ -35,7 +36,7 @@ from forerun.serve.protocol import (
 )
 from forerun.serve.streaming import DONE, EventStream, Gone, dumps, frame, with_client
 from forerun.serve.texts import Texts
-from forerun.serve.worker import Reply, Scores, Worker
+from forerun.serve.worker import Reply, Worker
 
 log = logging.getLogger("forerun.serve")
 
@@ -80,7 +81,7 @@ class Server:
 
     def __init__(self, model: Model, config: Config) -> None:
         self.config, self.began = config, int(time.time())
-        generation = getattr(getattr(model.target, "model", None), "generation_config", None)
+        generation = getattr(model.target.executor.module(), "generation_config", None)
         self.facts = Facts(
             config.name,
             model.target.limit,
@@ -106,28 +107,31 @@ class Server:
             ApiError, ForerunError: what was wrong.
             Gone: the client left.
         """
-        if plan.stream and plan.top is not None:
-            raise unsupported("log-probabilities in a stream are", "logprobs")
-        answer = Answer(plan, self.facts, self.texts)
         reply = self.worker.open(plan.jobs)
         try:
             await with_client(request, reply.ready())
+            read = await with_client(request, self._read(plan)) if plan.echo else []
+            answer = Answer(plan, self.facts, self.texts, read)
             if not plan.stream:
-                value = await with_client(request, self._whole(plan, answer, reply))
+                value = await with_client(request, self._whole(answer, reply))
                 return Response(dumps(value), media_type="application/json")
         except BaseException:
+            if reply.slow.is_set():
+                self.metrics.gone["slow_reader"].inc()
             reply.cancel()
             raise
-        return EventStream(self._frames(answer, reply), self.config.ping)
+        return EventStream(self._frames(answer, reply), self.config.ping, reply.slow)
 
-    async def _whole(self, plan: Plan, answer: Answer, reply: Reply) -> dict[str, Any]:
+    async def _whole(self, answer: Answer, reply: Reply) -> dict[str, Any]:
         async for update in reply.updates():
             answer.take(update)
-        scores: list[Scores | None] = [None] * len(answer.choices)
-        if plan.top is not None:
-            for i, choice in enumerate(answer.choices):
-                scores[i] = await self.worker.score(choice.context, plan.top)
-        return await self.texts.run(answer.whole, scores)  # it may be long
+        return await self.texts.run(answer.whole)  # it may be long
+
+    async def _read(self, plan: Plan) -> list[list[Logprob]]:
+        """Log-probabilities of prompts that are shown with theirs."""
+        if plan.top is None:
+            return []
+        return [await self.worker.score(prompt, plan.top) for prompt in plan.prompts]
 
     async def _frames(self, answer: Answer, reply: Reply) -> AsyncGenerator[bytes]:
         try:
@@ -146,7 +150,7 @@ class Server:
             log.exception("a stream failed")
             yield frame(ApiError(500, FAILED).to_json())
         finally:
-            if reply.slow:
+            if reply.slow.is_set():
                 self.metrics.gone["slow_reader"].inc()
             elif reply.open:
                 self.metrics.gone["disconnected"].inc()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from forerun.engine import Logprob
 from forerun.serve.texts import Texts
-from forerun.serve.worker import Scores
 
 FLOOR = -9999.0
 """What stands for minus infinity, which JSON does not have."""
+
+Entry = tuple[int, Logprob | None]
+"""A token and what the target said of it; None of a text's first."""
 
 
 class Namer:
@@ -23,51 +26,43 @@ class Namer:
         return f"token_id:{token}" if self._numbers else self._texts.token(token)
 
 
-def completion(
-    tokens: Sequence[int], scores: Scores, first: int, top: int, name: Namer
-) -> dict[str, Any]:
+def completion(entries: Sequence[Entry], top: int, name: Namer, offset: int = 0) -> dict[str, Any]:
     """Of a completion.
 
     Args:
-        tokens: the whole text, prompt included.
-        scores: of all but the first token.
-        first: where the shown text begins; 0 with echo, and its first token has no score.
+        entries: tokens with theirs.
         top: alternatives per token.
         name: writes a token.
+        offset: characters of the text before.
     """
     out: dict[str, list[Any]] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
     }  # fmt: skip
-    offset = 0
-    for place in range(first, len(tokens)):
-        text = name(tokens[place])
+    for token, score in entries:
+        text = name(token)
         out["tokens"].append(text)
         out["text_offset"].append(offset)
         offset += len(text)
-        if place == 0:
-            out["token_logprobs"].append(None)
-            out["top_logprobs"].append(None)
-            continue
-        chosen = _finite(scores.chosen[place - 1])
-        best = {name(token): _finite(value) for token, value in scores.top[place - 1][:top]}
+        chosen = best = None
+        if score is not None:
+            chosen = _finite(score.logprob)
+            if top:
+                best = {text: chosen} | {name(other): _finite(v) for other, v in score.top[:top]}
         out["token_logprobs"].append(chosen)
-        out["top_logprobs"].append({text: chosen} | best if top else None)
+        out["top_logprobs"].append(best)
     return out
 
 
-def chat(
-    tokens: Sequence[int], scores: Scores, first: int, top: int, name: Namer
-) -> dict[str, Any]:
-    """Of a chat answer; arguments as for `completion`."""
-    content = []
-    for place in range(first, len(tokens)):
-        best = scores.top[place - 1][:top]
-        content.append(
-            {
-                **_entry(name(tokens[place]), scores.chosen[place - 1]),
-                "top_logprobs": [_entry(name(token), value) for token, value in best],
-            }
-        )
+def chat(entries: Sequence[Entry], top: int, name: Namer) -> dict[str, Any]:
+    """Of a chat answer, none of whose tokens is the first of a text; see `completion`."""
+    content = [
+        {
+            **_entry(name(token), score.logprob),
+            "top_logprobs": [_entry(name(other), value) for other, value in score.top[:top]],
+        }
+        for token, score in entries
+        if score is not None
+    ]
     return {"content": content, "refusal": None}
 
 

@@ -47,16 +47,8 @@ def measure(model: Any, budget: int | None, width: int = 8) -> Memory:
         budget: bytes; None: no bound.
         width: positions whose logits a pass holds, per row.
     """
-    runtimes = [model.target, getattr(model.drafter, "rows", None)]
-    models = [m for m in (getattr(r, "model", None) for r in runtimes) if m is not None]
-    logits = 4 * width * (model.target.vocab_size if models else 0)
-    return Memory(budget, sum(map(_token_bytes, models)), logits)
-
-
-def _token_bytes(model: Any) -> int:
-    """Keys and values of one token in every layer; full attention assumed, so never too few."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    pairs = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * int(config.num_hidden_layers) * int(pairs) * int(width) * model.dtype.itemsize
+    facts = [model.target.facts]
+    if (rows := getattr(model.drafter, "rows", None)) is not None:
+        facts.append(rows.facts)
+    logits = 4 * width * facts[0].vocab_size
+    return Memory(budget, sum(one.token_bytes for one in facts), logits)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.engine import Sampling
+from forerun.engine import Request, Sampling
 from forerun.errors import ForerunError
 from forerun.serve.config import Config
 from forerun.serve.errors import bad
 from forerun.serve.policy import Policies, Policy
 from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
 from forerun.serve.texts import Texts
-from forerun.serve.worker import Job
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
@@ -52,7 +51,7 @@ class Plan:
 
     chat: bool
     prompts: Sequence[Sequence[int]]
-    jobs: Sequence[Job]
+    jobs: Sequence[Request]
     copies: int
     policy: Policy
     stops: tuple[str, ...]
@@ -155,7 +154,14 @@ class Planner:
             tokens = min(wanted or most or room, room)
             for copy in range(copies):
                 sampling = self._sampling(request, stops, tokens, copy)
-                jobs.append(Job(tuple(prompt), sampling, policy.controller, policy.rule))
+                # A seed gives the same text streamed or not.
+                soon = bool(request.stream) or (request.seed is not None and not sampling.greedy)
+                jobs.append(
+                    Request(
+                        tuple(prompt), sampling, policy.controller, policy.rule,
+                        stream=soon, logprobs=top,
+                    )
+                )  # fmt: skip
         return Plan(
             isinstance(request, ChatRequest),
             prompts,

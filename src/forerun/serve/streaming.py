@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+LINGER = 1.0
+"""Seconds that a client too slow for its stream has to read the error."""
 PING = b": ping\n\n"
 """A comment: keeps proxies from closing a silent stream."""
 DONE = b"data: [DONE]\n\n"
@@ -62,12 +64,12 @@ async def with_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends frames as they come, and closes their source when the client leaves."""
+    """Sends frames as they come, and closes their source when the client leaves or is `slow`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[bytes], ping: float) -> None:
-        self._frames, self._ping = frames, ping
+    def __init__(self, frames: AsyncGenerator[bytes], ping: float, slow: asyncio.Event) -> None:
+        self._frames, self._ping, self._slow = frames, ping, slow
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -76,12 +78,15 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(until_gone(receive))
+        slow = asyncio.ensure_future(self._slow.wait())
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, gone, slow}, return_when=asyncio.FIRST_COMPLETED)
+            if slow.done():  # a last chance to read why it ends
+                await asyncio.wait({sending}, timeout=LINGER)
             if sending.done():
                 sending.result()
         finally:
-            for future in (sending, gone):
+            for future in (sending, gone, slow):
                 future.cancel()
                 with contextlib.suppress(asyncio.CancelledError, OSError):
                     await future

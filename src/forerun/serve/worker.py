@@ -17,13 +17,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from forerun.controllers import LengthController
-from forerun.engine import Completion, Engine, Event, Piece, Round, Sampling
+from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round
+from forerun.engine.scoring import score_text
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.model import Model
-from forerun.rules import AcceptanceRule
 from forerun.serve.errors import ApiError
 from forerun.serve.memory import Memory
 
@@ -31,32 +28,6 @@ log = logging.getLogger("forerun.serve")
 
 LAST_ROUND = 10.0
 """Seconds that the engine's thread has to end its round when the server stops."""
-SCORE_CHUNK = 128
-"""Tokens scored in one pass: bounds the logits held at once."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One text to generate."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    controller: LengthController
-    rule: AcceptanceRule
-
-    @property
-    def columns(self) -> int:
-        """Most tokens its caches will hold."""
-        return len(self.prompt) + self.sampling.max_new_tokens
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities, in nats at temperature 1, of the tokens of a text after its first."""
-
-    chosen: list[float]
-    top: list[list[tuple[int, float]]]
-    """Per token the most likely ones, best first."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +38,8 @@ class Update:
     queued: float = 0.0
     """Seconds it waited for a row."""
     pieces: Sequence[Piece] = ()
+    logprobs: Sequence[Logprob] = ()
+    """Of the pieces, if the job asked for them."""
     proposed: Sequence[int] = ()
     """What was drafted; `round.accepted` of it were kept."""
     round: Round | None = None
@@ -86,7 +59,7 @@ class Ticket:
 
     reply: Reply
     index: int
-    job: Job
+    job: Request
     arrived: float = field(default_factory=time.perf_counter)
     queued: float = 0.0
     request: int | None = None
@@ -96,13 +69,13 @@ class Ticket:
 class Reply:
     """The updates of the jobs of one client, in order; iterate it on the event loop."""
 
-    def __init__(self, worker: Worker, jobs: Sequence[Job], buffer: int) -> None:
+    def __init__(self, worker: Worker, jobs: Sequence[Request], buffer: int) -> None:
         self._worker = worker
         self._room = buffer * len(jobs)
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self._open = set(range(len(jobs)))
         self.tickets = [Ticket(self, i, job) for i, job in enumerate(jobs)]
-        self.slow = False
+        self.slow = asyncio.Event()
         """Whether it was cancelled because nobody read it."""
 
     def put(self, update: Update) -> None:
@@ -113,7 +86,7 @@ class Reply:
             self._open.discard(update.index)
         if self._updates.qsize() >= self._room:
             self.cancel()
-            self.slow = True
+            self.slow.set()
             while not self._updates.empty():
                 self._updates.get_nowait()
             late = ApiError(503, "the stream was not read fast enough and was cancelled")
@@ -179,6 +152,7 @@ class Worker:
         self._live: set[Ticket] = set()
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._model = model
         self._engine = _Loop(model, max_rows, self.memory, self._inbox, self._send)
         self._thread = threading.Thread(target=self._engine.run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -203,7 +177,7 @@ class Worker:
         """Jobs that wait for one."""
         return len(self._live) - self.running
 
-    def open(self, jobs: Sequence[Job]) -> Reply:
+    def open(self, jobs: Sequence[Request]) -> Reply:
         """Queue the jobs of one client, all or none.
 
         Raises:
@@ -238,11 +212,11 @@ class Worker:
         self._live.difference_update(reply.tickets)
         self._inbox.put(lambda: self._engine.cancel(reply.tickets))
 
-    async def score(self, tokens: Sequence[int], top: int) -> Scores:
-        """Log-probabilities of a text, by the target alone, between two rounds."""
-        answer: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+    async def score(self, tokens: Sequence[int], top: int) -> list[Logprob]:
+        """Of every token of a text but the first, by the target alone, between two rounds."""
+        answer: asyncio.Future[list[Logprob]] = asyncio.get_running_loop().create_future()
 
-        def settle(result: Scores | None, error: Exception | None) -> None:
+        def settle(result: list[Logprob] | None, error: Exception | None) -> None:
             if answer.done():
                 return  # nobody waits any more
             if error is None and result is not None:
@@ -252,7 +226,7 @@ class Worker:
 
         def work() -> None:
             try:
-                scores = self._engine.score(tokens, top)
+                scores = score_text(self._model.target, tokens, top)
             except Exception as problem:
                 self._call(settle, None, problem)
             else:
@@ -310,21 +284,14 @@ class _Loop:
         inbox: queue.SimpleQueue[Callable[[], None]],
         send: Send,
     ) -> None:
-        self._model, self._max_rows, self._memory = model, max_rows, memory
+        self._limit, self._max_rows, self._memory = model.target.limit, max_rows, memory
         self._inbox, self._send = inbox, send
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
-        self._carried: dict[Any, Any] = {}
-        self._engine = self._fresh()
-        self._ended = False
-
-    def _fresh(self) -> Engine:
-        model = self._model
-        model.target.keep([])
-        model.drafter.keep([])
-        return Engine(
-            model.target, model.drafter, model.tokenizer, model.eos, self._max_rows, self._carried
+        self._engine = Engine(
+            model.target, model.drafter, model.tokenizer, model.eos, max_rows, meter=model.meter
         )
+        self._ended = False
 
     def run(self) -> None:
         """Rounds for as long as there is work; asleep otherwise."""
@@ -352,8 +319,11 @@ class _Loop:
             idle = False
 
     def _held(self) -> list[int]:
-        limit = self._model.target.limit
-        return [min(ticket.job.columns, limit) for ticket in self._running.values()]
+        return [self._columns(ticket.job) for ticket in self._running.values()]
+
+    def _columns(self, job: Request) -> int:
+        """Most tokens its caches will hold."""
+        return min(len(job.prompt) + job.sampling.max_new_tokens, self._limit)
 
     def open(self, tickets: Sequence[Ticket]) -> None:
         """Queue jobs after checking all of them."""
@@ -365,26 +335,19 @@ class _Loop:
             return
         except Exception as error:
             log.exception("a request could not be checked")
-            self._fail(tickets, _bug(error))
+            self._fail(tickets, _bug(type(error)))
             return
         self._waiting.extend(tickets)
         self._send([(ticket, Update(ticket.index)) for ticket in tickets])
 
-    def _check(self, job: Job) -> None:
-        """Find now what would be found when it joins: the engine checks all it is given."""
-        if job.rule.lossless and not job.sampling.greedy and _greedy_only(job.rule):
-            raise SettingError(
-                "rule 'exact' needs temperature 0, got a sampling request; use rule 'standard'"
-            )
-        if not self._memory.fits([], min(job.columns, self._model.target.limit)):
+    def _check(self, job: Request) -> None:
+        """Find now what would be found when it joins."""
+        self._engine.check(job)
+        if not self._memory.fits([], self._columns(job)):
             raise PromptError(
                 f"a prompt of {len(job.prompt)} tokens with {job.sampling.max_new_tokens} more to "
                 "come does not fit this server's memory; ask for fewer tokens"
             )
-        self._engine.cancel(self._submit(job))
-
-    def _submit(self, job: Job) -> int:
-        return self._engine.submit(list(job.prompt), job.sampling, job.controller, job.rule)
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Free the rows of these jobs, running or waiting."""
@@ -397,16 +360,16 @@ class _Loop:
 
     def _admit(self) -> None:
         """First come, first served: whoever is next waits until there is room for him."""
-        limit, held, admitted = self._model.target.limit, self._held(), []
+        held, admitted = self._held(), []
         while self._waiting and len(self._running) < self._max_rows:
             ticket = self._waiting[0]
-            columns = min(ticket.job.columns, limit)
+            columns = self._columns(ticket.job)
             if not self._memory.fits(held, columns):
                 break
             self._waiting.popleft()
             held.append(columns)
             ticket.queued = time.perf_counter() - ticket.arrived
-            ticket.request = self._submit(ticket.job)
+            ticket.request = self._engine.submit(ticket.job)
             self._running[ticket.request] = ticket
             admitted.append((ticket, Update(ticket.index, ticket.queued)))
         if admitted:
@@ -420,63 +383,48 @@ class _Loop:
             log.exception("the engine failed; %d running requests are lost", len(self._running))
             lost = list(self._running.values())
             self._running.clear()
-            self._engine = self._fresh()
-            self._fail(lost, _bug(error))
+            self._engine.clear()
+            self._fail(lost, _bug(type(error)))
             return
         self._send([self._update(event) for event in events])
 
     def _update(self, event: Event) -> tuple[Ticket, Update]:
-        ticket = self._running[event.request]
-        if event.completion is not None:
+        ticket, done = self._running[event.request], event.completion
+        if done is not None:
             del self._running[event.request]
+            if done.error is not None:
+                return ticket, Update(ticket.index, error=_failed(done))
+        try:
+            pieces = event.pieces
+        except Exception as error:  # its tokenizer
+            log.exception("a request's text could not be made")
+            self.cancel([ticket])
+            return ticket, Update(ticket.index, error=_bug(type(error)))
         return ticket, Update(
-            ticket.index,
-            ticket.queued,
-            event.pieces,
-            event.drafted,
-            event.round,
-            event.completion,
+            ticket.index, ticket.queued, pieces, event.logprobs, event.drafted, event.round, done
         )
 
     def _fail(self, tickets: Sequence[Ticket], error: ForerunError) -> None:
         self._send([(ticket, Update(ticket.index, error=error)) for ticket in tickets])
-
-    @torch.inference_mode()
-    def score(self, tokens: Sequence[int], top: int) -> Scores:
-        """In a row of its own beside the running ones."""
-        target, scores = self._model.target, Scores([], [])
-        row = len(target.lengths)
-        target.join([[tokens[0]]], room=len(tokens))
-        try:
-            for start in range(0, len(tokens) - 1, SCORE_CHUNK):
-                chunk = list(tokens[start : start + SCORE_CHUNK])
-                logits = target.feed([chunk], first=row)[0]
-                following = torch.tensor(list(tokens[start + 1 : start + 1 + len(chunk)]))
-                logp = logits[: len(following)].float().log_softmax(-1).cpu()
-                scores.chosen.extend(logp.gather(1, following.unsqueeze(1)).squeeze(1).tolist())
-                best = logp.topk(max(min(top, logp.shape[1]), 1), dim=-1)
-                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                scores.top.extend(
-                    list(zip(ids, values, strict=True))[:top] for ids, values in pairs
-                )
-        finally:
-            target.keep(list(range(row)))
-        return scores
 
     def stop(self) -> None:
         """Leave `run`; what still ran is dropped."""
         self._ended = True
         self._waiting.clear()
         self._running.clear()
-        self._engine = self._fresh()
+        self._engine.clear()
 
 
-def _greedy_only(rule: AcceptanceRule) -> bool:
-    from forerun.rules.exact import Exact
+def _failed(done: Completion) -> ApiError:
+    """What a client is told of the error that ended its request."""
+    kind = done.error_type or Exception
+    if issubclass(kind, ForerunError):
+        blame = issubclass(kind, (PromptError, SettingError))
+        return ApiError(400 if blame else 500, str(done.error))
+    log.error("a request ended with an error: %s", done.error)
+    return _bug(kind)
 
-    return isinstance(rule, Exact)
 
-
-def _bug(error: Exception) -> ApiError:
-    """What a client is told of an error that is not his: its kind, no path and no traceback."""
-    return ApiError(500, f"the engine failed ({type(error).__name__}); the request was lost")
+def _bug(kind: type[Exception]) -> ApiError:
+    """Of an error that is not his a client learns the kind, no path and no traceback."""
+    return ApiError(500, f"the engine failed ({kind.__name__}); the request was lost")
