@@ -25,36 +25,32 @@ def _fail(error: Exception) -> None:
 @app.command()
 def train(
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints, log and export.")] = Path(
-        "zoo-run"
-    ),
-    minutes: Annotated[
-        float | None, typer.Option(help="Time for stage 1; the schedule fits itself into it.")
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint and log.")] = Path("zoo-run"),
+    steps: Annotated[int | None, typer.Option(help="Stop at this step; default: never.")] = None,
+    decay: Annotated[
+        int | None, typer.Option(help="Let the learning rate fall to zero over so many steps.")
     ] = None,
-    distill_minutes: Annotated[
-        float | None, typer.Option(help="Time for stage 2; default: a third of --minutes.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Most steps of stage 1.")] = 4000,
-    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Decides weights and data order.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+    start: Annotated[
+        Path | None, typer.Option(help="An exported model to begin from; default: fresh weights.")
+    ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the training step.")
     ] = True,
 ) -> None:
-    """Train target and draft together, then the draft on the target's own texts; export both."""
-    from forerun.zoo.train import main
+    """Train the target; stop it at any time, resume it, and end it with --decay."""
+    from forerun.zoo.train import train as run
 
     try:
-        main(
+        run(
             data,
             out,
-            minutes=minutes,
-            distill_minutes=distill_minutes,
             steps=steps,
-            device=device,
+            decay=decay,
             seed=seed,
             resume=resume,
+            start=start,
             compiled=compiled,
         )
     except (FileNotFoundError, ValueError) as error:
