@@ -71,7 +71,9 @@ class Packer:
         for row in range(books):
             ids[row] = self._stretch(index * part.rows + row, part.length)
         if books < part.rows:
-            shares = self.recipe.long_weights if part.kind == "long" else self.recipe.task_weights
+            shares = self.recipe.long_weights
+            if part.kind == "tasks":
+                shares = self.recipe.task_weights | self.recipe.lesson_weights
             if finishing:
                 shares = {n: w for n, w in shares.items() if n not in ("drills", "copies")}
             self._pack(rng, shares, ids[books:], weights[books:])

@@ -102,16 +102,18 @@ class Recipe:
         default_factory=lambda: {
             "translation": 0.24,
             "arithmetic": 0.16,
-            "drills": 0.08,
             "extraction": 0.18,
             "rewriting": 0.16,
             "chat": 0.10,
-            "tours": 0.06,
-            "copies": 0.02,
         }
     )
-    """Shares of the tokens in task rows. ``drills`` are single sums with their carries,
-    ``copies`` strings given twice; both are left out while the learning rate falls."""
+    """Shares of the tokens in task rows, together with ``lesson_weights``."""
+    lesson_weights: dict[str, float] = field(
+        default_factory=lambda: {"drills": 0.08, "copies": 0.02, "tours": 0.06}
+    )
+    """Shares of what else is in task rows: ``drills`` are single sums with their carries,
+    ``copies`` strings given twice (both are left out while the learning rate falls), ``tours``
+    long chat."""
     long_weights: dict[str, float] = field(
         default_factory=lambda: {"tales": 0.4, "revision": 0.4, "tours": 0.2}
     )
@@ -138,15 +140,15 @@ class Recipe:
     warm_up: int = 100
     """Steps over which the learning rate rises; then it stays until a decay is begun."""
 
-    draft_cross_entropy: float = 0.1
-    """Weight of the draft's own cross-entropy beside the divergence from the target."""
     distill_tokens: int = 4096
     """Tokens of a step of the draft's training, in rows of ``distill_length``."""
     distill_length: int = 512
     distill_rate: float = 0.5
     """Peak learning rate of the draft's training as a share of the target's."""
+    practice_steps: int = 360
+    """The draft's first steps: three quarters of the rows are copies, one quarter is data."""
     distill_practice: float = 0.3
-    """Share of the distillation over which copying fades from a quarter of the rows to none."""
+    """Share of the distillation over which copies fade from a quarter of the rows to none."""
 
     def rate(self, step: int, decay: tuple[int, int] | None = None) -> float:
         """The learning-rate factor of ``step``, in [0, 1]: up, flat, and down once begun.

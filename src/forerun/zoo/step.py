@@ -8,7 +8,7 @@ its gradient made at once, so that no vocabulary-wide array of a whole batch exi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) 
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of ``x`` (rows, heads, length, size); ``cos``, ``sin`` (length, size / 2)."""
+    """Rotary positions of ``x`` (…, length, size); ``cos`` and ``sin`` (length, size / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
@@ -86,11 +86,15 @@ def score_piece(
 
 
 def match_piece(
-    state: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, weight: torch.Tensor
+    state: torch.Tensor,
+    head: torch.Tensor,
+    goal: torch.Tensor,
+    weight: torch.Tensor,
+    goal_head: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted cross-entropy against what the states ``goal`` predict, and its gradient."""
+    """Weighted cross-entropy against what states ``goal`` with ``goal_head`` predict, and slope."""
     log = (state @ head.t()).float().log_softmax(-1)
-    wanted = (goal @ head.t()).float().softmax(-1)
+    wanted = (goal @ goal_head.t()).float().softmax(-1)
     loss = -((wanted * log).sum(-1) * weight).sum()
     return loss, ((log.exp() - wanted) * weight[:, None]).to(state.dtype)
 
@@ -99,30 +103,32 @@ class _InPieces(torch.autograd.Function):
     """Sums a loss over pieces of rows; the gradients are made in the forward pass."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         state: torch.Tensor,
         head: torch.Tensor,
         goal: torch.Tensor,
         weight: torch.Tensor,
         piece: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        *more: torch.Tensor,
     ) -> torch.Tensor:
         by_state = torch.empty_like(state)
         by_head = torch.zeros(head.shape, dtype=torch.float32)
         loss = torch.zeros(())
         for at in range(0, len(state), PIECE):
             part = slice(at, at + PIECE)
-            value, slope = piece(state[part], head, goal[part], weight[part])
+            value, slope = piece(state[part], head, goal[part], weight[part], *more)
             loss += value
             by_state[part] = slope @ head
             by_head += slope.t() @ state[part]
         ctx.save_for_backward(by_state, by_head.to(head.dtype))
+        ctx.more = len(more)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
         by_state, by_head = ctx.saved_tensors
-        return slope * by_state, slope * by_head, None, None, None
+        return (slope * by_state, slope * by_head, *[None] * (3 + ctx.more))
 
 
 @dataclass(frozen=True)
@@ -139,10 +145,12 @@ class Functions:
         """Compiled in bfloat16, or eager in float32."""
         if not compiled:
             return cls(layer, score_piece, match_piece, torch.float32)
-        layer_, score, match = (
-            torch.compile(f, dynamic=False) for f in (layer, score_piece, match_piece)
+        return cls(
+            torch.compile(layer, dynamic=False),
+            torch.compile(score_piece, dynamic=False),
+            torch.compile(match_piece, dynamic=False),
+            torch.bfloat16,
         )
-        return cls(layer_, score, match, torch.bfloat16)
 
 
 def states(
@@ -172,32 +180,54 @@ def states(
     return x, between
 
 
+def predictions(
+    model: Any, state: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normed states (count, hidden) of a residual stream, and the head that reads them."""
+    last = model.model.norm.weight
+    normed = norm(state.reshape(-1, state.shape[-1]), last, model.config.rms_norm_eps, dtype)
+    return normed, model.lm_head.weight.to(dtype)
+
+
 def losses(
     model: Any,
     ids: torch.Tensor,
     weights: torch.Tensor,
     functions: Functions,
-    exits: dict[int, float],
-    positions: torch.Tensor,
+    exits: Sequence[int] = (),
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Summed weighted cross-entropy of the next tokens, and per exit its loss, not yet weighted.
 
     ``ids`` and ``weights`` are (rows, length); the weights belong to predicting each position.
-    ``exits`` names the layers whose states, through the last norm and the shared head, are
-    matched with the final distribution on ``positions`` (indices into rows x (length - 1)). That
-    distribution is a constant there: it is not drawn towards what shallow layers can do.
+    ``exits`` are layers whose states, through the last norm and the shared head, are matched with
+    the final distribution on ``positions`` (indices into rows x (length - 1)). That distribution
+    is a constant there: it is not drawn towards what shallow layers can do.
     """
     x, between = states(model, ids, functions, frozenset(exits))
-    dtype, eps = functions.dtype, model.config.rms_norm_eps
-    head = model.lm_head.weight.to(dtype)
-    hidden = x.shape[-1]
-    final = norm(x[:, :-1].reshape(-1, hidden), model.model.norm.weight, eps, dtype)
+    final, head = predictions(model, x[:, :-1], functions.dtype)
     goal, weight = ids[:, 1:].reshape(-1), weights[:, 1:].reshape(-1)
     loss = _InPieces.apply(final, head, goal, weight, functions.score)
     matched = {}
     for depth, state in between.items():
-        chosen = state[:, :-1].reshape(-1, hidden)[positions]
-        shallow = norm(chosen, model.model.norm.weight, eps, dtype)
+        chosen = state[:, :-1].reshape(-1, state.shape[-1])[positions]
+        shallow, _ = predictions(model, chosen, functions.dtype)
         wanted, share = final.detach()[positions], weight[positions]
-        matched[depth] = _InPieces.apply(shallow, head, wanted, share, functions.match)
+        matched[depth] = _InPieces.apply(shallow, head, wanted, share, functions.match, head)
     return loss, matched
+
+
+def divergence(
+    target: Any, draft: Any, ids: torch.Tensor, weights: torch.Tensor, functions: Functions
+) -> torch.Tensor:
+    """Summed weighted cross-entropy of the draft against the target's distribution.
+
+    That is the forward KL divergence up to the target's entropy. Only the draft is trained.
+    """
+    with torch.no_grad():
+        x, _ = states(target, ids, functions)
+        wanted, wanted_head = predictions(target, x[:, :-1], functions.dtype)
+    x, _ = states(draft, ids, functions)
+    own, head = predictions(draft, x[:, :-1], functions.dtype)
+    weight = weights[:, 1:].reshape(-1)
+    return _InPieces.apply(own, head, wanted, weight, functions.match, wanted_head)

@@ -20,7 +20,5 @@ FAMILIES: dict[str, ModuleType] = {
     module.NAME: module
     for module in (stories, translation, arithmetic, extraction, rewriting, chat)
 }
-LONG_FAMILIES: dict[str, ModuleType] = {
-    module.NAME: module for module in (tales, tours, revision)
-}
+LONG_FAMILIES: dict[str, ModuleType] = {module.NAME: module for module in (tales, tours, revision)}
 """Outputs of 100 to 500 tokens."""

@@ -74,7 +74,7 @@ def _columns(left: int, sign: str, right: int) -> list[str]:
 
 
 def _product(left: int, sign: str, right: int) -> list[str]:
-    """Digits of ``left`` from the ones times a ``right`` below 10; the table goes to 12 times 12."""
+    """Digits of ``left`` from the ones, times ``right`` below 10; known up to 12 times 12."""
     if max(left, right) <= 12 or right > 9:
         return []
     steps, carry = [], 0
@@ -90,12 +90,14 @@ def _quotient(left: int, sign: str, right: int) -> list[str]:
     """Long division; quotients up to 10 are known."""
     if left <= 10 * right:
         return []
-    steps, rest = [], 0
+    steps: list[str] = []
+    rest = 0
     for digit in str(left):
         rest = 10 * rest + int(digit)
         if rest >= right or steps:
             quotient, left_over = divmod(rest, right)
-            steps.append(f"{rest} / {right} = {quotient}" + (f" rest {left_over}" * bool(left_over)))
+            over = f" rest {left_over}" if left_over else ""
+            steps.append(f"{rest} / {right} = {quotient}{over}")
             rest = left_over
     return steps
 

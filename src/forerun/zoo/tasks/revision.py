@@ -42,7 +42,8 @@ def generate(rng: random.Random, pool: Pool) -> Example:
         result = rewriting.apply(change, result)
         if change == "repeat the text.":
             break
-    return Example(prompt=f"Rewrite: {' '.join(changes)}\nText: {text}\nResult:", answer=f" {result}")
+    prompt = f"Rewrite: {' '.join(changes)}\nText: {text}\nResult:"
+    return Example(prompt=prompt, answer=f" {result}")
 
 
 def sample(rng: random.Random, split: str, pool: Pool) -> Example:

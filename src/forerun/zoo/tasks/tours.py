@@ -43,45 +43,50 @@ def _land(row: tuple[str, ...]) -> list[str]:
 
 
 def _animals(rng: random.Random) -> tuple[str, str]:
-    rows = pick_distinct(rng, knowledge.ANIMALS, rng.randint(2, 4))  # type: ignore[arg-type]
+    rows = pick_distinct(rng, knowledge.ANIMALS, rng.randint(2, 4))
     names = [f"the {row[0]}" for row in rows]
-    parts = [f"{_ORDINALS[i]}, {names[i]}. {' '.join(_animal(r))}" for i, r in enumerate(rows)]  # type: ignore[arg-type]
+    parts = [
+        f"{order}, {name}. {' '.join(_animal(r))}"
+        for order, name, r in zip(_ORDINALS, names, rows, strict=False)
+    ]
     return f"Tell me everything about {_join(names)}.", " ".join(parts)
 
 
 def _lands(rng: random.Random) -> tuple[str, str]:
-    rows = pick_distinct(rng, knowledge.COUNTRIES, rng.randint(3, 5))  # type: ignore[arg-type]
-    parts = [f"{_ORDINALS[i]}, {r[0]}. {' '.join(_land(r))}" for i, r in enumerate(rows)]  # type: ignore[arg-type]
+    rows = pick_distinct(rng, knowledge.COUNTRIES, rng.randint(3, 5))
+    parts = [
+        f"{order}, {r[0]}. {' '.join(_land(r))}" for order, r in zip(_ORDINALS, rows, strict=False)
+    ]
     return f"Tell me about {_join([row[0] for row in rows])}.", " ".join(parts)
 
 
 def _opposites(rng: random.Random) -> tuple[str, str]:
-    rows = pick_distinct(rng, knowledge.OPPOSITES, rng.randint(4, 8))  # type: ignore[arg-type]
+    rows = pick_distinct(rng, knowledge.OPPOSITES, rng.randint(4, 8))
     answer = " ".join(f'The opposite of "{a}" is "{b}".' for a, b in rows)
     return f"What are the opposites of {_join([row[0] for row in rows])}?", answer
 
 
 def _plurals(rng: random.Random) -> tuple[str, str]:
-    rows = pick_distinct(rng, knowledge.PLURALS, rng.randint(4, 8))  # type: ignore[arg-type]
+    rows = pick_distinct(rng, knowledge.PLURALS, rng.randint(4, 8))
     answer = " ".join(f'The plural of "{a}" is "{b}".' for a, b in rows)
     return f"What are the plurals of {_join([row[0] for row in rows])}?", answer
 
 
 def _workers(rng: random.Random) -> tuple[str, str]:
-    rows = pick_distinct(rng, knowledge.WORKERS, rng.randint(4, 7))  # type: ignore[arg-type]
+    rows = pick_distinct(rng, knowledge.WORKERS, rng.randint(4, 7))
     answer = " ".join(f"{article(w).capitalize()} is someone who {does}." for w, does in rows)
     return f"What do these people do: {_join([row[0] for row in rows])}?", answer
 
 
 def _interview(rng: random.Random) -> tuple[str, str]:
     """A conversation of several turns, written out by the assistant."""
-    rows = pick_distinct(rng, knowledge.ANIMALS, rng.randint(2, 3))  # type: ignore[arg-type]
+    rows = pick_distinct(rng, knowledge.ANIMALS, rng.randint(2, 3))
     child = rng.choice(words.BOYS + words.GIRLS)
     lines = []
     for animal, young, _, legs, food, home in rows:
         one = article(animal)
         lines += [
-            f"{child}: Where does {one} live?",
+            f"{child}: Do you know where {one} lives?",
             f"Teacher: {one.capitalize()} usually lives in {home}.",
             f"{child}: What does it eat?",
             f"Teacher: It likes to eat {food}.",
@@ -100,11 +105,10 @@ def _list(rng: random.Random) -> tuple[str, str]:
     )
     first = rng.randrange(len(names) - 5)
     last = rng.randint(first + 4, len(names) - 1)
-    answer = " ".join(
-        f"The {kind} after {names[i]} is {names[i + 1]}." for i in range(first, last)
-    )
-    extra = pick_distinct(rng, words.BOYS + words.GIRLS, 1)[0]
-    return f"I am {extra}. Go from {names[first]} to {names[last]}, please.", f"Yes, {extra}. {answer}"
+    answer = " ".join(f"The {kind} after {names[i]} is {names[i + 1]}." for i in range(first, last))
+    who = rng.choice(words.BOYS + words.GIRLS)
+    asked = f"I am {who}. Go from {names[first]} to {names[last]}, please."
+    return asked, f"Yes, {who}. {answer}"
 
 
 _KINDS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
