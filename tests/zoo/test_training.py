@@ -21,7 +21,7 @@ from forerun.zoo.corpus import load_pools
 from forerun.zoo.distill import distill, own_texts, pack_documents
 from forerun.zoo.optim import orthogonalise
 from forerun.zoo.packing import Packer, drill
-from forerun.zoo.recipe import Architecture, Exits, Part, Recipe
+from forerun.zoo.recipe import Architecture, Exits, Part, Recipe, variant
 from forerun.zoo.runs import Run, prepare_tokenizer, recipe_of, stopping
 from forerun.zoo.step import Functions
 from forerun.zoo.tasks.base import Pool
@@ -192,6 +192,18 @@ def test_a_saved_recipe_is_read_again() -> None:
     assert recipe_of(saved) == TINY
     del saved["distill_rate"]  # a checkpoint older than this setting
     assert recipe_of(saved | {"forgotten": 1}).distill_rate == Recipe().distill_rate
+
+
+def test_variants_are_checked() -> None:
+    assert variant() == Recipe()
+    small = variant("8x160", 0.0)
+    assert small.target == Architecture(layers=8, hidden=160, heads=5, feed_forward=416)
+    assert small.exits.weight == 0
+    for shape in ("8", "x", "0x32", "8x100", "ax32"):
+        with pytest.raises(ValueError, match="shape must be|multiple of 32"):
+            variant(shape)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        variant(exit_weight=-1.0)
 
 
 def test_batches_are_a_function_of_seed_and_step(packer: Packer) -> None:

@@ -45,9 +45,16 @@ def train(
     start: Annotated[
         Path | None, typer.Option(help="An exported model to begin from; default: fresh weights.")
     ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="LAYERSxHIDDEN of a smaller model, for experiments: 8x160.")
+    ] = None,
+    exit_weight: Annotated[
+        float | None, typer.Option(help="Weight of the early-exit loss; 0 leaves it out.")
+    ] = None,
     compiled: Compiled = True,
 ) -> None:
     """Train the target; stop it at any time, resume it, and end it with --decay."""
+    from forerun.zoo.recipe import variant
     from forerun.zoo.train import train as run
 
     with _errors():
@@ -59,6 +66,7 @@ def train(
             seed=seed,
             resume=resume,
             start=start,
+            recipe=variant(shape, exit_weight),
             compiled=compiled,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -160,3 +160,26 @@ class Recipe:
         if decay is not None and step >= decay[0]:
             factor *= max(0.0, 1 - ((step - decay[0] + 1) / decay[1]) ** 0.5)
         return factor
+
+
+def variant(shape: str | None = None, exit_weight: float | None = None) -> Recipe:
+    """The recipe with a target of another ``shape`` ("8x160") or another exit weight.
+
+    Heads have 32 elements there, and the feed-forward size is 2.6 times the hidden size.
+    """
+    recipe = Recipe()
+    if shape is not None:
+        layers, _, hidden = shape.partition("x")
+        if not (layers.isdigit() and hidden.isdigit() and int(layers) and int(hidden)):
+            raise ValueError(f"shape must be like 8x160 (layers x hidden size), got {shape!r}")
+        if int(hidden) % 32:
+            raise ValueError(f"the hidden size must be a multiple of 32, got {hidden}")
+        inner = int(hidden) * 13 // 5
+        recipe = replace(
+            recipe, target=Architecture(int(layers), int(hidden), int(hidden) // 32, inner)
+        )
+    if exit_weight is not None:
+        if not exit_weight >= 0:
+            raise ValueError(f"the exit weight must be at least 0, got {exit_weight}")
+        recipe = replace(recipe, exits=replace(recipe.exits, weight=exit_weight))
+    return recipe

@@ -97,7 +97,7 @@ def _exchange(c: _Cast) -> list[str]:
     text.append(
         c.one_of(
             "{name} wanted to have {a_thing} for {his} {animal}.",
-            "More than anything else {name} wished for {a_thing}.",
+            "{name} loved {his} {animal} and wished to give it {a_thing}.",
         )
     )
     wanted = f"the {c.thing}"
