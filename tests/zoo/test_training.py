@@ -200,7 +200,7 @@ def test_variants_are_checked() -> None:
     assert small.target == Architecture(layers=8, hidden=160, heads=5, feed_forward=416)
     assert small.exits.weight == 0
     for shape in ("8", "x", "0x32", "8x100", "ax32"):
-        with pytest.raises(ValueError, match="shape must be|multiple of 32"):
+        with pytest.raises(ValueError, match=r"shape must be|multiple of 32"):
             variant(shape)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         variant(exit_weight=-1.0)

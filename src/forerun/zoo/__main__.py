@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,6 +51,7 @@ def train(
     exit_weight: Annotated[
         float | None, typer.Option(help="Weight of the early-exit loss; 0 leaves it out.")
     ] = None,
+    device: Device = "cpu",
     compiled: Compiled = True,
 ) -> None:
     """Train the target; stop it at any time, resume it, and end it with --decay."""
@@ -67,6 +68,7 @@ def train(
             resume=resume,
             start=start,
             recipe=variant(shape, exit_weight),
+            device=device,
             compiled=compiled,
         )
 
@@ -77,13 +79,14 @@ def finish(
     run: Annotated[Path, typer.Option(help="Folder of a target's run; it stays as it is.")],
     out: Annotated[Path, typer.Option(help="Folder for the finished copy.")],
     steps: Annotated[int, typer.Option(help="Steps over which the learning rate falls.")] = 400,
+    device: Device = "cpu",
     compiled: Compiled = True,
 ) -> None:
     """Let the learning rate of a copy of a run fall to zero; export its target."""
     from forerun.zoo.train import finish as end
 
     with _errors():
-        print(f"written: {end(data, run, out, steps=steps, compiled=compiled)}")
+        print(f"written: {end(data, run, out, steps=steps, device=device, compiled=compiled)}")
 
 
 @app.command()
@@ -92,13 +95,15 @@ def distill(
     out: Annotated[Path, typer.Option(help="Folder of a finished target.")],
     steps: Annotated[int, typer.Option(help="Steps of learning, after copying practice.")] = 2000,
     texts: Annotated[int, typer.Option(help="Tokens that the target writes.")] = 400_000,
+    device: Device = "cpu",
     compiled: Compiled = True,
 ) -> None:
     """Train a draft on what the finished target writes itself; export it."""
     from forerun.zoo.distill import distill as learn
 
     with _errors():
-        print(f"written: {learn(data, out, steps=steps, texts=texts, compiled=compiled)}")
+        how: dict[str, Any] = {"device": device, "compiled": compiled}
+        print(f"written: {learn(data, out, steps=steps, texts=texts, **how)}")
 
 
 @app.command()

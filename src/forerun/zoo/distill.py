@@ -194,7 +194,7 @@ def steps_of(
         else:
             batch = distill_batch(packer, documents, run.step, progress)
             rate = min(1.0, 20 * progress + 0.05, 1 - progress)
-        ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
+        ids, weights = run.tensors(batch)
         if run.step < practice:
             loss, _ = losses(run.model, ids, weights, functions)
         else:
@@ -217,6 +217,7 @@ def distill(
     steps: int,
     texts: int = 400_000,
     until: int | None = None,
+    device: str = "cpu",
     compiled: bool = True,
 ) -> Path:
     """Stage 2: trains and exports ``out``/draft for the finished run in ``out``.
@@ -235,12 +236,13 @@ def distill(
     pool = load_pools(data)["train"]
     path = out / DRAFT_CHECKPOINT
     if path.exists():
-        run = Run.load(path, "draft")
+        run = Run.load(path, "draft", device)
     else:
         first = Run.load(out / CHECKPOINT)
-        run = Run.new(first.recipe, first.seed, "draft")
+        run = Run.new(first.recipe, first.seed, "draft", device=device)
     tokenizer = Tokenizer.from_file(str(out / TOKENIZER))
-    target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    target: Any = loaded.to(device).eval()
     length = run.recipe.distill_length
     documents = own_texts(
         target, tokenizer, pool, out / TEXTS, seed=run.seed, tokens=texts, length=length

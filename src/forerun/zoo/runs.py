@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from forerun.zoo.optim import optimizers
+from forerun.zoo.packing import Batch
 from forerun.zoo.recipe import Architecture, Exits, Part, Recipe
 from forerun.zoo.tasks import FAMILIES
 from forerun.zoo.tasks.base import Pool
@@ -46,7 +47,15 @@ class Run:
     """The step at which the learning rate begins to fall, and how many steps it takes."""
 
     @classmethod
-    def new(cls, recipe: Recipe, seed: int, role: str = "target", start: Path | None = None) -> Run:
+    def new(
+        cls,
+        recipe: Recipe,
+        seed: int,
+        role: str = "target",
+        *,
+        start: Path | None = None,
+        device: str = "cpu",
+    ) -> Run:
         """A run at step 0: fresh weights of the ``role``, or those of an exported model."""
         torch.manual_seed(seed)
         model = getattr(recipe, role).build(recipe.vocab_size)
@@ -55,15 +64,16 @@ class Run:
 
             exported = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
             model.load_state_dict(exported.state_dict())
+        model.to(device)
         return cls(model, optimizers([model], recipe), recipe, seed)
 
     @classmethod
-    def load(cls, path: Path, role: str = "target") -> Run:
+    def load(cls, path: Path, role: str = "target", device: str = "cpu") -> Run:
         """A saved run, with the recipe it was begun with."""
         if not path.exists():
             raise FileNotFoundError(f"nothing to resume: no {path}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        run = cls.new(recipe_of(state["recipe"]), state["seed"], role)
+        run = cls.new(recipe_of(state["recipe"]), state["seed"], role, device=device)
         run.model.load_state_dict(state["model"])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -86,6 +96,11 @@ class Run:
         beside = path.with_suffix(".tmp")
         torch.save(state, beside)
         os.replace(beside, path)
+
+    def tensors(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch's ids and weights on the model's device."""
+        device = next(self.model.parameters()).device
+        return torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.weights).to(device)
 
     def update(self, rate: float) -> None:
         """One optimiser step at ``rate`` times the peak learning rates; clears the gradients."""

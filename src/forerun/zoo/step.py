@@ -40,8 +40,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
         scores = torch.bmm(q[:, begin:end], k[:, :end].mT).float()
-        row = torch.arange(begin, end)[:, None]
-        later = torch.arange(end)[None] > row
+        row = torch.arange(begin, end, device=q.device)[:, None]
+        later = torch.arange(end, device=q.device)[None] > row
         shares = scores.masked_fill(later, float("-inf")).softmax(-1).to(v.dtype)
         outputs.append(torch.bmm(shares, v[:, :end]))
     return torch.cat(outputs, 1)
@@ -80,7 +80,7 @@ def score_piece(
     logits = (state @ head.t()).float()
     log = logits.log_softmax(-1)
     loss = -(log.gather(1, goal[:, None])[:, 0] * weight).sum()
-    hot = torch.arange(logits.shape[1])[None] == goal[:, None]
+    hot = torch.arange(logits.shape[1], device=goal.device)[None] == goal[:, None]
     slope = (log.exp() - hot.float()) * weight[:, None]
     return loss, slope.to(state.dtype)
 
@@ -113,8 +113,8 @@ class _InPieces(torch.autograd.Function):
         *more: torch.Tensor,
     ) -> torch.Tensor:
         by_state = torch.empty_like(state)
-        by_head = torch.zeros(head.shape, dtype=torch.float32)
-        loss = torch.zeros(())
+        by_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        loss = torch.zeros((), device=head.device)
         for at in range(0, len(state), PIECE):
             part = slice(at, at + PIECE)
             value, slope = piece(state[part], head, goal[part], weight[part], *more)
@@ -159,8 +159,9 @@ def states(
     """The last state and those after the ``wanted`` layers, (rows, length, hidden), before norm."""
     config = model.config
     size = config.hidden_size // config.num_attention_heads
-    speed = config.rope_parameters["rope_theta"] ** -(torch.arange(0, size, 2).float() / size)
-    angle = torch.outer(torch.arange(ids.shape[1]).float(), speed)
+    place = torch.arange(max(size, ids.shape[1]), device=ids.device).float()
+    speed = config.rope_parameters["rope_theta"] ** -(place[:size:2] / size)
+    angle = torch.outer(place[: ids.shape[1]], speed)
     turn = (angle.cos(), angle.sin())
     x = model.model.embed_tokens(ids)
     between = {}

@@ -41,19 +41,20 @@ def accumulate(run: Run, batches: list[Batch], functions: Functions) -> Loss:
     final = 0.0
     measured: dict[int, list[float]] = {}
     for batch in batches:
-        ids, weights = torch.from_numpy(batch.ids), torch.from_numpy(batch.weights)
+        ids, weights = run.tensors(batch)
         scored = weights[:, 1:].reshape(-1)
         drawn = rng.sample(sorted(depth_weights), exits.count(layers)) if depth_weights else []
         count = max(1, len(scored) // exits.share)
-        positions = torch.tensor(sorted(rng.sample(range(len(scored)), count)))
+        chosen = sorted(rng.sample(range(len(scored)), count))
+        positions = torch.tensor(chosen, device=ids.device)
         loss, matched = losses(run.model, ids, weights, functions, drawn, positions)
         objective = loss / total
         # A micro-batch counts by its weights, not by what of them was drawn.
-        chosen = max(float(scored[positions].sum()), 1e-6)
+        seen = max(float(scored[positions].sum()), 1e-6)
         part = float(scored.sum()) / total
         for depth, value in matched.items():
-            objective = objective + value * (depth_weights[depth] * part / chosen)
-            measured.setdefault(depth, []).append(float(value.detach()) / chosen)
+            objective = objective + value * (depth_weights[depth] * part / seen)
+            measured.setdefault(depth, []).append(float(value.detach()) / seen)
         objective.backward()
         final += float(loss.detach())
     return Loss(final / total, {d: sum(v) / len(v) for d, v in sorted(measured.items())})
@@ -106,11 +107,12 @@ def _score(
     target: Any, prompt: list[int], answer: list[int], layers: tuple[int, ...]
 ) -> dict[str, float]:
     """Sums over the answer's tokens of what `validate` reports."""
-    ids = torch.tensor([prompt + answer])[:, -1024:]
+    device = next(target.parameters()).device
+    ids = torch.tensor([prompt + answer], device=device)[:, -1024:]
     out = target.model(ids, use_cache=False, output_hidden_states=True)
     place = slice(ids.shape[1] - len(answer) - 1, ids.shape[1] - 1)
     logits = target.lm_head(out.last_hidden_state[0, place])
-    goal, best = torch.tensor(answer), logits.argmax(-1)
+    goal, best = ids[0, -len(answer) :], logits.argmax(-1)
     sums = {
         "loss": -float(logits.log_softmax(-1).gather(1, goal[:, None]).sum()),
         "right": float((best == goal).sum()),
@@ -121,13 +123,15 @@ def _score(
     return sums
 
 
-def open_run(out: Path, recipe: Recipe | None, seed: int, resume: bool, start: Path | None) -> Run:
+def open_run(
+    out: Path, recipe: Recipe | None, seed: int, resume: bool, start: Path | None, device: str
+) -> Run:
     """The run to go on with: from the checkpoint in ``out``, or new."""
     if resume:
-        return Run.load(out / CHECKPOINT)
+        return Run.load(out / CHECKPOINT, device=device)
     if (out / CHECKPOINT).exists():
         raise ValueError(f"{out / CHECKPOINT} exists: resume it, or choose another folder")
-    run = Run.new(recipe or Recipe(), seed, start=start)
+    run = Run.new(recipe or Recipe(), seed, start=start, device=device)
     out.mkdir(parents=True, exist_ok=True)
     if start is not None:
         shutil.copyfile(start / TOKENIZER, out / TOKENIZER)
@@ -144,6 +148,7 @@ def train(
     resume: bool = False,
     start: Path | None = None,
     recipe: Recipe | None = None,
+    device: str = "cpu",
     compiled: bool = True,
     validate_every: int = 100,
     items: int = 24,
@@ -159,7 +164,7 @@ def train(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     pools = load_pools(data)
-    run = open_run(out, recipe, seed, resume, start)
+    run = open_run(out, recipe, seed, resume, start, device)
     if decay is not None and run.decay is None:
         run.decay = (run.step, decay)
     tokenizer = prepare_tokenizer(out, pools["train"], run.recipe, run.seed)
@@ -180,7 +185,14 @@ def train(
 
 
 def finish(
-    data: Path, run: Path, out: Path, *, steps: int, compiled: bool = True, items: int = 24
+    data: Path,
+    run: Path,
+    out: Path,
+    *,
+    steps: int,
+    device: str = "cpu",
+    compiled: bool = True,
+    items: int = 24,
 ) -> Path:
     """Ends a copy of a run: lets the learning rate fall to zero over ``steps``, exports the target.
 
@@ -193,7 +205,8 @@ def finish(
         shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
         shutil.copyfile(run / CHECKPOINT, out / "copied.tmp")
         (out / "copied.tmp").replace(out / CHECKPOINT)
-    ended = train(data, out, decay=steps, resume=True, compiled=compiled, items=items)
+    how: dict[str, Any] = {"device": device, "compiled": compiled, "items": items}
+    ended = train(data, out, decay=steps, resume=True, **how)
     if ended.decay is None or ended.step < sum(ended.decay):
         return out  # stopped: the same command goes on
     from tokenizers import Tokenizer
