@@ -116,3 +116,20 @@ def test_in_bfloat16_the_losses_are_those_of_float32(model: Any) -> None:
     exact, exactly = losses(model, ids, weights, PLAIN, (1,), positions)
     assert float(loss) == pytest.approx(float(exact), rel=0.02)
     assert float(matched[1]) == pytest.approx(float(exactly[1]), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_the_compiled_step_is_the_plain_one(model: Any) -> None:
+    compiled = Functions.make(compiled=True)
+    rounded = Functions(PLAIN.layer, PLAIN.score, PLAIN.match, torch.bfloat16)
+    ids, weights = batch(256)
+    positions = torch.arange(0, 500, 2)
+    gained = []
+    for functions in (compiled, rounded):
+        loss, matched = losses(model, ids, weights, functions, (1,), positions)
+        (loss + matched[1]).backward()
+        gained.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    for one, two in zip(*gained, strict=True):
+        assert (one - two).norm() < 0.02 * two.norm()
