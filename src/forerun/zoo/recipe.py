@@ -165,7 +165,8 @@ class Recipe:
 def variant(shape: str | None = None, exit_weight: float | None = None) -> Recipe:
     """The recipe with a target of another ``shape`` ("8x160") or another exit weight.
 
-    Heads have 32 elements there, and the feed-forward size is 2.6 times the hidden size.
+    Heads have 32 elements there, the feed-forward size is 2.6 times the hidden size, and the warm-up
+    takes 20 steps: such runs are short.
     """
     recipe = Recipe()
     if shape is not None:
@@ -175,9 +176,8 @@ def variant(shape: str | None = None, exit_weight: float | None = None) -> Recip
         if int(hidden) % 32:
             raise ValueError(f"the hidden size must be a multiple of 32, got {hidden}")
         inner = int(hidden) * 13 // 5
-        recipe = replace(
-            recipe, target=Architecture(int(layers), int(hidden), int(hidden) // 32, inner)
-        )
+        target = Architecture(int(layers), int(hidden), int(hidden) // 32, inner)
+        recipe = replace(recipe, target=target, warm_up=20)
     if exit_weight is not None:
         if not exit_weight >= 0:
             raise ValueError(f"the exit weight must be at least 0, got {exit_weight}")
