@@ -165,8 +165,8 @@ class Recipe:
 def variant(shape: str | None = None, exit_weight: float | None = None) -> Recipe:
     """The recipe with a target of another ``shape`` ("8x160") or another exit weight.
 
-    Heads have 32 elements there, the feed-forward size is 2.6 times the hidden size, and the warm-up
-    takes 20 steps: such runs are short.
+    Heads have 32 elements there, the feed-forward size is 2.6 times the hidden size. The warm-up
+    takes 20 steps, as such runs are short.
     """
     recipe = Recipe()
     if shape is not None:
