@@ -7,8 +7,17 @@ import re
 
 import pytest
 
-from forerun.zoo import families, prompts
-from forerun.zoo.tasks import FAMILIES, arithmetic, chat, extraction, rewriting
+from forerun.zoo import families, long_families, prompts
+from forerun.zoo.tasks import (
+    FAMILIES,
+    LONG_FAMILIES,
+    arithmetic,
+    chat,
+    extraction,
+    revision,
+    rewriting,
+    tales,
+)
 from forerun.zoo.tasks.base import Example, Pool, split_of
 
 POOL = Pool(
@@ -23,25 +32,36 @@ POOL = Pool(
     ],
 )
 GENERATED = ("arithmetic", "extraction", "rewriting", "chat")
+EVERY = (*families(), *long_families())
+LONG_POOL = Pool(
+    books={
+        "a book": [
+            " ".join([f"Tom had {i} goats, and he took them over the mountain."] * (2 + i % 9))
+            for i in range(80)
+        ]
+    }
+)
 
 
 def draw(family: str, count: int, seed: int = 3, split: str = "train") -> list[Example]:
     rng = random.Random(seed)
-    return [FAMILIES[family].sample(rng, split, POOL) for _ in range(count)]
+    module, pool = (FAMILIES.get(family), POOL) if family in FAMILIES else (None, LONG_POOL)
+    return [(module or LONG_FAMILIES[family]).sample(rng, split, pool) for _ in range(count)]
 
 
 def test_registry_and_prompt_files_name_the_same_families() -> None:
     assert tuple(FAMILIES) == families()
+    assert tuple(LONG_FAMILIES) == long_families()
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", EVERY)
 def test_the_seed_decides(family: str) -> None:
     assert draw(family, 20) == draw(family, 20)
     if family != "translation":
         assert draw(family, 20) != draw(family, 20, seed=4)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", EVERY)
 def test_prompt_and_answer_meet_at_white_space(family: str) -> None:
     for example in draw(family, 50):
         assert example.prompt == example.prompt.rstrip()
@@ -52,7 +72,7 @@ def test_prompt_and_answer_meet_at_white_space(family: str) -> None:
 def test_arithmetic_steps_and_answers_are_right() -> None:
     for split in ("train", "test"):
         for example in draw("arithmetic", 300, split=split):
-            steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)\.", example.answer)
+            steps = re.findall(r"(\d+) ([-+*/]) (\d+)(?: \(.+?\))? = (\d+)\.", example.answer)
             assert (example.level == "easy" and len(steps) in (1, 2)) or len(steps) in (3, 4)
             last = None
             for left, sign, right, result in steps:
@@ -65,11 +85,48 @@ def test_arithmetic_steps_and_answers_are_right() -> None:
             assert arithmetic.final_number(example.answer) == last
 
 
+@pytest.mark.parametrize("sign", ["+", "-", "*", "/"])
+def test_the_columns_of_a_sum_are_right_and_give_its_result(sign: str) -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        left, right = rng.randint(0, 300), rng.randint(0, 99)
+        if sign == "-":
+            left = max(left, right)
+        if sign in "*/":
+            right = rng.randint(2, 9)
+        if sign == "/":
+            left *= right
+        text = arithmetic.worked(left, sign, right)
+        value = arithmetic.result(left, sign, right)
+        assert text.endswith(f" = {value}.")
+        if "(" not in text:
+            assert text == f"{left} {sign} {right} = {value}."
+            assert max(left, right) <= 12 or (sign == "/" and value <= 10)
+            continue
+        columns = text[text.index("(") + 1 : text.index(")")].split(", ")
+        for column in columns:
+            asked, said = column.split(" = ")
+            if sign == "/":
+                top, bottom = map(int, asked.split(" / "))
+                quotient, _, rest = said.partition(" rest ")
+                assert top == int(quotient) * bottom + int(rest or 0)
+            else:
+                assert eval(asked) == int(said)
+        results = [column.split(" = ")[1] for column in columns]
+        if sign == "/":
+            assert int("".join(r.split(" ")[0] for r in results)) == value
+        else:
+            digits = [r[-1] for r in results[:-1]]
+            assert int(results[-1] + "".join(reversed(digits))) == value
+
+
 def test_arithmetic_numbers_are_all_in_the_text() -> None:
     for example in draw("arithmetic", 200):
         given = set(re.findall(r"\d+", example.prompt)) | {"2"}  # "doubles"
         results = set()
-        for left, right, result in re.findall(r"(\d+) [-+*/] (\d+) = (\d+)", example.answer):
+        steps = re.findall(r"(\d+) [-+*/] (\d+)(?: \(.+?\))? = (\d+)\.", example.answer)
+        assert steps
+        for left, right, result in steps:
             assert left in given | results
             assert right in given
             results.add(result)
@@ -140,3 +197,58 @@ def test_extraction_passages_have_distractors() -> None:
     assert all(
         len(extraction.generate(random.Random(i)).prompt.split(". ")) >= 3 for i in range(50)
     )
+
+
+def test_tales_hold_together_and_name_what_was_asked_for() -> None:
+    examples = draw("tales", 200)
+    answers = [example.answer for example in examples]
+    assert all(tales.matches(answers, answers))
+    for example in examples:
+        asked = re.match(r"Tell a tale of (.+), the (.+) and (.+)\.\nTale:$", example.prompt)
+        assert asked
+        for part in asked.groups():
+            for word in re.findall(r"\w+", part.replace("the ", "")):
+                assert word in example.answer
+        assert 70 <= len(example.answer.split()) <= 330
+
+
+def test_tales_that_do_not_hold_together_are_seen() -> None:
+    (example,) = draw("tales", 1)
+    good = example.answer
+    first = good.split(". ")[0]
+    (name,) = set(re.findall(r"[A-Z]\w+", good)) & set(tales.words.BOYS + tales.words.GIRLS)
+    other = next(n for n in tales.words.BOYS if n != name)
+    for bad in (
+        f"{good}{first}.",  # twice
+        good[: len(good) // 2].rsplit(" ", 1)[0],  # cut
+        good.replace(name, other, 1),  # another hero
+        "The end.",
+    ):
+        assert tales.matches([good], [bad]) == [False]
+
+
+def test_tours_are_decided_by_their_prompt() -> None:
+    made = {}
+    for example in draw("tours", 3000):
+        assert made.setdefault(example.prompt, example.answer) == example.answer
+    assert len(made) > 2000
+    assert min(len(answer.split()) for answer in made.values()) >= 20
+
+
+def test_tours_never_ask_a_held_out_chat_question() -> None:
+    held_out = {q for split in ("val", "test") for q, _ in chat.questions(split)}
+    for example in draw("tours", 2000):
+        text = example.prompt + example.answer
+        assert not any(question in text for question in held_out if len(question) > 12)
+
+
+def test_revisions_follow_from_their_instructions() -> None:
+    for example in draw("revision", 50):
+        instructions, text, _ = example.prompt.splitlines()
+        result = text.removeprefix("Text: ")
+        assert revision.LENGTHS[0] <= len(result) <= revision.LENGTHS[1]
+        changes = re.findall(r'(?:[^".]|"[^"]*")+\.', instructions.removeprefix("Rewrite: "))
+        assert 1 <= len(changes) <= 3
+        for change in changes:
+            result = rewriting.apply(change.strip(), result)
+        assert example.answer == f" {result}"

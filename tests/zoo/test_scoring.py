@@ -64,11 +64,16 @@ def test_bad_calls() -> None:
         score("chat", [], [])
 
 
-@pytest.mark.parametrize("family", ["arithmetic", "extraction", "rewriting", "chat"])
+METRICS = {"arithmetic": "accuracy", "tales": "holds"}
+
+
+@pytest.mark.parametrize(
+    "family", ["arithmetic", "extraction", "rewriting", "chat", "tales", "tours", "revision"]
+)
 def test_the_reference_scores_one(family: str) -> None:
     items = prompts(family)
     result = score(family, items, [p.answer for p in items])
-    assert result["accuracy" if family == "arithmetic" else "exact_match"] == 1
+    assert result[METRICS.get(family, "exact_match")] == 1
 
 
 def test_statistics() -> None:

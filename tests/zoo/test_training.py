@@ -1,30 +1,47 @@
-"""The recipe on a tiny configuration: runs, resumes, exports."""
+"""The recipe on a tiny configuration: learns, resumes, finishes, distils, exports."""
 
 from __future__ import annotations
 
 import gzip
+import json
+import os
+import random
 import re
-from itertools import pairwise
+import shutil
+import signal
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from forerun.zoo import runs
+from forerun.zoo.corpus import load_pools
+from forerun.zoo.distill import distill, own_texts, pack_documents
 from forerun.zoo.optim import orthogonalise
-from forerun.zoo.packing import Packer
-from forerun.zoo.recipe import Architecture, Recipe
+from forerun.zoo.packing import Packer, drill
+from forerun.zoo.recipe import Architecture, Exits, Part, Recipe, variant
+from forerun.zoo.runs import Run, prepare_tokenizer, recipe_of, stopping
+from forerun.zoo.step import Functions
 from forerun.zoo.tasks.base import Pool
-from forerun.zoo.train import Pair, main, prepare_tokenizer, train
+from forerun.zoo.train import accumulate, curves, finish, train
 
 TINY = Recipe(
-    target=Architecture(layers=2, hidden=32, heads=2, feed_forward=48),
+    target=Architecture(layers=4, hidden=32, heads=2, feed_forward=48),
     draft=Architecture(layers=1, hidden=32, heads=2, feed_forward=48),
     vocab_size=512,
-    batch_tokens=512,
-    length=256,
-    long_length=512,
     tokenizer_draws=40,
+    parts=(Part("books", 1, 128), Part("tasks", 2, 256), Part("long", 2, 256)),
+    warm_up=2,
+    exits=Exits(first=1, drawn=2, share=4),
+    distill_tokens=512,
+    distill_length=128,
+    practice_steps=2,
 )
+
+
+PLAIN = Functions.make(compiled=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "books").mkdir()
     (folder / "tatoeba").mkdir()
     text = "\n\n".join(
-        f"There were {i} kings in the far country. Every one of them had a silver crown."
+        f"There were {i} kings in the far country. Every one of them had a silver crown." * 6
         for i in range(80)
     )
     for name in ("heidi", "little-women", "the-lost-princess-of-oz", "the-magic-of-oz"):
@@ -41,96 +58,253 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "val", "test"):
         with gzip.open(folder / "tatoeba" / f"{split}.tsv.gz", "wt", encoding="utf-8") as file:
             file.write(f"I have a {split} book here.\tIch habe hier ein Buch.\n" * 2)
+    prepare_tokenizer(folder, load_pools(folder)["train"], TINY, 0)
     return folder
 
 
-def run(data: Path, out: Path, steps: int, **more: object) -> Pair:
-    return train(data, out, steps=steps, recipe=TINY, compiled=False, **more)  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
+    pool = Pool(
+        books={"heidi": ["A short paragraph about goats on the mountain. " * 10] * 200},
+        pairs=[("I see.", ("Ich sehe.",))],
+        sentences=["The goats are eating the green grass on the mountain."],
+    )
+    tokenizer = prepare_tokenizer(tmp_path_factory.mktemp("tokenizer"), pool, TINY, 0)
+    return Packer(tokenizer, pool, TINY, 5)
 
 
-def weights(pair: Pair) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": value
-        for name, model in (("target", pair.target), ("draft", pair.draft))
-        for key, value in model.state_dict().items()
-    }
+def run(data: Path, out: Path, steps: int | None, **more: object) -> Run:
+    if data.exists() and not out.exists():  # every run with the same tokenizer, trained once
+        out.mkdir()
+        shutil.copy(data / runs.TOKENIZER, out)
+    return train(data, out, steps=steps, recipe=TINY, compiled=False, items=1, **more)  # type: ignore[arg-type]
 
 
-def test_resuming_gives_the_weights_of_an_uninterrupted_run(data: Path, tmp_path: Path) -> None:
-    whole = weights(run(data, tmp_path / "whole", 2))
-    run(data, tmp_path / "parts", 2, stop_after=1)
-    parts = weights(run(data, tmp_path / "parts", 2, resume=True))
-    assert all(torch.equal(whole[key], parts[key]) for key in whole)
-    fresh = weights(run(data, tmp_path / "other", 2, seed=1))
-    assert not all(torch.equal(whole[key], fresh[key]) for key in whole)
+def end(data: Path, folder: Path, out: Path, steps: int) -> Path:
+    return finish(data, folder, out, steps=steps, compiled=False, items=1)
+
+
+def equal(one: Run, two: Run) -> bool:
+    a, b = one.model.state_dict(), two.model.state_dict()
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_run_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: Path) -> None:
+    whole = run(data, tmp_path / "whole", 3)
+    run(data, tmp_path / "parts", 1)
+    parts = run(data, tmp_path / "parts", 3, resume=True)
+    assert equal(whole, parts)
+    assert (parts.step, parts.tokens) == (whole.step, whole.tokens) == (3, 3 * 1152)
+    assert not equal(whole, run(data, tmp_path / "other", 3, seed=1))
+
+
+def test_a_decay_can_be_begun_at_any_time_and_is_resumed(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", 2)
+    kept = (tmp_path / "run" / runs.CHECKPOINT).read_bytes()
+    whole = run(data, tmp_path / "whole", 2)
+    whole = run(data, tmp_path / "whole", None, resume=True, decay=3)
+    assert whole.step == 5
+    run(data, tmp_path / "parts", 2)
+    run(data, tmp_path / "parts", 3, resume=True, decay=3)
+    parts = run(data, tmp_path / "parts", None, resume=True, decay=3)
+    assert equal(whole, parts)
+    log = (tmp_path / "parts" / runs.LOG).read_text().splitlines()
+    rates = [json.loads(line)["rate"] for line in log]
+    assert rates == pytest.approx([0.5, 1.0, 1 - 3**-0.5, 1 - (2 / 3) ** 0.5, 0.0], abs=1e-4)
+    end(data, tmp_path / "run", tmp_path / "copy", 3)
+    assert equal(whole, Run.load(tmp_path / "copy" / runs.CHECKPOINT))
+    assert (tmp_path / "run" / runs.CHECKPOINT).read_bytes() == kept  # it can go on
 
 
 def test_the_whole_recipe_exports_a_loadable_pair(data: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    main(
-        data, tmp_path, steps=1, distill_steps=1, distill_minutes=0.01, recipe=TINY, compiled=False
-    )
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    run(data, tmp_path / "run", 1)
+    out = tmp_path / "finished"
+    assert end(data, tmp_path / "run", out, 1) == out / "target"
+    assert distill(data, out, steps=2, texts=500, until=3, compiled=False) == out
+    assert distill(data, out, steps=2, texts=500, compiled=False) == out / "draft"
+    tokenizer = AutoTokenizer.from_pretrained(out / "target")
     for name in ("target", "draft"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(out / name)
+        assert model.dtype == torch.bfloat16
         assert model.config.vocab_size == 512
         ids = tokenizer("There were", return_tensors="pt")["input_ids"]
         assert torch.isfinite(model(ids).logits).all()
+    table = curves(tmp_path / "run").splitlines()
+    assert len(table) == 3
+    assert "revision" in table[0]
+    # A new run may begin from an exported model.
+    begun = run(data, tmp_path / "again", 1, start=out / "target")
+    assert begun.step == 1
 
 
-def test_missing_data_and_missing_checkpoint_are_one_line(data: Path, tmp_path: Path) -> None:
+def test_a_draft_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", 1)
+    drafts = []
+    for stops in ((), (1,), (3,)):
+        out = tmp_path / f"out{stops}"
+        end(data, tmp_path / "run", out, 1)
+        for stop in stops:
+            distill(data, out, steps=2, texts=400, until=stop, compiled=False)
+        distill(data, out, steps=2, texts=400, compiled=False)
+        drafts.append(Run.load(out / "draft.pt", "draft"))
+    assert equal(drafts[0], drafts[1])
+    assert equal(drafts[0], drafts[2])
+
+
+def test_own_texts_go_on_where_they_were_cut(data: Path, tmp_path: Path) -> None:
+    pool = load_pools(data)["train"]
+    made = run(data, tmp_path, 1)
+    tokenizer = prepare_tokenizer(tmp_path, pool, TINY, 0)
+    how = {"seed": 0, "length": 96}
+    whole = own_texts(made.model, tokenizer, pool, tmp_path / "a", tokens=6000, **how)
+    own_texts(made.model, tokenizer, pool, tmp_path / "b", tokens=10, **how)
+    assert own_texts(made.model, tokenizer, pool, tmp_path / "b", tokens=6000, **how) == whole
+    assert all(size < len(ids) <= 96 for ids, size in whole)
+
+
+def test_what_is_wrong_is_one_line(data: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no training data at"):
         run(tmp_path / "nowhere", tmp_path / "out", 1)
     with pytest.raises(FileNotFoundError, match="nothing to resume"):
         run(data, tmp_path / "out", 1, resume=True)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        run(data, tmp_path / "out", 0)
+    with pytest.raises(FileNotFoundError, match="nothing to finish"):
+        finish(data, tmp_path / "out", tmp_path / "copy", steps=1)
+    with pytest.raises(FileNotFoundError, match="no finished target"):
+        distill(data, tmp_path / "out", steps=1)
+    run(data, tmp_path / "out", 1)
+    with pytest.raises(ValueError, match="exists: resume it"):
+        run(data, tmp_path / "out", 1)
 
 
-def test_batches_are_a_function_of_seed_and_step(data: Path, tmp_path: Path) -> None:
-    pool = Pool(
-        books={"heidi": ["A short paragraph about goats on the mountain."] * 200},
-        pairs=[("I see.", ("Ich sehe.",))],
-        sentences=["The goats are eating the green grass on the mountain."],
-    )
-    tokenizer = prepare_tokenizer(tmp_path, pool, TINY, 0)
-    one, two = (Packer(tokenizer, pool, TINY, 5).batch(3, 256) for _ in range(2))
-    assert (one.ids == two.ids).all()
-    assert one.ids.shape == one.weights.shape == (2, 256)
-    assert (one.weights > 0).all()
-    other = Packer(tokenizer, pool, TINY, 6).batch(3, 256)
-    assert (one.ids != other.ids).any()
+def test_a_signal_is_a_question() -> None:
+    with stopping() as stopped:
+        assert not stopped()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped()
 
 
-def test_practice_rows_are_repeats_and_drill_rows_are_right_sums(tmp_path: Path) -> None:
-    pool = Pool(
-        books={"heidi": ["A short paragraph about goats on the mountain."] * 200},
-        pairs=[("I see.", ("Ich sehe.",))],
-        sentences=["The goats are eating the green grass on the mountain."],
-    )
-    tokenizer = prepare_tokenizer(tmp_path, pool, TINY, 0)
-    packer = Packer(tokenizer, pool, Recipe(batch_tokens=2048), 0)
-    batch = packer.batch(0, 256, practice=1.0)
-    ends = [-1, *(i for i, token in enumerate(batch.ids[3]) if token == 0)]
-    for begin, end in pairwise(ends):
-        string = batch.ids[3][begin + 1 : end]
-        half = len(string) // 2
-        assert (string[:half] == string[half:]).all()
-        assert (batch.weights[3][begin + 1 + half : end] == 1).all()
-        assert (batch.weights[3][begin + 1 : begin + 1 + half] == 0).all()
-    text = tokenizer.decode(batch.ids[4].tolist())
-    sums = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)\.", text)
-    assert len(sums) > 10
-    for left, sign, right, result in sums:
-        a, b = int(left), int(right)
-        assert int(result) == {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[sign]
+def test_a_saved_recipe_is_read_again() -> None:
+    saved = asdict(TINY)
+    assert recipe_of(saved) == TINY
+    del saved["distill_rate"]  # a checkpoint older than this setting
+    assert recipe_of(saved | {"forgotten": 1}).distill_rate == Recipe().distill_rate
 
 
-def test_the_schedule_rises_stays_and_falls_to_zero() -> None:
+def test_variants_are_checked() -> None:
+    assert variant() == Recipe()
+    small = variant("8x160", 0.0)
+    assert small.target == Architecture(layers=8, hidden=160, heads=5, feed_forward=416)
+    assert small.exits.weight == 0
+    for shape in ("8", "x", "0x32", "8x100", "ax32"):
+        with pytest.raises(ValueError, match=r"shape must be|multiple of 32"):
+            variant(shape)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        variant(exit_weight=-1.0)
+
+
+def test_batches_are_a_function_of_seed_and_step(packer: Packer) -> None:
+    again = Packer(packer.tokenizer, packer.pool, TINY, 5)
+    for one, two, part in zip(packer.batches(3), again.batches(3), TINY.parts, strict=True):
+        assert (one.ids == two.ids).all()
+        assert one.ids.shape == one.weights.shape == (part.rows, part.length)
+    other = Packer(packer.tokenizer, packer.pool, TINY, 6)
+    pairs = list(zip(packer.batches(3), other.batches(3), strict=True))
+    assert any((one.ids != two.ids).any() for one, two in pairs)
+    assert any((packer.batches(4)[1].ids != one.ids).any() for one in packer.batches(3)[1:2])
+
+
+def test_documents_are_whole_and_rows_full(packer: Packer) -> None:
+    batch = packer.batch("x", 0, Part("tasks", 4, 512))
+    for ids in batch.ids:
+        texts = packer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        *documents, _rest = texts.split("<|endoftext|>")
+        assert len(documents) >= 2
+        for text in documents:
+            if text.startswith(" ") or not re.match("English|Problem|Passage|Rewrite|User", text):
+                continue  # drills, and copies of anything
+            assert re.search(r"\n(German|Solution|Answer|Result|Assistant):", text)
+    assert (batch.ids[:, -1] > 0).any()
+
+
+def test_finishing_leaves_out_what_is_never_asked_for(packer: Packer) -> None:
+    def drills(finishing: bool) -> int:
+        part = Part("tasks", 8, 512)
+        batches = [packer.batch(str(i), 0, part, finishing) for i in range(4)]
+        return sum(int(np.isclose(b.weights, 0.05).sum()) for b in batches)
+
+    assert drills(False) > 0
+    assert drills(True) == 0
+
+
+def test_drills_are_right_sums() -> None:
+    rng = random.Random(1)
+    for task, result in (pair for _ in range(100) for pair in drill(rng)):
+        found = re.fullmatch(r" (\d+) ([-+*/]) (\d+)", task)
+        assert found
+        a, sign, b = int(found[1]), found[2], int(found[3])
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
+        assert result.endswith(f" = {value}.")
+        assert value >= 0
+
+
+def test_packed_documents_score_answers_only() -> None:
+    documents = [([5, 6, 7, 8, 0], 2), ([9, 9, 9], 1)]
+    batch = pack_documents(random.Random(0), documents, rows=2, length=16, prompt_weight=0.25)
+    assert set(np.unique(batch.weights)) <= {0.0, 0.25, 1.0}
+    for ids, weights in zip(batch.ids, batch.weights, strict=True):
+        assert (weights[ids == 5] == 0.25).all()
+        assert (weights[ids == 8] == 1).all()
+        # A cut text is followed by an end-of-text that is not scored.
+        for at in np.flatnonzero(ids[:-1] == 9):
+            assert ids[at + 1] == 9 or weights[at + 1] == 0
+
+
+def test_the_schedule_rises_stays_and_falls_when_told_to() -> None:
     recipe = Recipe()
-    assert recipe.rate(0) < 0.1
-    assert recipe.rate(0.3) == 1
-    assert recipe.rate(0.75) == pytest.approx(0.5)
-    assert recipe.rate(1) == 0
+    assert recipe.rate(0) == 0.01
+    assert recipe.rate(99) == recipe.rate(5_000_000) == 1
+    assert recipe.rate(999, (1000, 400)) == 1
+    assert recipe.rate(1099, (1000, 400)) == pytest.approx(0.5)
+    falling = [recipe.rate(step, (1000, 400)) for step in range(1000, 1402)]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[399] == falling[401] == 0
+    assert recipe.rate(0, (0, 10)) < 0.01  # begun during the warm-up
+
+
+def test_exit_weights_rise_with_depth_and_sum_to_the_weight_in_expectation() -> None:
+    exits = Exits(weight=0.4, first=2, drawn=3)
+    weights = exits.weights(12)
+    assert list(weights) == list(range(2, 12))
+    assert weights[4] == pytest.approx(2 * weights[2])
+    assert sum(weights.values()) / len(weights) * 3 == pytest.approx(0.4)
+    assert Exits(weight=0).weights(12) == {}
+    assert Exits(first=2).weights(2) == {}
+
+
+def test_the_exit_loss_makes_layers_agree(packer: Packer) -> None:
+    """Ten steps with and without, same seed and data: the exits' loss is lower with it."""
+    lower = {}
+    for weight in (0.0, 2.0):
+        recipe = replace(TINY, exits=replace(TINY.exits, weight=weight), adam_lr=0.01)
+        made = Run.new(recipe, 0)
+        for step in range(10):
+            accumulate(made, packer.batches(step), PLAIN)
+            made.update(1.0)
+        watched = Run(made.model, made.optimizers, TINY, 0)
+        lower[weight] = accumulate(watched, packer.batches(11), PLAIN).exits[2]
+    assert lower[2.0] < lower[0.0]
+
+
+def test_the_defaults_fit_the_shipped_sizes() -> None:
+    recipe = Recipe()
+    assert sum(part.rows * part.length for part in recipe.parts) == 8192
+    assert set(recipe.prompt_weights) >= (
+        set(recipe.task_weights) | set(recipe.lesson_weights) | set(recipe.long_weights)
+    )
 
 
 def test_orthogonalise_makes_singular_values_near_one() -> None:

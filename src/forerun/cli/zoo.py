@@ -23,5 +23,8 @@ def card() -> None:
 
 
 app.command("train")(recipe.train)
+app.command("finish")(recipe.finish)
+app.command("distill")(recipe.distill)
+app.command("curves")(recipe.curves)
 app.command("evaluate")(recipe.evaluate)
 app.command("prompts")(recipe.prompts)

@@ -5,7 +5,28 @@ Importing this module loads neither torch nor transformers.
 
 from __future__ import annotations
 
-from forerun.zoo.promptset import DRAFT, EXITS, PENALTY, TARGET, Prompt, card, families, prompts
+from forerun.zoo.promptset import (
+    DRAFT,
+    EXITS,
+    PENALTY,
+    TARGET,
+    Prompt,
+    card,
+    families,
+    long_families,
+    prompts,
+)
 from forerun.zoo.scoring import score
 
-__all__ = ["DRAFT", "EXITS", "PENALTY", "TARGET", "Prompt", "card", "families", "prompts", "score"]
+__all__ = [
+    "DRAFT",
+    "EXITS",
+    "PENALTY",
+    "TARGET",
+    "Prompt",
+    "card",
+    "families",
+    "long_families",
+    "prompts",
+    "score",
+]

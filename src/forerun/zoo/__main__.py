@@ -1,68 +1,127 @@
-"""``python -m forerun.zoo``: train, evaluate, and build the prompt files."""
+"""``python -m forerun.zoo``: train, finish, distill, evaluate, and build the prompt files."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from forerun.zoo.promptset import FOLDER
+from forerun.zoo.promptset import DRAFT, FOLDER, TARGET, families, long_families
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="The pair that ships.")
 
 Data = Annotated[Path, typer.Option(help="Folder with books/ and tatoeba/.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Compiled = Annotated[
+    bool, typer.Option("--compile/--no-compile", help="Compile the training step (bfloat16).")
+]
 
 
-def _fail(error: Exception) -> None:
-    print(f"error: {error}", file=sys.stderr)
-    raise typer.Exit(2)
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Says in one line what is wrong with the arguments or missing."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
 
 
 @app.command()
 def train(
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints, log and export.")] = Path(
-        "zoo-run"
-    ),
-    minutes: Annotated[
-        float | None, typer.Option(help="Time for stage 1; the schedule fits itself into it.")
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint and log.")] = Path("zoo-run"),
+    steps: Annotated[int | None, typer.Option(help="Stop at this step; default: never.")] = None,
+    decay: Annotated[
+        int | None, typer.Option(help="Let the learning rate fall to zero over so many steps.")
     ] = None,
-    distill_minutes: Annotated[
-        float | None, typer.Option(help="Time for stage 2; default: a third of --minutes.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Most steps of stage 1.")] = 4000,
-    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Decides weights and data order.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile the training step.")
-    ] = True,
+    start: Annotated[
+        Path | None, typer.Option(help="An exported model to begin from; default: fresh weights.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="LAYERSxHIDDEN of a smaller model, for experiments: 8x160.")
+    ] = None,
+    exit_weight: Annotated[
+        float | None, typer.Option(help="Weight of the early-exit loss; 0 leaves it out.")
+    ] = None,
+    device: Device = "cpu",
+    compiled: Compiled = True,
 ) -> None:
-    """Train target and draft together, then the draft on the target's own texts; export both."""
-    from forerun.zoo.train import main
+    """Train the target; stop it at any time, resume it, and end it with --decay."""
+    from forerun.zoo.recipe import variant
+    from forerun.zoo.train import train as run
 
-    try:
-        main(
+    with _errors():
+        run(
             data,
             out,
-            minutes=minutes,
-            distill_minutes=distill_minutes,
             steps=steps,
-            device=device,
+            decay=decay,
             seed=seed,
             resume=resume,
+            start=start,
+            recipe=variant(shape, exit_weight),
+            device=device,
             compiled=compiled,
         )
-    except (FileNotFoundError, ValueError) as error:
-        _fail(error)
+
+
+@app.command()
+def finish(
+    data: Data,
+    run: Annotated[Path, typer.Option(help="Folder of a target's run; it stays as it is.")],
+    out: Annotated[Path, typer.Option(help="Folder for the finished copy.")],
+    steps: Annotated[int, typer.Option(help="Steps over which the learning rate falls.")] = 400,
+    device: Device = "cpu",
+    compiled: Compiled = True,
+) -> None:
+    """Let the learning rate of a copy of a run fall to zero; export its target."""
+    from forerun.zoo.train import finish as end
+
+    with _errors():
+        print(f"written: {end(data, run, out, steps=steps, device=device, compiled=compiled)}")
+
+
+@app.command()
+def distill(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder of a finished target.")],
+    steps: Annotated[int, typer.Option(help="Steps of learning, after copying practice.")] = 2000,
+    texts: Annotated[int, typer.Option(help="Tokens that the target writes.")] = 400_000,
+    device: Device = "cpu",
+    compiled: Compiled = True,
+) -> None:
+    """Train a draft on what the finished target writes itself; export it."""
+    from forerun.zoo.distill import distill as learn
+
+    with _errors():
+        how: dict[str, Any] = {"device": device, "compiled": compiled}
+        print(f"written: {learn(data, out, steps=steps, texts=texts, **how)}")
+
+
+@app.command()
+def curves(out: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
+    """Print a run's validation curves as a Markdown table."""
+    from forerun.zoo.train import curves as table
+
+    with _errors():
+        print(table(out))
 
 
 @app.command()
 def evaluate(
+    models: Annotated[
+        Path | None,
+        typer.Option(help="Folder with target/ and perhaps draft/; default: the shipped pair."),
+    ] = None,
+    long: Annotated[bool, typer.Option(help="Also the families with long outputs.")] = False,
     limit: Annotated[int | None, typer.Option(help="Prompts per family; default: all.")] = None,
     out: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("zoo.json"),
     split: Annotated[str, typer.Option(help="test or val.")] = "test",
@@ -71,10 +130,16 @@ def evaluate(
     """Measure quality, perplexity and greedy acceptance rate per family; write JSON."""
     from forerun.zoo.evaluate import evaluate as measure
 
-    try:
-        report = measure(limit=limit, split=split, device=device, say=print)
-    except (FileNotFoundError, ValueError, ImportError) as error:
-        _fail(error)
+    with _errors():
+        report = measure(
+            target=models / "target" if models else TARGET,
+            draft=(models / "draft" if (models / "draft").exists() else None) if models else DRAFT,
+            names=(*families(), *long_families()) if long else families(),
+            limit=limit,
+            split=split,
+            device=device,
+            say=print,
+        )
     report["command"] = "python -m forerun.zoo evaluate" + (f" --limit {limit}" if limit else "")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -89,10 +154,8 @@ def prompts(
     """Write the held-out prompt files again."""
     from forerun.zoo.build_prompts import build
 
-    try:
+    with _errors():
         build(data, out)
-    except (FileNotFoundError, ValueError) as error:
-        _fail(error)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from forerun.zoo.corpus import load_pools
-from forerun.zoo.tasks import FAMILIES, arithmetic, stories, translation
+from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, stories, translation
 from forerun.zoo.tasks.base import Example, Pool
 
 COUNTS = {"val": 100, "test": 250}
+LONG_COUNTS = {"val": 20, "test": 50}
 
 
 def _stories(pool: Pool, count: int) -> list[Example]:
@@ -45,7 +46,7 @@ def examples(family: str, split: str, pool: Pool, count: int) -> list[Example]:
             level = arithmetic.LEVELS[len(chosen) % 2]
             example = arithmetic.sample(rng, split, pool, level)
         else:
-            example = FAMILIES[family].sample(rng, split, pool)
+            example = (FAMILIES.get(family) or LONG_FAMILIES[family]).sample(rng, split, pool)
         chosen.setdefault(example.prompt, example)
     return list(chosen.values())
 
@@ -54,9 +55,9 @@ def build(data: Path, folder: Path) -> None:
     """Writes ``<family>.jsonl`` for every family."""
     pools = load_pools(data)
     folder.mkdir(parents=True, exist_ok=True)
-    for family, module in FAMILIES.items():
+    for family, module in {**FAMILIES, **LONG_FAMILIES}.items():
         lines = []
-        for split, count in COUNTS.items():
+        for split, count in (COUNTS if family in FAMILIES else LONG_COUNTS).items():
             for number, example in enumerate(examples(family, split, pools[split], count)):
                 record: dict[str, Any] = {
                     "family": family,

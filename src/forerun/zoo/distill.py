@@ -1,4 +1,4 @@
-"""Stage 2: the draft learns from texts the finished target writes itself.
+"""Stage 2: the draft practises copying, then learns from texts the finished target writes itself.
 
 Reference: Zhou et al., "DistillSpec: Improving Speculative Decoding via Knowledge Distillation"
 (ICLR 2024).
@@ -6,19 +6,29 @@ Reference: Zhou et al., "DistillSpec: Improving Speculative Decoding via Knowled
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from forerun.zoo.optim import optimizers
-from forerun.zoo.packing import Packer
-from forerun.zoo.recipe import Recipe
-from forerun.zoo.tasks import FAMILIES
+from forerun.zoo.corpus import load_pools
+from forerun.zoo.export import export_model
+from forerun.zoo.packing import Batch, Packer
+from forerun.zoo.recipe import Part
+from forerun.zoo.runs import CHECKPOINT, TOKENIZER, Run, keep, reporter, stopping
+from forerun.zoo.step import Functions, divergence, losses
+from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES
 from forerun.zoo.tasks.base import Pool
+
+DRAFT_CHECKPOINT = "draft.pt"
+TEXTS = "texts.jsonl"
+GROUP = 64
+"""Prompts that the target continues together; texts are kept in whole groups."""
 
 # A document: its token ids, and how many of them are prompt.
 Document = tuple[list[int], int]
@@ -46,210 +56,201 @@ def complete(
     return outputs
 
 
-def self_generated(
-    target: Any,
-    tokenizer: Any,
-    pool: Pool,
-    recipe: Recipe,
-    seconds: float,
-    seed: int,
-    rows: int = 64,
+def write_group(
+    target: Any, tokenizer: Any, pool: Pool, seed: int, turn: int, length: int
 ) -> list[Document]:
-    """What the target writes on training prompts in ``seconds``: greedy and sampled in turn."""
-    begin = time.perf_counter()
-    rng = random.Random(f"distill/{seed}")
-    torch.manual_seed(seed)
-    # By tokens, stories get twice the share of each task.
-    names = ["stories", "stories", *recipe.task_weights]
-    documents: list[Document] = []
-    turn = 0
-    while time.perf_counter() - begin < seconds:
-        name = names[turn % len(names)]
-        greedy = turn // len(names) % 2 == 0
-        family = FAMILIES[name]
-        examples = [family.sample(rng, "train", pool) for _ in range(rows)]
-        prompts = [tokenizer.encode(example.prompt).ids for example in examples]
-        outputs = complete(target, prompts, min(family.MAX_NEW_TOKENS, 80), greedy)
-        documents += [(p + o, len(p)) for p, o in zip(prompts, outputs, strict=True)]
-        turn += 1
-    return documents
+    """What the target writes on a group of training prompts: a function of seed and ``turn``.
+
+    Families take turns, stories twice as often as others (by tokens, that gives them about twice
+    the share); a round of greedy texts is followed by one of texts sampled at temperature 1.
+    Documents have at most ``length`` tokens.
+    """
+    every = {**FAMILIES, **LONG_FAMILIES}
+    names = ["stories", *every]
+    family = every[names[turn % len(names)]]
+    greedy = turn // len(names) % 2 == 0
+    rng = random.Random(f"distill/{seed}/{turn}")
+    torch.manual_seed(rng.getrandbits(32))
+    prompts: list[list[int]] = []
+    while len(prompts) < GROUP:
+        prompt = tokenizer.encode(family.sample(rng, "train", pool).prompt).ids
+        if len(prompt) <= length * 3 // 4:
+            prompts.append(prompt)
+    most = min(family.MAX_NEW_TOKENS, 192, length - max(map(len, prompts)))
+    outputs = complete(target, prompts, most, greedy)
+    return [(p + o, len(p)) for p, o in zip(prompts, outputs, strict=True)]
+
+
+def own_texts(
+    target: Any, tokenizer: Any, pool: Pool, path: Path, *, seed: int, tokens: int, length: int
+) -> list[Document]:
+    """At least ``tokens`` tokens the target wrote, with their prompts; kept at ``path``.
+
+    A line per group; cut off, the same call goes on with the next group.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    groups: list[list[Document]] = [
+        [(ids, size) for ids, size in json.loads(line)] for line in lines
+    ]
+    count = sum(len(ids) for group in groups for ids, _ in group)
+    with path.open("a", encoding="utf-8") as file, reporter() as say, stopping() as stopped:
+        while count < tokens:
+            if stopped():
+                raise KeyboardInterrupt
+            group = write_group(target, tokenizer, pool, seed, len(groups), length)
+            file.write(json.dumps(group) + "\n")
+            file.flush()
+            groups.append(group)
+            count += sum(len(ids) for ids, _ in group)
+            say(f"the target has written {count:,} of {tokens:,} tokens")
+    return [document for group in groups for document in group]
 
 
 def pack_documents(
     rng: random.Random, documents: list[Document], rows: int, length: int, prompt_weight: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and loss weights (rows, length) of randomly drawn whole documents."""
-    ids = torch.zeros(rows, length, dtype=torch.long)
-    weights = torch.zeros(rows, length)
+) -> Batch:
+    """Whole documents drawn at random, (rows, length); what does not fit ends a row."""
+    ids = np.zeros((rows, length), dtype=np.int64)
+    weights = np.zeros((rows, length), dtype=np.float32)
     for row in range(rows):
         at = 0
         while True:
             tokens, prompt = rng.choice(documents)
-            if at + len(tokens) > length:
+            end = at + len(tokens)
+            if end > length:
                 break
-            ids[row, at : at + len(tokens)] = torch.tensor(tokens)
+            ids[row, at:end] = tokens
             weights[row, at : at + prompt] = prompt_weight
-            weights[row, at + prompt : at + len(tokens)] = 1
-            at += len(tokens)
-            if at < length and tokens[-1] != 0:
-                at += 1  # a cut text: end-of-text after it, not scored
-    return ids, weights
+            weights[row, at + prompt : end] = 1
+            # A cut text: end-of-text after it, not scored.
+            at = end if tokens[-1] == 0 else end + 1
+    return Batch(ids, weights)
 
 
-def divergence(
-    target: Any, draft: Any, ids: torch.Tensor, weights: torch.Tensor, autocast: bool
-) -> torch.Tensor:
-    """Forward KL(target ‖ draft) in nats per scored token."""
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-        with torch.no_grad():
-            target_log = target(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        draft_log = draft(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-    share = weights[:, 1:] / weights[:, 1:].sum()
-    return ((target_log.exp() * (target_log - draft_log)).sum(-1) * share).sum()
-
-
-def cross_entropy(
-    draft: Any, ids: torch.Tensor, weights: torch.Tensor, autocast: bool
-) -> torch.Tensor:
-    """Cross-entropy of the draft alone, in nats per scored token."""
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-        log = draft(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-    share = weights[:, 1:] / weights[:, 1:].sum()
-    return -(log.gather(-1, ids[:, 1:, None])[..., 0] * share).sum()
-
-
-def practice_rows(
-    packer: Packer, rng: random.Random, rows: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights (rows, length) of copying practice."""
-    ids = np.zeros((rows, length), dtype=np.int64)
-    weights = np.ones((rows, length), dtype=np.float32)
+def practice_rows(packer: Packer, rng: random.Random, rows: int, length: int) -> Batch:
+    """Rows of strings that come twice."""
+    batch = Batch(
+        np.zeros((rows, length), dtype=np.int64), np.ones((rows, length), dtype=np.float32)
+    )
     for row in range(rows):
-        packer.repeats(rng, ids[row], weights[row])
-    return torch.from_numpy(ids), torch.from_numpy(weights)
+        packer.repeats(rng, batch.ids[row], batch.weights[row])
+    return batch
 
 
-def _mixture(
-    packer: Packer,
-    documents: list[Document],
-    recipe: Recipe,
-    rows: int,
-    progress: float,
-    step: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights of one batch: two thirds own texts of the target, one third data.
-
-    A quarter of the rows is copying practice at first.
-    """
-    rng = random.Random(f"distill/{packer.seed}/{step}")
-    length = recipe.length
-    practice = round(rows / 4 * max(0.0, 1 - progress / recipe.distill_practice))
-    data = (rows - practice) // 3
-    ids, weights = pack_documents(rng, documents, rows - practice - data, length, 0.1)
-    batch = packer.batch(10_000_000 + step, length)
-    repeats, scored = practice_rows(packer, rng, practice, length)
-    chosen = slice(1, 1 + data)  # a batch begins with a book; then tasks
-    return (
-        torch.cat([ids, torch.from_numpy(batch.ids[chosen]), repeats]),
-        torch.cat([weights, torch.from_numpy(batch.weights[chosen]), scored]),
+def _join(*batches: Batch) -> Batch:
+    return Batch(
+        np.concatenate([b.ids for b in batches]), np.concatenate([b.weights for b in batches])
     )
 
 
-def _update(
-    loss: torch.Tensor, draft: Any, both: list[torch.optim.Optimizer], rate: float
-) -> float:
-    """One optimiser step at ``rate`` times the peak learning rates; returns the loss."""
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-    for optimizer in both:
-        for group in optimizer.param_groups:
-            group["lr"] = group["base_lr"] * rate
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())
+def _data(packer: Packer, step: int, rows: int, length: int) -> Batch:
+    """Rows of stage 1's data that it did not use: one of books, the others of tasks."""
+    tasks = packer.batch(f"draft/{step}", 0, Part("tasks", max(0, rows - 1), length))
+    books = packer.batch("", 10_000_000 + step, Part("books", min(1, rows), length))
+    return _join(books, tasks)
 
 
-def practise_copying(
-    draft: Any,
+def practice_batch(packer: Packer, step: int) -> Batch:
+    """Copies, and a quarter of data."""
+    recipe = packer.recipe
+    rows = max(2, recipe.distill_tokens // recipe.distill_length)
+    rng = random.Random(f"practice/{packer.seed}/{step}")
+    copies = practice_rows(packer, rng, rows - rows // 4, recipe.distill_length)
+    return _join(copies, _data(packer, step, rows // 4, recipe.distill_length))
+
+
+def distill_batch(packer: Packer, documents: list[Document], step: int, progress: float) -> Batch:
+    """Two thirds the target's own texts, one third data; copies fade from a quarter to none."""
+    recipe = packer.recipe
+    length = recipe.distill_length
+    rows = max(3, recipe.distill_tokens // length)
+    rng = random.Random(f"distill/{packer.seed}/{step}")
+    copies = round(rows / 4 * max(0.0, 1 - progress / recipe.distill_practice))
+    data = (rows - copies) // 3
+    own = pack_documents(rng, documents, rows - copies - data, length, 0.1)
+    return _join(own, _data(packer, step, data, length), practice_rows(packer, rng, copies, length))
+
+
+def steps_of(
+    run: Run,
+    target: Any,
     packer: Packer,
-    recipe: Recipe,
-    *,
+    documents: list[Document],
     steps: int,
-    minutes: float | None,
-    compiled: bool,
-    report: Callable[[dict[str, Any]], None],
-) -> None:
-    """Trains the draft alone, in place, to continue a string that it has seen before.
+    functions: Functions,
+) -> Iterator[dict[str, Any]]:
+    """Practice, then distillation; yields a record after every step.
 
-    Two layers do not find this out from the target's distributions in so short a training; without
-    it, extraction and rewriting have nearly no accepted drafts. A quarter of the rows is data.
+    Two layers do not find out from the target's distributions how to copy in so short a training;
+    without practice, extraction and rewriting have nearly no accepted drafts.
     """
-    device = next(draft.parameters()).device
-    autocast = compiled or device.type == "cuda"
-    loss_of = torch.compile(cross_entropy, dynamic=False) if compiled else cross_entropy
-    both = optimizers([draft], recipe)
-    length = max(64, recipe.length // 2)
-    rows = max(4, recipe.batch_tokens // (2 * length))
-    begin = time.perf_counter()
-    for step in range(steps):
-        if minutes is not None and time.perf_counter() - begin > 60 * minutes:
-            return
-        rng = random.Random(f"practice/{packer.seed}/{step}")
-        ids, weights = practice_rows(packer, rng, rows - rows // 4, length)
-        batch = packer.batch(20_000_000 + step, length)
-        ids = torch.cat([ids, torch.from_numpy(batch.ids[1 : 1 + rows // 4])])
-        weights = torch.cat([weights, torch.from_numpy(batch.weights[1 : 1 + rows // 4])])
-        loss = loss_of(draft, ids.to(device), weights.to(device), autocast)
-        rate = recipe.distill_rate * min(1.0, step / 50 + 0.05)
-        value = _update(loss, draft, both, rate)
-        report(
-            {
-                "practice_step": step + 1,
-                "cross_entropy": round(value, 4),
-                "tokens": (step + 1) * rows * length,
-                "elapsed": round(time.perf_counter() - begin, 1),
-            }
+    practice = run.recipe.practice_steps
+    while run.step < practice + steps:
+        begin = time.perf_counter()
+        progress = (run.step - practice) / steps
+        if run.step < practice:
+            batch = practice_batch(packer, run.step)
+            rate = min(1.0, (run.step + 1) / 50)
+        else:
+            batch = distill_batch(packer, documents, run.step, progress)
+            rate = min(1.0, 20 * progress + 0.05, 1 - progress)
+        ids, weights = run.tensors(batch)
+        if run.step < practice:
+            loss, _ = losses(run.model, ids, weights, functions)
+        else:
+            loss = divergence(target, run.model, ids, weights, functions)
+        loss = loss / weights[:, 1:].sum()
+        loss.backward()
+        run.update(run.recipe.distill_rate * rate)
+        yield run.advance(
+            ids.numel(),
+            time.perf_counter() - begin,
+            stage="practice" if progress < 0 else "distill",
+            loss=round(float(loss.detach()), 4),
         )
 
 
 def distill(
-    target: Any,
-    draft: Any,
-    packer: Packer,
-    documents: list[Document],
-    recipe: Recipe,
+    data: Path,
+    out: Path,
     *,
     steps: int,
-    minutes: float | None,
-    compiled: bool,
-    report: Callable[[dict[str, Any]], None],
-) -> None:
-    """Trains the draft in place, the learning rate falling linearly to zero."""
-    device = next(draft.parameters()).device
-    autocast = compiled or device.type == "cuda"
-    loss_of = torch.compile(divergence, dynamic=False) if compiled else divergence
-    both = optimizers([draft], recipe)
-    length = recipe.length
-    rows = max(3, recipe.batch_tokens // length)
-    begin = time.perf_counter()
-    step = 0
-    while True:
-        progress = step / steps
-        if minutes is not None:
-            progress = max(progress, (time.perf_counter() - begin) / (60 * minutes))
-        if progress >= 1:
-            return
-        rate = recipe.distill_rate * min(1.0, progress * 20 + 0.05, 1 - progress)
-        ids, weights = _mixture(packer, documents, recipe, rows, progress, step)
-        loss = loss_of(target, draft, ids.to(device), weights.to(device), autocast)
-        value = _update(loss, draft, both, rate)
-        step += 1
-        report(
-            {
-                "distill_step": step,
-                "progress": round(progress, 4),
-                "divergence": round(value, 4),
-                "tokens": step * rows * length,
-                "elapsed": round(time.perf_counter() - begin, 1),
-            }
-        )
+    texts: int = 400_000,
+    until: int | None = None,
+    device: str = "cpu",
+    compiled: bool = True,
+) -> Path:
+    """Stage 2: trains and exports ``out``/draft for the finished run in ``out``.
+
+    ``texts`` is how many tokens the target writes, ``steps`` how long the draft learns after its
+    practice. Cut off, the same call goes on; ``until`` stops at that step, to be resumed.
+    """
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    for name, value in (("steps", steps), ("texts", texts)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not (out / "target" / "config.json").exists():
+        raise FileNotFoundError(f"no finished target at {out / 'target'} (finish a run first)")
+    pool = load_pools(data)["train"]
+    path = out / DRAFT_CHECKPOINT
+    if path.exists():
+        run = Run.load(path, "draft", device)
+    else:
+        first = Run.load(out / CHECKPOINT)
+        run = Run.new(first.recipe, first.seed, "draft", device=device)
+    tokenizer = Tokenizer.from_file(str(out / TOKENIZER))
+    loaded = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    target: Any = loaded.to(device).eval()
+    length = run.recipe.distill_length
+    documents = own_texts(
+        target, tokenizer, pool, out / TEXTS, seed=run.seed, tokens=texts, length=length
+    )
+    packer = Packer(tokenizer, pool, run.recipe, run.seed)
+    records = steps_of(run, target, packer, documents, steps, Functions.make(compiled))
+    keep(run, records, out, DRAFT_CHECKPOINT, until=until)
+    if run.step < run.recipe.practice_steps + steps:
+        return out
+    export_model(run.model, tokenizer, out / "draft")
+    return out / "draft"

@@ -88,6 +88,29 @@ def overlap(
     return results
 
 
+@torch.no_grad()
+def depth_agreement(
+    target: Any, texts: Sequence[list[int]], sizes: Sequence[int], layers: Sequence[int]
+) -> dict[int, float]:
+    """Per layer: share of generated tokens that it predicts like the last layer.
+
+    It predicts through the model's own last norm and head; the texts begin with ``sizes`` tokens
+    of prompt.
+    """
+    same = dict.fromkeys(layers, 0)
+    count = 0
+    for text, size in zip(texts, sizes, strict=True):
+        ids = torch.tensor([text], device=next(target.parameters()).device)
+        out = target.model(ids, use_cache=False, output_hidden_states=True)
+        place = slice(size - 1, len(text) - 1)
+        best = target.lm_head(out.last_hidden_state[0, place]).argmax(-1)
+        for layer in layers:
+            state = target.model.norm(out.hidden_states[layer][0, place])
+            same[layer] += int((target.lm_head(state).argmax(-1) == best).sum())
+        count += len(text) - size
+    return {layer: hits / max(1, count) for layer, hits in same.items()}
+
+
 def block_efficiency(hits: Sequence[Sequence[bool]], drafted: int) -> float:
     """Tokens committed per round of a fixed length, replayed on greedy agreement.
 
@@ -130,12 +153,12 @@ def _interval(
     items: Sequence[Prompt],
     outputs: Sequence[str],
 ) -> tuple[float, float]:
-    if metric.startswith(("exact", "accuracy")):
-        level = metric.removeprefix("accuracy").lstrip("_") if "_" in metric else ""
+    if metric.startswith(("exact", "accuracy", "holds")):
+        level = metric.removeprefix("accuracy_") if metric.startswith("accuracy_") else ""
         right = [
             ok
             for p, ok in zip(items, verdicts(family, items, outputs), strict=True)
-            if metric == "exact_match" or not level or p.level == level
+            if not level or p.level == level
         ]
         return wilson(sum(right), len(right))
     return bootstrap(
@@ -171,17 +194,24 @@ def _quality(
 def evaluate(
     *,
     target: Path = TARGET,
-    draft: Path = DRAFT,
+    draft: Path | None = DRAFT,
+    names: Sequence[str] = families(),
     limit: int | None = None,
     split: str = "test",
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Every metric of both models and the greedy acceptance rate, per family, in float32."""
+    """Every metric of both models and the greedy acceptance rate, per family, in float32.
+
+    Without a ``draft``, the target alone. ``depth_agreement`` is of its layers after a quarter and
+    a half of its depth, through its own last norm and head.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    models = {"target": load(target, device), "draft": load(draft, device)}
+    models = {"target": load(target, device)}
+    if draft is not None:
+        models["draft"] = load(draft, device)
     report: dict[str, Any] = {
         "parameters": {
             name: sum(p.numel() for p in model.parameters()) for name, model in models.items()
@@ -190,39 +220,59 @@ def evaluate(
         "dtype": "float32",
         "families": {},
     }
-    for family in families():
+    for family in names:
         items = prompts(family, split, limit)
-        ids = [tokenizer(p.prompt)["input_ids"] for p in items]
-        entry: dict[str, Any] = {"n": len(items)}
-        for name, model in models.items():
-            outputs = []
-            for begin in range(0, len(ids), BATCH):
-                part = ids[begin : begin + BATCH]
-                outputs += complete(model, part, items[0].max_new_tokens, greedy=True)
-            entry[name] = _quality(family, model, tokenizer, items, outputs)
-            if name == "target":
-                texts = [p + o for p, o in zip(ids, outputs, strict=True)]
-                hits = agreement(models["draft"], texts, [len(p) for p in ids])
-                entry["samples"] = [
-                    {"prompt": p.prompt, "output": tokenizer.decode(o, skip_special_tokens=True)}
-                    for p, o in list(zip(items, outputs, strict=True))[:3]
-                ]
-        counts = [(sum(row), len(row)) for row in hits]
-
-        def rate(at: Sequence[int], counts: list[tuple[int, int]] = counts) -> float:
-            return sum(counts[i][0] for i in at) / max(1, sum(counts[i][1] for i in at))
-
-        low, high = bootstrap(rate, len(counts))
-        entry["acceptance_rate"] = {
-            "value": round(rate(range(len(counts))), 4),
-            "ci95": [round(low, 4), round(high, 4)],
-        }
-        entry["acceptance_rate_sampled"] = _sampled_acceptance(models, ids, items[0])
-        entry["tokens_per_output"] = round(sum(n for _, n in counts) / len(counts), 1)
-        entry["block_efficiency"] = {str(k): round(block_efficiency(hits, k), 3) for k in (2, 4, 8)}
-        report["families"][family] = entry
+        report["families"][family] = entry = _family(family, items, models, tokenizer)
         say(f"{family}: {_line(entry)}")
     return report
+
+
+def _family(
+    family: str, items: list[Prompt], models: dict[str, Any], tokenizer: Any
+) -> dict[str, Any]:
+    """The entry of one family."""
+    ids = [tokenizer(p.prompt)["input_ids"] for p in items]
+    entry: dict[str, Any] = {"n": len(items)}
+    written: dict[str, list[list[int]]] = {}
+    for name, model in models.items():
+        written[name] = outputs = []
+        for begin in range(0, len(ids), BATCH):
+            part = ids[begin : begin + BATCH]
+            outputs += complete(model, part, items[0].max_new_tokens, greedy=True)
+        entry[name] = _quality(family, model, tokenizer, items, outputs)
+    outputs, target = written["target"], models["target"]
+    texts = [p + o for p, o in zip(ids, outputs, strict=True)]
+    sizes = [len(p) for p in ids]
+    layers = target.config.num_hidden_layers
+    shares = depth_agreement(target, texts, sizes, sorted({layers // 4, layers // 2} - {0}))
+    entry["depth_agreement"] = {str(layer): round(share, 4) for layer, share in shares.items()}
+    entry["tokens_per_output"] = round(sum(map(len, outputs)) / len(outputs), 1)
+    entry["samples"] = [
+        {"prompt": p.prompt, "output": tokenizer.decode(o, skip_special_tokens=True)}
+        for p, o in list(zip(items, outputs, strict=True))[:3]
+    ]
+    if "draft" in models:
+        entry |= _acceptance(models, texts, sizes)
+        entry["acceptance_rate_sampled"] = _sampled_acceptance(models, ids, items[0])
+    return entry
+
+
+def _acceptance(models: dict[str, Any], texts: list[list[int]], sizes: list[int]) -> dict[str, Any]:
+    """Greedy acceptance and block efficiency on the target's greedy texts."""
+    hits = agreement(models["draft"], texts, sizes)
+    counts = [(sum(row), len(row)) for row in hits]
+
+    def rate(at: Sequence[int]) -> float:
+        return sum(counts[i][0] for i in at) / max(1, sum(counts[i][1] for i in at))
+
+    low, high = bootstrap(rate, len(counts))
+    return {
+        "acceptance_rate": {
+            "value": round(rate(range(len(counts))), 4),
+            "ci95": [round(low, 4), round(high, 4)],
+        },
+        "block_efficiency": {str(k): round(block_efficiency(hits, k), 3) for k in (2, 4, 8)},
+    }
 
 
 def _sampled_acceptance(
@@ -252,9 +302,14 @@ def _sampled_acceptance(
 def _line(entry: dict[str, Any]) -> str:
     parts = []
     for name in ("target", "draft"):
-        metrics = ", ".join(f"{key} {item['value']:.3g}" for key, item in entry[name].items())
-        parts.append(f"{name} {metrics}")
-    return (
-        f"{'; '.join(parts)}; acceptance {entry['acceptance_rate']['value']:.3f}, "
-        f"at temperature 1 {entry['acceptance_rate_sampled']['value']:.3f}"
-    )
+        if name in entry:
+            metrics = ", ".join(f"{key} {item['value']:.3g}" for key, item in entry[name].items())
+            parts.append(f"{name} {metrics}")
+    depths = ", ".join(f"{share:.3f} after {n}" for n, share in entry["depth_agreement"].items())
+    parts.append(f"layers agree {depths}")
+    if "acceptance_rate" in entry:
+        parts.append(
+            f"acceptance {entry['acceptance_rate']['value']:.3f}, at temperature 1 "
+            f"{entry['acceptance_rate_sampled']['value']:.3f}"
+        )
+    return "; ".join(parts)

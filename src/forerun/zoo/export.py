@@ -1,4 +1,4 @@
-"""Writes a trained pair in the Hugging Face format, weights in bfloat16."""
+"""Writes a trained model in the Hugging Face format, weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from forerun.zoo.recipe import Recipe
 from forerun.zoo.tokenizer import wrap
 
 
 def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Saves one model and its tokenizer to ``folder``, replacing file by file."""
+    """Saves a copy in bfloat16, with its tokenizer, to ``folder``, replacing file by file."""
     folder.mkdir(parents=True, exist_ok=True)
+    model = copy.deepcopy(model).to("cpu", torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         path = Path(beside)
         model.generation_config.do_sample = False
@@ -41,22 +41,3 @@ def _tidy(path: Path, drop: tuple[str, ...], **values: str) -> None:
         settings.pop(key, None)
     settings.update(values)
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def export_pair(target: Any, draft: Any, tokenizer: Any, to: Path) -> None:
-    """Exports copies in bfloat16 to ``to``/target and ``to``/draft."""
-    for name, model in (("target", target), ("draft", draft)):
-        copied = copy.deepcopy(model).to("cpu", torch.bfloat16)
-        export_model(copied, tokenizer, to / name)
-
-
-def export_checkpoint(checkpoint: Path, tokenizer: Path, to: Path, recipe: Recipe) -> None:
-    """Exports both models of a training checkpoint."""
-    from tokenizers import Tokenizer
-
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    models = {}
-    for name, architecture in (("target", recipe.target), ("draft", recipe.draft)):
-        models[name] = architecture.build(recipe.vocab_size)
-        models[name].load_state_dict(state[name])
-    export_pair(models["target"], models["draft"], Tokenizer.from_file(str(tokenizer)), to)

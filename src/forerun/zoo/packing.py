@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.zoo.recipe import Recipe
-from forerun.zoo.tasks import FAMILIES, arithmetic, stories
-from forerun.zoo.tasks.base import Example, Pool
+from forerun.zoo.recipe import Part, Recipe
+from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, stories
+from forerun.zoo.tasks.base import Pool
 
 _GOLDEN = 0.6180339887498949
 
@@ -52,27 +52,31 @@ class Packer:
         self.starts = starts
         self.simple_share = simple_end / offset
 
-    def batch(self, step: int, length: int, practice: float = 0.0) -> Batch:
-        """The batch of ``step`` with rows of ``length`` tokens, each starting a document.
+    def batches(self, step: int, finishing: bool = False) -> list[Batch]:
+        """The micro-batches of ``step``: one per part of the recipe.
 
-        ``practice`` in [0, 1] replaces a part of stories and rewriting by exercises in copying.
+        ``finishing`` leaves out drills and copies, which teach but are not asked for.
         """
-        rows = max(1, self.recipe.batch_tokens // length)
-        rng = random.Random(f"{self.seed}/{step}")
-        used = {name: rng.random() * 200 for name in self.recipe.task_weights}
-        ids = np.zeros((rows, length), dtype=np.int64)
-        weights = np.ones((rows, length), dtype=np.float32)
-        share, of = self.recipe.story_rows
-        for row in range(rows):
-            index = step * rows + row
-            if index % 8 == 3 and rng.random() < practice:
-                self.repeats(rng, ids[row], weights[row])
-            elif index % 8 in self.recipe.drill_rows:
-                self._drill(rng, ids[row], weights[row])
-            elif index * share % of < share:
-                ids[row] = self._stretch(index, length)
-            else:
-                self._fill(rng, used, ids[row], weights[row], practice)
+        return [
+            self.batch(f"{step}/{number}", step * len(self.recipe.parts) + number, part, finishing)
+            for number, part in enumerate(self.recipe.parts)
+        ]
+
+    def batch(self, key: str, index: int, part: Part, finishing: bool = False) -> Batch:
+        """A micro-batch: a function of the seed, ``key`` (documents) and ``index`` (books)."""
+        rng = random.Random(f"{self.seed}/{key}")
+        ids = np.zeros((part.rows, part.length), dtype=np.int64)
+        weights = np.ones((part.rows, part.length), dtype=np.float32)
+        books = {"books": part.rows, "tasks": 0, "long": part.rows // 2}[part.kind]
+        for row in range(books):
+            ids[row] = self._stretch(index * part.rows + row, part.length)
+        if books < part.rows:
+            shares = self.recipe.long_weights
+            if part.kind == "tasks":
+                shares = self.recipe.task_weights | self.recipe.lesson_weights
+            if finishing:
+                shares = {n: w for n, w in shares.items() if n not in ("drills", "copies")}
+            self._pack(rng, shares, ids[books:], weights[books:])
         return Batch(ids, weights)
 
     def _stretch(self, index: int, length: int) -> NDArray[np.int64]:
@@ -89,74 +93,92 @@ class Packer:
         start = max(0, min(start, len(self.tokens) - length))
         return self.tokens[start : start + length]
 
-    def _fill(
+    def _pack(
         self,
         rng: random.Random,
-        used: dict[str, float],
+        shares: Mapping[str, float],
         ids: NDArray[np.int64],
         weights: NDArray[np.float32],
-        practice: float,
     ) -> None:
-        """Packs whole task documents; the rest of the row is the beginning of a book stretch."""
-        at, length = 0, len(ids)
-        while True:
-            name = min(used, key=lambda n: used[n] / self.recipe.task_weights[n])
-            if name == "rewriting" and rng.random() < 0.7 * practice:
-                example = self._short_repeat(rng)
-            else:
-                example = FAMILIES[name].sample(rng, "train", self.pool)
-            prompt = self.tokenizer.encode(example.prompt).ids
-            answer = self.tokenizer.encode(example.answer).ids
-            size = len(prompt) + len(answer) + 1
-            if at + size > length:
-                break
-            # Practice counts less: more documents of rewriting while it lasts.
-            used[name] += size if name != "rewriting" else round(size / (1 + practice))
-            ids[at : at + size - 1] = prompt + answer
-            ids[at + size - 1] = 0
-            weights[at : at + len(prompt)] = self.recipe.prompt_weights[name]
-            at += size
-        if at < length:
-            ids[at:] = self._stretch(rng.randrange(1 << 30), length - at)
+        """Packs whole documents, each where it first fits; beginnings of book stretches fill up."""
+        rows, length = ids.shape
+        ends = [0] * rows
+        used = {name: rng.random() * 200 for name in shares}
+        misses = 0
+        while misses < 6:
+            name = min(used, key=lambda n: used[n] / shares[n])
+            segments = self.document(rng, name)
+            size = sum(len(tokens) for tokens, _ in segments)
+            row = next((r for r in range(rows) if ends[r] + size <= length), None)
+            if row is None:
+                misses += 1
+                used[name] += size / 8  # let shorter families try
+                continue
+            for tokens, weight in segments:
+                begin, ends[row] = ends[row], ends[row] + len(tokens)
+                ids[row, begin : ends[row]] = tokens
+                weights[row, begin : ends[row]] = weight
+            used[name] += size
+        for row, end in enumerate(ends):
+            if end < length:
+                ids[row, end:] = self._stretch(rng.randrange(1 << 30), length - end)
+
+    def document(self, rng: random.Random, name: str) -> list[tuple[list[int], float]]:
+        """A training document of the family ``name``: pieces of token ids and their loss weight."""
+        prompt_weight = self.recipe.prompt_weights[name]
+        if name == "copies":
+            string = self.string(rng)
+            return [(string, prompt_weight), ([*string, 0], 1.0)]
+        if name == "drills":
+            pieces = [piece for task in drill(rng) for piece in task]
+        else:
+            family = FAMILIES.get(name) or LONG_FAMILIES[name]
+            example = family.sample(rng, "train", self.pool)
+            pieces = [example.prompt, example.answer]
+        encoded = [self.tokenizer.encode(piece).ids for piece in pieces]
+        encoded[-1].append(0)
+        weights = [prompt_weight, 1.0] * (len(pieces) // 2)
+        return list(zip(encoded, weights, strict=True))
+
+    def string(self, rng: random.Random) -> list[int]:
+        """4 to 40 tokens to copy: of a book, or at random."""
+        size = rng.randint(4, 40)
+        if rng.random() < 0.5:
+            start = rng.randrange(len(self.tokens) - size)
+            return [int(token) for token in self.tokens[start : start + size]]
+        top = self.tokenizer.get_vocab_size()
+        return [rng.randrange(1, top) for _ in range(size)]
 
     def repeats(
         self, rng: random.Random, ids: NDArray[np.int64], weights: NDArray[np.float32]
     ) -> None:
-        """Fills a row with strings of 4 to 40 tokens, each twice; only the second is scored."""
+        """Fills a row with strings, each twice; only the second is scored."""
         at, length = 0, len(ids)
         weights[:] = 0
         while at < length:
-            size = rng.randint(4, 40)
-            if rng.random() < 0.5:
-                start = rng.randrange(len(self.tokens) - size)
-                string = self.tokens[start : start + size]
-            else:
-                top = self.tokenizer.get_vocab_size()
-                string = np.array([rng.randrange(1, top) for _ in range(size)], dtype=np.int64)
-            twice = np.concatenate([string, string, [0]])[: length - at]
+            string = self.string(rng)
+            twice = [*string, *string, 0][: length - at]
             ids[at : at + len(twice)] = twice
-            weights[at + size : at + len(twice)] = 1
+            weights[at + len(string) : at + len(twice)] = 1
             at += len(twice)
 
-    def _drill(
-        self, rng: random.Random, ids: NDArray[np.int64], weights: NDArray[np.float32]
-    ) -> None:
-        """Fills a row with single sums of generated problems; their results count threefold."""
-        at, length = 0, len(ids)
-        while at < length:
-            answer = arithmetic.generate(rng, rng.choice(arithmetic.LEVELS)).answer
-            for task, result in re.findall(r"( \d+ [-+*/] \d+ =)( \d+\.)", answer):
-                asked = self.tokenizer.encode(task).ids
-                row = (asked + self.tokenizer.encode(result).ids)[: length - at]
-                ids[at : at + len(row)] = row
-                weights[at : at + len(asked)] = 0.05
-                weights[at + len(asked) : at + len(row)] = 3
-                at += len(row)
 
-    def _short_repeat(self, rng: random.Random) -> Example:
-        """Three to nine words of different sentences to repeat, in the rewriting format."""
-        sentences = self.pool.sentences
-        chosen = [rng.choice(rng.choice(sentences).split()) for _ in range(rng.randint(3, 9))]
-        text = " ".join(chosen)
-        prompt = f"Rewrite: repeat the text.\nText: {text}\nResult:"
-        return Example(prompt=prompt, answer=f" {text}")
+def drill(rng: random.Random) -> list[tuple[str, str]]:
+    """Four to twelve sums, each as task and (worked) result; a third of them of single digits."""
+    sums = []
+    for _ in range(rng.randint(4, 12)):
+        top = rng.choice((9, 99, 99))
+        left, right = rng.randint(1, top), rng.randint(1, top)
+        sign = rng.choice("++--*/")
+        if sign == "-":
+            left, right = max(left, right) + rng.choice((0, 0, 100)), min(left, right)
+        elif sign == "+":
+            left += rng.choice((0, 0, 100))
+        elif sign == "*":
+            right = rng.randint(2, 9)
+        else:
+            right = rng.randint(2, 10)
+            left *= right
+        task = f" {left} {sign} {right}"
+        sums.append((task, f" {arithmetic.worked(left, sign, right)}"[len(task) :]))
+    return sums

@@ -35,14 +35,20 @@ class Prompt:
 
 
 def families() -> tuple[str, ...]:
-    """The names of the task families."""
+    """The names of the task families with short outputs."""
     return ("stories", "translation", "arithmetic", "extraction", "rewriting", "chat")
+
+
+def long_families() -> tuple[str, ...]:
+    """The names of the task families with outputs of about 100 to 400 tokens."""
+    return ("tales", "tours", "revision")
 
 
 def prompts(family: str, split: str = "test", limit: int | None = None) -> list[Prompt]:
     """The shipped prompts of a family, in file order; ``split`` is ``"test"`` or ``"val"``."""
-    if family not in families():
-        raise ValueError(f"unknown family {family!r}: one of {', '.join(families())}")
+    known = (*families(), *long_families())
+    if family not in known:
+        raise ValueError(f"unknown family {family!r}: one of {', '.join(known)}")
     if split not in ("val", "test"):
         raise ValueError(f"unknown split {split!r}: 'val' or 'test'")
     if limit is not None and limit < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -42,65 +42,144 @@ class Architecture:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One micro-batch of a step: ``rows`` rows of ``length`` tokens, filled in one way."""
+
+    kind: str
+    """``books``: stretches of books; ``tasks``: packed documents of the short families and
+    drills; ``long``: the first half of the rows are books, the others documents of the long
+    families."""
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Exits:
+    """The early-exit loss: what a layer's state says through the shared last norm and head."""
+
+    weight: float = 0.4
+    """Weight of the exits together beside the final loss (1); 0 leaves them out."""
+    first: int = 2
+    """The shallowest layer (1 = after the first) that is trained to predict."""
+    drawn: int = 3
+    """How many of the layers from ``first`` to the last but one are drawn per micro-batch."""
+    share: int = 8
+    """One position of so many is scored."""
+
+    def weights(self, layers: int) -> dict[int, float]:
+        """Per candidate layer its weight when it is drawn: proportional to its depth.
+
+        The drawn weights sum to ``weight`` in expectation.
+        """
+        candidates = range(self.first, layers)
+        if not self.weight or not candidates:
+            return {}
+        mean = sum(candidates) / len(candidates)
+        return {layer: self.weight * layer / mean / self.count(layers) for layer in candidates}
+
+    def count(self, layers: int) -> int:
+        """How many layers are drawn of a model with ``layers`` layers."""
+        return min(self.drawn, max(0, layers - self.first))
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """Training settings; the defaults are what the shipped pair was trained with."""
+    """Training settings; the defaults are what the shipped pair is trained with."""
 
     target: Architecture = Architecture(layers=12, hidden=320, heads=5, feed_forward=832)
     draft: Architecture = Architecture(layers=2, hidden=256, heads=4, feed_forward=512)
     vocab_size: int = 6144
     tokenizer_draws: int = 4000
     """Generated documents per family that the tokenizer is trained on, beside the books."""
-    batch_tokens: int = 4096
-    length: int = 512
-    long_length: int = 1024
-    long_from: float = 0.85
-    """Share of the run after which sequences have ``long_length`` tokens."""
-    story_rows: tuple[int, int] = (3, 8)
-    """Of every 8 rows, 3 are one stretch of a book; the others are packed with tasks."""
-    drill_rows: tuple[int, ...] = (4, 7)
-    """Of every 8 rows, those that are plain sums of the arithmetic family, results scored."""
+    parts: tuple[Part, ...] = (
+        Part("books", 4, 512),
+        Part("tasks", 4, 512),
+        Part("tasks", 4, 512),
+        Part("long", 2, 1024),
+    )
+    """The micro-batches of one step."""
     task_weights: dict[str, float] = field(
         default_factory=lambda: {
-            "translation": 0.30,
-            "arithmetic": 0.18,
-            "extraction": 0.15,
-            "rewriting": 0.24,
-            "chat": 0.13,
+            "translation": 0.24,
+            "arithmetic": 0.16,
+            "extraction": 0.18,
+            "rewriting": 0.16,
+            "chat": 0.10,
         }
     )
-    """Shares of the tokens in task rows."""
+    """Shares of the tokens in task rows, together with ``lesson_weights``."""
+    lesson_weights: dict[str, float] = field(
+        default_factory=lambda: {"drills": 0.08, "copies": 0.02, "tours": 0.06}
+    )
+    """Shares of what else is in task rows: ``drills`` are single sums with their carries,
+    ``copies`` strings given twice (both are left out while the learning rate falls), ``tours``
+    long chat."""
+    long_weights: dict[str, float] = field(
+        default_factory=lambda: {"tales": 0.4, "revision": 0.4, "tours": 0.2}
+    )
+    """Shares of the tokens in long rows."""
     prompt_weights: dict[str, float] = field(
         default_factory=lambda: {
             "translation": 0.4,
             "arithmetic": 0.1,
+            "drills": 0.05,
             "extraction": 0.1,
             "rewriting": 0.3,
             "chat": 0.2,
+            "copies": 0.0,
+            "tales": 0.3,
+            "tours": 0.2,
+            "revision": 0.3,
         }
     )
     """Loss weight of prompt tokens (answers have weight 1)."""
-    practice_until: tuple[float, float] = (0.5, 0.65)
-    """Copying practice (random token strings and short texts to repeat) is given in full up to
-    the first share of the run and fades out up to the second."""
+    exits: Exits = Exits()
     muon_lr: float = 0.02
     adam_lr: float = 0.003
     weight_decay: float = 0.02
-    warm_up: float = 0.02
-    cool_down: float = 0.5
-    """Share of the run over which the learning rate falls linearly to zero."""
-    draft_cross_entropy: float = 0.1
-    """Weight of the draft's own cross-entropy beside the divergence from the target."""
+    warm_up: int = 100
+    """Steps over which the learning rate rises; then it stays until a decay is begun."""
 
+    distill_tokens: int = 4096
+    """Tokens of a step of the draft's training, in rows of ``distill_length``."""
+    distill_length: int = 512
     distill_rate: float = 0.5
-    """Peak learning rate of stage 2 as a share of stage 1's."""
+    """Peak learning rate of the draft's training as a share of the target's."""
+    practice_steps: int = 360
+    """The draft's first steps: three quarters of the rows are copies, one quarter is data."""
     distill_practice: float = 0.3
-    """Share of stage 2 over which copying practice fades from a quarter of the rows to none."""
+    """Share of the distillation over which copies fade from a quarter of the rows to none."""
 
-    def practice(self, progress: float) -> float:
-        """How much copying practice is given at ``progress``, in [0, 1]."""
-        full, none = self.practice_until
-        return max(0.0, min(1.0, (none - progress) / (none - full)))
+    def rate(self, step: int, decay: tuple[int, int] | None = None) -> float:
+        """The learning-rate factor of ``step``, in [0, 1]: up, flat, and down once begun.
 
-    def rate(self, progress: float) -> float:
-        """The learning-rate factor at ``progress`` in [0, 1]: up, flat, down to zero."""
-        return max(0.0, min(1.0, progress / self.warm_up + 0.05, (1 - progress) / self.cool_down))
+        ``decay``: the step at which the decay begins and how many steps it takes. It falls as
+        one minus the square root of the time gone by (Hägele et al., 2024).
+        """
+        factor = min(1.0, (step + 1) / self.warm_up)
+        if decay is not None and step >= decay[0]:
+            factor *= max(0.0, 1 - ((step - decay[0] + 1) / decay[1]) ** 0.5)
+        return factor
+
+
+def variant(shape: str | None = None, exit_weight: float | None = None) -> Recipe:
+    """The recipe with a target of another ``shape`` ("8x160") or another exit weight.
+
+    Heads have 32 elements there, the feed-forward size is 2.6 times the hidden size. The warm-up
+    takes 20 steps, as such runs are short.
+    """
+    recipe = Recipe()
+    if shape is not None:
+        layers, _, hidden = shape.partition("x")
+        if not (layers.isdigit() and hidden.isdigit() and int(layers) and int(hidden)):
+            raise ValueError(f"shape must be like 8x160 (layers x hidden size), got {shape!r}")
+        if int(hidden) % 32:
+            raise ValueError(f"the hidden size must be a multiple of 32, got {hidden}")
+        inner = int(hidden) * 13 // 5
+        target = Architecture(int(layers), int(hidden), int(hidden) // 32, inner)
+        recipe = replace(recipe, target=target, warm_up=20)
+    if exit_weight is not None:
+        if not exit_weight >= 0:
+            raise ValueError(f"the exit weight must be at least 0, got {exit_weight}")
+        recipe = replace(recipe, exits=replace(recipe.exits, weight=exit_weight))
+    return recipe

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.zoo.promptset import Prompt
-from forerun.zoo.tasks import FAMILIES
+from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES
 from forerun.zoo.tasks.translation import bleu
+
+_ALL = {**FAMILIES, **LONG_FAMILIES}
 
 
 def verdicts(family: str, prompts: Sequence[Prompt], outputs: Sequence[str]) -> list[bool]:
     """Per prompt: is the output right? For the families that are scored right or wrong."""
-    return list(FAMILIES[family].matches([p.answer for p in prompts], outputs))
+    return list(_ALL[family].matches([p.answer for p in prompts], outputs))
 
 
 def score(family: str, prompts: Sequence[Prompt], outputs: Sequence[str]) -> dict[str, float]:
@@ -19,12 +21,13 @@ def score(family: str, prompts: Sequence[Prompt], outputs: Sequence[str]) -> dic
 
     All: ``n``. translation: ``bleu`` in percent. arithmetic: ``accuracy`` and one
     ``accuracy_<level>`` per level. stories: ``repetition``, the share of 4-grams of words that
-    occurred before in the same output. The others: ``exact_match``. Shares are in [0, 1].
+    occurred before in the same output. tales: ``holds``, the share that hold together as a tale.
+    The others: ``exact_match``. Shares are in [0, 1].
     """
     if len(prompts) != len(outputs):
         raise ValueError(f"{len(prompts)} prompts but {len(outputs)} outputs")
-    if family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}: one of {', '.join(FAMILIES)}")
+    if family not in _ALL:
+        raise ValueError(f"unknown family {family!r}: one of {', '.join(_ALL)}")
     if not prompts:
         raise ValueError("nothing to score: no prompts")
     result = {"n": float(len(prompts))}
@@ -34,6 +37,8 @@ def score(family: str, prompts: Sequence[Prompt], outputs: Sequence[str]) -> dic
     if family == "stories":
         return result | {"repetition": sum(map(_repetition, outputs)) / len(outputs)}
     right = verdicts(family, prompts, outputs)
+    if family == "tales":
+        return result | {"holds": sum(right) / len(right)}
     if family != "arithmetic":
         return result | {"exact_match": sum(right) / len(right)}
     result["accuracy"] = sum(right) / len(right)

@@ -1,4 +1,4 @@
-"""The six task families, by name."""
+"""The task families, by name: six with short outputs, three with long ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from forerun.zoo.tasks import (
     arithmetic,
     chat,
     extraction,
+    revision,
     rewriting,
     stories,
+    tales,
+    tours,
     translation,
 )
 
@@ -17,3 +20,5 @@ FAMILIES: dict[str, ModuleType] = {
     module.NAME: module
     for module in (stories, translation, arithmetic, extraction, rewriting, chat)
 }
+LONG_FAMILIES: dict[str, ModuleType] = {module.NAME: module for module in (tales, tours, revision)}
+"""Outputs of 100 to 500 tokens."""

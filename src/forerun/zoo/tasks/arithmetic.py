@@ -13,7 +13,7 @@ from forerun.zoo.tasks import words
 from forerun.zoo.tasks.base import Example, Pool, draw
 
 NAME = "arithmetic"
-MAX_NEW_TOKENS = 96
+MAX_NEW_TOKENS = 192
 LEVELS = ("easy", "hard")
 
 _GAIN = (
@@ -28,6 +28,78 @@ _LOSE = (
     "{Pron} sells {k} of the {things}.",
     "{other} takes {k} of the {things}.",
 )
+
+
+def result(left: int, sign: str, right: int) -> int:
+    """The value of ``left sign right``; division is of whole numbers."""
+    values = {"+": left + right, "-": left - right, "*": left * right}
+    return left // right if sign == "/" else values[sign]
+
+
+def worked(left: int, sign: str, right: int) -> str:
+    """``left sign right = result.``, with its columns and carries where it is not a known fact.
+
+    >>> worked(47, "+", 36)
+    '47 + 36 (7 + 6 = 13, 4 + 3 + 1 = 8) = 83.'
+    >>> worked(104, "-", 97)
+    '104 - 97 (14 - 7 = 7, 9 - 9 = 0, 0 - 0 = 0) = 7.'
+    >>> worked(27, "*", 8)
+    '27 * 8 (7 * 8 = 56, 2 * 8 + 5 = 21) = 216.'
+    >>> worked(216, "/", 8)
+    '216 / 8 (21 / 8 = 2 rest 5, 56 / 8 = 7) = 27.'
+    >>> worked(7, "+", 6)
+    '7 + 6 = 13.'
+    """
+    steps = {"+": _columns, "-": _columns, "*": _product, "/": _quotient}[sign](left, sign, right)
+    between = f" ({', '.join(steps)})" if steps else ""
+    return f"{left} {sign} {right}{between} = {result(left, sign, right)}."
+
+
+def _columns(left: int, sign: str, right: int) -> list[str]:
+    """Column by column from the ones, with the carry or what was borrowed."""
+    if max(left, right) < 10:
+        return []
+    steps, carry = [], 0
+    while left or right:
+        a, b = left % 10, right % 10
+        if sign == "+":
+            extra = f" + {carry}" if carry else ""
+            steps.append(f"{a} + {b}{extra} = {a + b + carry}")
+            carry = (a + b + carry) // 10
+        else:
+            a, carry = (a - carry + 10, 1) if a - carry < b else (a - carry, 0)
+            steps.append(f"{a} - {b} = {a - b}")
+        left, right = left // 10, right // 10
+    return steps
+
+
+def _product(left: int, sign: str, right: int) -> list[str]:
+    """Digits of ``left`` from the ones, times ``right`` below 10; known up to 12 times 12."""
+    if max(left, right) <= 12 or right > 9:
+        return []
+    steps, carry = [], 0
+    while left:
+        extra = f" + {carry}" if carry else ""
+        value = left % 10 * right + carry
+        steps.append(f"{left % 10} * {right}{extra} = {value}")
+        left, carry = left // 10, value // 10
+    return steps
+
+
+def _quotient(left: int, sign: str, right: int) -> list[str]:
+    """Long division; quotients up to 10 are known."""
+    if left <= 10 * right:
+        return []
+    steps: list[str] = []
+    rest = 0
+    for digit in str(left):
+        rest = 10 * rest + int(digit)
+        if rest >= right or steps:
+            quotient, left_over = divmod(rest, right)
+            over = f" rest {left_over}" if left_over else ""
+            steps.append(f"{rest} / {right} = {quotient}{over}")
+            rest = left_over
+    return steps
 
 
 class _Story:
@@ -49,9 +121,8 @@ class _Story:
         return self.rng.randint(11, 99) if self.hard else self.rng.randint(2, 20)
 
     def step(self, left: int, sign: str, right: int) -> None:
-        values = {"+": left + right, "-": left - right, "*": left * right}
-        self.value = left // right if sign == "/" else values[sign]
-        self.work.append(f"{left} {sign} {right} = {self.value}.")
+        self.value = result(left, sign, right)
+        self.work.append(worked(left, sign, right))
 
     def say(self, template: str, **numbers: int | str) -> None:
         pron = self.pron.capitalize()

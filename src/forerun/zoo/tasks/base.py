@@ -6,6 +6,9 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SPLITS = ("train", "val", "test")
 
@@ -65,6 +68,6 @@ def article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def pick_distinct(rng: random.Random, items: Sequence[str], count: int) -> list[str]:
+def pick_distinct(rng: random.Random, items: Sequence[T], count: int) -> list[T]:
     """``count`` different items in random order."""
     return rng.sample(list(items), count)

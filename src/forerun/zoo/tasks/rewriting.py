@@ -57,7 +57,7 @@ def apply(instruction: str, text: str) -> str:
     raise ValueError(f"unknown instruction: {instruction!r}")
 
 
-def _instruction(rng: random.Random, text: str) -> str:
+def draw_instruction(rng: random.Random, text: str) -> str:
     """A change that applies to ``text``."""
     if _HE_WORDS.search(text) and not _SHE_WORDS.search(text) and rng.random() < 0.5:
         return 'change "he" to "she".'
@@ -83,7 +83,7 @@ def generate(rng: random.Random, sentences: list[str]) -> Example:
     text = sentences[first]
     if len(text) < 70 and rng.random() < 0.6:
         text = f"{text} {rng.choice(sentences)}"
-    instruction = _instruction(rng, text)
+    instruction = draw_instruction(rng, text)
     return Example(
         prompt=f"Rewrite: {instruction}\nText: {text}\nResult:",
         answer=f" {apply(instruction, text)}",
