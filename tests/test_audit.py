@@ -89,7 +89,7 @@ def test_first_difference_ends_the_common_prefix(a: list[int], b: list[int]) -> 
 def test_a_tie_that_a_penalty_makes_is_seen_through_the_penalty() -> None:
     table = torch.zeros(4, 4)
     table[:, 1], table[:, 2] = 2.0, 1.0  # token 1 stands in the prompt; halved, it ties with 2
-    model = SimpleNamespace(target=ScriptedModel(table))
+    model = SimpleNamespace(target=Rows(ScriptedModel(table)))
     assert not explain(model, [1], [1], [2]).near_tie
     assert explain(model, [1], [1], [2], Sampling(repetition_penalty=2.0)).near_tie
     found = explain(model, [1], [1], [2], Sampling(repetition_penalty=1.9))

@@ -97,9 +97,7 @@ def shipped() -> Any:
         "gammatune+(threshold=0.6,keep=false)",
     ],
 )
-def test_scripted_batches_are_those_of_the_live_engine(
-    scripted: Any, spec: str, rows: int
-) -> None:
+def test_scripted_batches_are_those_of_the_live_engine(scripted: Any, spec: str, rows: int) -> None:
     agree(*scripted, spec, rows)
 
 

@@ -89,7 +89,7 @@ def test_shipped_exit_heads_are_specbounds_default() -> None:
     lens: Any = forerun.load(draft="specbound(exits='')", dtype="float32").drafter
     assert lens.heads.tokens is None
     assert lens.layers == (2, 4, 6)
-    target = drafter.rows.model
+    target = drafter.rows.executor.module()
     assert fingerprint(target) == drafter.heads.about["fingerprint"]
 
 

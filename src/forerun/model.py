@@ -231,13 +231,7 @@ def load(
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'
     """
-    for name, value in (("target", target), ("exits", exits)):
-        good = value is None or isinstance(value, (str, Path))
-        require(good, name, value, "a folder" if name == "exits" else "a folder or an id")
-    try:
-        chosen = resolve(settings)
-    except OSError as error:
-        raise SettingError(f"cannot read the settings {str(settings)!r}: {error}") from error
+    chosen = _chosen(target, exits, settings)
     if draft is None:
         default = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
         draft = chosen.drafter or default
@@ -254,6 +248,19 @@ def load(
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
     return Model(drafter.target or rows, drafter, tokenizer, chosen)
+
+
+def _chosen(
+    target: str | Path | None, exits: str | Path | None, settings: str | Path | Settings | None
+) -> Settings:
+    """What a settings file says; refuses what is no path."""
+    for name, value in (("target", target), ("exits", exits)):
+        good = value is None or isinstance(value, (str, Path))
+        require(good, name, value, "a folder" if name == "exits" else "a folder or an id")
+    try:
+        return resolve(settings)
+    except OSError as error:
+        raise SettingError(f"cannot read the settings {str(settings)!r}: {error}") from error
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

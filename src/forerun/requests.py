@@ -11,7 +11,7 @@ from typing import Any
 from forerun.checks import flag
 from forerun.controllers.base import LengthController
 from forerun.errors import PromptError, SettingError, require
-from forerun.rules.base import AcceptanceRule
+from forerun.rules import RULES, AcceptanceRule
 
 SMALL, LARGE = 1e-30, 1e30
 """Bounds of what logits are multiplied by or grow by: float32 has none beyond about 1e38."""
@@ -172,7 +172,17 @@ class Request:
             raise SettingError("stop strings need a tokenizer")
         if self.logprobs is not None:
             require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
-        self.rule.check(self.sampling.temperature, tells)
+        rule, temperature = self.rule, self.sampling.temperature
+        if rule.greedy_only and temperature:
+            raise SettingError(
+                f"rule {RULES.text(rule)!r} needs temperature 0, got {temperature}; "
+                "use rule 'standard'"
+            )
+        if (rule.signals or rule.ranks) and not tells:
+            raise SettingError(
+                f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
+                "none; use a draft model, or rule 'standard'"
+            )
 
 
 def _number(name: str, value: Any) -> float:

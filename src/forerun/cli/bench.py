@@ -183,7 +183,6 @@ def bench(
         trust_remote_code=trust_remote_code,
     )
     job, chosen = plan.open(lambda reader: tokenise(reader, found))
-    work = groups(make_tasks(chosen, seed), sizes)
     settings = {
         "target": model_name(job.about["target"]),
         "draft": model_name(job.about["draft"]),
@@ -195,9 +194,9 @@ def bench(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
-        "device": job.about["device"],
-        "dtype": job.about["dtype"],
+        **{name: job.about[name] for name in ("device", "dtype", "runtime")},
     }
+    work = groups(make_tasks(chosen, seed), sizes)
     results = _measure(plan, job, wanted, work, folder, settings)
     if recorded is not None:
         _add_shares(results, recorded, wanted.controllers)

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from forerun.errors import SettingError
 from forerun.rules.odds import Odds, Weighed, finite, one_hot
 from forerun.types import Draft, Target, Verdict
 
@@ -46,29 +45,6 @@ class AcceptanceRule(ABC):
     def ranks(self) -> int:
         """How many of the draft's most likely tokens the rule reads; likewise."""
         return 0
-
-    def check(self, temperature: float, tells: bool) -> None:
-        """Refuse a request this rule cannot serve; called when it is submitted.
-
-        Args:
-            temperature: of the request.
-            tells: whether the drafter has a distribution.
-
-        Raises:
-            SettingError: the rule is for greedy requests, or reads what there is not.
-        """
-        from forerun.rules import RULES
-
-        if self.greedy_only and temperature:
-            raise SettingError(
-                f"rule {RULES.text(self)!r} needs temperature 0, got {temperature}; "
-                "use rule 'standard'"
-            )
-        if (self.signals or self.ranks) and not tells:
-            raise SettingError(
-                f"rule {RULES.text(self)!r} reads the draft's distribution and this drafter has "
-                "none; use a draft model, or rule 'standard'"
-            )
 
     def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Accept a prefix of each row's draft and choose the token after it.

@@ -71,9 +71,7 @@ def replay_batches(
     made = CONTROLLERS.make(controller)
     if plain_seconds is None:
         plain_seconds = _Replayed(trace, CONTROLLERS.make("fixed(0)"), costs, rows).serve().seconds
-    return replace(
-        _Replayed(trace, made, costs, rows, watch).serve(), plain_seconds=plain_seconds
-    )
+    return replace(_Replayed(trace, made, costs, rows, watch).serve(), plain_seconds=plain_seconds)
 
 
 class _Nothing(Executor):
@@ -235,7 +233,9 @@ class _Replayed(Engine):
             at = np.array([row.produced for row in rows], dtype=np.int64)
             self._watch(Rounds(prompt, at, drafted, accepted, steps, stopped, seconds))
 
-    def _complete(self, row: Row, reason: FinishReason, kept: Judged | Exception) -> Completion:
+    def _complete(
+        self, row: Row, reason: FinishReason, kept: Judged | Exception | None = None
+    ) -> Completion:
         if isinstance(kept, Exception):
             raise kept
         return super()._complete(row, reason, kept)
