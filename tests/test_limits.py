@@ -15,9 +15,7 @@ LINES, PARAMETERS = 60, 8
 
 LONG = {
     "training/features.py:collect",
-    "zoo/distill.py:distill",
     "zoo/tasks/chat.py:_facts",
-    "zoo/train.py:main",
     "zoo/train.py:train",
 }
 """Functions beyond a limit, which may only become fewer. Command signatures do not count."""
