@@ -15,7 +15,7 @@ from forerun.registry import Registry, Spec, parse
 KINDS = ("controllers", "rules", "drafters")
 
 QUESTIONS = {
-    "controllers": "how far to run ahead? It only ever changes speed.",
+    "controllers": "how far to run ahead? With a lossless rule it only changes speed.",
     "rules": "what to keep? It alone decides whether the output is lossless.",
     "drafters": "who runs ahead?",
 }

@@ -153,7 +153,8 @@ class _Replayed(Engine):
     ) -> None:
         self._trace, self._watch = trace, watch
         prob = trace.accept_prob
-        self._sampled = ((prob > 0) & (prob < 1)).any((1, 2)).tolist()
+        sampled: Any = ((prob > 0) & (prob < 1)).any((1, 2))
+        self._sampled: list[bool] = sampled.tolist()
         sums, seconds = np.zeros((5, trace.prompts), np.int64), np.zeros((2, trace.prompts))
         rounds, drafted, accepted, steps, capped = sums
         self._sums = Replay(rounds, drafted, accepted, trace.sizes, steps, capped, *seconds)
