@@ -24,7 +24,8 @@ from benchmarks.common import (
 )
 from forerun import zoo
 from forerun.engine.meter import Meter
-from forerun.lab.traces.costs import Cell, CostTable
+from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.measuring import measure
 from forerun.lab.traces.replay import Rounds, replay, stream
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
@@ -46,7 +47,7 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
     parts = [np.arange(part, len(work), PARTS) for part in range(PARTS)]
     runs, tables = {}, []
     for part in parts:
-        tables.append(CostTable.measure(model, [1], [128]).at(1, 128))
+        tables.append(measure(model, [1], [128]).at(1, 128))
         model.meter = Meter.given(tables[-1])
         model.forget()
         done = interleaved(

@@ -15,7 +15,7 @@ from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.traces.costs import Cell, Costs, Spread, passes
-from forerun.lab.traces.measuring import _as_live, cells, line
+from forerun.lab.traces.measuring import _as_live, cells, line, measure
 from forerun.runtime import Rows, torch_rows
 from tiny import LIMIT, build
 
@@ -170,7 +170,7 @@ def model() -> Model:
 
 def test_measuring(model: Model) -> None:
     done: list[int] = []
-    table = Costs.measure(model, [1, 2], [8, 15], widths=[4, 2], repeats=3, progress=done.append)
+    table = measure(model, [1, 2], [8, 15], widths=[4, 2], repeats=3, progress=done.append)
     assert [(c.batch, c.context) for c in table.cells] == [(1, 8), (1, 15), (2, 8), (2, 15)]
     assert done == list(range(1, 13))
     for cell, spread in zip(table.cells, table.spread, strict=True):
@@ -233,7 +233,7 @@ def test_an_interruption_leaves_the_model_usable(model: Model) -> None:
     with pytest.raises(KeyboardInterrupt):
         list(cells(model, contexts=[8], repeats=2, progress=stop))
     assert model.target.lengths == []
-    assert np.isfinite(Costs.measure(model, contexts=[8], repeats=1).at().ratio)
+    assert np.isfinite(measure(model, contexts=[8], repeats=1).at().ratio)
 
 
 def test_passes_are_brought_to_the_level_of_live_ones() -> None:

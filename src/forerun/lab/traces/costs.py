@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from forerun.errors import SettingError, UnknownNameError, require
 from forerun.types import FloatArray
 
 if TYPE_CHECKING:
-    from forerun.model import Model
+    pass
 
 SCHEMA = 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
@@ -146,22 +145,6 @@ class CostTable:
                 raise SettingError(f"{key} must be a number, got {value!r}") from None
         require("c" in given, "costs", text, "a file, or c=RATIO with slope and fixed if wanted")
         return cls((Cell.synthetic(**given),), {"synthetic": given})
-
-    @classmethod
-    def measure(
-        cls,
-        model: Model,
-        batches: Sequence[int] = (1,),
-        contexts: Sequence[int] = (128,),
-        widths: Sequence[int] = WIDTHS,
-        repeats: int = REPEATS,
-        progress: Callable[[int], None] | None = None,
-    ) -> CostTable:
-        """Time the models on this machine; arguments and errors as for `measuring.cells`."""
-        from forerun.lab.traces import measuring
-
-        found = list(measuring.cells(model, batches, contexts, widths, repeats, progress))
-        return measuring.gathered(model, found, repeats)
 
 
 Costs = CostTable

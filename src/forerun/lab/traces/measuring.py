@@ -24,6 +24,19 @@ LIVE_TOKENS = 48
 LIVE_TURNS = 10
 
 
+def measure(
+    model: Model,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (128,),
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = REPEATS,
+    progress: Callable[[int], None] | None = None,
+) -> CostTable:
+    """Time the models on this machine; arguments and errors as for `cells`."""
+    found = list(cells(model, batches, contexts, widths, repeats, progress))
+    return gathered(model, found, repeats)
+
+
 def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> CostTable:
     """A table of measured cells, at least one, with its provenance."""
     about = {
