@@ -127,6 +127,8 @@ class Request:
             one. Under sampling the two take other random numbers.
         logprobs: report the log-probability of every committed token, and of so many of the
             target's most likely ones there, ≥ 0, before the sampling transform; None for none.
+        prediction: token ids that the output is expected to hold, in this order: they are drafted
+            where it follows them, and the drafter where it does not. Changes no output.
     """
 
     prompt: Sequence[int]
@@ -136,6 +138,7 @@ class Request:
     source: Sequence[int] | None = None
     stream: bool = False
     logprobs: int | None = None
+    prediction: Sequence[int] = ()
 
     def check(self, vocab_size: int, limit: int, has_tokenizer: bool, tells: bool) -> None:
         """Refuse what cannot be served, before anything runs.
@@ -160,6 +163,8 @@ class Request:
             )
         if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
             raise PromptError(f"the prompt holds token ids outside the vocabulary of {vocab_size}")
+        if self.prediction:
+            self._check_prediction(vocab_size)
         for token in (*self.sampling.logit_bias, *(self.sampling.eos or ())):
             if not 0 <= token < vocab_size:
                 raise SettingError(
@@ -183,6 +188,14 @@ class Request:
                 f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
                 "none; use a draft model, or rule 'standard'"
             )
+
+    def _check_prediction(self, vocab_size: int) -> None:
+        if not 0 <= min(self.prediction) <= max(self.prediction) < vocab_size:
+            raise PromptError(
+                f"the prediction holds token ids outside the vocabulary of {vocab_size}"
+            )
+        if not self.rule.lossless:
+            raise SettingError("a prediction goes with a lossless rule; leave one of them out")
 
 
 def _number(name: str, value: Any) -> float:

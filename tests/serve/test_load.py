@@ -81,6 +81,8 @@ def test_a_slow_reader_is_cancelled(held, monkeypatch):
     server, target = held
     worker = server.server.worker
     monkeypatch.setattr(worker, "_buffer", 200)
+    listening = server.listener.servers[0].sockets[0]
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     target.gate.clear()
     # Many large frames, so that the buffers between the two are soon full.
     client = ask(server, max_tokens=4000, stream=True, logprobs=16,

@@ -80,7 +80,9 @@ def fits(page):
 def test_colours_and_rounds_are_those_of_the_api(page, shipped):
     body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
     asked = {"controller": "fixed(3)", "report": "rounds"}
-    told = shipped.complete(**body, speculative=asked)["choices"][0]["forerun"]
+    frames = shipped.stream("/v1/completions", **body, speculative=asked)
+    told = {key: [v for f in frames for v in f["choices"][0]["forerun"][key]]
+            for key in ("texts", "origins", "rounds")}  # fmt: skip
     write(page, tokens=24, controller="fixed(3)")
     spans = page.eval_on_selector_all(
         "article .text .t", "all => all.map(s => [s.textContent, s.className.split(' ')[1]])"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 PROMPT = "Once upon a time"
@@ -127,6 +129,82 @@ def test_a_stream_of_rounds_adds_up_to_the_whole(shipped, pair):
     assert "".join(whole["texts"]) == "".join(f["choices"][0]["text"] for f in frames)
     assert set(frames[-1]) >= {"timings", "metrics", "forerun"}
     assert not any("timings" in f for f in frames[:-1])
+
+
+def told_of_prediction(done):
+    details = done["usage"]["completion_tokens_details"]
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+@pytest.mark.parametrize("controller", ["fixed(0)", "fixed(2)", "auto"])
+def test_a_prediction_is_drafted_and_changes_no_text(shipped, controller):
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+    body["speculative"] = {"controller": controller, "report": "summary"}
+    free = shipped.complete(**body)
+    text = free["choices"][0]["text"]
+    assert "completion_tokens_details" not in free["usage"]
+    right = shipped.complete(**body, prediction={"type": "content", "content": text})
+    accepted, rejected = told_of_prediction(right)
+    assert accepted > 40
+    assert rejected == 0
+    assert right["forerun"]["rounds"] < 12
+    middle = len(text) // 2
+    edited = text[:middle] + " Suddenly," + text[middle:]
+    parts = [{"type": "text", "text": edited}]
+    near = shipped.complete(**body, prediction={"type": "content", "content": parts})
+    accepted, rejected = told_of_prediction(near)
+    assert accepted > 20
+    assert rejected > 0
+    wrong = shipped.complete(**body, prediction={"type": "content", "content": "No. Never!"})
+    assert told_of_prediction(wrong)[0] <= 1
+    for done in (right, near, wrong):
+        assert done["choices"][0]["text"] == text
+
+
+def test_predictions_beside_sampled_neighbours(shipped):
+    """Rows of one batch draft from different sources; each gets what it gets alone."""
+    body = {"max_tokens": 24, "seed": 4, "speculative": {"controller": "fixed(2)"}}
+    alone = shipped.complete(PROMPT, temperature=0.8, **body)["choices"][0]["text"]
+    greedy = shipped.complete(PROMPT, temperature=0, **body)["choices"][0]["text"]
+    prediction = {"type": "content", "content": greedy}
+    requests = [
+        {"temperature": 0, "prediction": prediction}, {"temperature": 0.8},
+        {"temperature": 0.8, "prediction": prediction}, {"temperature": 0},
+    ]  # fmt: skip
+    with ThreadPoolExecutor(4) as pool:
+        made = pool.map(lambda r: shipped.complete(PROMPT, **body, **r), requests)
+        texts = [done["choices"][0]["text"] for done in made]
+    assert [texts[0], texts[1], texts[3]] == [greedy, alone, greedy]
+    again = shipped.complete(PROMPT, **body, **requests[2])["choices"][0]["text"]
+    assert texts[2] == again
+
+
+def test_a_prediction_changes_no_distribution():
+    import torch
+
+    from forerun.controllers import CONTROLLERS
+    from forerun.drafters.model import ModelDrafter
+    from forerun.engine import Engine, Request, Sampling
+    from forerun.rules import RULES
+    from forerun.testing import ScriptedModel
+
+    table = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]])
+    model = ScriptedModel(table.log())
+    engine = Engine(model, ModelDrafter(ScriptedModel(table.flip(1).log()), 3), max_rows=64)
+    count, length, rule = 4000, CONTROLLERS.make("fixed(2)"), RULES.make("standard")
+    for seed in range(count):
+        how = Sampling(temperature=1.0, seed=seed, max_new_tokens=3)
+        prediction = [0, 1, 0] if seed % 2 else ()
+        engine.submit(Request([0], how, length, rule, prediction=prediction))
+    seen = torch.zeros(2, 3, 3, 3)
+    for event in engine.run():
+        if (done := event.completion) is not None:
+            assert any("predicted" in r.counters for r in done.rounds) <= event.request % 2
+            seen[event.request % 2][tuple(done.tokens)] += 1
+    right = table[0, :, None, None] * table[:, :, None] * table[None]
+    for counts in seen:
+        share = counts / counts.sum()
+        assert float((share - right).abs().sum()) / 2 < 0.05  # 2000 draws of 27 outcomes: 0.035
 
 
 def test_what_a_request_may_name_is_listed(shipped):

@@ -37,6 +37,8 @@ class Proposal:
     """Per step what rules read of the draft's distribution, `(rows,)` each."""
     ranked: list[torch.Tensor] = field(default_factory=list)
     """Per step `(rows, n)` most likely tokens, where rules read them."""
+    predicted: set[int] = field(default_factory=set)
+    """Rows whose tokens are of their request's own prediction, not the drafter's."""
     steps: int = 0
     """Steps of the drafter, one that caught up with a context left out."""
     first_seconds: float = 0.0

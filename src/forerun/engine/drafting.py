@@ -9,6 +9,7 @@ import torch
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.crew import Crew
 from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
+from forerun.engine.prediction import insert
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
@@ -27,6 +28,8 @@ class Guide:
         self._ranks = max((rule.ranks for rule in rules), default=0)
         certain = sampler.trivial and not self._rule_signals and not self._ranks
         self.greedy = crew.signals if certain else None
+        self.reads = bool(self._rule_signals or self._ranks)
+        """Whether a rule reads more of the draft's distribution than its probabilities."""
         self.certain = sampler.all_greedy
         """Whether every token is the arg-max of something."""
 
@@ -121,10 +124,33 @@ def draft(
 
     Every row's `stopped_by` is set.
     """
+    predicted = {} if guide.reads else _predictions(rows, ready)
     limits = [
-        draft_limit(wanted, row.room(drafter.limit) if on else 0)
-        for wanted, row, on in zip(crew.limits(), rows, ready, strict=True)
+        draft_limit(wanted, row.room(drafter.limit) if on and i not in predicted else 0)
+        for i, (wanted, row, on) in enumerate(zip(crew.limits(), rows, ready, strict=True))
     ]
+    out = _draft(rows, limits, drafter, crew, guide)
+    insert(out, predicted)
+    return out
+
+
+def _predictions(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[int]]:
+    """Tokens that requests themselves predict next, by row."""
+    out = {}
+    for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
+        room = row.room(row.limit) if on else 0
+        if row.prediction is not None and room:
+            out[i] = row.prediction.propose(row.context[row.prompt :], room)
+    return {i: tokens for i, tokens in out.items() if tokens}
+
+
+def _draft(
+    rows: Sequence[Row],
+    limits: list[tuple[int, Stop]],
+    drafter: Drafter,
+    crew: Crew,
+    guide: Guide,
+) -> Proposal:
     if not any(crew.previews):
         return _propose(rows, limits, drafter, guide)
     # A greedy preview is the draft; a sampled one only says how long the draft shall be.

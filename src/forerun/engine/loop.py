@@ -20,6 +20,7 @@ from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
+from forerun.engine.prediction import Prediction
 from forerun.engine.results import Completion, Event, FinishReason, Logprob, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
@@ -127,6 +128,7 @@ class Engine:
             random=np.random.default_rng(seed),
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
+            prediction=Prediction(request.prediction) if request.prediction else None,
             limit=self.target.limit,
             # A target that drafts has read the prompt only after its first pass.
             rests_first=request.stream or self.drafter.target is self.target,
@@ -319,7 +321,11 @@ class Engine:
         """Tell the controllers what became of their rows, and the meter what it took."""
         outcomes: list[Outcome | None] = [None] * len(self._rows)
         for i, kept in judged.items():
-            if isinstance(kept, Judged):
+            if not isinstance(kept, Judged):
+                continue
+            if i in proposal.predicted:  # says nothing of the drafter
+                self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
+            else:
                 stop = proposal.stopped_by[i]
                 outcomes[i] = Outcome(
                     len(proposal.tokens[i]), kept.accepted, kept.accept_prob, stop,
@@ -401,6 +407,8 @@ class Engine:
             row.drift = (row.drift or 0.0) + sum(drift)
         before = passed.counters[i]
         counted = {k: n - before.get(k, 0) for k, n in self.drafter.counters(i).items()}
+        if i in proposal.predicted:
+            counted["predicted"] = drafted
         drafting, verifying, other = seconds
         return Round(
             drafted=drafted,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forerun.engine.prediction import Prediction
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import ForerunError
@@ -29,6 +30,7 @@ class Row:
     random: np.random.Generator
     text: Detokenizer
     stops: StopStrings
+    prediction: Prediction | None
     limit: int
     """Most tokens of context."""
     rests_first: bool
@@ -60,6 +62,11 @@ class Row:
         budget = self.sampling.max_new_tokens - self.produced - 1
         context = min(self.limit - 1, drafter_limit) - len(self.context)
         return max(0, min(budget, context))
+
+    def predicted(self, drafted: int, accepted: int) -> None:
+        """What became of a draft of its prediction."""
+        assert self.prediction is not None
+        self.prediction.observe(drafted, accepted)
 
     def commit(
         self, draft: Sequence[int], accepted: int, following: int | None

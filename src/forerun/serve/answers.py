@@ -231,7 +231,11 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Counts so far."""
-        return reports.usage(self._plan.prompts, sum(c.tokens for c in self.choices))
+        out = reports.usage(self._plan.prompts, sum(c.tokens for c in self.choices))
+        if self._plan.request.prediction is not None:
+            done = [c.done for c in self.choices if c.done is not None]
+            out["completion_tokens_details"] = reports.predictions(done)
+        return out
 
     def extras(self) -> dict[str, Any]:
         """What is reported of finished choices: timings always, the rest on request."""

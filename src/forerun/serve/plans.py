@@ -141,6 +141,7 @@ class Planner:
             raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
         policy = self.policies.of(request)
         copies, stops = request.n or 1, _stops(request)
+        prediction = self._prediction(request, policy)
         jobs = []
         for prompt in prompts:
             room = self.facts.limit - len(prompt)
@@ -159,7 +160,7 @@ class Planner:
                 jobs.append(
                     Request(
                         tuple(prompt), sampling, policy.controller, policy.rule,
-                        stream=soon, logprobs=top,
+                        stream=soon, logprobs=top, prediction=prediction,
                     )
                 )  # fmt: skip
         return Plan(
@@ -173,6 +174,12 @@ class Planner:
             request,
             top,
         )
+
+    def _prediction(self, request: Generation, policy: Policy) -> tuple[int, ...]:
+        """Token ids of a predicted text; a plain request or a lossy rule goes without."""
+        if request.prediction is None or request.speculative is False or not policy.rule.lossless:
+            return ()
+        return tuple(self._texts.encode(request.prediction.text, special=False))
 
     def _sampling(
         self, request: Generation, stops: tuple[str, ...], tokens: int, copy: int

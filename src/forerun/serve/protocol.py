@@ -20,7 +20,7 @@ MAX_SPEC = 400
 
 PASSING = frozenset(
     {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "modalities",
-     "prediction", "safety_identifier", "prompt_cache_key", "reasoning_effort", "verbosity",
+     "safety_identifier", "prompt_cache_key", "reasoning_effort", "verbosity",
      "use_beam_search", "length_penalty", "early_stopping", "skip_special_tokens",
      "spaces_between_special_tokens", "request_id", "priority", "cache_prompt", "function_call",
      "prompt_logprobs", "truncate_prompt_tokens", "best_of", "suffix", "tools", "tool_choice",
@@ -81,6 +81,29 @@ class Speculative(BaseModel):
     report: Literal["none", "summary", "rounds"] | None = None
 
 
+class Part(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Prediction(BaseModel):
+    """Text that the answer is expected to hold: drafted where it fits."""
+
+    type: Literal["content"] = "content"
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or "" for part in self.content)
+
+
 class Generation(BaseModel):
     """Fields that both kinds of request have."""
 
@@ -108,6 +131,7 @@ class Generation(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prediction: Prediction | None = None
     speculative: StrictBool | Speculative | None = None
     vllm_xargs: dict[str, Any] | None = None
 
@@ -149,15 +173,6 @@ class CompletionRequest(Generation):
     )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
-
-
-class Part(BaseModel):
-    """A piece of a message."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    text: str | None = None
 
 
 class Message(BaseModel):

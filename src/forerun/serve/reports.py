@@ -25,6 +25,16 @@ def usage(prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
     }
 
 
+def predictions(done: Sequence[Completion]) -> dict[str, int]:
+    """OpenAI's: tokens drafted from the client's prediction, kept and not."""
+    rounds = [r for c in done for r in c.rounds if "predicted" in r.counters]
+    accepted = sum(r.accepted for r in rounds)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(r.drafted for r in rounds) - accepted,
+    }
+
+
 def timings(prompts: Sequence[Sequence[int]], done: Sequence[Completion]) -> dict[str, Any]:
     """llama.cpp's: tokens and milliseconds of reading and of writing."""
     read, wrote = sum(map(len, prompts)), sum(c.stats.tokens for c in done)

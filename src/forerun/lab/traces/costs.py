@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from forerun import costs
 from forerun.checks import whole
 from forerun.errors import SettingError, UnknownNameError, require
 from forerun.types import FloatArray
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
