@@ -29,7 +29,7 @@ from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Best, Executor, Facts, Pieces
-from forerun.types import SIGNALS, FloatArray, Stop
+from forerun.types import SIGNALS, FloatArray, IntArray, Stop
 
 ANY = 1 << 30
 """More tokens than any context here."""
@@ -71,9 +71,7 @@ def replay_batches(
     made = CONTROLLERS.make(controller)
     if plain_seconds is None:
         plain_seconds = _Replayed(trace, CONTROLLERS.make("fixed(0)"), costs, rows).serve().seconds
-    return replace(
-        _Replayed(trace, made, costs, rows, watch).serve(), plain_seconds=plain_seconds
-    )
+    return replace(_Replayed(trace, made, costs, rows, watch).serve(), plain_seconds=plain_seconds)
 
 
 class _Nothing(Executor):
@@ -155,7 +153,7 @@ class _Replayed(Engine):
     ) -> None:
         self._trace, self._watch = trace, watch
         prob = trace.accept_prob
-        self._sampled = ((prob > 0) & (prob < 1)).any((1, 2)).tolist()
+        self._sampled = [bool(np.any((p > 0) & (p < 1))) for p in prob]
         sums, seconds = np.zeros((5, trace.prompts), np.int64), np.zeros((2, trace.prompts))
         rounds, drafted, accepted, steps, capped = sums
         self._sums = Replay(rounds, drafted, accepted, trace.sizes, steps, capped, *seconds)
@@ -171,7 +169,7 @@ class _Replayed(Engine):
     def _text(self, prompt: int, controller: LengthController) -> Row:
         trace = self._trace
         context = [0] * int(trace.prompt_tokens[prompt])  # a trace does not hold them
-        ends = trace.ends[prompt, : trace.sizes[prompt]]
+        ends: IntArray = trace.ends[prompt, : int(trace.sizes[prompt])]
         place = np.flatnonzero(ends <= trace.depth)
         eos = trace.draft_tokens[prompt, place, ends[place] - 1]
         how = Sampling(max_new_tokens=int(trace.budgets[prompt]))
