@@ -75,12 +75,12 @@ def scripted() -> Any:
     return model, tasks, recorded(model, tasks)
 
 
-@pytest.fixture(scope="module")
-def shipped() -> Any:
+def shipped(each: int) -> Any:
+    """So many prompts of each family, greedy."""
     model = forerun.load(device="cpu")
     tasks = []
     for family in zoo.families():
-        for prompt in zoo.prompts(family, "val", limit=1):
+        for prompt in zoo.prompts(family, "val", limit=each):
             how = Sampling(max_new_tokens=min(14, prompt.max_new_tokens))
             tasks.append(Task(family, prompt.id, model.encode(prompt.prompt), how))
     return model, tasks, recorded(model, tasks, depth=14)
@@ -101,9 +101,11 @@ def test_scripted_batches_are_those_of_the_live_engine(scripted: Any, spec: str,
     agree(*scripted, spec, rows)
 
 
-@pytest.mark.parametrize("spec", ["auto", "gammatune+"])
-def test_shipped_batches_are_those_of_the_live_engine(shipped: Any, spec: str) -> None:
-    agree(*shipped, spec, rows=4)
+@pytest.mark.parametrize(("rows", "each"), [(4, 1), pytest.param(16, 4, marks=pytest.mark.slow)])
+def test_shipped_batches_are_those_of_the_live_engine(rows: int, each: int) -> None:
+    model, tasks, trace = shipped(each)
+    for spec in ("auto", "gammatune+"):
+        agree(model, tasks, trace, spec, rows)
 
 
 def test_a_batch_of_one_is_a_stream(scripted: Any) -> None:
@@ -114,7 +116,26 @@ def test_a_batch_of_one_is_a_stream(scripted: Any) -> None:
         other = stream(trace, spec, cell, np.arange(trace.prompts))
         for f in fields(Replay):
             assert getattr(one, f.name) == pytest.approx(getattr(other, f.name)), f.name
-    # What learns nothing from its neighbours drafts the same in any batch.
+
+
+def test_sampled_previews_are_drawn_anew() -> None:
+    script = chaotic(5)
+    model = Model(ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 6, 0.7)), 7))
+    model.eos = frozenset()
+    tasks = [
+        Task("a", str(i), [1, 2], Sampling(max_new_tokens=12, temperature=1.0, seed=i))
+        for i in range(6)
+    ]
+    trace, cell = recorded(model, tasks, depth=12), Costs.synthetic(6, slope=0.02)
+    spec = "cm-asd(high=8,two_pass=true)"
+    one, other = replay_batches(trace, spec, cell, 1), replay(trace, spec, cell)
+    assert one.steps.tolist() == other.steps.tolist()
+    assert one.accepted.tolist() == other.accepted.tolist()
+
+
+def test_what_decides_for_itself_drafts_the_same_in_any_batch(scripted: Any) -> None:
+    _, _, trace = scripted
+    cell = Costs.synthetic(6, slope=0.02)
     wide = replay_batches(trace, "svip", cell, rows=8)
     alone = replay(trace, "svip", cell)
     assert wide.drafted.tolist() == alone.drafted.tolist()

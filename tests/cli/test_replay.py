@@ -158,6 +158,26 @@ def test_costs_of_a_file(replay, tmp_path):
         assert replay(*argv).json["cell"]["ratio"] == pytest.approx(ratio)
 
 
+def test_whole_batches(replay, tmp_path):
+    """Rows wait for the longest draft among them, which `fixed` and `svip` do not weigh."""
+    argv = (*COSTS, "--controller", "fixed(3)", "--controller", "svip", "--batch", "3")
+    found = replay(*argv, "--json").json
+    assert found["batch"] == 3
+    trace, cell = made(), Cell.synthetic(10, 0.02)
+    for one in found["controllers"]:
+        total, alone = one["families"]["all"], replayed(trace, one["controller"], cell)
+        assert total["drafted"] == alone.drafted.sum()
+        assert alone.seconds.sum() / 3 < total["seconds"] < alone.seconds.sum()
+        assert total["plain_seconds"] == pytest.approx(cell.plain * trace.sizes.sum() / 3)
+        rate = total["tokens_per_second"]["mean"]
+        assert rate == pytest.approx(total["tokens"] / total["seconds"])
+    assert "batch 3, context" in replay(*argv).out
+    path = tmp_path / "costs.json"
+    Costs((cell,)).write(path)
+    shown = replay("--costs", str(path), "--batch", "3", "--controller", "fixed")
+    assert "no costs of a batch of 3: those of 1 are taken" in shown.err
+
+
 def test_interrupted(replay, monkeypatch, tmp_path):
     from forerun.lab.traces import replay_report as lab
 
@@ -190,6 +210,7 @@ def test_interrupted(replay, monkeypatch, tmp_path):
         ([*COSTS, "--controller", "fixed(-1)"], "length must be", 2),
         ([*COSTS, "-o", "/nowhere/out.csv"], "there is no folder", 2),
         ([*COSTS, "--batch", "0"], "batch must be", 2),
+        ([*COSTS, "--batch", "2", "--bounds"], "leave out --batch", 2),
     ],
 )
 def test_mistakes(replay, argv, says, code):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from forerun.checks import whole
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr, stdout, table
 from forerun.cli.shared.options import flag, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json
-from forerun.errors import UnknownNameError
+from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
     from forerun.lab.traces.costs import Cell
@@ -32,7 +33,14 @@ def replay(
     family: Annotated[
         list[str] | None, option("NAME", "Only prompts of this family; repeatable.")
     ] = None,
-    batch: options.NearBatch = 1,
+    batch: Annotated[
+        int,
+        option(
+            "B",
+            "Decode so many texts together, as live, at the costs nearest to the batch's size.",
+            panel=options.COSTS,
+        ),
+    ] = 1,
     context: options.NearContext = 128,
     bounds: Annotated[
         bool,
@@ -57,28 +65,39 @@ def replay(
     from forerun.lab.traces.costs import Costs
     from forerun.lab.traces.trace import Trace
 
+    whole("batch", batch, 1)
+    if bounds and batch > 1:
+        raise SettingError("bounds are of texts decoded by themselves; leave out --batch")
     made = {spec: CONTROLLERS.make(spec) for spec in controller or _registered()}
     check_writable(output)
     costs_table = Costs.find(costs)
-    cell = costs_table.at(batch, context)
+    cell, made_up = costs_table.at(batch, context), "synthetic" in costs_table.about
     texts = _of(Trace.read(trace), family or [])
     warn_of_other_models(texts.about, costs_table.about)
     limits = {}
     if bounds:
         with status("reading") as say:
             limits = report.bounds(texts, cell, say)
+    shared = 1
+    if batch > 1:
+        run = report.in_batches(texts, costs_table, batch, context)
+        if cell.batch != batch and not made_up:
+            near = f"no costs of a batch of {batch}: those of {cell.batch} are taken"
+            note(stderr(), f"{near}; forerun costs --batch {batch} measures them")
+    else:
+        run, shared = report.by_itself(texts, cell), cell.batch
     found: list[Result] = []
     try:
         with progress("replaying", len(made)) as tell:
             for spec, one in made.items():
-                found.append(report.result(texts, cell, spec, one, limits))
+                found.append(report.result(texts, run, spec, one, limits, shared))
                 tell("replaying", len(found))
     except KeyboardInterrupt:
         if found:
             note(stderr(), f"interrupted after {len(found)} of {len(made)} controllers")
-            _tell(found, texts, cell, costs_table.about, output, as_json)
+            _tell(found, texts, cell, batch, made_up, output, as_json)
         raise
-    _tell(found, texts, cell, costs_table.about, output, as_json)
+    _tell(found, texts, cell, batch, made_up, output, as_json)
 
 
 def warn_of_other_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
@@ -123,7 +142,8 @@ def _tell(
     found: list[Result],
     trace: Trace,
     cell: Cell,
-    about: Mapping[str, Any],
+    rows: int,
+    made_up: bool,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -132,19 +152,20 @@ def _tell(
     if output is not None:
         report.write_csv(found, output)
     if as_json:
-        print_json(report.document(found, trace, cell))
+        print_json(report.document(found, trace, cell, rows))
         return
     order = sorted(found, key=lambda r: -r.groups["all"]["speedup"]["mean"])
-    _show(order, trace, cell, made_up="synthetic" in about)
+    _show(order, trace, cell, rows, made_up)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
 
-def _show(found: list[Result], trace: Trace, cell: Cell, made_up: bool) -> None:
+def _show(found: list[Result], trace: Trace, cell: Cell, rows: int, made_up: bool) -> None:
     """The summary, for people: the best controller first."""
     console = stdout()
     size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
-    note(console, f"{size}; c = {cell.ratio:.2f}, batch {cell.batch}, context {cell.context}\n")
+    together = rows if rows > 1 else cell.batch
+    note(console, f"{size}; c = {cell.ratio:.2f}, batch {together}, context {cell.context}\n")
     first = found[0].groups["all"]
     rate = "tokens/pass" if made_up else "tokens/s"  # a second is a target pass then
     heads = ["speed-up", rate, "rounds", "drafted", "wasted"]

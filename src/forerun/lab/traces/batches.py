@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Best, Executor, Facts, Pieces
-from forerun.types import SIGNALS, FloatArray, Stop
+from forerun.types import SIGNALS, FloatArray, IntArray, Stop
 
 ANY = 1 << 30
 """More tokens than any context here."""
@@ -154,8 +153,7 @@ class _Replayed(Engine):
     ) -> None:
         self._trace, self._watch = trace, watch
         prob = trace.accept_prob
-        sampled: Any = ((prob > 0) & (prob < 1)).any((1, 2))
-        self._sampled: list[bool] = sampled.tolist()
+        self._sampled = [bool(np.any((p > 0) & (p < 1))) for p in prob]
         sums, seconds = np.zeros((5, trace.prompts), np.int64), np.zeros((2, trace.prompts))
         rounds, drafted, accepted, steps, capped = sums
         self._sums = Replay(rounds, drafted, accepted, trace.sizes, steps, capped, *seconds)
@@ -171,7 +169,7 @@ class _Replayed(Engine):
     def _text(self, prompt: int, controller: LengthController) -> Row:
         trace = self._trace
         context = [0] * int(trace.prompt_tokens[prompt])  # a trace does not hold them
-        ends = trace.ends[prompt, : trace.sizes[prompt]]
+        ends: IntArray = trace.ends[prompt, : int(trace.sizes[prompt])]
         place = np.flatnonzero(ends <= trace.depth)
         eos = trace.draft_tokens[prompt, place, ends[place] - 1]
         how = Sampling(max_new_tokens=int(trace.budgets[prompt]))

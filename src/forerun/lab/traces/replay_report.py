@@ -10,8 +10,8 @@ from typing import Any
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.lab.bounds.bounds import oracle
 from forerun.lab.bounds.informed import informed
-from forerun.lab.traces.costs import Cell
-from forerun.lab.traces.replay import geometric, replay, summarise
+from forerun.lab.traces.costs import Cell, CostTable
+from forerun.lab.traces.replay import Replay, geometric, replay, summarise
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
@@ -37,16 +37,46 @@ def bounds(trace: Trace, cell: Cell, tell: Callable[[str], None]) -> dict[str, F
     return {"oracle": best, "informed": informed(trace, cell).seconds}
 
 
+Run = Callable[[LengthController], Replay]
+"""What one controller does over a trace."""
+
+
+def by_itself(trace: Trace, cell: Cell) -> Run:
+    """Every text by itself."""
+    return lambda controller: replay(trace, controller, cell)
+
+
+def in_batches(trace: Trace, table: CostTable, rows: int, context: int) -> Run:
+    """So many texts together, by the costs that the table has nearest to each size of batch."""
+    from forerun.lab.traces.batches import replay_batches  # only this needs torch
+
+    def costs(size: int) -> Cell:
+        return table.at(size, context)
+
+    plain = replay_batches(trace, "fixed(0)", costs, rows).seconds
+    return lambda controller: replay_batches(trace, controller, costs, rows, plain)
+
+
 def result(
     trace: Trace,
-    cell: Cell,
+    run: Run,
     spec: str,
     controller: LengthController,
     limits: Mapping[str, FloatArray],
+    shared: int = 1,
 ) -> Result:
-    """Replay one controller, as the user wrote it; `limits` from `bounds`."""
-    found = replay(trace, controller, cell)
-    groups = summarise(trace, found, cell.batch)
+    """Replay one controller.
+
+    Args:
+        trace: the texts.
+        run: how, `by_itself` or `in_batches`.
+        spec: the controller as the user wrote it.
+        controller: it.
+        limits: from `bounds`.
+        shared: rows that each text's seconds are those of (`summarise`).
+    """
+    found = run(controller)
+    groups = summarise(trace, found, shared)
     for name, group in groups.items():
         chosen = [name in ("all", family) for family in trace.families]
         if limits:
@@ -57,10 +87,11 @@ def result(
     return Result(spec, CONTROLLERS.text(controller), groups)
 
 
-def document(found: Sequence[Result], trace: Trace, cell: Cell) -> dict[str, Any]:
-    """What `replay --json` prints."""
+def document(found: Sequence[Result], trace: Trace, cell: Cell, rows: int = 1) -> dict[str, Any]:
+    """What `replay --json` prints; `rows` are the texts that were decoded together."""
     return {
         "schema": SCHEMA,
+        "batch": rows,
         "cell": {**cell.to_json(), "ratio": cell.ratio},
         "controllers": [{"controller": r.controller, "families": r.groups} for r in found],
         "trace": trace.about,
