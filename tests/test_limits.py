@@ -124,11 +124,11 @@ FLAGGED = {"drafters/model.py", "zoo/corpus.py"}
 
 
 def test_errors_of_the_library_name_arguments():
-    """As `name`; the command line makes flags of them."""
+    """As `name`; the command line makes flags of them. A server's operator is at one."""
     found = set()
     for file in ROOT.rglob("*.py"):
         part = file.relative_to(ROOT).as_posix()
-        if part.startswith("cli/") or part.endswith("__main__.py"):
+        if part.startswith(("cli/", "serve/")) or part.endswith("__main__.py"):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise):
