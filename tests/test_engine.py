@@ -18,10 +18,10 @@ from forerun.costs import Costs
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
-from forerun.engine import Engine, Sampling
+from forerun.engine import Engine, Request, Sampling
 from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Origin
-from forerun.errors import PromptError, SettingError
+from forerun.errors import NumericalError, PromptError, SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
 from forerun.types import Round, Stop, Token
@@ -579,3 +579,46 @@ def test_a_rule_for_greedy_requests_refuses_others_when_they_are_submitted() -> 
     with pytest.raises(SettingError, match=r"needs temperature 0, got 0\.5"):
         made.submit([0], Sampling(temperature=0.5), fixed, exact)
     assert sum(len(e.pieces) for e in made.run()) == 3
+
+
+def test_checking_refuses_what_submitting_refuses_and_queues_nothing() -> None:
+    made = Engine(ScriptedModel(torch.eye(5)), NullDrafter())
+    length, rule = CONTROLLERS.make("fixed(0)"), RULES.make("standard")
+    made.check(Request([1], Sampling(), length, rule))
+    wrong: list[tuple[list[int], list[int]]] = [([], []), ([7], []), ([1], [9])]
+    for prompt, prediction in wrong:
+        request = Request(prompt, Sampling(), length, rule, prediction=prediction)
+        for refuse in (made.check, made.submit):
+            with pytest.raises(PromptError):
+                refuse(request)
+    with pytest.raises(SettingError, match="lossless"):
+        made.check(Request([1], Sampling(), length, RULES.make("typical"), prediction=[1]))
+    assert list(made.run()) == []
+
+
+def test_events_carry_the_logprobs_of_their_pieces() -> None:
+    made = Engine(ScriptedModel(torch.eye(5).roll(1, dims=1) * 2), NullDrafter())
+    length, rule = CONTROLLERS.make("fixed(0)"), RULES.make("standard")
+    for top in (None, 2):
+        made.submit(Request([0], Sampling(max_new_tokens=3), length, rule, logprobs=top))
+    told: dict[int, list[Any]] = {0: [], 1: []}
+    done: dict[int, Any] = {}
+    for event in made.run():
+        told[event.request] += event.logprobs
+        done[event.request] = event.completion or done.get(event.request)
+    assert told[0] == []
+    assert told[1] == done[1].logprobs
+    assert len(told[1]) == 3
+    assert done[0].logprobs is None
+
+
+def test_an_error_has_its_class() -> None:
+    def broken(context: tuple[int, ...]) -> torch.Tensor:
+        if len(context) > 1:
+            raise ValueError("no")
+        return torch.zeros(3)
+
+    done = engine(ScriptedModel(broken))([0], max_new_tokens=3)
+    assert (done.error, done.error_type) == ("ValueError: no", ValueError)
+    nan = engine(ScriptedModel(torch.full((3, 3), torch.nan)))([0], max_new_tokens=3)
+    assert nan.error_type is NumericalError

@@ -117,7 +117,7 @@ FLAGGED = {"zoo/corpus.py"}
 
 
 def test_errors_of_the_library_name_arguments():
-    """As `name`; the command line makes flags of them, and a server is started by it."""
+    """As `name`; the command line makes flags of them. A server's operator is at one."""
     found = set()
     for file in ROOT.rglob("*.py"):
         part = file.relative_to(ROOT).as_posix()

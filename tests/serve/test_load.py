@@ -286,3 +286,21 @@ def test_a_taken_port_is_said_so():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 1
+
+
+def test_memory_is_counted_by_what_caches_really_take(pair):
+    from forerun.serve.memory import measure
+
+    measured = measure(pair, budget=10**9)
+    pair.target.read([[1, 2, 3]])
+    pair.drafter.rows.read([[1, 2, 3]])
+    caches = [rows.executor.cache for rows in (pair.target, pair.drafter.rows)]
+    took = [
+        sum(tensor.shape[1] * tensor.shape[3] * tensor.itemsize for kv in cache._store.values()
+            for tensor in kv)
+        for cache in caches
+    ]  # fmt: skip
+    pair.target.keep([])
+    pair.drafter.rows.keep([])
+    assert measured.per_token == sum(took)
+    assert [pair.target.facts.token_bytes, pair.drafter.rows.facts.token_bytes] == took

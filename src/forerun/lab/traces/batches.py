@@ -183,6 +183,7 @@ class _Replayed(Engine):
             random=np.random.default_rng(0),
             text=Detokenizer(None, context),
             stops=StopStrings(()),
+            prediction=None,
             limit=ANY,
             rests_first=False,
             submitted=0.0,
