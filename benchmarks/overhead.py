@@ -64,7 +64,7 @@ def forward_costs(model: forerun.Model, repeats: int = 25) -> dict[str, Any]:
     context = [(7 * i) % 500 + 50 for i in range(129)]
     times: dict[tuple[str, int], list[float]] = {}
     for runtime in (model.target, model.drafter.rows):
-        runtime.join([context], 64)
+        runtime.read([context], 64)
     for turn in range(repeats + 3):
         for name, runtime, widths in (
             ("target", model.target, WIDTHS),
