@@ -364,25 +364,51 @@ def test_the_probe_sees_rows_mixed_up(
         probing.probe(executor, wanted)
 
 
-@pytest.mark.parametrize("damage", [None, "graph.xml", "graph.bin", "facts.json", "reference.npz"])
 @pytest.mark.usefixtures("own_store")
-def test_the_store(model: Any, damage: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     exported = []
     really = loading.export
     monkeypatch.setattr(loading, "export", lambda m: exported.append(1) or really(m))
     text = texts(20)[0]
-    first = from_model(model)
-    (entry,) = store.folder().iterdir()
-    if damage:
-        data = (entry / damage).read_bytes()
-        (entry / damage).write_bytes(data[: len(data) // 2])
-    second = from_model(model)
-    assert len(exported) == (2 if damage else 1)
+    first, second = from_model(model), from_model(model)
+    assert len(exported) == 1
     assert first.facts == second.facts
     # The graph that was read back runs the same operations, so the same numbers come out.
     assert torch.equal(first.run([0], [text], [20]), second.run([0], [text], [20]))
     (entry,) = store.folder().iterdir()
     assert json.loads((entry / "facts.json").read_text())["sizes"]
+    weights = entry / "graph.bin"
+    size = weights.stat().st_size
+    weights.unlink()  # `first` and `second` go on reading the old one
+    weights.write_bytes(bytes(size))  # only the probe can see that
+    third = from_model(model)
+    assert len(exported) == 2
+    assert torch.equal(first.run([0], [text], [20]), third.run([0], [text], [20]))
+
+
+@pytest.mark.usefixtures("own_store")
+@pytest.mark.parametrize("damage", ["cut short", "empty", "missing", "wrong"])
+@pytest.mark.parametrize("file", ["graph.xml", "graph.bin", "facts.json", "reference.npz"])
+def test_a_damaged_entry_is_deleted(
+    shared: OpenVINOExecutor, model: Any, file: str, damage: str
+) -> None:
+    input = ov.opset15.parameter(ov.PartialShape([1]), ov.Type.f32)
+    graph = ov.Model([ov.opset15.add(input, np.ones(1, np.float32))], [input], "small")
+    stored = store.Stored(graph, shared.facts, probing.reference(model, shared.facts.limit))
+    assert store.write("entry", stored)
+    read = store.read("entry")
+    assert read is not None
+    assert read.facts == shared.facts
+    path = store.folder() / "entry" / file
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        new = {"cut short": data[:-3], "empty": b"", "wrong": bytes(len(data))}[damage]
+        path.write_bytes(new)
+    if (file, damage) != ("graph.bin", "wrong"):  # that one is the probe's to find
+        assert store.read("entry") is None
+        assert list(store.folder().iterdir()) == []
 
 
 def test_another_model_has_another_entry(model: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,9 @@ def from_model(
     settings(precision, threads or torch.get_num_threads())  # before anything takes long
     if why := refusal(model.config, windows=True):
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
-    name = store.key(store.of_model(model), _form(precision)) if cached else None
-    stored = store.read(name) if name else None
-    if stored is None:
-        stored = _export(model, precision, progress)
-        if name:
-            store.write(name, stored)
+    entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
-    return _executor(stored, called, precision, threads, progress)
+    return _made(entry, lambda: model, called, _Options(precision, threads, progress))
 
 
 def from_name(
@@ -79,46 +74,68 @@ def from_name(
         UnsupportedModelError, SettingError: as for `from_model`.
     """
     settings(precision, threads or torch.get_num_threads())
-    files = _files(name)
-    entry = store.key(store.of_files(files), _form(precision)) if files else None
-    stored = store.read(entry) if entry else None
-    if stored is None:
-        model = load_model(name, "cpu", "fp32", trust_remote_code, windows=True)
-        stored = _export(model, precision, progress)
-        del model
-        entry = entry or store.key(store.of_files(_files(name)), _form(precision))
-        store.write(entry, stored)
-        stored = store.read(entry) or stored  # read back, its weights are pages of a file
-    return _executor(stored, str(name), precision, threads, progress)
+    options = _Options(precision, threads, progress)
+
+    def torch_model() -> Any:
+        return load_model(name, "cpu", "fp32", trust_remote_code, windows=True)
+
+    if files := _files(name):
+        entry = store.key(store.of_files(files), _form(precision))
+        return _made(entry, torch_model, str(name), options)
+    model = torch_model()  # not on this machine until now
+    entry = store.key(store.of_files(_files(name)), _form(precision))
+    return _made(entry, lambda: model, str(name), options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    precision: str
+    threads: int | None
+    progress: Progress | None
+
+
+def _made(
+    entry: str | None, torch_model: Callable[[], Any], name: str, options: _Options
+) -> OpenVINOExecutor:
+    """An executor from the store, else from the torch model, whose graph is then stored."""
+    if entry and (stored := store.read(entry)):
+        try:
+            return _executor(stored, name, options)
+        except UnsupportedModelError:  # damaged where only the probe sees it
+            store.discard(entry)
+    stored = _export(torch_model(), options)
+    if entry and store.write(entry, stored):
+        # Read back, its weights are pages of a file and no longer torch's.
+        stored = store.read(entry) or stored
+    try:
+        return _executor(stored, name, options)
+    except UnsupportedModelError:
+        if entry:
+            store.discard(entry)
+        raise
 
 
 def _form(precision: str) -> str:
     return "int8" if precision == "int8" else "f32"
 
 
-def _export(model: Any, precision: str, progress: Progress | None) -> store.Stored:
-    if progress:
-        progress("exporting the model to OpenVINO")
+def _export(model: Any, options: _Options) -> store.Stored:
+    if options.progress:
+        options.progress("exporting the model to OpenVINO")
     model = in_fp32(model)
     facts = replace(facts_of(model), executor="openvino")
     graph = export(model)
-    if precision == "int8":
+    if options.precision == "int8":
         compress(graph)
     return store.Stored(graph, facts, reference(model, facts.limit))
 
 
-def _executor(
-    stored: store.Stored,
-    name: str,
-    precision: str,
-    threads: int | None,
-    progress: Progress | None,
-) -> OpenVINOExecutor:
-    if progress:
-        progress("compiling the model")
-    facts = replace(stored.facts, precision=PRECISIONS[precision], name=name)
+def _executor(stored: store.Stored, name: str, options: _Options) -> OpenVINOExecutor:
+    if options.progress:
+        options.progress("compiling the model")
+    facts = replace(stored.facts, precision=PRECISIONS[options.precision], name=name)
     try:
-        executor = OpenVINOExecutor(attach(stored.graph), facts, threads)
+        executor = OpenVINOExecutor(attach(stored.graph), facts, options.threads)
     except RuntimeError as error:  # OpenVINO has no other
         raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
     probe(executor, stored.reference)

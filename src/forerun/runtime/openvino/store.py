@@ -98,8 +98,13 @@ def read(name: str) -> Stored | None:
         os.utime(entry)
         return stored
     except Exception:  # whatever is wrong with it, it can be made again
-        shutil.rmtree(entry, ignore_errors=True)
+        discard(name)
         return None
+
+
+def discard(name: str) -> None:
+    """Delete an entry."""
+    shutil.rmtree(folder() / name, ignore_errors=True)
 
 
 def write(name: str, stored: Stored) -> bool:
