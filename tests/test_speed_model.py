@@ -8,6 +8,7 @@ import pytest
 
 from forerun.errors import SettingError
 from forerun.lab.exits.speed_model import Shape, expected_tokens, round_passes, speedup
+from forerun.runtime.exits import layers_of
 from test_specbound import LAYERS, calm, specbound, texts
 
 
@@ -39,7 +40,7 @@ def test_layers_of_rounds_that_all_exit_at_the_depth_bound(width: int) -> None:
     fast = specbound(calm(), threshold=0.0, layers=str(depth), depth=depth, width=width)
     how: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True, "controller": "fixed(9)"}
     (done,) = fast.generate(texts(6), **how)
-    work = fast.target.work  # type: ignore[attr-defined]
+    work = layers_of(fast.target).work
     full = [r for r in done.rounds if r.drafted == width]
     rest = [r for r in done.rounds if r.drafted < width]  # the budget cut them
     calls = work.draft_calls + work.verify_calls
