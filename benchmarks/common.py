@@ -130,7 +130,7 @@ def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": git.stdout.strip(),
         "device": str(model.target.device),
-        "dtype": str(getattr(model.target, "dtype", "")).removeprefix("torch."),
+        "dtype": model.target.facts.precision,
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "load": [round(x, 2) for x in os.getloadavg()],

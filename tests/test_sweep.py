@@ -78,7 +78,7 @@ def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tu
         [text.prompt], controller=f"fixed({setting.width})", sampling=text.sampling
     )[0]
     assert done.tokens == text.output
-    return rows.work, [(r.drafted, r.accepted) for r in done.rounds]
+    return layers_of(rows).work, [(r.drafted, r.accepted) for r in done.rounds]
 
 
 SAMPLINGS = [
