@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forerun.controllers import CONTROLLERS
+from forerun.controllers.fixed import FixedLength
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
@@ -203,3 +204,22 @@ def test_what_cannot_be_served_is_refused_at_the_door(
     asked = {"prompt": [1], "sampling": Sampling(), "controller": FIXED, "rule": STANDARD}
     with pytest.raises(error, match=message):
         made.submit(Request(**{**asked, **change}))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Unlucky(FixedLength):
+    """A policy that breaks once it has learned something."""
+
+    def observe(self, state: Any, costs: Any, round: Any) -> Any:
+        raise ValueError("no such thing")
+
+
+def test_a_policy_that_breaks_ends_its_request_alone() -> None:
+    made = Engine(ScriptedModel(NEXT), ModelDrafter(ScriptedModel(NEXT), V))
+    how = Sampling(max_new_tokens=9)
+    for i in range(3):
+        made.submit([i], how, Unlucky(2) if i == 1 else FIXED, STANDARD)
+    done = {e.request: e.completion for e in made.run() if e.completion}
+    assert [done[i].finish_reason for i in range(3)] == ["length", "error", "length"]
+    assert "no such thing" in str(done[1].error)
+    assert done[1].tokens == [2, 3, 4]  # what was written before stands
