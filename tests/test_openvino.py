@@ -25,6 +25,7 @@ from forerun.runtime.openvino import load as loading  # noqa: E402
 from forerun.runtime.openvino import nodes, store  # noqa: E402
 from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.blocks import Blocks  # noqa: E402
+from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
 from forerun.runtime.openvino.export import Attention  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
@@ -124,7 +125,7 @@ def test_a_graph_of_one_node_computes_attention() -> None:
     node = nodes.paged_attention(call, *out)
     graph = ov.Model([node.output(0)], [*states, *caches, *rows], "node")
     settings = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    request = ov.Core().compile_model(graph, "CPU", settings).create_infer_request()
+    request = core().compile_model(graph, "CPU", settings).create_infer_request()
     pools = [np.full((2, 1, nodes.BLOCK, 4), np.nan, np.float32) for _ in range(2)]
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(5, n)).astype(np.float32) for n in (8, 4, 4))

@@ -124,3 +124,24 @@ def test_a_signal_loses_no_line(pair, tmp_path, number):
     done = [json.loads(line)["index"] for line in [first, *rest.splitlines()]]
     assert sorted(done) == list(range(len(done)))
     assert said == f"interrupted; {len(done):,} of 10,000 prompts are complete\n"
+
+
+SIGNAL = """
+import gc, os, signal, sys
+from forerun import load
+for _ in range(2):  # the plug-in of an earlier model must not take the stack of signals with it
+    model = load(sys.argv[1], sys.argv[2], runtime="openvino", device="cpu")
+    assert model.generate("Good day", max_new_tokens=4).tokens
+    del model
+    gc.collect()
+signal.signal(signal.SIGINT, lambda *_: print("caught", flush=True))
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_a_signal_after_models_are_gone(pair, tmp_path):
+    pytest.importorskip("openvino")
+    argv = [sys.executable, "-c", SIGNAL, pair.target, pair.draft]
+    env = os.environ | {"FORERUN_CACHE": str(tmp_path)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "caught\n"), done.stderr

@@ -18,6 +18,7 @@ from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.openvino.best import read
 from forerun.runtime.openvino.blocks import Blocks
+from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import BLOCK
 from forerun.runtime.openvino.request import Request
 
@@ -57,7 +58,7 @@ class OpenVINOExecutor(Executor):
     def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
-        compiled = ov.Core().compile_model(graph, "CPU", settings(facts.precision, self.threads))
+        compiled = core().compile_model(graph, "CPU", settings(facts.precision, self.threads))
         self._request = Request(compiled, facts.vocab_size)
         self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         self._storage: list[ov.Tensor] = []

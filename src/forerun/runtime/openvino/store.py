@@ -23,6 +23,7 @@ import openvino as ov
 import torch
 
 from forerun.runtime.base import Facts
+from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.probe import Reference
 
 FORMAT = 1
@@ -91,7 +92,7 @@ def read(name: str) -> Stored | None:
         with np.load(entry / _REFERENCE) as arrays:
             reference = Reference(*(arrays[f"arr_{i}"] for i in range(len(arrays.files))))
         stored = Stored(
-            ov.Core().read_model(entry / _GRAPH),
+            core().read_model(entry / _GRAPH),
             Facts(**{**facts, "eos": None if facts["eos"] is None else frozenset(facts["eos"])}),
             reference,
         )
