@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+JOBS ?= 2
 READY := $(VENV)/.ready
 
 .PHONY: setup demo test lint bench docs
@@ -11,7 +12,7 @@ demo: $(READY)
 	@$(PY) -m forerun.cli demo
 
 test: $(READY)
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(READY)
 	@$(PY) -m ruff check

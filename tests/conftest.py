@@ -14,3 +14,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured in fewer and shorter live turns than anybody should trust."""
+    from forerun.lab.traces import measuring
+
+    for name, few in (("WARM", 1), ("LIVE_TOKENS", 12), ("LIVE_TURNS", 2)):
+        monkeypatch.setattr(measuring, name, few)

@@ -168,6 +168,7 @@ def model() -> Model:
     return Model(target, ModelDrafter(draft, target.vocab_size))
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_measuring(model: Model) -> None:
     done: list[int] = []
     table = measure(model, [1, 2], [8, 15], widths=[4, 2], repeats=3, progress=done.append)
@@ -191,6 +192,7 @@ def test_measuring(model: Model) -> None:
     assert model.drafter.rows.lengths == []  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_forwards_are_timed_where_they_are_said_to_be(model: Model, monkeypatch: Any) -> None:
     fed: list[tuple[int, int, int]] = []
     real = Rows.feed
@@ -226,6 +228,7 @@ def test_measuring_what_cannot_be_measured(
         cells(other, contexts=[8])
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_an_interruption_leaves_the_model_usable(model: Model) -> None:
     def stop(done: int) -> None:
         raise KeyboardInterrupt

@@ -14,8 +14,7 @@ from forerun.settings import Settings, resolve
 FULL = Settings(
     controller="gammatune(eta=0.2)",
     rule="typical",
-    draft="specbound(threshold=0.8)",
-    exits="/heads",
+    draft="specbound(threshold=0.8,exits='/heads')",
     about={"by": "forerun tune", "speedup": 1.5},
 )
 specs = st.sampled_from([None, "fixed", "fixed(3)", "bounded(svip(keep=False),high=4)"])
@@ -39,8 +38,7 @@ def test_the_file_is_as_documented(tmp_path):
         "schema": 1,
         "controller": "gammatune(eta=0.2)",
         "rule": "typical",
-        "draft": "specbound(threshold=0.8)",
-        "exits": "/heads",
+        "draft": "specbound(threshold=0.8,exits='/heads')",
         "about": {"by": "forerun tune", "speedup": 1.5},
     }
     assert Settings.read(tmp_path / "s.json") == FULL
@@ -54,8 +52,7 @@ def test_only_what_matters_need_be_there(tmp_path):
 def test_exit_heads_are_beside_the_file(tmp_path):
     (tmp_path / "s.json").write_text('{"schema": 1, "exits": "heads"}')
     found = Settings.read(tmp_path / "s.json")
-    assert found.exits == str(tmp_path / "heads")
-    assert found.drafter == f"specbound(exits={str(tmp_path / 'heads')!r})"
+    assert found.draft == f"specbound(exits={str(tmp_path / 'heads')!r})"
 
 
 def test_exit_heads_go_into_the_drafter():
@@ -81,7 +78,7 @@ def test_exit_heads_go_into_the_drafter():
         ('{"schema": 1, "rule": "exat"}', "s.json: .*did you mean 'exact'"),
         ('{"schema": 1, "controller": 5}', "controller must be text or null, got 5"),
         ('{"schema": 1, "draft": ""}', "draft must be text or null, got ''"),
-        ('{"schema": 1, "exits": ["x"]}', "exits must be text or null"),
+        ('{"schema": 1, "exits": ["x"]}', "exits must be a folder"),
         ('{"schema": 1, "about": "me"}', "about must be an object"),
         ('{"schema": 1, "exits": "x", "draft": "lookup"}', "exits are for the drafter specbound"),
         ('{"schema": 1, "exits": "x", "draft": "specbound(exits=y)"}', "given twice"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import forerun.model
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS
-from forerun.drafters.specbound import SpecBound, SpecBoundDrafter, temperature
+from forerun.drafters.specbound import SpecBound, SpecBoundDrafter, temperature, with_exits
 from forerun.engine import Engine, Sampling
 from forerun.errors import PromptError, SettingError, UnsupportedModelError
 from forerun.model import Model
@@ -663,7 +663,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
     assert [c.tokens for c in loaded.generate(prompts, plain=True, **how)] == wanted
     assert loaded.drafter.seconds > 0
 
-    heads = tmp_path / "heads"
+    heads, named = tmp_path / "heads", f"exits='{tmp_path / 'heads'}'"
     access = layers_of(loaded.target).access
     weights = {
         layer: {"weight": torch.zeros(32, 32), "bias": torch.zeros(32), "scale": torch.ones(1)}
@@ -671,20 +671,25 @@ def test_loading_by_name(tmp_path: Any) -> None:
     }
     found = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
     save_heads(LightHeads(access, weights, {"settings": found}), heads)
-    tuned = forerun.model.load(str(tmp_path), exits=heads)
+    tuned = forerun.model.load(str(tmp_path), f"specbound({named})")
     assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
     assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]
     assert [c.tokens for c in tuned.generate(prompts, **how)] == wanted
-    own = forerun.model.load(str(tmp_path), "specbound(threshold=0.6,depth=3)", exits=heads)
+    own = forerun.model.load(str(tmp_path), f"specbound(threshold=0.6,depth=3,{named})")
     assert own.drafter.layers == (1, 3)  # type: ignore[attr-defined]
     assert (own.drafter._threshold, own.drafter._width) == (0.6, 3)  # type: ignore[attr-defined]
-    with pytest.raises(SettingError, match="exit heads are for the drafter specbound"):
-        forerun.model.load(str(tmp_path), "lookup", exits=heads)
+    with pytest.warns(DeprecationWarning, match="say draft="):
+        assert forerun.model.load(str(tmp_path), exits=heads).drafter.layers == (1, 4)  # type: ignore[attr-defined]
+    with pytest.raises(SettingError, match="for the drafter specbound, not for 'lookup'"):
+        with_exits("lookup", heads)
     with pytest.raises(SettingError, match="given twice"):
-        forerun.model.load(str(tmp_path), "specbound(exits='there')", exits=heads)
+        with_exits("specbound(exits='there')", heads)
     save_heads(LightHeads(access, weights, {"settings": {"treshold": 2}}), heads)
     with pytest.raises(SettingError, match="the settings kept in"):
-        forerun.model.load(str(tmp_path), exits=heads)
+        forerun.model.load(str(tmp_path), f"specbound({named})")
+    heads.rename(tmp_path / "exits")
+    save_heads(LightHeads(access, weights, {}), tmp_path / "exits")
+    assert forerun.model.load(str(tmp_path), "specbound(depth=4)").drafter.layers == (1, 3, 4)  # type: ignore[attr-defined]
     assert DRAFTERS.text(SpecBound(depth=4, layers="2,4")) == "specbound(depth=4,layers='2,4')"
 
 

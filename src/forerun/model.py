@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
-from forerun.drafters.specbound import SpecBound
+from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
 from forerun.engine.meter import Meter
@@ -211,7 +212,7 @@ def load(
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
             ``"none"``). None uses that of `settings`, or else the shipped draft for the shipped
             target, `lookup` otherwise.
-        exits: a folder of exit heads for `specbound`, which is then the default for `draft`.
+        exits: deprecated; ``draft="specbound(exits='folder')"``.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
         runtime: what runs the models: "torch" (the default), "openvino", "auto", or a spec like
@@ -231,11 +232,11 @@ def load(
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'
     """
-    chosen = _chosen(target, exits, settings)
-    if draft is None:
-        default = "specbound" if exits else zoo.DRAFT if target is None else "lookup"
-        draft = chosen.drafter or default
-    spec = _with_exits(drafter_spec(draft), exits, shipped=target is None)
+    if exits is not None:
+        warnings.warn("say draft=\"specbound(exits='…')\"", DeprecationWarning, stacklevel=2)
+        draft = with_exits(None if draft is None else str(draft), exits)
+    chosen = _chosen(target, settings)
+    spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
     runs = RUNTIMES.make(runtime or DEFAULT_RUNTIME)
     if isinstance(spec, ModelDraft):
         spec = replace(
@@ -250,13 +251,10 @@ def load(
     return Model(drafter.target or rows, drafter, tokenizer, chosen)
 
 
-def _chosen(
-    target: str | Path | None, exits: str | Path | None, settings: str | Path | Settings | None
-) -> Settings:
-    """What a settings file says; refuses what is no path."""
-    for name, value in (("target", target), ("exits", exits)):
-        good = value is None or isinstance(value, (str, Path))
-        require(good, name, value, "a folder" if name == "exits" else "a folder or an id")
+def _chosen(target: str | Path | None, settings: str | Path | Settings | None) -> Settings:
+    """What a settings file says; refuses a target that is no path."""
+    good = target is None or isinstance(target, (str, Path))
+    require(good, "target", target, "a folder or an id")
     try:
         return resolve(settings)
     except OSError as error:
@@ -285,18 +283,6 @@ def _exists(path: str) -> bool:
         return Path(path).exists()
     except (OSError, ValueError):  # no name of a file
         return False
-
-
-def _with_exits(spec: DrafterSpec, exits: str | Path | None, shipped: bool) -> DrafterSpec:
-    if not isinstance(spec, SpecBound):
-        if exits is not None:
-            raise SettingError("exit heads are for the drafter specbound; leave draft out")
-        return spec
-    if exits is not None:
-        if spec.exits not in (None, str(exits)):
-            raise SettingError(f"exit heads are given twice: {str(exits)!r} and {spec.exits!r}")
-        return replace(spec, exits=str(exits))
-    return replace(spec, exits=str(zoo.EXITS)) if shipped and spec.exits is None else spec
 
 
 def _samplings(

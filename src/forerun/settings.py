@@ -2,28 +2,25 @@
 
 ::
 
-    {"schema": 1, "controller": "gammatune(eta=0.2)", "rule": null, "draft": null, "exits": null,
-     "about": {...}}
+    {"schema": 1, "controller": "gammatune(eta=0.2)", "rule": null, "draft": null, "about": {...}}
 
-Every key but `schema` may be left out or null: then it is not decided here.
+Every key but `schema` may be left out or null: then it is not decided here. A file may also name
+`exits`, relative to its own folder: the exit heads of its drafter, `specbound`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from forerun.controllers import CONTROLLERS
 from forerun.errors import SettingError, UnknownNameError, require
-from forerun.registry import parse
 
 SCHEMA = 1
-_TEXTS = ("controller", "rule", "draft", "exits")
-_EXITING = "specbound"
-"""The drafter that takes exit heads."""
+_TEXTS = ("controller", "rule", "draft")
 
 
 @dataclass(frozen=True)
@@ -34,9 +31,8 @@ class Settings:
         controller: the spec of a controller.
         rule: the spec of an acceptance rule.
         draft: a model or the spec of a drafter.
-        exits: a folder of trained exit heads, for the drafter specbound; in a file, relative to
-            the file's own folder.
         about: how the settings were made; nothing reads it.
+        exits: deprecated; name them in `draft`: ``specbound(exits='folder')``.
 
     Raises:
         SettingError: a controller or rule that cannot be made, or exit heads for another drafter.
@@ -45,10 +41,10 @@ class Settings:
     controller: str | None = None
     rule: str | None = None
     draft: str | None = None
-    exits: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    exits: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, exits: str | None) -> None:
         for name in _TEXTS:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
@@ -61,20 +57,15 @@ class Settings:
             from forerun.rules import RULES
 
             RULES.make(self.rule)
-        _ = self.drafter
+        if exits is not None:
+            from forerun.drafters.specbound import with_exits
+
+            object.__setattr__(self, "draft", with_exits(self.draft, exits))
 
     @property
     def drafter(self) -> str | None:
-        """What to give as `draft` to `forerun.load`: the draft, with the exit heads in its spec."""
-        if self.exits is None:
-            return self.draft
-        draft = self.draft or _EXITING
-        if draft.partition("(")[0].strip() != _EXITING:
-            raise SettingError(f"exits are for the drafter {_EXITING}, not for {draft!r}")
-        spec = parse(draft)
-        if "exits" in spec.kwargs:
-            raise SettingError(f"exits are given twice: in draft {draft!r} and on their own")
-        return str(replace(spec, kwargs={**spec.kwargs, "exits": self.exits}))
+        """What to give as `draft` to `forerun.load`."""
+        return self.draft
 
     @classmethod
     def read(cls, path: str | Path) -> Settings:
@@ -96,7 +87,7 @@ class Settings:
             raise SettingError(
                 f"{path} has settings schema {found['schema']!r} and this forerun reads {SCHEMA}"
             )
-        known = ["schema", *_TEXTS, "about"]
+        known = ["schema", *_TEXTS, "exits", "about"]
         for key in found:
             if key not in known:
                 raise UnknownNameError.among(f"key in {path}", key, known)
@@ -132,7 +123,7 @@ def resolve(
         settings: from a file, or the file's path.
         controller: as given by the user, None if he gave none.
         rule: likewise.
-        draft: likewise; with one given, the exit heads of the file are not used either.
+        draft: likewise.
 
     Raises:
         SettingError, OSError: as `Settings.read`.
@@ -151,5 +142,4 @@ def resolve(
         controller=base.controller if controller is None else controller,
         rule=base.rule if rule is None else rule,
         draft=base.draft if draft is None else draft,
-        exits=base.exits if draft is None else None,
     )

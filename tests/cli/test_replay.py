@@ -238,6 +238,7 @@ def test_costs_made_up(forerun, tmp_path):
     assert forerun(*argv, "--json").json == json.loads(path.read_text())
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_costs_measured(forerun, pair, tmp_path):
     path = tmp_path / "costs.json"
     result = forerun(
@@ -255,6 +256,7 @@ def test_costs_measured(forerun, pair, tmp_path):
     assert [(cell.batch, len(cell.verify)) for cell in table.cells] == [(1, 3), (2, 3)]
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_costs_interrupted(forerun, pair, tmp_path, monkeypatch):
     from forerun.lab.traces import measuring
 

@@ -75,7 +75,7 @@ def test_kept_beside_the_heads(run, prompts, pair, tmp_path):
     code, _, err = run("--prompts", prompts, "--exits", str(heads), "--keep", "--json")
     assert (code, err) == (0, "")
     found = json.loads((heads / "exits.json").read_text())
-    assert load(pair.target, exits=heads).drafter.layers == tuple(
+    assert load(pair.target, f"specbound(exits='{heads}')").drafter.layers == tuple(
         map(int, found["settings"]["layers"].split(","))
     )
     saved = tmp_path / "elsewhere" / "settings.json"

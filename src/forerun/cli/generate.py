@@ -168,14 +168,14 @@ def generate(
         make_sampling(common)
 
         from forerun.cli.shared.run import Plan
+        from forerun.drafters.specbound import with_exits
     plan = Plan(
         target,
-        draft,
+        draft if exits is None else with_exits(draft, exits),
         controller,
         rule,
         settings=settings,
         batch_size=batch_size,
-        exits=exits,
         runtime=runtime,
         device=device,
         dtype=dtype,

@@ -122,16 +122,16 @@ def serve(
     Config(**chosen)  # mistakes that need no model are told before one is loaded
 
     from forerun.cli.shared.run import Plan
+    from forerun.drafters.specbound import with_exits
     from forerun.serve.run import serve as run
 
     plan = Plan(
         target,
-        draft,
+        draft if exits is None else with_exits(draft, exits),
         controller,
         rule,
         settings=settings,
         batch_size=max_rows,
-        exits=exits,
         runtime=runtime,
         device=device,
         dtype=dtype,

@@ -107,7 +107,7 @@ def specbound(
         "budget": budget,
         "seed": seed,
     }
-    run = _Run(job, exits, shipped=target is None, width=width, seed=seed)
+    run = _Run(job, exits, width=width, seed=seed)
     began = time.perf_counter()
     try:
         live = run.all(rows, budget, confirm)
@@ -141,23 +141,19 @@ class _Run:
     Args:
         job: the target.
         exits: exit heads, if they were named.
-        shipped: whether the target is the shipped one, with heads of its own.
         width: most drafted tokens that are tried.
         seed: of the search, and of sampled text.
     """
 
-    def __init__(
-        self, job: Job, exits: str | None, *, shipped: bool, width: int, seed: int
-    ) -> None:
+    def __init__(self, job: Job, exits: str | None, *, width: int, seed: int) -> None:
+        from forerun.drafters.specbound import own_heads
         from forerun.runtime.exits import exit_rows, layers_of
         from forerun.runtime.heads import load_heads
         from forerun.runtime.layers import LogitLens
-        from forerun.zoo import EXITS
 
-        own = str(EXITS) if shipped and EXITS.is_dir() else None
-        trained = own if exits is None else exits
+        trained = own_heads(job.model.target.facts.name) if exits is None else exits
         self.named = exits or (None if trained else "")
-        """Shipped heads need no naming; that there shall be none must be said."""
+        """The target's own heads need no naming; that there shall be none must be said."""
         self._job, self._width, self._seed = job, width, seed
         self._model: Any = job.model.target.executor.module()
         self._fast, self._trained = exit_rows(self._model), bool(trained)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +14,13 @@ from forerun.checks import between, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
+from forerun.registry import parse
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.types import Stop
+
+NAME = "specbound"
 
 
 def temperature(layer: int, layers: int, anneal: float) -> float:
@@ -145,8 +149,8 @@ class SpecBound(DrafterSpec):
             Else every layer that has a trained head, or k = 2 without any. Those beyond D are not
             used; a token that no exit up to D took goes no deeper than the last of them.
         exits: a folder of trained exit heads; empty uses the target's own norm and unembedding at
-            every layer (the logit lens). None: the heads that ship, for the shipped target; the
-            logit lens for others, with a warning.
+            every layer (the logit lens). None: the folder `exits` in the target's own, as the
+            shipped target has one; the logit lens, with a warning, if there is none.
 
     Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
     decides where to exit. Verification also feeds the last drafted token, from the embedding up,
@@ -194,7 +198,8 @@ class SpecBound(DrafterSpec):
         model = target.executor.module()
         if model is None:
             raise SettingError("specbound needs a target that is a Hugging Face model")
-        if self.exits is None:
+        exits = own_heads(target.facts.name) if self.exits is None else self.exits
+        if exits is None:
             warnings.warn(
                 "specbound has no trained exit heads for this target and asks its own head at "
                 "every layer, which is rarely sure early; forerun train-exits trains them, exits "
@@ -206,11 +211,11 @@ class SpecBound(DrafterSpec):
         access = layers_of(rows).access
         heads: ExitHeads = LogitLens(access)
         chosen = self
-        if self.exits:
+        if exits:
             from forerun.runtime.heads import load_heads
 
-            heads = trained = load_heads(self.exits, access)
-            chosen = self._tuned(trained.about.get("settings") or {})
+            heads = trained = load_heads(exits, access)
+            chosen = replace(self, exits=exits)._tuned(trained.about.get("settings") or {})
         layers = chosen._exits(access.layers, tuple(heads.layers))
         settings = (
             default if value is None else value
@@ -253,6 +258,30 @@ class SpecBound(DrafterSpec):
                 f"{', '.join(map(str, heads))}"
             )
         return used
+
+
+def own_heads(target: str) -> str | None:
+    """The exit heads that come with a target: the folder `exits` in its own, if it has one."""
+    folder = Path(target, "exits")
+    return str(folder) if target and folder.is_dir() else None
+
+
+def with_exits(draft: str | None, exits: str | Path) -> str:
+    """The spec of this drafter with `exits` as its heads.
+
+    Raises:
+        SettingError: `exits` is no folder's name, or `draft` is another drafter or names heads.
+
+    >>> with_exits("specbound(width=4)", "heads")
+    "specbound(width=4,exits='heads')"
+    """
+    require(isinstance(exits, (str, Path)), "exits", exits, "a folder")
+    if (draft or NAME).partition("(")[0].strip() != NAME:
+        raise SettingError(f"exits are for the drafter {NAME}, not for {draft!r}; leave draft out")
+    spec = parse(draft or NAME)
+    if "exits" in spec.kwargs:
+        raise SettingError(f"exits are given twice: in draft {draft!r} and on their own")
+    return str(replace(spec, kwargs={**spec.kwargs, "exits": str(exits)}))
 
 
 def _listed(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -45,8 +46,27 @@ class Logprob(NamedTuple):
         return {"logprob": self.logprob, "top": top}
 
 
+class _Counted:
+    """Counters of early exits by the names that they have in JSON schema 1."""
+
+    counters: Mapping[str, int]
+
+    @property
+    def layer_passes(self) -> int | None:
+        """That counter, or None."""
+        return self.counters.get("layer_passes")
+
+    @property
+    def exit_projections(self) -> int | None:
+        """That counter, or None."""
+        return self.counters.get("exit_projections")
+
+    def _exits_json(self) -> dict[str, int | None]:
+        return {"layer_passes": self.layer_passes, "exit_projections": self.exit_projections}
+
+
 @dataclass(frozen=True)
-class Round:
+class Round(_Counted):
     """One round of one request."""
 
     drafted: int
@@ -71,16 +91,6 @@ class Round:
     × layers of the target, drafting included (plain decoding takes one per layer and token), and
     `exit_projections`, hidden states of shallow layers turned into logits."""
 
-    @property
-    def layer_passes(self) -> int | None:
-        """That counter, or None."""
-        return self.counters.get("layer_passes")
-
-    @property
-    def exit_projections(self) -> int | None:
-        """That counter, or None."""
-        return self.counters.get("exit_projections")
-
     def to_json(self) -> dict[str, Any]:
         """The documented fields; times in milliseconds."""
         return {
@@ -92,13 +102,12 @@ class Round:
             "verify_ms": round(self.verify_seconds * 1e3, 3),
             "other_ms": round(self.other_seconds * 1e3, 3),
             "drift": None if self.drift is None else [round(d, 6) for d in self.drift],
-            "layer_passes": self.layer_passes,
-            "exit_projections": self.exit_projections,
+            **self._exits_json(),
         }
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(_Counted):
     """Totals of one request. Times are wall seconds of the rounds it took part in."""
 
     prompt_tokens: int
@@ -125,11 +134,8 @@ class Stats:
     plain tokens count, with 0). None under a lossless one."""
     drift_max: float | None = None
     """Likewise the largest of one token."""
-    layer_passes: int | None = None
-    """Positions × layers of the target after the prompt, drafting included; None unless the drafter
-    runs the target's layers. Over `tokens`, it compares with the number of layers."""
-    exit_projections: int | None = None
-    """Likewise, hidden states of shallow layers turned into logits."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Of the rounds, summed up. `layer_passes` over `tokens` compares with the number of layers."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,6 +150,8 @@ class Stats:
     def to_json(self) -> dict[str, Any]:
         """All totals and the derived rates."""
         out = asdict(self)
+        del out["counters"]
+        out |= self._exits_json()
         out["tokens_per_second"] = self.tokens_per_second
         out["block_efficiency"] = self.block_efficiency
         return out
@@ -161,8 +169,9 @@ class Stats:
         tokens = sum(r.committed for r in rounds)
         drift = [d for r in rounds for d in r.drift or ()]
         lossy = any(r.drift is not None for r in rounds)
-        passes = [r.layer_passes for r in rounds if r.layer_passes is not None]
-        exits = [r.exit_projections for r in rounds if r.exit_projections is not None]
+        counters: Counter[str] = Counter()
+        for r in rounds:
+            counters.update(r.counters)
         return cls(
             prompt_tokens=prompt_tokens,
             tokens=tokens,
@@ -179,8 +188,7 @@ class Stats:
             acceptance_rate=accepted / judged if judged else None,
             drift_mean=sum(drift) / max(tokens, 1) if lossy else None,
             drift_max=max(drift, default=0.0) if lossy else None,
-            layer_passes=sum(passes) if passes else None,
-            exit_projections=sum(exits) if exits else None,
+            counters=dict(counters),
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 TARGET = _HERE / "target"
 DRAFT = _HERE / "draft"
-EXITS = _HERE / "exits"
+EXITS = TARGET / "exits"
 FOLDER = _HERE / "prompts"
 PENALTY = {"stories": 1.2}
 """The repetition penalty that a family's prompts are decoded with; 1 for those not named.

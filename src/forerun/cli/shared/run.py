@@ -71,7 +71,6 @@ class Plan:
     rule: str | None = None
     settings: str | None = None
     batch_size: int = 16
-    exits: str | None = None
     runtime: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -151,13 +150,12 @@ class Plan:
         model = load(
             self.target,
             draft,
-            exits=self.exits,
             runtime=self.runtime,
             device=self.device,
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
         )
-        default = "specbound" if self.exits else "shipped" if self.target is None else "lookup"
+        default = "shipped" if self.target is None else "lookup"
         about = {
             "target": self.target or "shipped",
             "draft": draft or default,
