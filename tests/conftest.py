@@ -21,5 +21,5 @@ def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are measured in fewer and shorter live turns than anybody should trust."""
     from forerun.lab.traces import measuring
 
-    for name, few in (("WARM", 1), ("LIVE_TOKENS", 12), ("LIVE_TURNS", 2)):
+    for name, few in (("LIVE_TOKENS", 12), ("LIVE_TURNS", 2)):
         monkeypatch.setattr(measuring, name, few)
