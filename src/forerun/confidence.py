@@ -1,4 +1,4 @@
-"""How sure a drafter is of its own token: the confidence score of CM-ASD."""
+"""A drafter's confidence in its own token: the score of CM-ASD."""
 
 from __future__ import annotations
 

@@ -88,17 +88,17 @@ def tune(
     every = Costs.find(costs)
     cell = every.at(batch, context)
     cells = [every.at(n, context) for n in sorted({cell.batch for cell in every.cells})]
-    found = Trace.read(trace)
-    given = None if test is None else (found, Trace.read(test), "another trace")
-    searched, judged_on, how = given or halves(found)
-    if given:
+    recorded = Trace.read(trace)
+    pair = None if test is None else (recorded, Trace.read(test), "another trace")
+    searched, judged_on, split_by = pair or halves(recorded)
+    if pair:
         disjoint(searched, judged_on)
-    with progress("reading", unit="settings", alone=True) as told:
-        tuned = search(searched, cell, controller or None, budget=budget, seed=seed, told=told)
+    with progress("reading", unit="settings", alone=True) as tell:
+        tuned = search(searched, cell, controller or None, budget=budget, seed=seed, progress=tell)
     about = {
         "trace": Path(trace).name,
         "prompts": searched.prompts,
-        "recorded": dict(found.about),
+        "recorded": dict(recorded.about),
         "costs": cell.to_json(),
         "budget": budget,
         "seed": seed,
@@ -111,7 +111,7 @@ def tune(
     if not tuned.complete:
         note(stderr(), "interrupted; this is the best so far")
 
-    split = {"how": how, "searched": searched.prompts}
+    split = {"how": split_by, "searched": searched.prompts}
     verdict = report.Verdict.of(tuned, judged_on, cell, split, not controller, seed)
     settings = report.settings(verdict.choice.spec, searched, about)
     if output is not None:
@@ -122,8 +122,8 @@ def tune(
         print_json(report.document(verdict, cell, settings, written))
     else:
         _show(verdict, cell)
-        for engine, said in written.items():
-            note(stderr(), f"{engine}: saved to {said['file']}; cannot express: {said['cannot']}")
+        for engine, entry in written.items():
+            note(stderr(), f"{engine}: saved to {entry['file']}; cannot express: {entry['cannot']}")
         if output is not None:
             note(stderr(), f"settings: saved to {output}")
     if tuned.fixed.best == f"fixed(length={searched.depth})":
@@ -155,10 +155,10 @@ def _show(verdict: Verdict, cell: Cell) -> None:
         f"searched on {split['searched']} prompts, judged on {split['judged']} others "
         f"({split['how']}); cost ratio {cell.ratio:.3g}, batch {cell.batch}\n",
     )
-    order = sorted(verdict.judged, key=lambda one: -one.found.after)
-    console.print(_table("controller", [(one.found.name, one.overall) for one in order]))
-    best = next(one for one in verdict.judged if one.found is verdict.tuned.best)
-    note(console, f"\n{best.found.name}, the best on the prompts searched, by family\n")
+    order = sorted(verdict.judged, key=lambda entry: -entry.result.after)
+    console.print(_table("controller", [(entry.result.name, entry.overall) for entry in order]))
+    best = next(entry for entry in verdict.judged if entry.result is verdict.tuned.best)
+    note(console, f"\n{best.result.name}, the best on the prompts searched, by family\n")
     console.print(_table("family", list(best.families.items())))
     fixed = verdict.fixed
     note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {_interval(fixed['overall'])}")
@@ -167,7 +167,7 @@ def _show(verdict: Verdict, cell: Cell) -> None:
     note(console, Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
 
 
-def _table(what: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
+def _table(label: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
     """Speed-ups of some rows, with 95 % intervals."""
     names = {
         "default": "default",
@@ -175,11 +175,11 @@ def _table(what: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]
         "gain": "tuned/default",
         "over_fixed": "tuned/fixed",
     }
-    made = table(what, right=list(names.values()))
-    for name, found in rows:
-        made.add_row(name, *[_interval(found[key]) for key in names])
-    return made
+    shown = table(label, right=list(names.values()))
+    for name, figures in rows:
+        shown.add_row(name, *[_interval(figures[key]) for key in names])
+    return shown
 
 
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['mean']:.2f} {found['low']:.2f}–{found['high']:.2f}"
+def _interval(spread: Mapping[str, float]) -> str:
+    return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from forerun.cli.shared.inputs import Row
     from forerun.engine import Completion
 
-PAIRS = 3
+PAIRS = 3  # runs of plain and of speculative decoding
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a greedy output left the plain one, and whose fault that is."""
+    """Where a greedy output differs from the plain one, and why."""
 
     request: int
     position: int
@@ -38,7 +38,7 @@ class Comparison:
     """Speed-up of each pair, in tokens per second."""
     identical: bool
     lossless: bool
-    """Of the rule."""
+    """Whether the rule is."""
     greedy: bool
     """Whether every request is."""
     differences: list[Difference]
@@ -120,9 +120,9 @@ def _differences(
 ) -> list[Difference]:
     from forerun.lab import audit
 
-    found = []
+    differences = []
     for i, (row, a, b) in enumerate(zip(rows, ours, theirs, strict=True)):
         if a != b:
-            told = audit.explain(job.model, row.ids, a, b, row.sampling)
-            found.append(Difference(i, told.position, told.near_tie, told.message))
-    return found
+            first = audit.explain(job.model, row.ids, a, b, row.sampling)
+            differences.append(Difference(i, first.position, first.near_tie, first.message))
+    return differences

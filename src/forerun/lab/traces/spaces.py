@@ -1,4 +1,4 @@
-"""What `forerun tune` searches: the values each parameter of a controller may take."""
+"""Search spaces of `forerun tune`: the values each parameter of a controller may take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Whole:
+class Integer:
     """Whole numbers from `low` to `high`."""
 
     low: int
@@ -25,8 +25,8 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Tokens(Whole):
-    """Tokens of a draft: none beyond the depth of a trace, where nothing can be told apart."""
+class Tokens(Integer):
+    """Tokens of a draft, at most the depth of a trace: longer drafts replay alike."""
 
     def suggest(self, trial: Any, name: str, depth: int) -> int:
         """A value of an optuna trial."""
@@ -61,7 +61,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values."""
+    """One value of a list."""
 
     choices: tuple[Any, ...]
 
@@ -74,17 +74,17 @@ class Choice:
         return list(self.choices)
 
 
-Space = Mapping[str, Whole | Real | Choice]
+Space = Mapping[str, Integer | Real | Choice]
 """The values each parameter may take."""
 
 _SWITCH = Choice((False, True))
 _ETA, _DELTA = Real(0.02, 1), Real(0, 12)
 COSTS: Space = {"cost": Real(1, 100, log=True), "width_cost": Real(0, 0.5)}
-"""Of controllers that are told what a draft step and a wider pass cost."""
+"""Costs of a draft step and of a wider pass, as settings of controllers."""
 _LADDERS = Choice(("1,3,5,7", "0,1,3,5,7", "1,2,3,5,8,12", "0,1,2,3,5,8,13,20", "1,5,9,13,17"))
 SPACES: Mapping[str, Space] = {
     "fixed": {"length": Tokens(0, 64)},
-    "hf-heuristic": {"length": Tokens(1, 32), "up": Whole(0, 8), "down": Whole(0, 8)},
+    "hf-heuristic": {"length": Tokens(1, 32), "up": Integer(0, 8), "down": Integer(0, 8)},
     "hf-threshold": {"threshold": Real(0, 1), "dynamic": _SWITCH, "length": Tokens(1, 32)},
     "gammatune": {
         "length": Tokens(1, 8), "eta": _ETA, "delta": _DELTA, "high": Tokens(8, 32),
@@ -100,7 +100,7 @@ SPACES: Mapping[str, Space] = {
     },
     "bandit": {
         "policy": Choice(("ucb", "thompson")), "reward": Choice(("throughput", "blend")),
-        "low": Tokens(1, 4), "high": Tokens(4, 32), "step": Whole(1, 6), "explore": Real(0, 1),
+        "low": Tokens(1, 4), "high": Tokens(4, 32), "step": Integer(1, 6), "explore": Real(0, 1),
         **COSTS,
     },
     "svip": {"threshold": Real(0.01, 1.5), "length": Tokens(1, 40), "keep": _SWITCH},
@@ -111,12 +111,12 @@ SPACES: Mapping[str, Space] = {
     },
     "exllama-ema": {
         "length": Tokens(1, 4), "alpha_up": Real(0.05, 2), "alpha_down": Real(0.05, 1),
-        "skip_ema": Real(0, 1), "probe": Tokens(1, 4), "probe_interval": Whole(4, 64, True),
+        "skip_ema": Real(0, 1), "probe": Tokens(1, 4), "probe_interval": Integer(4, 64, True),
         "high": Tokens(4, 32),
     },
     "sglang-ema": {
-        "candidate_steps": _LADDERS, "ema_alpha": Real(0.02, 1), "update_interval": Whole(1, 10),
-        "warmup_batches": Whole(0, 20), "up_hysteresis": Real(-1, 1),
+        "candidate_steps": _LADDERS, "ema_alpha": Real(0.02, 1), "update_interval": Integer(1, 10),
+        "warmup_batches": Integer(0, 20), "up_hysteresis": Real(-1, 1),
         "down_hysteresis": Real(-1, 1),
     },
     "cm-asd": {
@@ -124,6 +124,6 @@ SPACES: Mapping[str, Space] = {
         "sharpness": Real(0.1, 10, True),
     },
 }  # fmt: skip
-"""What is searched, by controller: the settings that matter, in the part of their documented range
+"""Search spaces by controller: the settings that matter, in the part of their documented range
 that can be of use. Left out are settings another one makes redundant (`factor` of svip), forms as
 printed in a paper (`literal`) and seeds. A controller that is not here has nothing to search."""
