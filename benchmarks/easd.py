@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ import torch
 
 import forerun
 from benchmarks.common import (
+    RESULTS,
     Task,
     geometric,
     interleaved,
@@ -44,7 +46,79 @@ class Counted(EASD):
             place = torch.arange(draft.tokens.shape[1])
             judged = place <= verdict.accepted.unsqueeze(-1)
             self.penalised[0] += int((self.fires(Odds(draft, target)) & judged).sum())
+        if verdict.bonus_drift is not None:
+            whole = verdict.accepted == draft.lengths
+            self.penalised[0] += int((whole & (verdict.bonus_drift > 0)).sum())
         return verdict
+
+
+DIRECT = {"temperature": 0.7, "top_p": 0.8, "plain": True, "seed": 0}
+"""The paper's direct generation."""
+BONUSES, LENGTHS = ("off", "tested", "untested"), (1, 4, 8)
+
+
+def bonus(model: forerun.Model, count: int, calibrated: float) -> None:
+    """Whether the output depends on γ, by what follows a whole draft; write `easd-bonus.json`.
+
+    Written after every cell; the same command goes on.
+    """
+    results, path = {}, RESULTS / "easd-bonus.json"
+    if path.is_file():
+        found = json.loads(path.read_text())
+        same = found["provenance"]["problems"], found["provenance"]["calibrated"]
+        results = found["results"] if same == (count, calibrated) else {}
+    for cell in CELLS:
+        if cell not in results:
+            results[cell] = _bonus(model, cell, count, calibrated)
+            made = provenance(model, problems=count, calibrated=calibrated)
+            save("easd-bonus", made, results, _bonus_text(results, count, calibrated))
+
+
+def _bonus(model: forerun.Model, cell: str, count: int, calibrated: float) -> dict[str, Any]:
+    """Every reading at every length on one cell."""
+    items, out = problems(cell, count), {}
+    progress, task = bar(cell, len(BONUSES) * len(LENGTHS))
+    with progress:
+        for reading in BONUSES:
+            texts: list[list[str]] = []
+            for length in LENGTHS:
+                rule = Counted(entropy=calibrated, bonus=reading)
+                rule.penalised[0] = 0
+                found = solve(model, cell, items, controller=f"fixed({length})", rule=rule)
+                texts.append(found.texts)
+                out[f"{reading}, γ = {length}"] = {
+                    **found.to_json(),
+                    "tokens_per_round": found.tokens / found.rounds,
+                    "penalised": rule.penalised[0] / found.tokens,
+                    "untested": found.untested,
+                    "differs": sum(a != b for a, b in zip(texts[0], texts[-1], strict=True)),
+                }
+                progress.advance(task)
+    return out
+
+
+def _bonus_text(results: dict[str, Any], count: int, calibrated: float) -> str:
+    rows = [
+        [
+            cell,
+            name,
+            percent(r),
+            f"{100 * r['penalised']:.1f}",
+            f"{100 * r['untested']:.0f}",
+            f"{r['tokens_per_round']:.2f}",
+            str(r["differs"]),
+        ]
+        for cell, found in results.items()
+        for name, r in found.items()
+    ]
+    header = ["cell", "bonus", "accuracy", "penalised %", "never tested %", "tokens a round",
+              "texts that differ from γ = 1"]  # fmt: skip
+    return (
+        f"{count} new problems per cell, greedy, τ_H = {calibrated:.2f}; accuracy in percent with "
+        "a 95 % Wilson interval. Penalised and never tested (bonus and plain tokens that no rule "
+        "judged; with `tested` the target alone is asked there): shares of output tokens.\n\n"
+        + table(header, rows)
+    )
 
 
 def main(model: forerun.Model, count: int, calibrated: float) -> None:
@@ -61,13 +135,17 @@ def main(model: forerun.Model, count: int, calibrated: float) -> None:
     draft = forerun.load(zoo.DRAFT, draft="none", dtype="float32", device=model.target.device)
     outcomes: dict[str, dict[str, Outcome]] = {}
     shares: dict[str, dict[str, float]] = {}
-    progress, task = bar("EASD", len(CELLS) * (4 + len(variants) + len(grid)))
+    progress, task = bar("EASD", len(CELLS) * (6 + len(variants) + len(grid)))
     with progress:
         for cell, items in work.items():
             found: dict[str, Outcome] = {}
             found["target"] = solve(model, cell, items, plain=True)
             progress.advance(task)
             found["draft"] = solve(draft, cell, items, plain=True)
+            progress.advance(task)
+            found["target, sampled"] = solve(model, cell, items, **DIRECT)
+            progress.advance(task)
+            found["draft, sampled"] = solve(draft, cell, items, **DIRECT)
             progress.advance(task)
             found["majority"] = _majority(draft, cell, items)
             progress.advance(task)
@@ -211,6 +289,8 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
     labels = {
         "target": "target alone",
         "draft": "draft alone",
+        "target, sampled": "target alone, T = 0.7, top-p 0.8",
+        "draft, sampled": "draft alone, T = 0.7, top-p 0.8",
         "majority": f"draft, majority of {VOTES}",
         "SD": "SD",
     }
@@ -223,6 +303,7 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
                 for c in CELLS
             ],
             f"{max(accuracy[c][name]['drift_mean'] for c in CELLS):.3f}",
+            *[f"{accuracy[c][name]['tokens'] / count:.1f}" for c in CELLS],
         ]
         for name in [*labels, *variants]
     ]
@@ -244,7 +325,9 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
         "interval. Penalised: share of output tokens. Drift: mean total-variation distance to the "
         "target per token, the worst cell. Ablations at the calibrated threshold (`forerun "
         "calibrate easd`, validation prompts).\n\n"
-        + table(["method", *CELLS, *shares, "drift"], rows)
+        + table(
+            ["method", *CELLS, *shares, "drift", *[f"tokens an answer, {c}" for c in CELLS]], rows
+        )
         + "\n\nGain over the target alone on the same problems, percentage points with a 95 % "
         "paired bootstrap interval (a gain is real where the interval excludes 0):\n\n"
         + table(["method", *CELLS], gains)

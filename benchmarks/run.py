@@ -15,6 +15,7 @@ from benchmarks import (
     live,
     overhead,
     plain,
+    readings,
     rules,
     shares,
     specbound,
@@ -44,6 +45,12 @@ def _speedup(
 def _starting(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """The GammaTune experiment: twelve starting lengths, throughput relative to fixed."""
     starting_lengths.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("starting-lengths-replay")
+def _starting_replay(prompts: int = 6, tokens: int = 96, cost: float = 6, dtype: Dtype = "float32"):
+    """The same by replay, also with windows that persist from request to request."""
+    starting_lengths.replayed(forerun.load(dtype=dtype), prompts, tokens, cost)
 
 
 @app.command("plain")
@@ -100,6 +107,12 @@ def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device
     sweep.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
 
 
+@app.command("readings")
+def _readings(prompts: int = 4, tokens: int = 48, dtype: Dtype = "float32"):
+    """Readings of EARS, EASD and CM-ASD on the same positions."""
+    readings.main(forerun.load(dtype=dtype), prompts, tokens)
+
+
 @app.command("rules")
 def _rules(
     prompts: int = 4,
@@ -117,11 +130,13 @@ def _cmasd(
     singles: int = 5,
     prompts: int = 16,
     tokens: int = 64,
+    batches: str = "16",
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
-    """CM-ASD's ablation (Table III) in kind: speed at batch 1 and 16, drift."""
-    cmasd.main(forerun.load(dtype=dtype, device=device), singles, prompts, tokens)
+    """CM-ASD's ablation (Table III) in kind: speed at batch 1 and others (Fig. 2), drift."""
+    sizes = [int(size) for size in batches.split(",")]
+    cmasd.main(forerun.load(dtype=dtype, device=device), singles, prompts, tokens, sizes)
 
 
 @app.command("cm-asd-quality")
@@ -142,6 +157,14 @@ def _modes(prompts: int = 100, tokens: int = 64, dtype: Dtype = "float32", devic
 def _easd(calibrated: float, problems: int = 500, dtype: Dtype = "float32", device: Device = "cpu"):
     """EASD: accuracy against target, draft, SD and majority voting; ablations; thresholds."""
     easd.main(forerun.load(dtype=dtype, device=device), problems, calibrated)
+
+
+@app.command("easd-bonus")
+def _easd_bonus(
+    calibrated: float, problems: int = 100, dtype: Dtype = "float32", device: Device = "cpu"
+):
+    """What follows a draft that is kept whole, and whether the output depends on γ."""
+    easd.bonus(forerun.load(dtype=dtype, device=device), problems, calibrated)
 
 
 @app.command("easd-speed")

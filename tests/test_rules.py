@@ -39,19 +39,31 @@ CASES = {
     "exact": ["exact"],
     "standard": ["standard"],
     "block": ["block"],
-    "ears": ["ears", "ears(beta=0)", "ears(beta=1)"],
+    "ears": [
+        "ears",
+        "ears(beta=0)",
+        "ears(beta=1)",
+        "ears(beta=0.7,correction=target)",
+        "ears(beta=0.7,excluded=true)",
+    ],
     "easd": [
         "easd",
         "easd(entropy=0.5,overlap=0.4)",
         "easd(entropy=0.5,overlap=0.4,correction=residual)",
         "easd(entropy=0,overlap=0,n=1,draft_entropy=false)",
         "easd(entropy=inf,n=20,correction=residual)",
+        "easd(entropy=0.5,overlap=0.4,bonus=tested)",
+        "easd(entropy=0.5,overlap=0.4,bonus=untested)",
+        "easd(entropy=0.5,overlap=0,penalty=top)",
+        "easd(entropy=0.5,overlap=0.4,penalty=top,correction=residual)",
+        "easd(entropy=0.5,overlap=0.4,processed=true,bonus=tested)",
     ],
     "cm-asd": [
         "cm-asd",
         "cm-asd(mode=formula,tau=0,gamma=3)",
         "cm-asd(top=2,entropy=0,margin=1,softmax=0,sharpness=2.5)",
         "cm-asd(entropy=1,margin=0,softmax=0,literal=true)",
+        "cm-asd(entropy=0,margin=0,softmax=1,normalized=false)",
     ],
     "spec-verification": ["spec-verification", "spec-verification(top=1,tau=0)"],
     "typical": ["typical", "typical(epsilon=0)", "typical(epsilon=1,delta=0.9)"],
@@ -64,10 +76,20 @@ CASES = {
         "budget(easd(entropy=0.3,overlap=0,correction=residual), drift=0.2)",
         "budget(fly(entropy=0.1,window=0), drift=0.2)",
         "budget(budget(typical, drift=0.3), drift=0)",
+        "budget(no-bonus(cm-asd), drift=0.1)",
     ],
+    "no-bonus": ["no-bonus(cm-asd)", "no-bonus(easd(entropy=0.5,overlap=0,bonus=untested))"],
 }
 BAD = {
-    "ears": ["beta=-0.1", "beta=1.1", "beta=true", "beta='x'"],
+    "ears": [
+        "beta=-0.1",
+        "beta=1.1",
+        "beta=true",
+        "beta='x'",
+        "correction=draft",
+        "excluded=1",
+    ],
+    "no-bonus": ["exact", "standard", "block", "0.5"],
     "easd": [
         "entropy=-1",
         "entropy=true",
@@ -79,6 +101,9 @@ BAD = {
         "n=true",
         "correction=draft",
         "draft_entropy=1",
+        "bonus=true",
+        "penalty=best",
+        "processed=1",
     ],
     "cm-asd": [
         "mode=strict",
@@ -95,6 +120,7 @@ BAD = {
         "sharpness=0",
         "sharpness=inf",
         "literal=1",
+        "normalized=1",
     ],
     "spec-verification": ["top=0", "top=2.0", "tau=-1", "tau=true", "tau=inf"],
     "typical": ["epsilon=-0.1", "epsilon=1.1", "delta=-0.1", "delta=2", "delta='x'"],
@@ -154,7 +180,7 @@ def test_is_a_frozen_dataclass_with_its_card(name):
         make(CASES[name][0]).anything = 1
     assert isinstance(cls.lossless, bool)
     assert len(cls.summary) < 80
-    assert cls.bibtex.startswith("@") if cls.paper else name == "budget"
+    assert cls.bibtex.startswith("@") if cls.paper else name in ("budget", "no-bonus")
     for part in ("Helps", "Hurts", "Rule", *(["Reference"] if cls.paper else [])):
         assert part in cls.__doc__
     for f in fields(cls):
@@ -374,7 +400,7 @@ def test_without_a_draft_the_target_is_sampled(spec):
         assert (verdict.drift is None) == make(spec).lossless
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s not in GREEDY_ONLY])
+@pytest.mark.parametrize("spec", [s for s in SPECS if s not in GREEDY_ONLY and "excluded" not in s])
 def test_tokens_that_the_target_excludes_are_never_kept(spec):
     logits = torch.tensor([[[0.0, NEG, 0.0], [0.0, 0.0, 0.0]]], dtype=torch.float64)
     coins, tokens = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[1]])
@@ -385,12 +411,14 @@ def test_tokens_that_the_target_excludes_are_never_kept(spec):
         verdict = make(spec).judge(draft, Target(logits, torch.tensor([False])), coins)
         assert verdict.accepted.tolist() == [0]
         assert verdict.accept_prob.tolist() == [[0]]
-        torch.testing.assert_close(
-            verdict.next_probs, torch.tensor([[0.5, 0, 0.5]], dtype=torch.float64)
-        )
+        assert verdict.next_probs[0, 1] == 0
+        if "penalty=top" not in spec:  # which strikes another token
+            torch.testing.assert_close(
+                verdict.next_probs, torch.tensor([[0.5, 0, 0.5]], dtype=torch.float64)
+            )
         greedy = make(spec).judge(draft, Target(logits, torch.tensor([True])), coins)
         assert greedy.accepted.tolist() == [0]
-        assert greedy.next_token.tolist() == [0]
+        assert greedy.next_token.tolist() in ([0], [2] if "penalty=top" in spec else [0])
 
 
 @pytest.mark.parametrize("spec", GREEDY_ONLY)

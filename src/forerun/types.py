@@ -50,7 +50,9 @@ _CENSORING = int(CENSORING[0])  # numpy is slow with enumerations
 SIGNALS = (
     "top1", "chosen", "entropy", "normalized_entropy", "logit_margin", "softmax_margin"
 )  # fmt: skip
-"""What a draft distribution says about a drafted token (fields of `Token`)."""
+"""What a draft distribution says about a drafted token (fields of `Token`); traces hold these."""
+LIVE_SIGNALS = ("logit_variance",)
+"""Likewise, but only while a model runs."""
 
 
 class Token(NamedTuple):
@@ -79,6 +81,8 @@ class Token(NamedTuple):
     possible)."""
     softmax_margin: Any = None
     """(P1 − P2) / P1 of the two highest probabilities, in [0, 1]."""
+    logit_variance: Any = None
+    """Variance of the logits of all tokens that are possible, ≥ 0; not in traces."""
 
 
 class Round(NamedTuple):
@@ -200,6 +204,9 @@ class Verdict:
     """`(rows, K)` exact total-variation distance, in [0, 1], between what the rule emits at a
     position and the target's distribution there, given the tokens before it; 0 beyond the draft's
     length. None for lossless rules."""
+    bonus_drift: torch.Tensor | None = None
+    """`(rows,)` likewise of the token after a draft that is kept whole. None: it is the target's
+    own."""
     failed: torch.Tensor | None = None
     """`(rows,)` bool: the target's logits after the accepted tokens are those of no distribution (a
     NaN, +inf, or every token excluded), so `next_token` means nothing. None if nobody looked."""
