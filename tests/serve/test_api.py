@@ -288,7 +288,7 @@ WRONG = [
     ({"prompt": "x", "temperature": -1}, 400, "temperature", "greater"),
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "number"),
     ({"prompt": "x", "top_p": 0}, 400, "top_p", "greater"),
-    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "greater"),
+    ({"prompt": "x", "max_tokens": -1}, 400, "max_tokens", "greater"),
     ({"prompt": "x", "n": 0}, 400, "n", "greater"),
     ({"prompt": "x", "logprobs": 99}, 400, "logprobs", "less"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "ids"),
@@ -298,7 +298,12 @@ WRONG = [
     ({"prompt": "x", "temprature": 1}, 400, "temprature", "temperature"),
     ({"prompt": "x", "best_of": 3}, 400, "best_of", "best_of"),
     ({"prompt": "x", "suffix": "y"}, 501, "suffix", "suffix"),
-    ({"prompt": "x", "response_format": {"type": "json_object"}}, 501, "response_format", "struc"),
+    ({"prompt": "x", "response_format": {"type": "json"}}, 400, "response_format", "json_object"),
+    ({"prompt": "x", "guided_regex": "(a"}, 400, "guided_regex", "regex constraint is wrong"),
+    ({"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_choice", "one of"),
+    ({"prompt": "x", "structured_outputs": {"choice": []}}, 400, "structured_outputs", "empty"),
+    ({"prompt": "x", "guided_json": {"type": "no"}}, 400, "guided_json", "json constraint"),
+    ({"prompt": "x", "guided_regex": "a", "ignore_eos": True}, 400, None, "ignore_eos"),
     (CHAT | {"tools": [{"type": "function"}]}, 501, "tools", "tools"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "one of"),
     (CHAT | {"top_logprobs": 3}, 400, "top_logprobs", "logprobs"),
@@ -353,3 +358,22 @@ def test_fields_of_others_are_ignored_and_named(shipped):
     assert done["ignored_fields"] == ["metadata", "chat_id", "top_a"]
     quiet = shipped.complete("x", max_tokens=1, tools=[], suffix=None, logprobs=None)
     assert "ignored_fields" not in quiet
+
+
+def test_no_new_tokens_score_a_prompt(shipped, pair):
+    ids = pair.encode(PROMPT)
+    body = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    choice = shipped.complete([ids], **body)["choices"][0]
+    assert choice["text"] == PROMPT
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    scores = [s.logprob for s in pair.score(ids)]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(scores, abs=1e-4)
+    frames = shipped.stream("/v1/completions", prompt=[ids], **body)
+    assert frames[0]["choices"][0]["logprobs"] == choice["logprobs"]
+    assert frames[-1]["choices"][0]["finish_reason"] == "length"
+    nothing = shipped.complete(PROMPT, max_tokens=0, n=2, speculative={"report": "rounds"})
+    assert [c["text"] for c in nothing["choices"]] == ["", ""]
+    assert nothing["usage"]["completion_tokens"] == 0
+    wrong = shipped.post("/v1/completions", prompt=[10**6], **body)
+    assert wrong.status_code == 400

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -250,3 +252,85 @@ def test_the_dashboard_asks_for_metrics_that_are_there(shipped):
         assert re.search(rf"^{name}[{{ ]", told, re.MULTILINE), name
     for label in re.findall(r"by \((?!le\b)(\w+)\)", asked):
         assert f'{label}="' in told
+
+
+def test_a_prompt_that_was_read_is_not_read_again(shipped):
+    story = "Once upon a time a fox met a bear who sold honey in the big market. " * 4
+    body = {"temperature": 0.7, "seed": 2, "max_tokens": 10}
+    before = shipped.metric("prefix_cache_hits_total")
+    cold, warm = (shipped.complete(story + "The", **body) for _ in range(2))
+    prompt = cold["usage"]["prompt_tokens"]
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt - 1
+    assert (warm["timings"]["cache_n"], warm["timings"]["prompt_n"]) == (prompt - 1, 1)
+    assert shipped.metric("prefix_cache_hits_total") == before + prompt - 1
+
+
+def test_copies_read_their_prompt_once(shipped):
+    story = "There was a tall tree and in it lived an owl who was very wise and old. " * 4
+    body = {"temperature": 0.9, "seed": 7, "max_tokens": 8, "logprobs": 1}
+    before = shipped.metric("prefix_cache_hits_total")
+    many = shipped.complete(story, n=3, **body)
+    prompt = many["usage"]["prompt_tokens"]
+    assert many["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # the first read it
+    assert shipped.metric("prefix_cache_hits_total") == before + 2 * (prompt - 1)
+    for i in range(3):
+        alone = shipped.complete(story, **body | {"seed": 7 + i})
+        assert many["choices"][i]["text"] == alone["choices"][0]["text"]
+
+
+COLOUR = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["colour", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "c", "schema": COLOUR},
+            }
+        },
+        {"structured_outputs": {"json": COLOUR}},
+        {"guided_json": json.dumps(COLOUR)},
+    ],
+    ids=["openai", "vllm", "flat"],
+)
+def test_json_of_a_schema(shipped, how):
+    pytest.importorskip("llguidance")
+    body = {"max_tokens": 40, "temperature": 0.8, "seed": 1, "prompt": "A ball:", **how}
+    done = shipped.complete(**body, speculative={"report": "rounds"})
+    made = json.loads(done["choices"][0]["text"])
+    assert made.keys() == COLOUR["properties"].keys()
+    assert made["colour"] in ("red", "green")
+    assert isinstance(made["size"], int)
+    assert done["forerun"]["origins"]["grammar"] >= 5
+    assert done["choices"][0]["finish_reason"] == "stop"
+    frames = shipped.stream("/v1/completions", **body)
+    assert "".join(f["choices"][0]["text"] for f in frames) == done["choices"][0]["text"]
+    plain = shipped.complete(**body, speculative=False)
+    assert json.loads(plain["choices"][0]["text"]).keys() == made.keys()
+
+
+def test_other_structures(shipped):
+    pytest.importorskip("llguidance")
+    ways = {
+        "guided_choice": (["yes", "no"], "yes|no"),
+        "guided_regex": ("[0-9]{3}-[a-f]{2}", "[0-9]{3}-[a-f]{2}"),
+        "guided_grammar": ('start: "<" /[a-z]{1,4}/ ">"', "<[a-z]{1,4}>"),
+    }
+    for field, (value, pattern) in ways.items():
+        text = shipped.complete("Say:", temperature=1.0, **{field: value})["choices"][0]["text"]
+        assert re.fullmatch(pattern, text)
+    body = {"messages": [{"role": "user", "content": "JSON"}], "max_tokens": 12}
+    done = shipped.post("/v1/chat/completions", **body, response_format={"type": "json_object"})
+    assert done.json()["choices"][0]["message"]["content"].startswith("{")

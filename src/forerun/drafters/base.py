@@ -39,6 +39,8 @@ class Proposal:
     """Per step `(rows, n)` most likely tokens, where rules read them."""
     predicted: set[int] = field(default_factory=set)
     """Rows whose tokens are of their request's own prediction, not the drafter's."""
+    forced: dict[int, int] = field(default_factory=dict)
+    """Rows whose first tokens are of their request's constraint, and how many are."""
     steps: int = 0
     """Steps of the drafter, one that caught up with a context left out."""
     first_seconds: float = 0.0
@@ -102,6 +104,8 @@ class Drafter(ABC):
     """Whether tokens come with a distribution; rules that read it need one."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
+    caches: Sequence[Rows] = ()
+    """Rows of its own that follow the engine's, for prefixes to be copied from and into."""
     target: Rows | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 

@@ -15,12 +15,14 @@ from forerun.controllers.base import LengthController
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
+from forerun.engine.constraint import Place
 from forerun.engine.crew import Crew, Memory
 from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
 from forerun.engine.prediction import Prediction
+from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.results import Completion, Event, FinishReason, Logprob, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
@@ -64,6 +66,10 @@ class Engine:
         max_rows: requests decoded together; more wait their turn.
         memory: what controllers carry from request to request, to share it among engines.
         meter: what rounds cost, likewise.
+        prefixes: texts read before, likewise; None reads every text.
+
+    Raises:
+        SettingError: a drafter of another target, or executors that keep no prefixes.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Engine:
         max_rows: int = 16,
         memory: Memory | None = None,
         meter: Meter | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target = target if isinstance(target, Rows) else Rows(target)
@@ -91,6 +98,7 @@ class Engine:
         self._meter = Meter() if meter is None else meter
         self._ids = itertools.count()
         self._crew = Crew(self._meter, self._memory)
+        self._reuse = Reuse(prefixes, (self.target, *drafter.caches))
         self._refresh()
 
     def submit(
@@ -129,6 +137,9 @@ class Engine:
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
             prediction=Prediction(request.prediction) if request.prediction else None,
+            place=None
+            if how.constraint is None
+            else Place(how.constraint, eos, self.target.vocab_size),
             limit=self.target.limit,
             # A target that drafts has read the prompt only after its first pass. Without a bonus
             # every token shall be judged, the first one, too.
@@ -167,6 +178,8 @@ class Engine:
         """Stop a request now; None if it is not running or waiting."""
         for row in (*self._rows, *self._waiting):
             if row.id == request:
+                if row in self._rows:
+                    self._reuse.leave(row, self._rows.index(row))
                 self._waiting = [w for w in self._waiting if w is not row]
                 self._keep([r is not row for r in self._rows])
                 return self._complete(row, "cancelled")
@@ -209,6 +222,7 @@ class Engine:
             if row.sampling.seed is not None and changing:  # the same seed, the same text
                 given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
             self._crew.join(row.request.controller, given)
+        self._reuse.join(self._rows, len(joining))
         self._refresh()
 
     def _keep(self, staying: Sequence[bool]) -> None:
@@ -243,8 +257,10 @@ class Engine:
 
     def _schedule(self) -> _Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
+        waiting = self._reuse.fork(self._rows)
         lengths = self.target.lengths
         unread = [len(row.context) - n for row, n in zip(self._rows, lengths, strict=True)]
+        unread = [0 if i in waiting else count for i, count in enumerate(unread)]
         upto = [n + count for n, count in zip(lengths, reading(unread, CHUNK), strict=True)]
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         return _Pass(
@@ -321,7 +337,10 @@ class Engine:
                 # Its newest token is what the next round feeds the drafter.
                 old = kept.accepted if kept.following is not None else kept.accepted - 1
                 self.drafter.rollback(i, len(row.context) + max(old, 0))
-                count, reason = row.commit(proposal.tokens[i], kept.accepted, kept.following)
+                forced = proposal.forced.get(i, 0)
+                count, reason = row.commit(
+                    proposal.tokens[i], kept.accepted, kept.following, forced
+                )
                 out[i] = count, reason or ("error" if kept.error else None)
                 self.target.rollback(i, len(row.context) - 1)
                 if row.request.stream:
@@ -340,11 +359,11 @@ class Engine:
                 continue
             if i in proposal.predicted:  # says nothing of the drafter
                 self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
-            else:
+            elif kept.accepted >= (forced := proposal.forced.get(i, 0)):  # these say nothing either
                 stop = proposal.stopped_by[i]
                 outcomes[i] = Outcome(
-                    len(proposal.tokens[i]), kept.accepted, kept.accept_prob, stop,
-                    proposal.shown[i],
+                    len(proposal.tokens[i]) - forced, kept.accepted - forced,
+                    kept.accept_prob[forced:], stop, proposal.shown[i],
                 )  # fmt: skip
         self._crew.observe(outcomes)
         if not passed.read:
@@ -392,6 +411,8 @@ class Engine:
             if reason:
                 staying[i] = False
                 done = self._complete(row, reason, kept)
+                if reason != "error":
+                    self._reuse.leave(row, i)
             events.append(
                 Event(
                     row.id,
@@ -425,6 +446,8 @@ class Engine:
         counted = {k: n - before.get(k, 0) for k, n in self.drafter.counters(i).items()}
         if i in proposal.predicted:
             counted["predicted"] = drafted
+        if i in proposal.forced:
+            counted["forced"] = proposal.forced[i]
         drafting, verifying, other = seconds
         return Round(
             drafted=drafted,

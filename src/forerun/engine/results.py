@@ -18,6 +18,7 @@ class Origin(StrEnum):
     CORRECTION = "correction"  # the target's own token after a rejection
     BONUS = "bonus"  # the target's own token after everything drafted was accepted
     PLAIN = "plain"  # the target's own token in a round without a draft
+    GRAMMAR = "grammar"  # forced by the request's constraint: drafted without a drafter
 
 
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "error"]
@@ -137,6 +138,8 @@ class Stats(_Counted):
     """Likewise the largest of one token."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Of the rounds, summed up. `layer_passes` over `tokens` compares with the number of layers."""
+    cached_tokens: int = 0
+    """Prompt tokens that a prefix cache spared."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -159,7 +162,13 @@ class Stats(_Counted):
 
     @classmethod
     def of(
-        cls, rounds: list[Round], prompt_tokens: int, prefill: float, first: float, total: float
+        cls,
+        rounds: list[Round],
+        prompt_tokens: int,
+        prefill: float,
+        first: float,
+        total: float,
+        cached: int = 0,
     ) -> Stats:
         """Add up rounds."""
         reasons: dict[str, int] = {}
@@ -190,6 +199,7 @@ class Stats(_Counted):
             drift_mean=sum(drift) / max(tokens, 1) if lossy else None,
             drift_max=max(drift, default=0.0) if lossy else None,
             counters=dict(counters),
+            cached_tokens=cached,
         )
 
 

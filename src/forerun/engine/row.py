@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forerun.engine.constraint import Place
 from forerun.engine.prediction import Prediction
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
@@ -36,6 +37,10 @@ class Row:
     rests_first: bool
     """Whether its first token comes without a draft, as soon as plainly."""
     submitted: float
+    place: Place | None = None
+    """In its constraint, if it has one."""
+    cached: int = 0
+    """Tokens of its prompt that were not read, for their columns were there."""
     prefill: float = 0.0
     first_token: float = 0.0
     drift: float | None = None
@@ -69,13 +74,17 @@ class Row:
         self.prediction.observe(drafted, accepted)
 
     def commit(
-        self, draft: Sequence[int], accepted: int, following: int | None
+        self, draft: Sequence[int], accepted: int, following: int | None, forced: int = 0
     ) -> tuple[int, FinishReason | None]:
         """Extend the text by the accepted tokens and the target's own, if any, up to where it ends.
+
+        The first `forced` tokens of the draft are the constraint's.
 
         Returns:
             Tokens committed, and why they end the text, if they do.
         """
+        if self.place is not None and self.place.error is not None:
+            raise self.place.error
         own = Origin.BONUS if accepted == len(draft) else Origin.CORRECTION
         own = own if draft else Origin.PLAIN
         reason: FinishReason | None = None
@@ -83,7 +92,8 @@ class Row:
         own_token = [] if following is None else [following]
         for place, token in enumerate([*draft[:accepted], *own_token]):
             self.context.append(token)
-            self.origins.append(Origin.DRAFT if place < accepted else own)
+            drafter = Origin.GRAMMAR if place < forced else Origin.DRAFT
+            self.origins.append(drafter if place < accepted else own)
             reason = self._finished(token)
             if reason:
                 break
@@ -117,7 +127,9 @@ class Row:
         """The finished generation."""
         total = time.perf_counter() - self.submitted
         tokens = self.context[self.prompt :]
-        stats = Stats.of(self.rounds, self.prompt, self.prefill, self.first_token, total)
+        stats = Stats.of(
+            self.rounds, self.prompt, self.prefill, self.first_token, total, self.cached
+        )
         assert stats.tokens == len(tokens), "committed tokens must add up"
         if error is None:
             pieces = self.pieces(len(tokens))

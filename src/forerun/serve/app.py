@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.engine import Logprob
-from forerun.errors import ForerunError
+from forerun.engine.prefixes import Prefixes, Reuse
+from forerun.errors import ForerunError, SettingError
 from forerun.model import Model
 from forerun.serve import memory, page
 from forerun.serve.answers import Answer
@@ -63,6 +64,9 @@ ERROR = {
         }
     },
 }
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
+}
 ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     (400, 401, 403, 404, 413, 429, 500, 501, 503), ERROR
 )
@@ -93,9 +97,12 @@ class Server:
         self.planner = Planner(config, self.facts, self.texts)
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.memory = memory.measure(model, config.memory)
+        self.prefixes = _prefixes(model, config.prefix_cache)
+        """Texts read before; None where the executor cannot copy its cache."""
         self.worker = Worker(
-            model, config.max_rows, config.queue, self.memory, config.buffer, self.metrics.update
-        )
+            model, config.max_rows, config.queue, self.memory, config.buffer,
+            self.metrics.update, self.prefixes,
+        )  # fmt: skip
         self.page = page.Page()
 
     # --- generating -------------------------------------------------------------------------
@@ -107,7 +114,7 @@ class Server:
             ApiError, ForerunError: what was wrong.
             Gone: the client left.
         """
-        reply = self.worker.open(plan.jobs)
+        reply = (self.worker.open if plan.writes else self.worker.blank)(plan.jobs)
         try:
             await with_client(request, reply.ready())
             read = await with_client(request, self._read(plan)) if plan.echo else []
@@ -182,6 +189,15 @@ class Server:
                 "model",
                 "model_not_found",
             )
+
+
+def _prefixes(model: Model, budget: int) -> Prefixes | None:
+    prefixes = Prefixes(budget)
+    try:
+        Reuse(prefixes, (model.target, *model.drafter.caches))
+    except SettingError:
+        return None
+    return prefixes
 
 
 def api_error(error: Exception) -> ApiError:
@@ -280,14 +296,14 @@ def _validation(error: RequestValidationError) -> ApiError:
 
 
 def _generation(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", responses=ERRORS)
+    @app.post("/v1/completions", responses=ERRORS | STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         server.check_model(body.model)
         plan = await server.texts.run(server.planner.completion, body)
         return await server.generate(request, plan)
 
-    @app.post("/v1/chat/completions", responses=ERRORS)
+    @app.post("/v1/chat/completions", responses=ERRORS | STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer the last message of a conversation."""
         server.check_model(body.model)
@@ -359,7 +375,7 @@ def _about(app: FastAPI, server: Server) -> None:
         """Of forerun."""
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(server.metrics.text(server.worker), media_type=CONTENT_TYPE)

@@ -8,10 +8,12 @@ from typing import Any
 
 from forerun.engine import Request, Sampling
 from forerun.errors import ForerunError
+from forerun.requests import Constraint
 from forerun.serve.config import Config
 from forerun.serve.errors import bad
 from forerun.serve.policy import Policies, Policy
 from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
+from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
 
 COMPLETION_TOKENS = 16
@@ -57,6 +59,8 @@ class Plan:
     stops: tuple[str, ...]
     ignored: Sequence[str]
     request: Generation
+    writes: bool
+    """Whether anything is written: with `max_tokens` 0 a prompt is only scored."""
     top: int | None
     """Log-probabilities wanted: so many alternatives beside the chosen token; None: none."""
 
@@ -90,6 +94,7 @@ class Planner:
     def __init__(self, config: Config, facts: Facts, texts: Texts) -> None:
         self._config, self.facts, self._texts = config, facts, texts
         self.policies = Policies(config)
+        self._structures = Structures(texts.tokenizer, facts.vocab_size, facts.eos)
 
     def completion(self, request: CompletionRequest) -> Plan:
         """Read a completion request."""
@@ -104,7 +109,9 @@ class Planner:
                 self._texts.encode(p, special) if isinstance(p, str) else list(p)
                 for p in request.prompt
             ]
-        wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        wanted = request.max_tokens
+        if wanted is None:
+            wanted = min(COMPLETION_TOKENS, self._config.max_tokens or COMPLETION_TOKENS)
         return self._plan(request, prompts, wanted, request.logprobs, ignored)
 
     def chat(self, request: ChatRequest) -> Plan:
@@ -141,7 +148,7 @@ class Planner:
             raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
         policy = self.policies.of(request)
         copies, stops = request.n or 1, _stops(request)
-        prediction = self._prediction(request, policy)
+        prediction, constraint = self._prediction(request, policy), self._structures.of(request)
         jobs = []
         for prompt in prompts:
             room = self.facts.limit - len(prompt)
@@ -152,9 +159,9 @@ class Planner:
                     "prompt",
                     "context_length_exceeded",
                 )
-            tokens = min(wanted or most or room, room)
+            tokens = 1 if wanted == 0 else min(wanted or most or room, room)
             for copy in range(copies):
-                sampling = self._sampling(request, stops, tokens, copy)
+                sampling = self._sampling(request, stops, tokens, copy, constraint)
                 # A seed gives the same text streamed or not.
                 soon = bool(request.stream) or (request.seed is not None and not sampling.greedy)
                 jobs.append(
@@ -172,6 +179,7 @@ class Planner:
             stops,
             ignored,
             request,
+            wanted != 0,
             top,
         )
 
@@ -182,7 +190,12 @@ class Planner:
         return tuple(self._texts.encode(request.prediction.text, special=False))
 
     def _sampling(
-        self, request: Generation, stops: tuple[str, ...], tokens: int, copy: int
+        self,
+        request: Generation,
+        stops: tuple[str, ...],
+        tokens: int,
+        copy: int,
+        constraint: Constraint | None,
     ) -> Sampling:
         eos, ignore = _ends(request, self.facts.eos)
         given: dict[str, Any] = dict(self.facts.defaults)
@@ -202,6 +215,7 @@ class Planner:
                 stop=stops,
                 eos=eos,
                 ignore_eos=ignore,
+                constraint=constraint,
             )
         except ForerunError as error:
             raise bad(str(error)) from error

@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round
+from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round, Stats
+from forerun.engine.prefixes import Prefixes
 from forerun.engine.scoring import score_text
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.model import Model
@@ -124,6 +125,20 @@ class Reply:
             self._worker.forget(self)
 
 
+class Blank(Reply):
+    """Of jobs that write nothing: all there at once."""
+
+    def __init__(self, worker: Worker, jobs: Sequence[Request]) -> None:
+        super().__init__(worker, jobs, 1)
+        for i, job in enumerate(jobs):
+            stats = Stats.of([], len(job.prompt), 0.0, 0.0, 0.0)
+            done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
+            self.put(Update(i, done=done))
+
+    async def ready(self) -> None:
+        """They are."""
+
+
 class Worker:
     """The engine behind queues.
 
@@ -134,6 +149,7 @@ class Worker:
         memory: bytes for running requests.
         buffer: updates that may wait for one reader, per job.
         watch: called on the event loop with every ticket and update.
+        prefixes: texts read before; None reads every text.
     """
 
     def __init__(
@@ -144,6 +160,7 @@ class Worker:
         memory: Memory | None = None,
         buffer: int = 1024,
         watch: Callable[[Ticket, Update], None] = lambda ticket, update: None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.max_rows, self.queue_size = max_rows, queue_size
         self.memory = memory or Memory()
@@ -153,7 +170,11 @@ class Worker:
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._model = model
-        self._engine = _Loop(model, max_rows, self.memory, self._inbox, self._send)
+        engine = Engine(
+            model.target, model.drafter, model.tokenizer, model.eos, max_rows,
+            meter=model.meter, prefixes=prefixes,
+        )  # fmt: skip
+        self._engine = _Loop(engine, max_rows, self.memory, self._inbox, self._send)
         self._thread = threading.Thread(target=self._engine.run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -176,6 +197,16 @@ class Worker:
     def waiting(self) -> int:
         """Jobs that wait for one."""
         return len(self._live) - self.running
+
+    def blank(self, jobs: Sequence[Request]) -> Reply:
+        """Answer jobs of which nothing is to be written, after checking them.
+
+        Raises:
+            PromptError, SettingError: as the engine would.
+        """
+        for job in jobs:
+            self._engine.check(job)
+        return Blank(self, jobs)
 
     def open(self, jobs: Sequence[Request]) -> Reply:
         """Queue the jobs of one client, all or none.
@@ -278,19 +309,17 @@ class _Loop:
 
     def __init__(
         self,
-        model: Model,
+        engine: Engine,
         max_rows: int,
         memory: Memory,
         inbox: queue.SimpleQueue[Callable[[], None]],
         send: Send,
     ) -> None:
-        self._limit, self._max_rows, self._memory = model.target.limit, max_rows, memory
+        self._limit, self._max_rows, self._memory = engine.target.limit, max_rows, memory
         self._inbox, self._send = inbox, send
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
-        self._engine = Engine(
-            model.target, model.drafter, model.tokenizer, model.eos, max_rows, meter=model.meter
-        )
+        self._engine = engine
         self._ended = False
 
     def run(self) -> None:
@@ -324,6 +353,10 @@ class _Loop:
     def _columns(self, job: Request) -> int:
         """Most tokens its caches will hold."""
         return min(len(job.prompt) + job.sampling.max_new_tokens, self._limit)
+
+    def check(self, job: Request) -> None:
+        """Refuse what cannot be served; from any thread."""
+        self._engine.check(job)
 
     def open(self, tickets: Sequence[Ticket]) -> None:
         """Queue jobs after checking all of them."""

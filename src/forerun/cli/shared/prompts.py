@@ -176,12 +176,12 @@ def tokenise(
     ]
 
 
-def first_turns(reader: Reader, found: Sequence[Found], talk: Talk) -> list[LabPrompt]:
+def first_turns(reader: Reader, requested: Sequence[PromptRequest], talk: Talk) -> list[LabPrompt]:
     """As `tokenise`, conversations by their first turn; too long ones left out if so wanted."""
     from forerun.cli.shared.inputs import is_text
 
     kept, rendered = [], []
-    for f in found:
+    for f in requested:
         request = f.request
         if isinstance(request.prompt, str) and (request.later or talk != Talk()):
             for text in (request.prompt, *request.later):
