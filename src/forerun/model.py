@@ -17,8 +17,10 @@ from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
+from forerun.drafters.block import BlockDraft
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
+from forerun.drafters.shared import SharedDraft
 from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
@@ -27,10 +29,12 @@ from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.scoring import score_text
 from forerun.engine.shared import SharedEngine
 from forerun.errors import GenerationError, PromptError, SettingError, UnknownNameError, require
+from forerun.languages import Opening, opening
 from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
+from forerun.runtime.grafts import ABOUT, read_about
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import DEFAULT_RUNTIME, RUNTIMES, RuntimeSpec, Source
 from forerun.settings import Settings, resolve
@@ -60,6 +64,8 @@ class Model:
         self.drafter, self.tokenizer = drafter, tokenizer
         self.settings = settings or Settings()
         self.eos = _end_of_text(self.target, tokenizer)
+        self.opening = Opening(self.target.facts.start)
+        """With an encoder: what its texts begin with, where a call asks for nothing else."""
         self._memory: Memory = {}
         self.meter = Meter()
         """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
@@ -79,7 +85,8 @@ class Model:
         """Generate for one prompt or a list of prompts (decoded as one ragged batch).
 
         Takes the settings of `stream`. A prompt is text or token ids (a list or a 1-D array of
-        integers); a list of ids on its own is one prompt.
+        integers); a list of ids on its own is one prompt. An encoder-decoder model's prompt is its
+        source: the text to translate or to sum up.
 
         Raises:
             GenerationError: the only prompt ended with an error in the middle of its text; of
@@ -125,6 +132,8 @@ class Model:
             logprobs: report log-probabilities; see `Request`.
             first_token_soon: take the first token from the pass that reads the prompt, as soon as
                 plainly. Otherwise (in `generate`) the first draft rides along in that pass.
+            settings: fields of `Sampling`, and for encoder-decoder models those of `open`:
+                `language`, and `decoder_prompt`.
 
         Raises:
             PromptError: a prompt that is none, is empty, or does not fit the context.
@@ -137,6 +146,7 @@ class Model:
         prompts, _ = split(prompt)
         whole("batch_size", batch_size, 1)
         flag("plain", plain)
+        opened = {k: settings.pop(k) for k in ("language", "decoder_prompt") if k in settings}
         samplings = _samplings(sampling, settings, len(prompts))
         if controller is None:
             controller = self.settings.controller or DEFAULT_CONTROLLER
@@ -148,11 +158,57 @@ class Model:
             drafter, length = self._plain, CONTROLLERS.make("fixed(0)")
         with self._shared.turns:  # tokenizers are not made for several threads
             ids = [self.encode(text) for text in prompts]
+            begin = self.open(**opened)
+        contexts = [self.context(each, begin) for each in ids]
         requests = [
-            Request(i, how, length, keep, stream=first_token_soon, logprobs=logprobs)
-            for i, how in zip(ids, samplings, strict=True)
+            Request(given, how, length, keep, source, first_token_soon, logprobs)
+            for (given, source), how in zip(contexts, samplings, strict=True)
         ]
         yield from self._shared.stream(drafter, batch_size, requests)
+
+    def open(
+        self, language: str | None = None, decoder_prompt: str | Sequence[int] | None = None
+    ) -> Opening:
+        """What an encoder-decoder model's texts begin with; without arguments, `opening`.
+
+        Args:
+            language: the one to write in, as the model's tokenizer names it.
+            decoder_prompt: what the text shall begin with; not part of what comes back.
+
+        Raises:
+            SettingError: the model has no encoder, or no such language.
+        """
+        if language is None and decoder_prompt is None:
+            return self.opening
+        if self.target.facts.source_limit is None:
+            raise SettingError(
+                "language and decoder_prompt are for encoder-decoder models; this one has no "
+                "encoder: write both into the prompt"
+            )
+        return opening(self.target.facts.start, self.tokenizer, language, decoder_prompt)
+
+    def context(
+        self, ids: Sequence[int], begin: Opening | None = None
+    ) -> tuple[list[int], list[int] | None]:
+        """A prompt's tokens as `Request` takes them: prompt, and source if there is an encoder."""
+        if self.target.facts.source_limit is None:
+            return list(ids), None
+        begin = begin or self.opening
+        return list(begin.prompt), [*begin.source, *ids]
+
+    def contexts(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[list[int]] | None]:
+        """`context` of several prompts, as `Rows.read` takes them; no sources without encoder."""
+        pairs = [self.context(ids) for ids in prompts]
+        sources = [source for _, source in pairs if source is not None]
+        return [prompt for prompt, _ in pairs], sources if sources else None
+
+    @property
+    def prompt_limit(self) -> int:
+        """Most tokens of a prompt: the context less one to write, or what the encoder reads."""
+        limit = self.target.facts.source_limit
+        return self.target.limit - 1 if limit is None else limit - len(self.opening.source)
 
     def _engine(self, drafter: Drafter, batch_size: int) -> Engine:
         if self.target.lengths:
@@ -177,6 +233,8 @@ class Model:
         Raises:
             PromptError: fewer than two tokens, or more than the context holds.
         """
+        if self.target.facts.source_limit is not None:
+            raise SettingError("an encoder-decoder model scores no text without its source")
         ids = self.encode(text)
         if not 2 <= len(ids) <= self.target.limit:
             raise PromptError(
@@ -283,6 +341,8 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     good = isinstance(draft, (str, Path))
     require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
+    if _exists(text) and (Path(text) / ABOUT).is_file():
+        return {"shared": SharedDraft, "block": BlockDraft}[read_about(text).kind](text)
     if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:

@@ -26,6 +26,7 @@ from forerun.cli.replay import replay
 from forerun.cli.serve import serve
 from forerun.cli.shared.guard import guarded
 from forerun.cli.sweep import app as sweep
+from forerun.cli.train_draft import train_draft
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
 from forerun.cli.zoo import app as zoo
@@ -78,6 +79,7 @@ app.command("audit")(audit)
 app.add_typer(bench, name="bench")
 app.command("train-exits")(train_exits)
 app.command("build-datastore")(build_datastore)
+app.command("train-draft")(train_draft)
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(zoo, name="zoo")
 

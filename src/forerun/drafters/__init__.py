@@ -10,6 +10,8 @@ DRAFTERS = Registry(
         "model": "forerun.drafters.model:ModelDraft",
         "lookup": "forerun.drafters.lookup:Lookup",
         "rest": "forerun.drafters.rest:REST",
+        "shared": "forerun.drafters.shared:SharedDraft",
+        "block": "forerun.drafters.block:BlockDraft",
         "specbound": "forerun.drafters.specbound:SpecBound",
         "none": "forerun.drafters.none:NoDraft",
     },

@@ -140,6 +140,11 @@ class Stats(_Counted):
     """Of the rounds, summed up. `layer_passes` over `tokens` compares with the number of layers."""
     cached_tokens: int = 0
     """Prompt tokens that a prefix cache spared."""
+    source_tokens: int | None = None
+    """Tokens that the encoder read; None if the target has none."""
+    encode_seconds: float | None = None
+    """Reading them, together with the sources that joined at the same time; in `seconds` and
+    `first_token_seconds`, in none of the other times."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -169,8 +174,9 @@ class Stats(_Counted):
         first: float,
         total: float,
         cached: int = 0,
+        source: tuple[int, float] | None = None,
     ) -> Stats:
-        """Add up rounds."""
+        """Add up rounds; `source` is its tokens and the seconds to read it, if there is one."""
         reasons: dict[str, int] = {}
         for r in rounds:
             reasons[r.stopped_by.label] = reasons.get(r.stopped_by.label, 0) + 1
@@ -200,6 +206,8 @@ class Stats(_Counted):
             drift_max=max(drift, default=0.0) if lossy else None,
             counters=dict(counters),
             cached_tokens=cached,
+            source_tokens=source[0] if source else None,
+            encode_seconds=source[1] if source else None,
         )
 
 

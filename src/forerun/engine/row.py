@@ -42,6 +42,8 @@ class Row:
     cached: int = 0
     """Tokens of its prompt that were not read, for their columns were there."""
     prefill: float = 0.0
+    encode: float = 0.0
+    """Seconds of reading the sources that joined with its own."""
     first_token: float = 0.0
     drift: float | None = None
     """Summed drift of the tokens so far; None under a lossless rule."""
@@ -127,8 +129,15 @@ class Row:
         """The finished generation."""
         total = time.perf_counter() - self.submitted
         tokens = self.context[self.prompt :]
+        source = self.request.source
         stats = Stats.of(
-            self.rounds, self.prompt, self.prefill, self.first_token, total, self.cached
+            self.rounds,
+            self.prompt,
+            self.prefill,
+            self.first_token,
+            total,
+            self.cached,
+            None if source is None else (len(source), self.encode),
         )
         assert stats.tokens == len(tokens), "committed tokens must add up"
         if error is None:

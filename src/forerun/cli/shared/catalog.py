@@ -25,6 +25,8 @@ _DRAFTER_PAPERS = {
     "model": ("leviathan2023", "chen2023"),
     "lookup": ("saxena2023",),
     "rest": ("rest2024",),
+    "shared": ("cmasd2025",),
+    "block": ("specdec2023", "cmasd2025"),
     "specbound": ("specbound2026",),
 }
 

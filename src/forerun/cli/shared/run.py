@@ -75,6 +75,8 @@ class Plan:
     device: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
+    language: str | None = None
+    decoder_prompt: str | None = None
 
     @classmethod
     def alone(
@@ -155,6 +157,7 @@ class Plan:
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
         )
+        model.opening = model.open(self.language, self.decoder_prompt)
         default = "shipped" if self.target is None else "lookup"
         about = {
             "target": self.target or "shipped",
