@@ -264,13 +264,13 @@ def load(
     target: str | Path | None = None,
     draft: str | Path | DrafterSpec | None = None,
     *,
-    exits: str | Path | None = None,
     settings: str | Path | Settings | None = None,
     runtime: str | RuntimeSpec | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     prefix_cache: int | str = 0,
+    **deprecated: Any,
 ) -> Model:
     """Load a target and who runs ahead of it.
 
@@ -279,7 +279,6 @@ def load(
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
             ``"none"``). None uses that of `settings`, or else the shipped draft for the shipped
             target, `lookup` otherwise.
-        exits: deprecated; ``draft="specbound(exits='folder')"``.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
         runtime: what runs the models: "torch" (the default), "openvino", "auto", or a spec like
@@ -291,6 +290,7 @@ def load(
         trust_remote_code: run modelling code that comes with the checkpoint.
         prefix_cache: bytes, or text like "512MB", that copies of read texts may take: what begins
             like one of them is not read again. 0 keeps none.
+        deprecated: `exits`, the heads of `specbound`; now ``draft="specbound(exits='folder')"``.
 
     Raises:
         ModelError: a model that is missing, corrupt, unsupported, or a draft with another
@@ -301,9 +301,11 @@ def load(
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'
     """
-    if exits is not None:
+    if (exits := deprecated.pop("exits", None)) is not None:
         warnings.warn("say draft=\"specbound(exits='…')\"", DeprecationWarning, stacklevel=2)
         draft = with_exits(None if draft is None else str(draft), exits)
+    if deprecated:
+        raise TypeError(f"load has no argument {min(deprecated)!r}")
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
     runs = RUNTIMES.make(runtime or DEFAULT_RUNTIME)
@@ -317,11 +319,14 @@ def load(
     rows = runs.load(Source(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
-    kept = size(prefix_cache) if isinstance(prefix_cache, str) else prefix_cache
-    whole("prefix_cache", kept)
-    return Model(
-        drafter.target or rows, drafter, tokenizer, chosen, Prefixes(kept) if kept else None
-    )
+    return Model(drafter.target or rows, drafter, tokenizer, chosen, _prefixes(prefix_cache))
+
+
+def _prefixes(cache: int | str) -> Prefixes | None:
+    """What keeps so many bytes of texts that were read."""
+    count = size(cache) if isinstance(cache, str) else cache
+    whole("prefix_cache", count)
+    return Prefixes(count) if count else None
 
 
 def _chosen(target: str | Path | None, settings: str | Path | Settings | None) -> Settings:

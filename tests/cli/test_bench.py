@@ -14,7 +14,7 @@ from forerun.cli.bench import app
 from forerun.cli.shared.bench_inputs import split_names
 from forerun.cli.shared.guard import guarded
 from forerun.cli.shared.inputs import Reader, Request
-from forerun.cli.shared.prompts import Found, Talk, all_turns, first_turns
+from forerun.cli.shared.prompts import PromptRequest, Talk, all_turns, first_turns
 from forerun.lab.bench.methods import Ours
 
 from .conftest import Result
@@ -97,7 +97,9 @@ def test_conversations_in_spec_benchs_format(bench, tmp_path):
 def test_later_turns_follow_the_plain_answers(pair):
     model = forerun.load(pair.target, pair.draft, dtype="float32")
     reader, talk = Reader.of(model), Talk()
-    found = [Found("f", "a", Request("Hello", {"max_new_tokens": 5}, later=("Good day", "Once")))]
+    found = [
+        PromptRequest("f", "a", Request("Hello", {"max_new_tokens": 5}, later=("Good day", "Once")))
+    ]
     first = first_turns(reader, found, talk)
     turns = all_turns(model, first, talk)
     assert [t.id for t in turns] == ["a", "a.2", "a.3"]

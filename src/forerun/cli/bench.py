@@ -31,6 +31,7 @@ from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
+    from forerun.cli.shared.prompts import LabPrompt, PromptRequest, Talk
     from forerun.cli.shared.run import Job, Plan
     from forerun.lab.bench.bench import Results
     from forerun.lab.bench.methods import Group
@@ -164,7 +165,7 @@ def bench(
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = read_sizes(batch)
-    found = bench_prompts(families, prompt_file, split, prompts, max_new_tokens)
+    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens)
     pythons = read_pythons(peer_python or [])
 
     from forerun.lab.bench.methods import groups
@@ -178,7 +179,7 @@ def bench(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}", rules, peers, pythons, temperature
     )
 
-    from forerun.cli.shared.prompts import Talk, all_turns, first_turns
+    from forerun.cli.shared.prompts import Talk
     from forerun.cli.shared.run import Plan
 
     plan = Plan(
@@ -191,13 +192,7 @@ def bench(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    talk = Talk(chat, skip_long)
-    job, chosen = plan.open(lambda reader: first_turns(reader, found, talk))
-    if left := len(found) - len(chosen):
-        note(stderr(), f"left out {left} of {len(found)} prompts: longer than the context")
-    if any(prompt.later for prompt in chosen):
-        with status("answering the first turns"):
-            chosen = all_turns(job.model, chosen, talk)
+    job, chosen = _open(plan, requested, Talk(chat, skip_long))
     settings = {
         "target": model_name(job.about["target"]),
         "draft": model_name(job.about["draft"]),
@@ -225,6 +220,21 @@ def bench(
 
 
 app.command("compare")(compare)
+
+
+def _open(
+    plan: Plan, requested: Sequence[PromptRequest], talk: Talk
+) -> tuple[Job, list[LabPrompt]]:
+    """The models, and the prompts of all turns."""
+    from forerun.cli.shared.prompts import all_turns, first_turns
+
+    job, chosen = plan.open(lambda reader: first_turns(reader, requested, talk))
+    if left := len(requested) - len(chosen):
+        note(stderr(), f"left out {left} of {len(requested)} prompts: longer than the context")
+    if any(prompt.later for prompt in chosen):
+        with status("answering the first turns"):
+            chosen = all_turns(job.model, chosen, talk)
+    return job, chosen
 
 
 def _measure(
