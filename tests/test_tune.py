@@ -58,22 +58,22 @@ def test_the_same_seed_finds_the_same():
     first, again = (tune(trace, CELL, names, budget=15, seed=3) for _ in range(2))
     assert first == again
     other = tune(trace, CELL, names, budget=15, seed=4)
-    assert [f.best for f in other.found] != [f.best for f in first.found]
+    assert [f.best for f in other.results] != [f.best for f in first.results]
 
 
 def test_every_controller_is_searched_within_the_budget_and_never_made_worse():
     trace = random_trace(prompts=4, size=30)
     tuned = tune(trace, CELL, budget=6)
-    assert [f.name for f in tuned.found] == tunable()
+    assert [f.name for f in tuned.results] == tunable()
     assert set(CONTROLLERS.names()) - {"bounded"} == set(tunable())
-    for found in tuned.found:
+    for found in tuned.results:
         assert found.complete
         assert found.after >= found.before
         assert CONTROLLERS.text(CONTROLLERS.make(found.default)) == found.default
         assert found.after == speed(trace, found.best, CELL)
         assert found.trials <= (trace.depth + 2 if found.name == "fixed" else 6)
         assert (found.trials > 1) == (found.name in SPACES)
-    assert tuned.best.after == max(f.after for f in tuned.found)
+    assert tuned.best.after == max(f.after for f in tuned.results)
 
 
 def test_what_a_spec_sets_stays():
@@ -103,7 +103,7 @@ def test_a_controller_with_nothing_to_search_is_scored():
 )
 def test_controllers_that_cannot_be_made_are_told_before_the_search(names, message):
     with pytest.raises(SettingError, match=message):
-        tune(periodic(3), CELL, ["fixed", *names], told=lambda *a: pytest.fail("searched"))
+        tune(periodic(3), CELL, ["fixed", *names], progress=lambda *a: pytest.fail("searched"))
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5])
@@ -164,18 +164,18 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch):
     monkeypatch.setattr(lab, "replay", impatient)
     found = tune(trace, CELL, ["fixed", "gammatune", "svip"], budget=50)
     assert not found.complete
-    assert [f.name for f in found.found] == ["fixed", "gammatune"]
-    assert found.found[0].complete
-    assert not found.found[1].complete
-    assert 1 < found.found[1].trials <= 6
-    assert found.found[1].after >= found.found[1].before
+    assert [f.name for f in found.results] == ["fixed", "gammatune"]
+    assert found.results[0].complete
+    assert not found.results[1].complete
+    assert 1 < found.results[1].trials <= 6
+    assert found.results[1].after >= found.results[1].before
     with pytest.raises(KeyboardInterrupt):
         tune(trace, CELL, ["gammatune"], budget=50)
 
 
 def test_progress_is_told():
     heard = []
-    tune(periodic(3), CELL, ["svip"], budget=4, told=lambda *what: heard.append(what))
+    tune(periodic(3), CELL, ["svip"], budget=4, progress=lambda *what: heard.append(what))
     assert heard == [("svip", 1, 4), ("svip", 2, 4), ("svip", 3, 4), ("svip", 4, 4)]
 
 

@@ -138,7 +138,9 @@ def test_what_is_no_better_than_the_defaults_is_not_recommended(tune, tmp_path, 
 
     def search(spec, trace, cell, **rest):
         best = "svip(threshold=0.9)" if spec.name == "svip" else "fixed"
-        return lab.Found(spec.name, spec.name, best, 1.0, 2.0 if spec.name == "svip" else 1.5)
+        return lab.SearchResult(
+            spec.name, spec.name, best, 1.0, 2.0 if spec.name == "svip" else 1.5
+        )
 
     monkeypatch.setattr(lab, "search", search)
     monkeypatch.setattr(lab, "geometric", lambda values, seed=0: {

@@ -93,8 +93,8 @@ def tune(
     searched, judged_on, how = given or halves(found)
     if given:
         disjoint(searched, judged_on)
-    with progress("reading", unit="settings", alone=True) as told:
-        tuned = search(searched, cell, controller or None, budget=budget, seed=seed, told=told)
+    with progress("reading", unit="settings", alone=True) as tell:
+        tuned = search(searched, cell, controller or None, budget=budget, seed=seed, progress=tell)
     about = {
         "trace": Path(trace).name,
         "prompts": searched.prompts,
@@ -155,10 +155,10 @@ def _show(verdict: Verdict, cell: Cell) -> None:
         f"searched on {split['searched']} prompts, judged on {split['judged']} others "
         f"({split['how']}); cost ratio {cell.ratio:.3g}, batch {cell.batch}\n",
     )
-    order = sorted(verdict.judged, key=lambda one: -one.found.after)
-    console.print(_table("controller", [(one.found.name, one.overall) for one in order]))
-    best = next(one for one in verdict.judged if one.found is verdict.tuned.best)
-    note(console, f"\n{best.found.name}, the best on the prompts searched, by family\n")
+    order = sorted(verdict.judged, key=lambda entry: -entry.result.after)
+    console.print(_table("controller", [(entry.result.name, entry.overall) for entry in order]))
+    best = next(entry for entry in verdict.judged if entry.result is verdict.tuned.best)
+    note(console, f"\n{best.result.name}, the best on the prompts searched, by family\n")
     console.print(_table("family", list(best.families.items())))
     fixed = verdict.fixed
     note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {_interval(fixed['overall'])}")

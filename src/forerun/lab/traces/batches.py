@@ -31,8 +31,8 @@ from forerun.rules import RULES
 from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.types import SIGNALS, FloatArray, IntArray, Stop
 
-ANY = 1 << 30
-"""More tokens than any context here."""
+UNLIMITED = 1 << 30
+"""A context limit beyond every text of a trace."""
 
 
 def replay_batches(
@@ -45,8 +45,8 @@ def replay_batches(
 ) -> Replay:
     """The prompts in the trace's order as requests to an engine that decodes `rows` together.
 
-    A prompt joins when another one leaves, and starts from what those before it taught its
-    controller (`LengthController.carries`), as live.
+    A prompt joins when another one leaves, and starts with the state its controller carries
+    over (`LengthController.carries`), as live.
 
     Args:
         trace: the texts.
@@ -54,8 +54,8 @@ def replay_batches(
         costs: of a round of the whole batch, or a function of the rows that are in it.
         rows: how many texts are decoded together, ≥ 1.
         plain_seconds: those of `replay_batches(trace, "fixed(0)", costs, rows).seconds`, if they
-            are known; else they are found first.
-        watch: told every round, of the rows that decode.
+            are known; else that is replayed first.
+        watch: called with every round of the rows that decode.
 
     Returns:
         Counts per prompt. A round's seconds are shared among the rows that decode in it, so that
@@ -74,10 +74,10 @@ def replay_batches(
     return replace(_Replayed(trace, made, costs, rows, watch).serve(), plain_seconds=plain_seconds)
 
 
-class _Nothing(Executor):
-    """A model that says nothing: rows only count what it would have read."""
+class _NoModel(Executor):
+    """A model without logits: rows only count the tokens it would have read."""
 
-    facts = Facts(vocab_size=1, limit=ANY)
+    facts = Facts(vocab_size=1, limit=UNLIMITED)
     device = torch.device("cpu")
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -91,7 +91,7 @@ class _Nothing(Executor):
 
 
 class _Recorded(Drafter):
-    """Drafts what a trace's draft said. Rows join in the trace's order."""
+    """Drafts the recorded tokens. Rows join in the trace's order."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -112,18 +112,18 @@ class _Recorded(Drafter):
         return step_by_step(self, texts, [min(n, depth) for n in most], guide)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """The recorded tokens; of rows without a text, nothing that means anything."""
-        trace, wanted = self._trace, sorted((greedy or frozenset()) & frozenset(SIGNALS))
+        """The recorded tokens; those of rows without a text are fillers."""
+        trace, names = self._trace, sorted((greedy or frozenset()) & frozenset(SIGNALS))
         tokens = [[0]] * len(texts)
-        signals = {name: [[0.0]] * len(texts) for name in wanted}
+        signals = {name: [[0.0]] * len(texts) for name in names}
         for row, text in enumerate(texts):
             if text is None:
                 continue
             prompt, begin = self._prompts[row], self._begins[row]
-            place = prompt, begin - int(trace.prompt_tokens[prompt]), len(text) - begin
-            tokens[row] = [int(trace.draft_tokens[place])]
-            for name in wanted:
-                signals[name][row] = [float(trace.signals[name][place])]
+            position = prompt, begin - int(trace.prompt_tokens[prompt]), len(text) - begin
+            tokens[row] = [int(trace.draft_tokens[position])]
+            for name in names:
+                signals[name][row] = [float(trace.signals[name][position])]
             self.steps[prompt] += 1
         return Step(best=Best(tokens, signals, [[True]] * len(texts)))
 
@@ -157,11 +157,11 @@ class _Replayed(Engine):
         sums, seconds = np.zeros((5, trace.prompts), np.int64), np.zeros((2, trace.prompts))
         rounds, drafted, accepted, steps, capped = sums
         self._sums = Replay(rounds, drafted, accepted, trace.sizes, steps, capped, *seconds)
-        super().__init__(_Nothing(), _Recorded(trace), max_rows=rows, meter=Meter.given(costs))
+        super().__init__(_NoModel(), _Recorded(trace), max_rows=rows, meter=Meter.given(costs))
         self._waiting.extend(self._text(prompt, controller) for prompt in range(trace.prompts))
 
     def serve(self) -> Replay:
-        """Until all are done; `plain_seconds` are not known."""
+        """Run until all requests are done; `plain_seconds` stay 0."""
         for _ in self.run():
             pass
         return self._sums
@@ -170,12 +170,12 @@ class _Replayed(Engine):
         trace = self._trace
         context = [0] * int(trace.prompt_tokens[prompt])  # a trace does not hold them
         ends: IntArray = trace.ends[prompt, : int(trace.sizes[prompt])]
-        place = np.flatnonzero(ends <= trace.depth)
-        eos = trace.draft_tokens[prompt, place, ends[place] - 1]
-        how = Sampling(max_new_tokens=int(trace.budgets[prompt]))
+        positions = np.flatnonzero(ends <= trace.depth)
+        eos = trace.draft_tokens[prompt, positions, ends[positions] - 1]
+        sampling = Sampling(max_new_tokens=int(trace.budgets[prompt]))
         return _Text(
             id=prompt,
-            request=Request(context, how, controller, RULES.make("standard")),
+            request=Request(context, sampling, controller, RULES.make("standard")),
             context=context,
             prompt=len(context),
             eos=frozenset(eos.tolist()),
@@ -184,7 +184,7 @@ class _Replayed(Engine):
             text=Detokenizer(None, context),
             stops=StopStrings(()),
             prediction=None,
-            limit=ANY,
+            limit=UNLIMITED,
             rests_first=False,
             submitted=0.0,
             size=int(trace.sizes[prompt]),

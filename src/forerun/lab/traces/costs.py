@@ -1,4 +1,4 @@
-"""What a round costs: of this machine, measured, or of another one, made up."""
+"""Costs of a round: measured on this machine, or synthetic."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SCHEMA = 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 REPEATS = 25
 SYNTHETIC = ("c", "slope", "fixed")
-"""What a made-up cell is written with: `c=10,slope=0.02,fixed=0`."""
+"""Settings of a synthetic cell, written as `c=10,slope=0.02,fixed=0`."""
 
 
 Cell = costs.Costs
-"""What a table holds: the costs at one batch size and context."""
+"""One entry of a table: the costs at one batch size and context."""
 
 
 def passes(cell: Cell, most: int) -> FloatArray:
@@ -33,7 +33,7 @@ def passes(cell: Cell, most: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class Spread:
-    """How sure a measured cell is: pairs are the 10th and 90th percentile, in seconds."""
+    """Spread of a cell's timings: pairs are the 10th and 90th percentile, in seconds."""
 
     draft: tuple[float, float]
     """Of a draft forward that is not the round's first."""
@@ -73,10 +73,10 @@ class CostTable:
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape; times in seconds."""
-        spread: list[Any] = [asdict(s) for s in self.spread] or [None] * len(self.cells)
+        spreads: list[Any] = [asdict(s) for s in self.spread] or [None] * len(self.cells)
         cells = [
-            {**cell.to_json(), "ratio": cell.ratio, "spread": one}
-            for cell, one in zip(self.cells, spread, strict=True)
+            {**cell.to_json(), "ratio": cell.ratio, "spread": spread}
+            for cell, spread in zip(self.cells, spreads, strict=True)
         ]
         return {"schema": SCHEMA, "cells": cells, "about": self.about}
 
@@ -95,9 +95,9 @@ class CostTable:
         """
         text = Path(path).read_bytes()
         try:
-            found = json.loads(text)
-            schema = found["schema"]
-            cells = found["cells"]
+            document = json.loads(text)
+            schema = document["schema"]
+            entries = document["cells"]
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(
                 f"{path} is not a table of costs; make one with forerun costs"
@@ -107,9 +107,9 @@ class CostTable:
                 f"{path} has costs schema {schema!r} and this forerun reads {SCHEMA}; measure again"
             )
         try:
-            made = tuple(_cell(cell) for cell in cells)
-            spread = tuple(_spread(cell["spread"]) for cell in cells if cell["spread"] is not None)
-            return cls(made, dict(found["about"]), spread)
+            cells = tuple(_cell(entry) for entry in entries)
+            spread = tuple(_spread(e["spread"]) for e in entries if e["spread"] is not None)
+            return cls(cells, dict(document["about"]), spread)
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{path} is a damaged table of costs: {error!r}") from error
 
@@ -130,33 +130,33 @@ class CostTable:
                 f"no table of costs at {text!r}; forerun costs -o FILE measures one, or give "
                 "made-up ones like c=10"
             )
-        given: dict[str, float] = {}
+        values: dict[str, float] = {}
         for part in text.split(","):
             key, _, value = (side.strip() for side in part.partition("="))
             if key not in SYNTHETIC:
                 raise UnknownNameError.among("setting of made-up costs", key, SYNTHETIC)
-            require(key not in given, key, text, "given once")
+            require(key not in values, key, text, "given once")
             try:
-                given[key] = float(value)
+                values[key] = float(value)
             except ValueError:
                 raise SettingError(f"{key} must be a number, got {value!r}") from None
-        require("c" in given, "costs", text, "a file, or c=RATIO with slope and fixed if wanted")
-        return cls((Cell.synthetic(**given),), {"synthetic": given})
+        require("c" in values, "costs", text, "a file, or c=RATIO with slope and fixed if wanted")
+        return cls((Cell.synthetic(**values),), {"synthetic": values})
 
 
 Costs = CostTable
 """The name of `CostTable` in earlier versions."""
 
 
-def _cell(found: dict[str, Any]) -> Cell:
-    verify = tuple((int(width), float(seconds)) for width, seconds in found["verify"])
-    numbers = float(found["draft"]), verify, float(found["fixed"])
-    sizes = int(found["batch"]), int(found["context"])
-    return Cell(*numbers, *sizes, float(found.get("first", 0.0)))
+def _cell(entry: dict[str, Any]) -> Cell:
+    verify = tuple((int(width), float(seconds)) for width, seconds in entry["verify"])
+    numbers = float(entry["draft"]), verify, float(entry["fixed"])
+    sizes = int(entry["batch"]), int(entry["context"])
+    return Cell(*numbers, *sizes, float(entry.get("first", 0.0)))
 
 
-def _spread(found: dict[str, Any]) -> Spread:
-    low, high = found["draft"]
-    verify = tuple((float(a), float(b)) for a, b in found["verify"])
-    other = tuple((int(n), float(m), float(a), float(b)) for n, m, a, b in found["other"])
-    return Spread((float(low), float(high)), verify, float(found["work"]), other)
+def _spread(entry: dict[str, Any]) -> Spread:
+    low, high = entry["draft"]
+    verify = tuple((float(a), float(b)) for a, b in entry["verify"])
+    other = tuple((int(n), float(m), float(a), float(b)) for n, m, a, b in entry["other"])
+    return Spread((float(low), float(high)), verify, float(entry["work"]), other)

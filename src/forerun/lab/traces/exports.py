@@ -1,7 +1,7 @@
-"""What was tuned, in the words of other engines, as far as they have words for it.
+"""Tuned settings as other engines configure them, as far as they can express them.
 
 Each export searches what the other engine can do, by replaying the controller of ours that does the
-same, so it need not be what was chosen for forerun.
+same, so it need not be the controller recommended for forerun.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forerun.errors import UnknownNameError
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.spaces import Real, Space, Tokens
 from forerun.lab.traces.trace import Trace
-from forerun.lab.traces.tune import Found, search
+from forerun.lab.traces.tune import SearchResult, search
 from forerun.registry import Spec, parse
 
 SCHEMA = 1
@@ -27,7 +27,7 @@ class Export:
     """A file for another engine."""
 
     text: str
-    """What is in it."""
+    """The file's content."""
     cannot: str
     """One line: what the other engine cannot express. It is in the file, too."""
     specs: tuple[str, ...]
@@ -36,7 +36,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Job:
-    """What an export is made from."""
+    """The inputs of an export."""
 
     trace: Trace
     """Validation prompts."""
@@ -50,8 +50,8 @@ class Job:
     @property
     def draft(self) -> str | None:
         """The draft model's name in the trace; None if it is the shipped one or has none."""
-        found = self.trace.about.get("draft")
-        name = found.get("name") if isinstance(found, Mapping) else None
+        identity = self.trace.about.get("draft")
+        name = identity.get("name") if isinstance(identity, Mapping) else None
         return name if isinstance(name, str) and name not in ("shipped", "unnamed") else None
 
 
@@ -77,14 +77,14 @@ def vllm(job: Job) -> Export:
     rows: list[dict[str, Any]] = []
     ranges: list[list[int]] = []
     for cell in sorted(job.cells, key=lambda cell: cell.batch):
-        found = best_fixed(job.trace, cell)
-        length = CONTROLLERS.make(found.best).length
+        result = best_fixed(job.trace, cell)
+        length = CONTROLLERS.make(result.best).length
         rows.append(
             {
                 "batch": cell.batch,
                 "num_speculative_tokens": length,
                 "use": "draft" if length else "disable",
-                "speedup_searched": round(found.after, 4),
+                "speedup_searched": round(result.after, 4),
             }
         )
         first = ranges[-1][1] + 1 if ranges else 1
@@ -120,7 +120,7 @@ def transformers(job: Job) -> Export:
         _search(job, parse("hf-heuristic"), length),
         _search(job, parse("hf-threshold"), {**length, "threshold": Real(0, 1)}),
     ]
-    best = max(policies, key=lambda found: found.after)
+    best = max(policies, key=lambda result: result.after)
     controller: Any = CONTROLLERS.make(best.best)
     config: dict[str, Any] | None = None
     if controller.length:
@@ -149,19 +149,19 @@ def llama_cpp(job: Job) -> Export:
         # A window held at one length, and the unsure token left out: what its draft loop does.
         n = values["length"]
         cut = {"threshold": values["threshold"], "keep": False}
-        made: LengthController = CONTROLLERS.make(
+        controller: LengthController = CONTROLLERS.make(
             Spec("gammatune+", (), {"length": n, "low": n, "high": n, **cut})
         )
-        return made
+        return controller
 
     fixed = best_fixed(job.trace, job.cell)
     start = {"length": max(CONTROLLERS.make(fixed.best).length, 1), "threshold": 0.0}
     space: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
     base = parse(CONTROLLERS.text(make(start)))
-    found = _search(job, base, space, make)
-    best: Any = CONTROLLERS.make(found.best)
+    result = _search(job, base, space, make)
+    best: Any = CONTROLLERS.make(result.best)
     flags = ["--spec-type none"]
-    if found.after > 1:
+    if result.after > 1:
         flags = [
             "--spec-type draft-simple",
             "--spec-draft-model DRAFT.gguf",
@@ -171,11 +171,11 @@ def llama_cpp(job: Job) -> Export:
         ]
     head = [
         f"# use: llama-server -m TARGET.gguf $(grep -v '^#' THIS_FILE)   (speed-up on the "
-        f"prompts searched: {max(found.after, 1.0):.2f})",
+        f"prompts searched: {max(result.after, 1.0):.2f})",
         "# builds before the flags were renamed: --draft-max, --draft-min, --draft-p-min",
         f"# cannot: {cannot}",
     ]
-    spec = found.best if found.after > 1 else "fixed(length=0)"
+    spec = result.best if result.after > 1 else "fixed(length=0)"
     return Export("\n".join([*head, *flags]) + "\n", cannot, (spec,))
 
 
@@ -186,7 +186,7 @@ EXPORTS: Mapping[str, Callable[[Job], Export]] = {
 }
 
 
-def best_fixed(trace: Trace, cell: Cell) -> Found:
+def best_fixed(trace: Trace, cell: Cell) -> SearchResult:
     """The best fixed length, 0 for plain decoding, of all up to the trace's depth."""
     return search(parse("fixed(0)"), trace, cell, budget=trace.depth + 1, space=_LENGTHS)
 
@@ -199,7 +199,7 @@ def _search(
     spec: Spec,
     space: Space,
     make: Callable[[Mapping[str, Any]], LengthController] | None = None,
-) -> Found:
+) -> SearchResult:
     return search(
         spec, job.trace, job.cell, budget=job.budget, seed=job.seed, space=space, make=make
     )

@@ -16,10 +16,10 @@ from forerun.model import Model
 from forerun.runtime.base import Rows
 
 WARM = 3
-"""Turns that are not counted."""
+"""Warm-up turns, not counted."""
 LIVE = (0, 1, 2, 4, 8)
-"""Tokens drafted per round in the live runs that draft steps and the engine's own work are told
-from."""
+"""Tokens drafted per round in the live runs from which the costs of draft steps and of the
+engine's own work are fitted."""
 LIVE_TOKENS = 48
 LIVE_TURNS = 10
 
@@ -33,11 +33,11 @@ def measure(
     progress: Callable[[int], None] | None = None,
 ) -> CostTable:
     """Time the models on this machine; arguments and errors as for `cells`."""
-    found = list(cells(model, batches, contexts, widths, repeats, progress))
-    return gathered(model, found, repeats)
+    measured = list(cells(model, batches, contexts, widths, repeats, progress))
+    return gathered(model, measured, repeats)
 
 
-def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -> CostTable:
+def gathered(model: Model, measured: Sequence[tuple[Cell, Spread]], repeats: int) -> CostTable:
     """A table of measured cells, at least one, with its provenance."""
     about = {
         "target": identity(model.target),
@@ -45,7 +45,7 @@ def gathered(model: Model, found: Sequence[tuple[Cell, Spread]], repeats: int) -
         "repeats": repeats,
         **machine(model.target),
     }
-    return CostTable(tuple(c for c, _ in found), about, tuple(s for _, s in found))
+    return CostTable(tuple(c for c, _ in measured), about, tuple(s for _, s in measured))
 
 
 def cells(
@@ -56,13 +56,12 @@ def cells(
     repeats: int = REPEATS,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[Cell, Spread]]:
-    """Measure cell by cell; whoever walks away keeps what is complete.
+    """Measure cell by cell; a caller may stop between cells.
 
     The target's passes at every width are timed in turns, so that a machine that gets slower
-    favours none; medians count, brought to the level of live runs. What draft steps take, and
-    what the engine adds, is told from these runs: per round and per drafted token, a line each. A
-    draft step on its own would mislead: a round's first finds the target's weights in the caches,
-    later ones their own.
+    favours none; medians count, brought to the level of live runs. The times of draft steps and of
+    the engine's own work are lines fitted to these runs, by tokens drafted. A draft step on its own
+    would mislead: a round's first finds the target's weights in the caches, later ones their own.
 
     Args:
         model: a target and a draft model, not generating.
@@ -70,7 +69,7 @@ def cells(
         contexts: tokens before those fed, ≥ 1 each.
         widths: tokens fed to the target per row; 1 is always among them.
         repeats: timings of each, ≥ 1.
-        progress: told the turns done, of `repeats` per cell.
+        progress: called with the turns done, of `repeats` per cell.
 
     Raises:
         SettingError: no draft model, a number out of range, or a context that does not fit.
@@ -106,7 +105,7 @@ def _drafter(model: Model) -> ModelDrafter:
 def _cells(
     model: Model,
     drafter: ModelDrafter,
-    wanted: Sequence[tuple[int, int]],
+    sizes: Sequence[tuple[int, int]],
     widths: Sequence[int],
     repeats: int,
     progress: Callable[[int], None] | None,
@@ -119,13 +118,13 @@ def _cells(
         if progress is not None:
             progress(done)
 
-    for batch, context in wanted:
+    for batch, context in sizes:
         prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
         turns = _passes(model.target, prompts, widths, repeats, tell)
-        draft, passes, other = _live(model, prompts)
+        draft, passes, outside = _live(model, prompts)
         verify = _as_live(turns, passes)
-        # Rounds without a draft, whose work is less by more than a token's, fit no line of others.
-        rounds = {n: float(np.median(times)) for n, times in other.items()}
+        # Rounds without a draft save more than one token's work, so they are not on the line.
+        rounds = {n: float(np.median(times)) for n, times in outside.items()}
         fixed = rounds.pop(0)
         more, work = line(rounds)
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
@@ -136,7 +135,7 @@ def _cells(
             _range([(took - first) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
             work,
-            tuple((n, float(np.median(t)), *_range(t)) for n, t in other.items()),
+            tuple((n, float(np.median(t)), *_range(t)) for n, t in outside.items()),
         )
         yield cell, spread
 
@@ -144,8 +143,8 @@ def _cells(
 def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
     """`batch` prompts whose rows cover `context` tokens and are fed the next."""
     random = np.random.default_rng(0)
-    found: list[list[int]] = random.integers(0, vocab, (batch, context + 1)).tolist()
-    return found
+    prompts: list[list[int]] = random.integers(0, vocab, (batch, context + 1)).tolist()
+    return prompts
 
 
 def _passes(
@@ -156,7 +155,7 @@ def _passes(
     tell: Callable[[], None],
 ) -> dict[int, list[float]]:
     """Seconds of the target's passes, by width."""
-    found: dict[int, list[float]] = {width: [] for width in widths}
+    seconds: dict[int, list[float]] = {width: [] for width in widths}
     covered = len(prompts[0]) - 1
     try:
         target.read(prompts, widths[-1])
@@ -165,14 +164,14 @@ def _passes(
                 before = target.seconds
                 target.feed([list(prompt[-1:]) * width for prompt in prompts])
                 if turn >= WARM:
-                    found[width].append(target.seconds - before)
+                    seconds[width].append(target.seconds - before)
                 for row in range(len(prompts)):
                     target.rollback(row, covered)
             if turn >= WARM:
                 tell()
     finally:
         target.keep([])
-    return found
+    return seconds
 
 
 def _as_live(
@@ -184,14 +183,14 @@ def _as_live(
         turns: seconds by width.
         passes: seconds of live passes by width, some widths only.
     """
-    middle = {width: float(np.median(times)) for width, times in turns.items()}
-    known = sorted(passes)
-    if not known:
+    medians = {width: float(np.median(times)) for width, times in turns.items()}
+    live = sorted(passes)
+    if not live:
         return turns
-    wanted = np.interp(known, list(middle), list(middle.values()))
-    ratios = [float(np.median(passes[w])) / timed for w, timed in zip(known, wanted, strict=True)]
+    expected = np.interp(live, list(medians), list(medians.values()))
+    ratios = [float(np.median(passes[w])) / timed for w, timed in zip(live, expected, strict=True)]
     return {
-        width: [seconds * float(np.interp(width, known, ratios)) for seconds in times]
+        width: [seconds * float(np.interp(width, live, ratios)) for seconds in times]
         for width, times in turns.items()
     }
 
@@ -203,7 +202,7 @@ def _live(
     outside both models, by tokens drafted."""
     draft: dict[int, list[float]] = {n: [] for n in LIVE if n}
     passes: dict[int, list[float]] = {n + 1: [] for n in LIVE}
-    other: dict[int, list[float]] = {n: [] for n in LIVE}
+    outside: dict[int, list[float]] = {n: [] for n in LIVE}
     for turn in range(LIVE_TURNS):
         for n in LIVE:
             done = model.generate(
@@ -218,13 +217,13 @@ def _live(
             together = list(zip(*(c.rounds for c in done), strict=False))[1:]
             for rounds in together if turn else ():
                 if all(r.drafted == n for r in rounds):
-                    other[n].append(rounds[0].other_seconds)
+                    outside[n].append(rounds[0].other_seconds)
                     passes[n + 1].append(rounds[0].verify_seconds)
                     if n:
                         draft[n].append(rounds[0].draft_seconds)
-    found = (draft, passes, other)
-    draft, passes, other = ({n: times for n, times in one.items() if times} for one in found)
-    return draft, passes, other
+    timings = (draft, passes, outside)
+    draft, passes, outside = ({n: t for n, t in series.items() if t} for series in timings)
+    return draft, passes, outside
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Recording: what the draft says from every position of the target's own texts.
+"""Recording: the run the draft proposes from every position of the target's own texts.
 
 The target writes its texts plainly. One pass of each model over a text then gives both
 distributions at every true prefix, hence the draft's token there and whether the target keeps it.
@@ -45,7 +45,7 @@ TAILS = 128
 """Most tails drafted together."""
 
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 """A text of the batch and a position in it."""
 
 
@@ -61,13 +61,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Part:
-    """Some prompts recorded together."""
+    """Prompts recorded together."""
 
     trace: Trace
     plain_seconds: float
     """Wall time the target took to write the texts."""
     seconds: float
-    """Wall time of all of it."""
+    """Wall time in all."""
 
 
 def record(
@@ -78,12 +78,12 @@ def record(
     batch_size: int = 16,
     progress: Callable[[int], None] | None = None,
 ) -> Trace:
-    """Record every prompt. Arguments and errors as for `parts`; `progress` is told prompts done.
+    """Record every prompt. Arguments and errors as for `parts`; `progress` gets the prompts done.
 
     >>> import forerun
     >>> model = forerun.load()
-    >>> how = Sampling(max_new_tokens=6)
-    >>> trace = record(model, [Task("any", "1", model.encode("Once upon a time"), how)], depth=4)
+    >>> task = Task("any", "1", model.encode("Once upon a time"), Sampling(max_new_tokens=6))
+    >>> trace = record(model, [task], depth=4)
     >>> trace.draft_tokens.shape, trace.sizes
     ((1, 6, 4), array([6]))
     """
@@ -98,7 +98,7 @@ def record(
 def parts(
     model: Model, tasks: Sequence[Task], *, depth: int = 24, batch_size: int = 16
 ) -> Iterator[Part]:
-    """Record batch by batch, in the order of the tasks; whoever walks away keeps what is complete.
+    """Record batch by batch, in the order of the tasks; a caller may stop between batches.
 
     Args:
         model: a target and a draft model.
@@ -116,10 +116,10 @@ def parts(
     if not tasks:
         raise PromptError("no prompts to record")
     for task in tasks:
-        wanted = len(task.tokens) + _budget(model, task)
-        if wanted > drafter.limit:
+        needed = len(task.tokens) + _budget(model, task)
+        if needed > drafter.limit:
             raise PromptError(
-                f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
+                f"{task.family} {task.id}: prompt and output may have {needed} tokens and the "
                 f"draft's context holds {drafter.limit}; lower max_new_tokens"
             )
     return _parts(model, drafter.rows, tasks, depth, batch_size)
@@ -161,14 +161,14 @@ def _sampling(tasks: Sequence[Task]) -> dict[str, Any]:
         plain = {} if f.name == "logit_bias" else f.default
         if all(value == plain for value in values):
             continue
-        of = {
+        by_family = {
             family: [v for t, v in zip(tasks, values, strict=True) if t.family == family]
             for family in dict.fromkeys(task.family for task in tasks)
         }
         if all(value == values[0] for value in values):
             out[f.name] = str(values[0]) if f.name == "logit_bias" else values[0]
-        elif all(value == some[0] for some in of.values() for value in some):
-            out[f.name] = {family: some[0] for family, some in of.items()}
+        elif all(value == own[0] for own in by_family.values() for value in own):
+            out[f.name] = {family: own[0] for family, own in by_family.items()}
         else:
             out[f.name] = f"{values[0]} … {values[-1]}"
     return out
@@ -202,16 +202,16 @@ class _Text:
     eos: frozenset[int]
     coins: FloatArray
     """`(n + 1, K + 1)`: per position one for the hit, one for the token after a miss, the tail's.
-    Position n is the end of the text, where the target says nothing any more."""
+    Position n is the end of the text, where nothing is judged."""
 
-    def upto(self, place: int) -> list[int]:
+    def upto(self, position: int) -> list[int]:
         """The prompt and the first tokens of the output."""
-        return [*self.context, *self.tokens[:place]]
+        return [*self.context, *self.tokens[:position]]
 
 
 @dataclass
-class _Said:
-    """What was said at the n + 1 positions of a text."""
+class _Draft:
+    """The draft's tokens at the n + 1 positions of a text, and the target's verdict on them."""
 
     tokens: IntArray
     """`(n + 1, K)` the draft's token, and its tail where the target does not keep it."""
@@ -222,7 +222,7 @@ class _Said:
     accept: FloatArray
     """`(n + 1,)` the probability that it does."""
     target: dict[str, FloatArray]
-    """`(n + 1,)` the fields of `Trace` that tell of the target."""
+    """`(n + 1,)` the fields of `Trace` that describe the target."""
 
 
 def _parts(
@@ -240,73 +240,74 @@ def _parts(
         texts = [
             _text(model, task, done, depth) for task, done in zip(batch, completions, strict=True)
         ]
-        said = _listen(model.target, rows, texts, depth)
-        some = [_trace(model, text, one, depth) for text, one in zip(texts, said, strict=True)]
-        trace = concatenate(some)
+        drafts = _draft_texts(model.target, rows, texts, depth)
+        pairs = zip(texts, drafts, strict=True)
+        trace = concatenate([_trace(model, text, draft, depth) for text, draft in pairs])
         yield Part(trace, wrote - began, time.perf_counter() - began)
 
 
 def _text(model: Model, task: Task, done: Completion, depth: int) -> _Text:
-    how = task.sampling
-    eos = model.eos if how.eos is None else frozenset(how.eos)
+    sampling = task.sampling
+    eos = model.eos if sampling.eos is None else frozenset(sampling.eos)
     # A stream of its own beside the one the text was sampled with.
     random = np.random.default_rng([done.seed, 1])
     coins = random.random((len(done.tokens) + 1, depth + 1))
-    ends: frozenset[int] = frozenset() if how.ignore_eos else eos
+    ends: frozenset[int] = frozenset() if sampling.ignore_eos else eos
     return _Text(task, list(task.tokens), len(task.tokens), done.tokens, ends, coins)
 
 
 @torch.inference_mode()
-def _listen(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Said]:
+def _draft_texts(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Draft]:
     """Both models over the texts, then the tails."""
     prompts, longest = [text.context for text in texts], max(len(t.tokens) for t in texts)
     try:
         target.read(prompts, longest)
         rows.read(prompts, longest + depth)
-        said = _heads(target, rows, texts, depth)
+        drafts = _heads(target, rows, texts, depth)
         target.keep([])
-        _tails(rows, texts, said, depth, target.vocab_size)
+        _tails(rows, texts, drafts, depth, target.vocab_size)
     finally:
         target.keep([])
         rows.keep([])
-    return said
+    return drafts
 
 
-def _heads(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Said]:
+def _heads(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Draft]:
     """The draft's token at every true prefix, and whether the target keeps it."""
     pieces = [[text.context[-1], *text.tokens] for text in texts]
     longest, vocab, device = max(map(len, pieces)), target.vocab_size, target.device
     width = max(1, ELEMENTS // (len(texts) * vocab))
     sampler = Sampler([t.task.sampling for t in texts], [t.eos for t in texts])
     outputs, greedy = [text.tokens for text in texts], sampler.greedy.to(device)
-    found: list[list[dict[str, torch.Tensor]]] = [[] for _ in texts]
+    records: list[list[dict[str, torch.Tensor]]] = [[] for _ in texts]
     for start in range(0, longest, width):
         fed = [piece[start : start + width] for piece in pieces]
-        told, said = target.feed(fed), _fit(rows.feed(fed), vocab)
-        told, said = (sampler.shape(logits, texts, outputs, start) for logits in (told, said))
-        target_logits, draft_logits = sampler.sharpen(told), sampler.sharpen(said)
+        both = target.feed(fed), _fit(rows.feed(fed), vocab)
+        target_logits, draft_logits = (sampler.shape(z, texts, outputs, start) for z in both)
+        target_sharp, draft_sharp = sampler.sharpen(target_logits), sampler.sharpen(draft_logits)
         for r, text in enumerate(texts):
             if not (count := len(fed[r])):
                 continue
             truth = [*text.tokens, -1][start : start + count]
             coins = torch.from_numpy(text.coins[start : start + count, :2]).to(device)
             judged = _judge(
-                target_logits[r, :count],
-                draft_logits[r, :count],
+                target_sharp[r, :count],
+                draft_sharp[r, :count],
                 torch.tensor(truth, device=device),
                 coins,
                 bool(greedy[r]),
             )
-            signals = measure(said[r, :count], judged["tokens"], set(SIGNALS))
-            found[r].append({**judged, **signals, **_of_target(told[r, :count], said[r, :count])})
-    return [_said(parts, depth) for parts in found]
+            raw = target_logits[r, :count], draft_logits[r, :count]
+            signals = measure(raw[1], judged["tokens"], set(SIGNALS))
+            records[r].append({**judged, **signals, **_of_target(*raw)})
+    return [_assembled(parts, depth) for parts in records]
 
 
-def _said(parts: list[dict[str, torch.Tensor]], depth: int) -> _Said:
-    """What was found of one text, with room for tails."""
+def _assembled(parts: list[dict[str, torch.Tensor]], depth: int) -> _Draft:
+    """The parts of one text put together, with room for tails."""
     flat = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
     room = [(0, 0), (0, depth - 1)]
-    return _Said(
+    return _Draft(
         tokens=np.pad(flat["tokens"][:, None], room),
         signals={name: np.pad(flat[name][:, None].astype(float), room) for name in SIGNALS},
         hit=flat["hit"],
@@ -316,8 +317,8 @@ def _said(parts: list[dict[str, torch.Tensor]], depth: int) -> _Said:
 
 
 def _judge(
-    target: torch.Tensor,
-    draft: torch.Tensor,
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor,
     truth: torch.Tensor,
     coins: torch.Tensor,
     greedy: bool,
@@ -325,31 +326,31 @@ def _judge(
     """The draft's tokens, hits and their probabilities, given what was committed.
 
     Args:
-        target, draft: `(n, V)` processed logits.
+        target_logits, draft_logits: `(n, V)`, processed.
         truth: `(n,)` committed tokens, -1 beyond the text.
         coins: `(n, 2)`.
         greedy: whether the text is.
     """
     if greedy:
-        best = draft.argmax(-1)
+        best = draft_logits.argmax(-1)
         hit = best == truth
         return {"tokens": best, "hit": hit, "accept": hit.double()}
-    p, q = target.softmax(-1, dtype=torch.float64), draft.softmax(-1, dtype=torch.float64)
-    known, at = truth >= 0, truth.clamp(min=0).unsqueeze(-1)
-    hit = known & (coins[:, 0] < (q.gather(-1, at) / p.gather(-1, at)).squeeze(-1))
+    target, draft = (z.softmax(-1, dtype=torch.float64) for z in (target_logits, draft_logits))
+    inside, at = truth >= 0, truth.clamp(min=0).unsqueeze(-1)
+    hit = inside & (coins[:, 0] < (draft.gather(-1, at) / target.gather(-1, at)).squeeze(-1))
     # On a miss draft < target at the committed token, so something is left elsewhere.
-    other = sample(torch.where(known.unsqueeze(-1), (q - p).clamp(min=0), q), coins[:, 1])
-    tokens = torch.where(hit, truth, other)
+    residual = torch.where(inside.unsqueeze(-1), (draft - target).clamp(min=0), draft)
+    tokens = torch.where(hit, truth, sample(residual, coins[:, 1]))
     at = tokens.unsqueeze(-1)
-    ratio = (p.gather(-1, at) / q.gather(-1, at)).squeeze(-1).clamp(max=1)
-    return {"tokens": tokens, "hit": hit, "accept": ratio * known}
+    ratio = (target.gather(-1, at) / draft.gather(-1, at)).squeeze(-1).clamp(max=1)
+    return {"tokens": tokens, "hit": hit, "accept": ratio * inside}
 
 
-def _of_target(told: torch.Tensor, said: torch.Tensor) -> dict[str, torch.Tensor]:
+def _of_target(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> dict[str, torch.Tensor]:
     """`(n,)` what `Trace` keeps of the target's logits beside the draft's, `(n, V)` each."""
-    log = told.log_softmax(-1, dtype=float_type(told))
-    most = min(5, told.shape[-1])
-    best, guess = (logits.topk(most, dim=-1).indices for logits in (told, said))
+    log = target_logits.log_softmax(-1, dtype=float_type(target_logits))
+    most = min(5, target_logits.shape[-1])
+    best, guess = (logits.topk(most, dim=-1).indices for logits in (target_logits, draft_logits))
     shared = (best.unsqueeze(-1) == guess.unsqueeze(-2)).any(-1).double().mean(-1)
     return {
         "target_top1": log.amax(-1).exp(),
@@ -358,52 +359,52 @@ def _of_target(told: torch.Tensor, said: torch.Tensor) -> dict[str, torch.Tensor
     }
 
 
-def _tails(rows: Rows, texts: list[_Text], said: list[_Said], depth: int, vocab: int) -> None:
-    """Draft on where the target does not keep the draft's token; fills `said` in.
+def _tails(rows: Rows, texts: list[_Text], drafts: list[_Draft], depth: int, vocab: int) -> None:
+    """Draft on where the target does not keep the draft's token; fills `drafts` in.
 
     Args:
         rows: the draft model; row r covers text r.
     """
-    places = [
+    misses = [
         (r, m)
-        for r, one in enumerate(said)
-        for m in np.flatnonzero(~one.hit).tolist()
+        for r, draft in enumerate(drafts)
+        for m in np.flatnonzero(~draft.hit).tolist()
         # No run reaches beyond a text whose last token was missed.
-        if m < len(one.hit) - 1 or one.hit[m - 1]
+        if m < len(draft.hit) - 1 or draft.hit[m - 1]
     ]
-    for start in range(0, len(places), TAILS):
-        some = places[start : start + TAILS]
-        _fork(rows, texts, said, some)
-        _follow(rows, texts, said, some, depth, vocab)
+    for start in range(0, len(misses), TAILS):
+        batch = misses[start : start + TAILS]
+        _fork(rows, texts, drafts, batch)
+        _follow(rows, texts, drafts, batch, depth, vocab)
         rows.keep(range(len(texts)))
 
 
-def _fork(rows: Rows, texts: list[_Text], said: list[_Said], places: list[Place]) -> None:
-    """Add a row per place that covers its text up to there."""
+def _fork(rows: Rows, texts: list[_Text], drafts: list[_Draft], misses: list[Position]) -> None:
+    """Add a row per miss that covers its text up to there."""
     # Copying what is covered already is much cheaper than feeding it again.
     count = len(texts)
-    rows.keep([*range(count), *(r for r, _ in places)])
-    for i, (r, m) in enumerate(places):
+    rows.keep([*range(count), *(r for r, _ in misses)])
+    for i, (r, m) in enumerate(misses):
         rows.rollback(count + i, texts[r].prompt + m)
 
 
 def _follow(
     rows: Rows,
     texts: list[_Text],
-    said: list[_Said],
-    places: list[Place],
+    drafts: list[_Draft],
+    misses: list[Position],
     depth: int,
     vocab: int,
 ) -> None:
     """Draft the tails, a step of all of them at a time, as far as the draft's context goes."""
     sampler = Sampler(
-        [texts[r].task.sampling for r, _ in places], [texts[r].eos for r, _ in places]
+        [texts[r].task.sampling for r, _ in misses], [texts[r].eos for r, _ in misses]
     )
     stems: Any = [
-        SimpleNamespace(context=texts[r].upto(m), prompt=texts[r].prompt) for r, m in places
+        SimpleNamespace(context=texts[r].upto(m), prompt=texts[r].prompt) for r, m in misses
     ]
     greedy = sampler.greedy.to(rows.device)
-    ahead = [[int(said[r].tokens[m, 0])] for r, m in places]
+    ahead = [[int(drafts[r].tokens[m, 0])] for r, m in misses]
     for step in range(1, depth):
         on = [len(stem.context) + step <= rows.limit for stem in stems]
         if not any(on):
@@ -417,19 +418,19 @@ def _follow(
         tokens = processed.argmax(-1)
         if not sampler.all_greedy:
             coins = torch.tensor(
-                [texts[r].coins[m, step + 1] for r, m in places], dtype=torch.float64
+                [texts[r].coins[m, step + 1] for r, m in misses], dtype=torch.float64
             )
             drawn = sample(processed.softmax(-1), coins.to(rows.device))
             tokens = torch.where(greedy, tokens, drawn)
         signals = measure(logits, tokens, set(SIGNALS))
         host = {name: values.cpu().numpy() for name, values in signals.items()}
         chosen = tokens.tolist()
-        for i, (r, m) in enumerate(places):
+        for i, (r, m) in enumerate(misses):
             if on[i]:
                 ahead[i].append(chosen[i])
-                said[r].tokens[m, step] = ahead[i][-1]
+                drafts[r].tokens[m, step] = ahead[i][-1]
                 for name, values in host.items():
-                    said[r].signals[name][m, step] = values[i]
+                    drafts[r].signals[name][m, step] = values[i]
 
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -437,21 +438,21 @@ def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
     return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
-def _trace(model: Model, text: _Text, said: _Said, depth: int) -> Trace:
+def _trace(model: Model, text: _Text, draft: _Draft, depth: int) -> Trace:
     """The runs of one text, put together from its positions and its tails."""
     size = len(text.tokens)
-    missed = np.flatnonzero(~said.hit)  # the end of the text is one
+    missed = np.flatnonzero(~draft.hit)  # the end of the text is one
     miss = missed[np.searchsorted(missed, np.arange(size))][:, None]
-    place, step = np.arange(size)[:, None], np.arange(depth)
-    on = place + step < miss
-    row, column = np.where(on, place + step, miss), np.where(on, 0, place + step - miss)
+    start, step = np.arange(size)[:, None], np.arange(depth)
+    on = start + step < miss
+    row, column = np.where(on, start + step, miss), np.where(on, 0, start + step - miss)
 
     def runs(values: Any) -> Any:
         return values[row, column][None]
 
-    tokens, matches = runs(said.tokens), np.minimum(miss - place, depth).T
+    tokens, matches = runs(draft.tokens), np.minimum(miss - start, depth).T
     over = np.isin(tokens, list(text.eos))
-    judged = place + step <= np.minimum(miss, size - 1)
+    judged = start + step <= np.minimum(miss, size - 1)
     return Trace(
         families=(text.task.family,),
         ids=(text.task.id,),
@@ -462,9 +463,9 @@ def _trace(model: Model, text: _Text, said: _Said, depth: int) -> Trace:
         draft_tokens=tokens,
         matches=matches,
         ends=np.where(over.any(-1), over.argmax(-1) + 1, depth + 1),
-        accept_prob=_single(np.where(judged, said.accept[row], 0.0)[None]),
-        signals={name: _single(runs(values)) for name, values in said.signals.items()},
-        **{name: _single(values[None, :size]) for name, values in said.target.items()},
+        accept_prob=_single(np.where(judged, draft.accept[row], 0.0)[None]),
+        signals={name: _single(runs(values)) for name, values in draft.signals.items()},
+        **{name: _single(values[None, :size]) for name, values in draft.target.items()},
     )
 
 

@@ -24,12 +24,13 @@ from forerun.lab.traces.trace import Trace
 from forerun.types import SIGNALS, FloatArray, IntArray, Round, Stop, Token
 
 RESAMPLES = 2000
+"""Bootstrap samples of an interval."""
 _, CONFIDENCE, _, EXHAUSTED, END_OF_TEXT, _ = map(int, Stop)  # numpy is slow with enums
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of each prompt; all arrays `(prompts,)`."""
+    """Counts and seconds of each prompt; all arrays `(prompts,)`."""
 
     rounds: IntArray
     drafted: IntArray
@@ -58,7 +59,7 @@ class Replay:
         return self.drafted - self.accepted
 
     def take(self, index: Any) -> Replay:
-        """Some prompts only: numbers, a mask or a slice."""
+        """A selection of the prompts: numbers, a mask or a slice."""
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 
@@ -90,7 +91,7 @@ def replay(
         trace: the texts.
         controller: a spec or an object.
         cell: what a round costs; controllers that weigh costs go by these.
-        watch: told every round.
+        watch: called with every round.
 
     Sampled texts: a preview (`LengthController.previews`) is thrown away live and drawn anew; a
     trace has one run per position, which is taken for both. So the counts of such a controller
@@ -122,7 +123,7 @@ def stream(
         cell: what a round costs.
         order: `(n,)` numbers of prompts, which may repeat, or `(streams, n)` for several streams,
             each with its own state, which are run side by side (much faster than in turn).
-        watch: told every round.
+        watch: called with every round.
 
     Returns:
         Arrays shaped like `order`.
@@ -167,12 +168,12 @@ def rate(tokens: ArrayLike, seconds: ArrayLike, seed: int = 0) -> dict[str, floa
     return {"mean": mean, "low": float(low), "high": float(high), "n": len(top)}
 
 
-def summarise(trace: Trace, found: Replay, batch: int = 1) -> dict[str, dict[str, Any]]:
+def summarise(trace: Trace, result: Replay, batch: int = 1) -> dict[str, dict[str, Any]]:
     """Totals and figures with intervals of a `replay`: of ``"all"`` prompts and of each family.
 
     Args:
         trace: the texts.
-        found: what became of them.
+        result: their replay.
         batch: rows that share the seconds (`Cell.batch`); tokens per second are those of all.
     """
     families = np.array(trace.families)
@@ -180,15 +181,15 @@ def summarise(trace: Trace, found: Replay, batch: int = 1) -> dict[str, dict[str
     groups |= {name: families == name for name in dict.fromkeys(trace.families)}
     out: dict[str, dict[str, Any]] = {}
     for name, chosen in groups.items():
-        some = found.take(chosen)
+        group = result.take(chosen)
         out[name] = {
-            "prompts": len(some.rounds),
-            "tokens": int(some.committed.sum()),
-            "speedup": geometric(some.speedup),
-            "tokens_per_second": rate(some.committed * batch, some.seconds),
-            **{key: int(getattr(some, key).sum()) for key in (*_COUNTED, "wasted")},
-            "seconds": float(some.seconds.sum()),
-            "plain_seconds": float(some.plain_seconds.sum()),
+            "prompts": len(group.rounds),
+            "tokens": int(group.committed.sum()),
+            "speedup": geometric(group.speedup),
+            "tokens_per_second": rate(group.committed * batch, group.seconds),
+            **{key: int(getattr(group, key).sum()) for key in (*_COUNTED, "wasted")},
+            "seconds": float(group.seconds.sum()),
+            "plain_seconds": float(group.plain_seconds.sum()),
         }
     return out
 
@@ -250,7 +251,7 @@ def _serve(
 
 
 def _next(controller: LengthController, state: Any, rows: IntArray) -> Any:
-    """What the next requests of some rows start from."""
+    """The states with which the next requests of rows start."""
     if controller.carries:
         return filled(controller.carry(taken(state, rows)), len(rows))
     return spread(controller.start(), len(rows))
@@ -258,7 +259,7 @@ def _next(controller: LengthController, state: Any, rows: IntArray) -> Any:
 
 @dataclass(frozen=True)
 class _Drafted:
-    """What the rows drafted in one round; arrays `(rows,)`."""
+    """The rows' drafts of one round; arrays `(rows,)`."""
 
     lengths: IntArray
     steps: IntArray
@@ -280,13 +281,13 @@ class _Texts:
             self._anew = np.repeat(sampled, trace.tokens.shape[1])
 
     def token(self, here: IntArray, depth: int) -> Token:
-        """What the draft says of the token after so many others."""
+        """The draft's signals of its token at a depth of the run."""
         index = here * self._depth + depth
-        said: dict[str, Any] = {name: values.take(index) for name, values in self._signals.items()}
-        return Token(**said)
+        signals: dict[str, Any] = {name: v.take(index) for name, v in self._signals.items()}
+        return Token(**signals)
 
     def seen(self, here: IntArray, drafted: _Drafted, accepted: IntArray) -> Round:
-        """The round as the controller sees it; what it does not look at is not looked up."""
+        """The round as the controller sees it, its fields looked up when they are read."""
         most = int(drafted.lengths.max())
         return Round(
             drafted.lengths,
@@ -359,7 +360,7 @@ class _Texts:
 
 
 class _Lazy(Sequence[Any]):
-    """A sequence whose elements are made when somebody looks."""
+    """A sequence whose elements are made when they are read."""
 
     def __init__(self, size: int, make: Callable[[int], Any]) -> None:
         self._size, self._make = size, make

@@ -1,4 +1,4 @@
-"""What a replay of several controllers found, as a document and as a table."""
+"""Results of replays of several controllers, as a document and as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Result:
 
 
 def bounds(trace: Trace, cell: Cell, tell: Callable[[str], None]) -> dict[str, FloatArray]:
-    """`(prompts,)` seconds of each bound; `tell` is told what is being done."""
+    """`(prompts,)` seconds of each bound; `tell` gets the name of each phase."""
     tell("finding the oracle")
     best = oracle(trace, cell).seconds
     tell("fitting the informed bound")
@@ -38,7 +38,7 @@ def bounds(trace: Trace, cell: Cell, tell: Callable[[str], None]) -> dict[str, F
 
 
 Run = Callable[[LengthController], Replay]
-"""What one controller does over a trace."""
+"""Replays one controller over a trace."""
 
 
 def by_itself(trace: Trace, cell: Cell) -> Run:
@@ -75,33 +75,33 @@ def result(
         limits: from `bounds`.
         shared: rows that each text's seconds are those of (`summarise`).
     """
-    found = run(controller)
-    groups = summarise(trace, found, shared)
+    counts = run(controller)
+    groups = summarise(trace, counts, shared)
     for name, group in groups.items():
         chosen = [name in ("all", family) for family in trace.families]
         if limits:
             group["share"] = {
-                bound: geometric((seconds / found.seconds)[chosen])
+                bound: geometric((seconds / counts.seconds)[chosen])
                 for bound, seconds in limits.items()
             }
     return Result(spec, CONTROLLERS.text(controller), groups)
 
 
-def document(found: Sequence[Result], trace: Trace, cell: Cell, rows: int = 1) -> dict[str, Any]:
+def document(results: Sequence[Result], trace: Trace, cell: Cell, rows: int = 1) -> dict[str, Any]:
     """What `replay --json` prints; `rows` are the texts that were decoded together."""
     return {
         "schema": SCHEMA,
         "batch": rows,
         "cell": {**cell.to_json(), "ratio": cell.ratio},
-        "controllers": [{"controller": r.controller, "families": r.groups} for r in found],
+        "controllers": [{"controller": r.controller, "families": r.groups} for r in results],
         "trace": trace.about,
     }
 
 
-def write_csv(found: Sequence[Result], output: str) -> None:
+def write_csv(results: Sequence[Result], output: str) -> None:
     """Save a row per controller and family; intervals as NAME_low and NAME_high."""
     rows = []
-    for result in found:
+    for result in results:
         for family, group in result.groups.items():
             row: dict[str, Any] = {"controller": result.controller, "family": family}
             shares = {f"share_of_{k}": v for k, v in group.get("share", {}).items()}

@@ -1,4 +1,4 @@
-"""What `forerun tune` searches: the values each parameter of a controller may take."""
+"""Search spaces of `forerun tune`: the values each parameter of a controller may take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Tokens(Whole):
-    """Tokens of a draft: none beyond the depth of a trace, where nothing can be told apart."""
+    """Tokens of a draft, at most the depth of a trace: longer drafts replay alike."""
 
     def suggest(self, trial: Any, name: str, depth: int) -> int:
         """A value of an optuna trial."""
@@ -61,7 +61,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values."""
+    """One value of a list."""
 
     choices: tuple[Any, ...]
 
@@ -80,7 +80,7 @@ Space = Mapping[str, Whole | Real | Choice]
 _SWITCH = Choice((False, True))
 _ETA, _DELTA = Real(0.02, 1), Real(0, 12)
 COSTS: Space = {"cost": Real(1, 100, log=True), "width_cost": Real(0, 0.5)}
-"""Of controllers that are told what a draft step and a wider pass cost."""
+"""Costs of a draft step and of a wider pass, as settings of controllers."""
 _LADDERS = Choice(("1,3,5,7", "0,1,3,5,7", "1,2,3,5,8,12", "0,1,2,3,5,8,13,20", "1,5,9,13,17"))
 SPACES: Mapping[str, Space] = {
     "fixed": {"length": Tokens(0, 64)},
@@ -124,6 +124,6 @@ SPACES: Mapping[str, Space] = {
         "sharpness": Real(0.1, 10, True),
     },
 }  # fmt: skip
-"""What is searched, by controller: the settings that matter, in the part of their documented range
+"""Search spaces by controller: the settings that matter, in the part of their documented range
 that can be of use. Left out are settings another one makes redundant (`factor` of svip), forms as
 printed in a paper (`literal`) and seeds. A controller that is not here has nothing to search."""

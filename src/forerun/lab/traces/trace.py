@@ -1,4 +1,4 @@
-"""What a draft says at every position of some texts: recorded once, replayed under any controller.
+"""The draft's run at every position of some texts: recorded once, replayed under any controller.
 
 On disk a trace is one Parquet file, a row per committed position (docs/trace.md). This module
 imports neither torch nor, before a file is touched, pyarrow.
@@ -23,13 +23,13 @@ KEY = b"forerun.trace"
 """Of the file's metadata: JSON with `schema` and `about`."""
 
 _PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}
-_WHOLE = {"token": "tokens", "matches": "matches", "ends": "ends"}
-_REAL = ("target_top1", "target_entropy", "top5_overlap")
+_INTS = {"token": "tokens", "matches": "matches", "ends": "ends"}
+_REALS = ("target_top1", "target_entropy", "top5_overlap")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the draft says at every position of some texts. Arrays are padded with 0 to T positions.
+    """The draft's run at every position of some texts. Arrays are padded with 0 to T positions.
 
     Position p of a text is where its token p is still to come: what is drafted there continues the
     prompt and `tokens[:p]`. Drafted token i is on the true path while i ≤ matches: for
@@ -84,10 +84,10 @@ class Trace:
         inside: BoolArray = np.arange(self.tokens.shape[1]) < self.sizes[:, None]
         return inside
 
-    def at(self, rows: IntArray, place: IntArray) -> Token:
-        """What the draft says from one position of each of some texts: signals `(rows, K)`."""
-        said: dict[str, Any] = {name: v[rows, place] for name, v in self.signals.items()}
-        return Token(**said)
+    def at(self, rows: IntArray, position: IntArray) -> Token:
+        """Signals `(rows, K)` of the runs drafted from one position per row."""
+        signals: dict[str, Any] = {name: v[rows, position] for name, v in self.signals.items()}
+        return Token(**signals)
 
     def take(self, index: Sequence[int] | IntArray | BoolArray) -> Trace:
         """Some prompts only: their numbers, in the wanted order, or a mask."""
@@ -109,16 +109,16 @@ class Trace:
             OSError: the file cannot be written.
         """
         arrow, parquet = _arrow()
-        inside, where = self.valid, Path(path)
+        inside, file = self.valid, Path(path)
         prompt, position = np.nonzero(inside)
         values: dict[str, Any] = {
             "family": arrow.array(self.families).dictionary_encode().take(arrow.array(prompt)),
             "prompt_id": arrow.array(self.ids).take(arrow.array(prompt)),
             "prompt": prompt,
             "position": position,
-            **{name: getattr(self, here)[prompt] for name, here in _PER_PROMPT.items()},
-            **{name: getattr(self, here)[inside] for name, here in _WHOLE.items()},
-            **{name: getattr(self, name)[inside] for name in _REAL},
+            **{name: getattr(self, attr)[prompt] for name, attr in _PER_PROMPT.items()},
+            **{name: getattr(self, attr)[inside] for name, attr in _INTS.items()},
+            **{name: getattr(self, name)[inside] for name in _REALS},
             "draft_tokens": self.draft_tokens[inside],
             "accept_prob": self.accept_prob[inside],
             **{name: self.signals[name][inside] for name in SIGNALS},
@@ -128,10 +128,10 @@ class Trace:
         table = arrow.table(
             {name: _column(arrow, values[name], kind) for name, kind in schema.items()}
         ).replace_schema_metadata({KEY: head.encode()})
-        beside = where.with_name(f".{where.name}.part")
+        beside = file.with_name(f".{file.name}.part")
         try:
             parquet.write_table(table, beside, compression="zstd", write_page_checksum=True)
-            beside.replace(where)
+            beside.replace(file)
         finally:
             beside.unlink(missing_ok=True)
 
@@ -155,18 +155,18 @@ class Trace:
             raise SettingError(f"{path} is not a readable Parquet file: {reason}") from error
         about = _about(path, table)
         depth = _check_columns(path, arrow, table, names)
-        single = ("prompt", "position", *_PER_PROMPT, *_WHOLE, *_REAL)
+        single = ("prompt", "position", *_PER_PROMPT, *_INTS, *_REALS)
         flat = {name: table[name].to_numpy() for name in single}
         starts = np.flatnonzero(flat["position"] == 0)
         sizes = np.diff([*starts, len(table)]).astype(np.int64)
         order = np.repeat(np.arange(len(sizes)), sizes)
-        whole = (
+        ordered = (
             len(table) > 0
             and len(order) == len(table)
             and np.array_equal(flat["prompt"], order)
             and np.array_equal(flat["position"], np.arange(len(order)) - starts[order])
         )
-        if not whole:
+        if not ordered:
             raise SettingError(f"{path} is a damaged trace: its positions are not in order")
         inside = np.arange(sizes.max()) < sizes[:, None]
 
@@ -187,17 +187,17 @@ class Trace:
             accept_prob=runs("accept_prob", np.float64),
             signals={name: runs(name, np.float64) for name in SIGNALS},
             about=about,
-            **{here: flat[name][starts].astype(np.int64) for name, here in _PER_PROMPT.items()},
-            **{here: spread(flat[name], np.int64) for name, here in _WHOLE.items()},
-            **{name: spread(flat[name], np.float64) for name in _REAL},
+            **{attr: flat[name][starts].astype(np.int64) for name, attr in _PER_PROMPT.items()},
+            **{attr: spread(flat[name], np.int64) for name, attr in _INTS.items()},
+            **{name: spread(flat[name], np.float64) for name in _REALS},
         )
 
 
-_ARRAYS = ("sizes", "draft_tokens", "accept_prob", *_PER_PROMPT.values(), *_WHOLE.values(), *_REAL)
+_ARRAYS = ("sizes", "draft_tokens", "accept_prob", *_PER_PROMPT.values(), *_INTS.values(), *_REALS)
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
-    """All prompts of some traces in one; `about` is the first one's.
+    """The prompts of several traces in one; `about` is the first one's.
 
     Raises:
         SettingError: no traces, or traces of different depths.
@@ -222,18 +222,18 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
 
 
 def check_writable(path: str | Path) -> None:
-    """Tell now what writing a trace would tell after the work.
+    """Raise before the work what `write` would raise after it.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
         SettingError: not a place for a file.
     """
     _arrow()
-    where = Path(path)
-    if where.is_dir():
-        raise SettingError(f"{where} is a folder; name a file, like trace.parquet")
-    if not where.absolute().parent.is_dir():
-        raise SettingError(f"{where}: there is no folder {where.parent}")
+    file = Path(path)
+    if file.is_dir():
+        raise SettingError(f"{file} is a folder; name a file, like trace.parquet")
+    if not file.absolute().parent.is_dir():
+        raise SettingError(f"{file}: there is no folder {file.parent}")
 
 
 def _padded(values: Any, longest: int) -> Any:
@@ -258,8 +258,8 @@ def _about(path: str | Path, table: Any) -> dict[str, Any]:
     if head is None:
         raise SettingError(f"{path} is not a trace; make one with forerun record")
     try:
-        found = json.loads(head)
-        schema, about = found["schema"], dict(found["about"])
+        document = json.loads(head)
+        schema, about = document["schema"], dict(document["about"])
     except (ValueError, KeyError, TypeError) as error:
         raise SettingError(f"{path} is a damaged trace: its provenance cannot be read") from error
     if schema != SCHEMA:
@@ -271,7 +271,7 @@ def _about(path: str | Path, table: Any) -> dict[str, Any]:
 
 def _schema(arrow: Any, depth: int) -> dict[str, Any]:
     """The columns and their types, as docs/trace.md describes them."""
-    text, whole, real = (
+    text, integer, real = (
         arrow.dictionary(arrow.int32(), arrow.string()),
         arrow.int32(),
         arrow.float32(),
@@ -279,9 +279,9 @@ def _schema(arrow: Any, depth: int) -> dict[str, Any]:
     return {
         "family": text,
         "prompt_id": arrow.string(),
-        **dict.fromkeys(("prompt", "position", *_PER_PROMPT, *_WHOLE), whole),
-        **dict.fromkeys(_REAL, real),
-        "draft_tokens": arrow.list_(whole, depth),
+        **dict.fromkeys(("prompt", "position", *_PER_PROMPT, *_INTS), integer),
+        **dict.fromkeys(_REALS, real),
+        "draft_tokens": arrow.list_(integer, depth),
         **dict.fromkeys(("accept_prob", *SIGNALS), arrow.list_(real, depth)),
     }
 

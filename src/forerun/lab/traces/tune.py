@@ -1,4 +1,4 @@
-"""Search the parameters of controllers on one trace, and judge what was found on another.
+"""Search the parameters of controllers on one trace, and judge the results on another.
 
 Every trial is a replay, so a hundred settings cost about as much as decoding one prompt.
 """
@@ -22,15 +22,15 @@ from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
 
 DEFAULT = "auto"
-"""The controller of those who choose none."""
+"""The controller that is recommended where the search found no better one."""
 
-Told = Callable[[str, int, int], None]
-"""Told a controller's name, its trials done and their number."""
+Progress = Callable[[str, int, int], None]
+"""Called with a controller's name, its trials done and their number."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search over one controller's parameters found."""
+class SearchResult:
+    """The result of a search over one controller's parameters."""
 
     name: str
     default: str
@@ -51,9 +51,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Judged:
-    """A finding on prompts that took no part in the search."""
+    """A search result on prompts that took no part in the search."""
 
-    found: Found
+    result: SearchResult
     overall: Mapping[str, Mapping[str, float]]
     """`default`, `tuned`, `gain` (tuned over default) and `over_fixed` (tuned over the best fixed
     length): geometric means over prompts with their 95 % bootstrap intervals."""
@@ -63,18 +63,18 @@ class Judged:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The findings of `tune`, in the order of the controllers."""
+    """The results of `tune`, in the order of the controllers."""
 
-    found: tuple[Found, ...]
-    fixed: Found
+    results: tuple[SearchResult, ...]
+    fixed: SearchResult
     """The best fixed length, whether or not it was asked for."""
     complete: bool = True
-    """False if the search was interrupted; then it holds what was found until then."""
+    """False if the search was interrupted; then it holds the results until then."""
 
     @property
-    def best(self) -> Found:
+    def best(self) -> SearchResult:
         """The controller with the highest speed-up on the trace searched; the first of equals."""
-        return max(self.found, key=lambda found: found.after)
+        return max(self.results, key=lambda result: result.after)
 
 
 def tune(
@@ -84,7 +84,7 @@ def tune(
     *,
     budget: int = 100,
     seed: int = 0,
-    told: Told | None = None,
+    progress: Progress | None = None,
 ) -> Tuned:
     """Search the parameters of each controller for the highest speed-up on a trace.
 
@@ -95,13 +95,13 @@ def tune(
             can be made without settings.
         budget: most settings to try per controller, ≥ 1. Where there are no more, all are tried;
             else optuna's TPE chooses.
-        seed: of TPE; the same gives the same.
-        told: as `Told`.
+        seed: of TPE; equal seeds give equal results.
+        progress: as `Progress`.
 
     Raises:
         SettingError: a controller that is unknown or cannot be made.
         MissingExtraError: optuna is not installed.
-        KeyboardInterrupt: interrupted before anything was found. Later ones are kept: `complete`.
+        KeyboardInterrupt: interrupted before the first result. Later, see `Tuned.complete`.
     """
     whole("budget", budget, 1)
     require(isinstance(seed, int) and 0 <= seed < 2**32, "seed", seed, "a whole number below 2³²")
@@ -110,20 +110,20 @@ def tune(
         CONTROLLERS.make(spec)
     # Cheap, and what the others are measured against.
     fixed = search(parse("fixed"), trace, cell, budget=trace.depth + 1, seed=seed)
-    found: list[Found] = []
+    results: list[SearchResult] = []
     for spec in specs:
         if spec == parse("fixed"):
-            found.append(fixed)
+            results.append(fixed)
             continue
         try:
-            found.append(search(spec, trace, cell, budget=budget, seed=seed, told=told))
+            results.append(search(spec, trace, cell, budget=budget, seed=seed, progress=progress))
         except KeyboardInterrupt:
-            if not found:
+            if not results:
                 raise
-            return Tuned(tuple(found), fixed, complete=False)
-        if not found[-1].complete:
-            return Tuned(tuple(found), fixed, complete=False)
-    return Tuned(tuple(found), fixed)
+            return Tuned(tuple(results), fixed, complete=False)
+        if not results[-1].complete:
+            return Tuned(tuple(results), fixed, complete=False)
+    return Tuned(tuple(results), fixed)
 
 
 def search(
@@ -135,8 +135,8 @@ def search(
     seed: int = 0,
     space: Space | None = None,
     make: Callable[[Mapping[str, Any]], LengthController] | None = None,
-    told: Told | None = None,
-) -> Found:
+    progress: Progress | None = None,
+) -> SearchResult:
     """Search one controller's parameters; an interrupt ends it early, with the best so far.
 
     Args:
@@ -147,7 +147,7 @@ def search(
         seed: of TPE.
         space: what is searched; None is that of `SPACES`, less what `spec` sets.
         make: a controller from values of the space; None sets its parameters to them.
-        told: as `Told`.
+        progress: as `Progress`.
     """
     start = CONTROLLERS.make(spec)
     set_by_user = given(spec)
@@ -169,7 +169,7 @@ def search(
         return scores[text]
 
     before, trials, refused, complete = score(start), 1, 0, True
-    tell = told or (lambda name, done, total: None)
+    tell = progress or (lambda name, done, total: None)
     chooser, total = proposals(space, trace.depth, cell, budget, seed)
     try:
         for values, answer in chooser:
@@ -184,11 +184,11 @@ def search(
     except KeyboardInterrupt:
         complete = False
     best = max(scores, key=lambda text: scores[text])
-    return Found(spec.name, default, best, before, scores[best], trials, refused, complete)
+    return SearchResult(spec.name, default, best, before, scores[best], trials, refused, complete)
 
 
 Answer = Callable[[float | None], None]
-"""Told the speed-up of proposed values, or None if the controller refused them."""
+"""Called with the speed-up of proposed values, or None if the controller refused them."""
 
 
 def proposals(
@@ -197,10 +197,10 @@ def proposals(
     """Values to try beside the defaults, and how many settings there will be with the defaults."""
     grid: list[list[Any]] = []
     for parameter in space.values():
-        found = parameter.values(depth)
-        if found is None:
+        values = parameter.values(depth)
+        if values is None:
             break
-        grid.append(found)
+        grid.append(values)
     count = int(np.prod([len(values) for values in grid])) if len(grid) == len(space) else budget
     if not space:
         return iter(()), 1
@@ -211,23 +211,23 @@ def proposals(
 
 
 def _ignored(value: float | None) -> None:
-    """Of a grid nothing is learned."""
+    """The answer to values of a grid, which does not depend on speed-ups."""
 
 
 def _sampled(
     space: Space, depth: int, cell: Cell, count: int, seed: int
 ) -> Iterator[tuple[dict[str, Any], Answer]]:
-    """`count` values chosen by TPE; those that are told costs are told the right ones first."""
+    """`count` values chosen by TPE; first, where costs are searched, the measured costs."""
     optuna = _optuna()
     if count and COSTS.keys() <= space.keys():
         slope = float(cell.verify_seconds(2) - cell.verify_seconds(1)) / cell.plain
-        known = {"cost": round(cell.ratio, 3), "width_cost": round(max(slope, 0), 4)}
-        yield known, _ignored
+        costs = {"cost": round(cell.ratio, 3), "width_cost": round(max(slope, 0), 4)}
+        yield costs, _ignored
         count -= 1
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     for _ in range(count):
         trial = study.ask()
-        values = {name: wanted.suggest(trial, name, depth) for name, wanted in space.items()}
+        values = {name: parameter.suggest(trial, name, depth) for name, parameter in space.items()}
 
         def answer(value: float | None, trial: Any = trial) -> None:
             if value is None:
@@ -273,10 +273,10 @@ def given(spec: Spec) -> dict[str, Any]:
 def judge(
     tuned: Tuned, trace: Trace, cell: Cell, seed: int = 0
 ) -> tuple[list[Judged], dict[str, Any]]:
-    """Replay every finding on prompts of its own.
+    """Replay every search result on other prompts.
 
     Args:
-        tuned: what was found.
+        tuned: the search results.
         trace: test prompts, none of which was searched on (`halves`, `disjoint`).
         cell: what a round costs.
         seed: of the bootstrap.
@@ -285,7 +285,7 @@ def judge(
         One per controller, and the speed-up of the best fixed length, overall and per family.
     """
     groups = {name: np.array(trace.families) == name for name in dict.fromkeys(trace.families)}
-    everything = np.ones(trace.prompts, dtype=bool)
+    every_prompt = np.ones(trace.prompts, dtype=bool)
     seconds: dict[str, Any] = {}
 
     def took(spec: str) -> Any:
@@ -295,8 +295,8 @@ def judge(
 
     fixed = took(tuned.fixed.best)
 
-    def compare(found: Found, chosen: Any) -> dict[str, Any]:
-        default, best = took(found.default), took(found.best)
+    def compare(result: SearchResult, chosen: Any) -> dict[str, Any]:
+        default, best = took(result.default), took(result.best)
         ratios = {
             "default": default.speedup,
             "tuned": best.speedup,
@@ -307,11 +307,11 @@ def judge(
 
     judged = [
         Judged(
-            found,
-            compare(found, everything),
-            {name: compare(found, chosen) for name, chosen in groups.items()},
+            result,
+            compare(result, every_prompt),
+            {name: compare(result, chosen) for name, chosen in groups.items()},
         )
-        for found in tuned.found
+        for result in tuned.results
     ]
     baseline = {
         "spec": tuned.fixed.best,
@@ -327,36 +327,36 @@ class Choice:
 
     spec: str
     reason: str | None = None
-    """Why it is not what the search found; None if it is."""
+    """Why it is not the search's best; None if it is."""
 
 
 def choose(
     tuned: Tuned, judged: Sequence[Judged], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
 ) -> Choice:
-    """What was found, where other prompts show it to be better than what needs no setting.
+    """The search's best where other prompts show it to be better than default settings.
 
     Better: the 95 % interval of the paired speed-up lies above 1.
 
     Args:
-        tuned: what was found.
+        tuned: the search results.
         judged: from `judge`.
         trace: the prompts it was judged on.
         cell: what a round costs.
         free: whether any controller will do; then it is compared with `DEFAULT`, too.
         seed: of the bootstrap.
     """
-    best = next(one for one in judged if one.found is tuned.best)
-    spec, reason, gain = best.found.best, None, best.overall["gain"]
-    if spec == best.found.default:
-        reason = f"no setting of {best.found.name} was faster than its defaults"
+    best = next(entry for entry in judged if entry.result is tuned.best)
+    spec, reason, gain = best.result.best, None, best.overall["gain"]
+    if spec == best.result.default:
+        reason = f"no setting of {best.result.name} was faster than its defaults"
     elif gain["low"] <= 1:
-        spec = best.found.default
+        spec = best.result.default
         reason = (
-            f"{best.found.best} is no better than {spec} on the prompts judged "
+            f"{best.result.best} is no better than {spec} on the prompts judged "
             f"(tuned/default {_interval(gain)})"
         )
     if free and spec != DEFAULT:
-        ours, default = (replay(trace, one, cell).seconds for one in (spec, DEFAULT))
+        ours, default = (replay(trace, text, cell).seconds for text in (spec, DEFAULT))
         over = geometric(default / ours, seed)
         if over["low"] <= 1:
             reason = f"{spec} is no better than {DEFAULT}, the default, on the prompts judged"
@@ -369,7 +369,7 @@ def _interval(spread: Mapping[str, float]) -> str:
 
 
 def halves(trace: Trace) -> tuple[Trace, Trace, str]:
-    """Prompts to search on, prompts to judge on, and in words how they were told apart.
+    """Prompts to search on, prompts to judge on, and how they were split, in words.
 
     If every id says of which split it is, "val" or "test" between other marks, and both occur, by
     that. Else every other prompt of each family; prompts that occur twice stay together.
@@ -400,17 +400,17 @@ def _side(text: str) -> str | None:
 
 def disjoint(trace: Trace, test: Trace) -> None:
     """Raise `SettingError` if a prompt is in both traces."""
-    both = set(_prompts(trace)) & set(_prompts(test))
-    if both:
-        name = sorted(key[1] for key in both)[0]
+    shared = set(_prompts(trace)) & set(_prompts(test))
+    if shared:
+        name = sorted(key[1] for key in shared)[0]
         raise SettingError(
-            f"{len(both)} prompts are in both traces ({name} for one); what was searched on "
+            f"{len(shared)} prompts are in both traces ({name} for one); what was searched on "
             "cannot judge"
         )
 
 
 def _prompts(trace: Trace) -> list[tuple[str, str, int, bytes]]:
-    """What tells the prompts of a trace from others: ids of files alone may be line numbers."""
+    """Keys that identify the prompts of a trace; the ids alone may be line numbers."""
     return [
         (family, name, int(length), trace.tokens[i, : trace.sizes[i]].tobytes())
         for i, (family, name, length) in enumerate(

@@ -1,4 +1,4 @@
-"""What tuning found, judged: as a document, and as the settings to use."""
+"""Judged search results: as a document, and as the settings to use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found, and what other prompts say of it."""
+    """The search results, and how they do on other prompts."""
 
     tuned: Tuned
     judged: list[Judged]
@@ -27,7 +27,7 @@ class Verdict:
     """The best fixed length, see `judge`."""
     choice: Choice
     split: Mapping[str, Any]
-    """How many prompts were `searched` and `judged`, and `how` they were told apart."""
+    """How many prompts were `searched` and `judged`, and `how` they were split."""
 
     @classmethod
     def of(
@@ -49,8 +49,8 @@ def document(
         "split": dict(verdict.split),
         "costs": cell.to_json(),
         "controllers": [
-            {**asdict(one.found), "test": one.overall, "families": one.families}
-            for one in verdict.judged
+            {**asdict(entry.result), "test": entry.overall, "families": entry.families}
+            for entry in verdict.judged
         ],
         "best_fixed": verdict.fixed,
         "recommended": asdict(verdict.choice),
@@ -60,17 +60,17 @@ def document(
 
 
 def settings(controller: str, trace: Trace, about: Mapping[str, Any]) -> Settings:
-    """What to save: a controller, and the draft it was tuned with if others can find it."""
+    """A controller, and the draft it was tuned with if it has a Hugging Face id."""
     draft = trace.about.get("draft")
     name = str(draft.get("name")) if isinstance(draft, Mapping) else ""
     return Settings(controller=controller, draft=name if "/" in name else None, about=about)
 
 
 def write_exports(files: Sequence[tuple[str, str]], job: lab.Job) -> dict[str, dict[str, Any]]:
-    """Write what other engines can do, as `(engine, file)`; what each says and cannot say."""
+    """Write the exports, given as `(engine, file)`; per engine, what it does and cannot do."""
     written = {}
     for engine, file in files:
-        made = lab.export(engine, job)
-        Path(file).write_text(made.text, encoding="utf-8")
-        written[engine] = {"file": file, "like": list(made.specs), "cannot": made.cannot}
+        export = lab.export(engine, job)
+        Path(file).write_text(export.text, encoding="utf-8")
+        written[engine] = {"file": file, "like": list(export.specs), "cannot": export.cannot}
     return written
