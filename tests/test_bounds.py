@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.errors import SettingError
 from forerun.lab.bounds import bounds
-from forerun.lab.bounds.acceptance import SEEN, Acceptance, Past, Texts
+from forerun.lab.bounds.acceptance import PAST, Acceptance, Past, Texts
 from forerun.lab.bounds.bounds import (
     Bound,
     Clock,
@@ -200,10 +200,10 @@ def test_reach_ends_with_budget_end_of_text_and_depth():
 @pytest.mark.parametrize("spec", [*SOME, "gammatune", "cm-asd(two_pass=true)"])
 def test_a_path_is_priced_as_replay_does(spec):
     trace = random_trace(5, prompts=12, longest=20, honest=0.6)
-    known = paths(trace, [spec])
+    prepared = paths(trace, [spec])
     for cell in CELLS:
         np.testing.assert_allclose(
-            known[spec].seconds(cell), replay(trace, spec, cell).seconds, rtol=1e-12
+            prepared[spec].seconds(cell), replay(trace, spec, cell).seconds, rtol=1e-12
         )
 
 
@@ -284,18 +284,18 @@ def test_it_drafts_nothing_where_that_never_pays():
 
 
 def test_decisions_do_not_depend_on_what_is_not_yet_drafted():
-    known, model = study().known, study().acceptance
+    prepared, model = study().prepared, study().acceptance
     rng = np.random.default_rng(0)
-    stopper = Stopper(model, rng.normal(size=12 + 2 * SEEN), np.full(6, 0.3))
-    index, seen = np.arange(50), rng.normal(size=(50, SEEN))
-    before = stopper.gain(known, index, seen)
+    stopper = Stopper(model, rng.normal(size=12 + 2 * PAST), np.full(6, 0.3))
+    index, past = np.arange(50), rng.normal(size=(50, PAST))
+    before = stopper.gain(prepared, index, past)
     for depth in range(6):
         trace = study().trace
         changed = {k: v.copy() for k, v in trace.signals.items()}
         for values in changed.values():
             values[..., depth:] = rng.random(values[..., depth:].shape)
-        other = model.know(Texts(Trace(**{**vars(trace), "signals": changed})))
-        after = stopper.gain(other, index, seen)
+        other = model.prepare(Texts(Trace(**{**vars(trace), "signals": changed})))
+        after = stopper.gain(other, index, past)
         np.testing.assert_allclose(after[:, : depth + 1], before[:, : depth + 1])
         if depth < 5:
             assert not np.allclose(after[:, depth + 1 :], before[:, depth + 1 :])
@@ -311,7 +311,7 @@ def test_the_past_holds_only_what_was_judged():
     hidden[1, 2:] = 0.5  # nothing is drafted there
     two.note(rows, hidden, drafted, np.array([1, 2]))
     place = np.array([2, 3])
-    np.testing.assert_array_equal(one.seen(rows, place), two.seen(rows, place))
+    np.testing.assert_array_equal(one.features(rows, place), two.seen(rows, place))
 
 
 def test_the_past_fades_token_by_token():
@@ -323,27 +323,27 @@ def test_the_past_fades_token_by_token():
     split.note(row, np.roll(chance, -2, 1), np.array([2]), np.array([1]))
     for name in ("surprise", "hits", "weight", "judged", "cut"):
         np.testing.assert_allclose(getattr(whole, name), getattr(split, name))
-    untouched = split.seen(row, np.array([4]))
+    untouched = split.features(row, np.array([4]))
     split.note(row, chance, np.array([0]), np.array([3]))
     # A plain round judges nothing and is only counted.
-    changed = split.seen(row, np.array([4])) != untouched
+    changed = split.features(row, np.array([4])) != untouched
     assert np.flatnonzero(changed[0]).tolist() == [2 * 3 + 4]
 
 
 def test_acceptance_is_calibrated_where_it_was_fitted():
-    known, trace = study().known, study().trace
+    prepared, trace = study().prepared, study().trace
     assert isinstance(study().acceptance, Acceptance)
-    texts = known.texts
+    texts = prepared.texts
     can = texts.reach > 0
     hit = texts.matches[can] > 0
-    assert known.chance[can, 0].mean() == pytest.approx(hit.mean(), abs=0.05)
-    assert known.chance[can, 0][hit].mean() > known.chance[can, 0][~hit].mean() + 0.2
+    assert prepared.chance[can, 0].mean() == pytest.approx(hit.mean(), abs=0.05)
+    assert prepared.chance[can, 0][hit].mean() > prepared.chance[can, 0][~hit].mean() + 0.2
     assert len(texts.row) == trace.sizes.sum()
 
 
 def test_columns_begin_with_a_look_ahead():
     kept, after = np.array([[1.0, 0.5]]), np.array([[0.8, 0.4]])
-    x = columns(kept, after, np.zeros((1, SEEN)), np.array([0.1, 0.2]))
+    x = columns(kept, after, np.zeros((1, PAST)), np.array([0.1, 0.2]))
     np.testing.assert_allclose(x[0, :, :2], [[0.1, 0.8], [0.2, 0.2]])
 
 

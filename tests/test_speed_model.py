@@ -67,4 +67,4 @@ def test_a_projection_is_a_small_part_of_a_large_model() -> None:
     small, large = Shape.of(12, 320, 832, 6144), Shape.of(32, 4096, 11008, 32000)
     assert small.projection == pytest.approx(1.627, abs=1e-3)
     assert large.projection == pytest.approx(0.648, abs=1e-3)
-    assert Shape.of(12, 320, 832, 6144, said=1024).exit_projection == pytest.approx(0.271, abs=1e-3)
+    assert Shape.of(12, 320, 832, 6144, head=1024).exit_projection == pytest.approx(0.271, abs=1e-3)

@@ -131,9 +131,9 @@ def test_trained_heads_that_know_some_tokens_only() -> None:
 def test_a_prefix_is_run_once_whatever_asks_for_it(recorded: Exits) -> None:
     setting = Setting((1, 3), 0.3, 0.25, 5)
     once = [total(recorded, n, setting) for n in range(len(PROMPTS))]
-    asked = recorded.asked
+    asked = recorded.prefixes
     assert [total(recorded, n, setting) for n in range(len(PROMPTS))] == once
-    assert recorded.asked == asked
+    assert recorded.prefixes == asked
 
 
 def test_sampled_text_is_replayed_as_it_is_distributed() -> None:

@@ -205,7 +205,7 @@ def _show(
     note(
         console,
         f"{len(search.exits.texts):,} texts, {len(search.scores):,} settings, "
-        f"{search.exits.asked:,} prefixes run\n",
+        f"{search.exits.prefixes:,} prefixes run\n",
     )
     timed = {c.setting: c for c in live}
     right = ("threshold", "anneal", "width", "predicted", "live", "95 % interval")

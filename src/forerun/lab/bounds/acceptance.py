@@ -1,4 +1,4 @@
-"""How likely drafted tokens are kept, given the draft's signals and a request's past rounds.
+"""Acceptance probabilities of drafted tokens, by the draft's signals and a request's past rounds.
 
 Fitted to a trace in hindsight, for the informed bound (docs/bounds.md).
 """
@@ -15,38 +15,38 @@ from forerun.lab.traces.trace import Trace
 from forerun.types import BoolArray, FloatArray, IntArray
 
 FADES = np.array([0.6, 0.85, 0.95])
-"""How much of the past stays after each judged token, for three memories."""
-USUAL = 0.85  # acceptance from which hits are counted, so that no past at all reads 0
+"""Decay per judged token of three moving averages of the past."""
+USUAL = 0.85  # acceptance that hits are measured against, so that features without a past are 0
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Of each signal, where its effect may bend."""
+"""Quantiles of each signal at which its effect may bend."""
 MOST_SAMPLES = 150_000  # of a regression
-SEEN = 2 * len(FADES) + 7
-"""Features of the past."""
+PAST = 2 * len(FADES) + 7
+"""Number of features of a request's past."""
 
 Decide = Callable[[IntArray, FloatArray], IntArray]
-"""Of positions `(n,)` and the past seen there `(n, SEEN)`, how many tokens to draft `(n,)`."""
+"""Tokens to draft `(n,)` at positions `(n,)` with their past `(n, PAST)`."""
 
 
 class Texts:
-    """A trace with its positions in one row: `first[prompt] + place`."""
+    """A trace with its positions in one row: `first[prompt] + position`."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, inside = trace, trace.valid
-        self.row, self.place = np.nonzero(inside)
+        self.row, self.position = np.nonzero(inside)
         self.first = np.cumsum(trace.sizes) - trace.sizes
         self.matches, self.reach = trace.matches[inside], reach(trace)[inside]
-        said = {name: values[inside] for name, values in trace.signals.items()}
+        signals = {name: values[inside] for name, values in trace.signals.items()}
         self.raw: FloatArray = np.stack(
             [
-                _log_odds(said["top1"]),
-                _log_odds(said["chosen"]),
-                np.log(np.maximum(said["entropy"], 0) + 1e-4),
-                np.log(np.minimum(said["logit_margin"], 1e3) + 1e-2),
-                said["softmax_margin"],
+                _log_odds(signals["top1"]),
+                _log_odds(signals["chosen"]),
+                np.log(np.maximum(signals["entropy"], 0) + 1e-4),
+                np.log(np.minimum(signals["logit_margin"], 1e3) + 1e-2),
+                signals["softmax_margin"],
             ],
             -1,
         )
-        """`(positions, K, 5)` signals, where a line is a fair guess of the log-odds."""
+        """`(positions, K, 5)` signals, scaled so that log-odds are nearly linear in them."""
 
     @property
     def depth(self) -> int:
@@ -55,14 +55,14 @@ class Texts:
 
 
 class Past:
-    """What every request has seen of its own rounds, as a controller would note it."""
+    """Past rounds of every request, as a controller could record them."""
 
     def __init__(self, rows: int) -> None:
         self.surprise, self.hits, self.weight = np.zeros((3, rows, len(FADES)))
-        self.judged, self.cut, self.newest, self.rounds, self.kept = np.zeros((5, rows))
+        self.judged, self.cut, self.newest, self.rounds, self.accepted = np.zeros((5, rows))
 
-    def seen(self, rows: IntArray, place: IntArray) -> FloatArray:
-        """`(n, SEEN)` features of some requests that have committed `place` tokens."""
+    def features(self, rows: IntArray, position: IntArray) -> FloatArray:
+        """`(n, PAST)` features of requests that have committed `position` tokens."""
         weight = self.weight[rows] + 1  # one token's worth of "as usual"
         single = (
             np.log1p(self.judged[rows]),
@@ -70,8 +70,8 @@ class Past:
             self.newest[rows],
             self.rounds[rows] == 0,
             np.log1p(self.rounds[rows]),
-            np.log1p(self.kept[rows]),
-            np.log1p(place),
+            np.log1p(self.accepted[rows]),
+            np.log1p(position),
         )
         memories = (self.surprise[rows] / weight, self.hits[rows] / weight)
         return np.concatenate([*memories, np.stack(single, 1)], 1)
@@ -79,14 +79,14 @@ class Past:
     def note(
         self, rows: IntArray, chance: FloatArray, drafted: IntArray, matches: IntArray
     ) -> None:
-        """One round: `chance` `(n, K)` is what the signals alone promised of each token."""
-        kept = np.minimum(drafted, matches)
-        judged = np.minimum(kept + 1, drafted)
-        place = np.arange(chance.shape[1])
-        inside = place < judged[:, None]
-        age = np.where(inside, judged[:, None] - 1 - place, 0)
+        """Record a round; `chance` `(n, K)` is each token's acceptance by the signals alone."""
+        accepted = np.minimum(drafted, matches)
+        judged = np.minimum(accepted + 1, drafted)
+        depth = np.arange(chance.shape[1])
+        inside = depth < judged[:, None]
+        age = np.where(inside, judged[:, None] - 1 - depth, 0)
         weight = np.where(inside[..., None], FADES ** age[..., None], 0)
-        hit = place < kept[:, None]
+        hit = depth < accepted[:, None]
         fade = FADES ** judged[:, None]
         for memory, value in (
             (self.surprise, hit - chance),
@@ -96,11 +96,11 @@ class Past:
             memory[rows] = fade * memory[rows] + (weight * value[..., None]).sum(1)
         self.judged[rows] += judged
         self.rounds[rows] += 1
-        some = drafted > 0
-        on, last = rows[some], judged[some] - 1
-        self.cut[on] = (kept < drafted)[some]
-        self.kept[on] = kept[some]
-        self.newest[on] = _log_odds(chance[some, last])
+        drafts = drafted > 0
+        on, last = rows[drafts], judged[drafts] - 1
+        self.cut[on] = (accepted < drafted)[drafts]
+        self.accepted[on] = accepted[drafts]
+        self.newest[on] = _log_odds(chance[drafts, last])
 
 
 @dataclass(frozen=True)
@@ -122,25 +122,25 @@ class WithPast:
 
     own: Linear
     height: FloatArray
-    """`(SEEN,)`."""
+    """`(PAST,)`."""
     slope: FloatArray
-    """`(SEEN,)`."""
+    """`(PAST,)`."""
 
     @classmethod
-    def fit(cls, own: FloatArray, odds: FloatArray, seen: FloatArray, hit: BoolArray) -> WithPast:
+    def fit(cls, own: FloatArray, odds: FloatArray, past: FloatArray, hit: BoolArray) -> WithPast:
         """Of the signals `(n, ...)`, the log-odds by the newest alone `(n,)`, and the past."""
-        found = logistic(np.concatenate([own, seen, odds[:, None] * seen], 1), hit)
-        parts = np.split(found.weights, [own.shape[1], own.shape[1] + SEEN])
-        return cls(Linear(parts[0], found.bias), parts[1], parts[2])
+        fit = logistic(np.concatenate([own, past, odds[:, None] * past], 1), hit)
+        parts = np.split(fit.weights, [own.shape[1], own.shape[1] + PAST])
+        return cls(Linear(parts[0], fit.bias), parts[1], parts[2])
 
-    def chance(self, fixed: FloatArray, odds: FloatArray, seen: FloatArray) -> FloatArray:
+    def chance(self, fixed: FloatArray, odds: FloatArray, past: FloatArray) -> FloatArray:
         """`(n, K)`, where `fixed` `(n, K)` is what `own` makes of the signals."""
-        return _chance(fixed + (seen @ self.height)[:, None] + odds * (seen @ self.slope)[:, None])
+        return _chance(fixed + (past @ self.height)[:, None] + odds * (past @ self.slope)[:, None])
 
 
 @dataclass(frozen=True)
-class Alone:
-    """What each token's own signals tell of it."""
+class TokenOdds:
+    """Log-odds of acceptance by each token's own signals."""
 
     texts: Texts
     odds: FloatArray
@@ -150,8 +150,8 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Known(Alone):
-    """What all signals of a run tell, computed once; the past is still to be added."""
+class RunOdds(TokenOdds):
+    """Log-odds by all signals of a run, computed once; those of the past are added later."""
 
     kept: FloatArray
     """`(positions, K)` of `Acceptance.kept`."""
@@ -161,10 +161,10 @@ class Known(Alone):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How likely drafted tokens are kept, by logistic regression."""
+    """Acceptance probabilities of drafted tokens, by logistic regression."""
 
     knots: FloatArray
-    """`(5, n)` where the effect of each signal may bend."""
+    """`(5, n)` values at which the effect of each signal may bend."""
     alone: Linear
     """Log-odds of a token by its own signals."""
     kept: WithPast
@@ -176,45 +176,45 @@ class Acceptance:
 
     @classmethod
     def fit(cls, texts: Texts, seed: int = 0) -> Acceptance:
-        """Fit to what became of all tokens that rounds could draft and see judged.
+        """Fit to all tokens that a round could draft and have judged.
 
-        The past that goes with a round is that of some various runs over the texts.
+        The past of a round is taken from runs over the texts with varied lengths.
         """
         rng = np.random.default_rng(seed)
         depth = np.arange(texts.depth)
         judged = (depth <= texts.matches[:, None]) & (depth < texts.reach[:, None])
         hit = depth < texts.matches[:, None]
-        place, token = _pairs(judged, rng)
-        raw = texts.raw[place, token]
+        position, token = _pairs(judged, rng)
+        raw = texts.raw[position, token]
         knots = np.quantile(raw, QUANTILES, axis=0).T
-        alone = logistic(_bends(raw, knots), hit[place, token])
-        known = _alone(texts, alone, knots)
-        index, seen = _wander(known, rng)
+        alone = logistic(_bends(raw, knots), hit[position, token])
+        prepared = _alone(texts, alone, knots)
+        index, past = _wander(prepared, rng)
         turn, token = _pairs(judged[index], rng)
         at = index[turn]
-        own, odds = _own(known.odds[at], token), known.odds[at, token]
-        kept = WithPast.fit(own, odds, seen[turn], hit[at, token])
+        own, odds = _own(prepared.odds[at], token), prepared.odds[at, token]
+        kept = WithPast.fit(own, odds, past[turn], hit[at, token])
         turn, token = _pairs(judged[index, 1:], rng)  # the token after this one is judged
         at = index[turn]
-        own, odds = _next(known.odds[at], texts.raw[at, token], token, knots), known.odds[at, token]
-        following = WithPast.fit(own, odds, seen[turn], hit[at, token + 1])
+        own = _next(prepared.odds[at], texts.raw[at, token], token, knots)
+        following = WithPast.fit(own, prepared.odds[at, token], past[turn], hit[at, token + 1])
         can = texts.reach[index] > 0
-        opening = logistic(seen[can], hit[index[can], 0])
+        opening = logistic(past[can], hit[index[can], 0])
         return cls(knots, alone, kept, following, opening)
 
-    def know(self, texts: Texts) -> Known:
-        """What signals alone tell of some texts."""
-        known = _alone(texts, self.alone, self.knots)
-        kept, following = np.empty((2, *known.odds.shape))
+    def prepare(self, texts: Texts) -> RunOdds:
+        """Log-odds by the signals alone, for all positions of the texts."""
+        prepared = _alone(texts, self.alone, self.knots)
+        kept, following = np.empty((2, *prepared.odds.shape))
         for depth in range(texts.depth):
-            token = np.full(len(known.odds), depth)
-            kept[:, depth] = self.kept.own(_own(known.odds, token))
-            signals = _next(known.odds, texts.raw[:, depth], token, self.knots)
+            token = np.full(len(prepared.odds), depth)
+            kept[:, depth] = self.kept.own(_own(prepared.odds, token))
+            signals = _next(prepared.odds, texts.raw[:, depth], token, self.knots)
             following[:, depth] = self.following.own(signals)
-        return Known(texts, known.odds, known.chance, kept, following)
+        return RunOdds(texts, prepared.odds, prepared.chance, kept, following)
 
     def beliefs(
-        self, known: Known, index: IntArray, seen: FloatArray
+        self, prepared: RunOdds, index: IntArray, past: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
         """After each number of drafted tokens, from the positions `index` `(n,)` on.
 
@@ -222,39 +222,39 @@ class Acceptance:
             `(n, K)` chance that all drafted so far are kept, and that the next is, too, if they
             are; entry i is after i tokens.
         """
-        odds = known.odds[index]
-        kept = self.kept.chance(known.kept[index], odds, seen).cumprod(1)
-        following = self.following.chance(known.following[index], odds, seen)
-        start, first = np.ones((len(index), 1)), _chance(self.opening(seen))[:, None]
+        odds = prepared.odds[index]
+        kept = self.kept.chance(prepared.kept[index], odds, past).cumprod(1)
+        following = self.following.chance(prepared.following[index], odds, past)
+        start, first = np.ones((len(index), 1)), _chance(self.opening(past))[:, None]
         return (
             np.concatenate([start, kept[:, :-1]], 1),
             np.concatenate([first, following[:, :-1]], 1),
         )
 
 
-def _alone(texts: Texts, alone: Linear, knots: FloatArray) -> Alone:
+def _alone(texts: Texts, alone: Linear, knots: FloatArray) -> TokenOdds:
     odds = np.stack([alone(_bends(texts.raw[:, n], knots)) for n in range(texts.depth)], 1)
-    return Alone(texts, odds, _chance(odds))
+    return TokenOdds(texts, odds, _chance(odds))
 
 
-def run(known: Alone, decide: Decide) -> tuple[Path, IntArray, FloatArray]:
-    """Serve all texts; `decide(positions, seen)` says how many tokens to draft, `(n,)`."""
-    texts, sizes = known.texts, known.texts.trace.sizes
-    past, at = Past(len(sizes)), np.zeros(len(sizes), np.int64)
-    drafted, visited, saw = [], [], []
+def run(prepared: TokenOdds, decide: Decide) -> tuple[Path, IntArray, FloatArray]:
+    """Serve all texts; `decide(positions, past)` gives the tokens to draft, `(n,)`."""
+    texts, sizes = prepared.texts, prepared.texts.trace.sizes
+    memory, at = Past(len(sizes)), np.zeros(len(sizes), np.int64)
+    drafted, visited, histories = [], [], []
     while len(rows := np.flatnonzero(at < sizes)):
         index = texts.first[rows] + at[rows]
-        seen = past.seen(rows, at[rows])
-        length = np.minimum(decide(index, seen), texts.reach[index])
+        past = memory.features(rows, at[rows])
+        length = np.minimum(decide(index, past), texts.reach[index])
         matches = texts.matches[index]
-        past.note(rows, known.chance[index], length, matches)
+        memory.note(rows, prepared.chance[index], length, matches)
         at[rows] += np.minimum(length, matches) + 1
         drafted.append(np.full(len(sizes), -1))
         drafted[-1][rows] = length
         visited.append(index)
-        saw.append(seen)
+        histories.append(past)
     path = np.stack(drafted, 1)
-    return Path(path, np.maximum(path, 0)), np.concatenate(visited), np.concatenate(saw)
+    return Path(path, np.maximum(path, 0)), np.concatenate(visited), np.concatenate(histories)
 
 
 def logistic(x: FloatArray, hit: BoolArray, ridge: float = 3.0) -> Linear:
@@ -275,42 +275,42 @@ def logistic(x: FloatArray, hit: BoolArray, ridge: float = 3.0) -> Linear:
     return Linear(plain, float(weights[-1] - middle @ plain))
 
 
-def _wander(known: Alone, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-    """Positions and pasts of rounds whose lengths are roughly sensible, and various."""
-    likely = known.chance.cumprod(1)
-    visited, saw = [], []
+def _wander(prepared: TokenOdds, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+    """Positions and pasts of rounds with varied lengths near the likely runs."""
+    likely = prepared.chance.cumprod(1)
+    visited, histories = [], []
     for _ in range(5):
 
-        def decide(index: IntArray, seen: FloatArray) -> IntArray:
-            wanted = (likely[index] > 0.3).sum(1) + rng.integers(-3, 4, len(index))
-            return np.maximum(wanted, 0)
+        def decide(index: IntArray, past: FloatArray) -> IntArray:
+            length = (likely[index] > 0.3).sum(1) + rng.integers(-3, 4, len(index))
+            return np.maximum(length, 0)
 
-        _, index, seen = run(known, decide)
+        _, index, past = run(prepared, decide)
         visited.append(index)
-        saw.append(seen)
-    return np.concatenate(visited), np.concatenate(saw)
+        histories.append(past)
+    return np.concatenate(visited), np.concatenate(histories)
 
 
 def _own(odds: FloatArray, token: IntArray) -> FloatArray:
-    """`(n, 7)` of what the signals up to and with `token` `(n,)` say about it."""
-    every, likely = np.arange(len(odds)), np.log(_chance(odds)).cumsum(1)
+    """`(n, 7)` features of `token` `(n,)` from the signals up to and with it."""
+    rows, likely = np.arange(len(odds)), np.log(_chance(odds)).cumsum(1)
     before = np.maximum(token - 1, 0)
     first = (token == 0).astype(float)
-    own, depth = odds[every, token], np.log1p(token)
-    earlier = [np.where(token == 0, 0.0, values[every, before]) for values in (odds, likely)]
+    own, depth = odds[rows, token], np.log1p(token)
+    earlier = [np.where(token == 0, 0.0, values[rows, before]) for values in (odds, likely)]
     return np.stack([own, np.abs(own), *earlier, depth, first, depth * own], 1)
 
 
 def _next(odds: FloatArray, raw: FloatArray, token: IntArray, knots: FloatArray) -> FloatArray:
-    """`(n, ...)` of what the signals up to and with `token` `(n,)` say about the one after it."""
-    every, likely = np.arange(len(odds)), np.log(_chance(odds)).cumsum(1)
-    own, depth = odds[every, token], np.log1p(token)
-    least = np.minimum.accumulate(odds, 1)[every, token]
+    """`(n, ...)` features of the token after `token` `(n,)`, likewise."""
+    rows, likely = np.arange(len(odds)), np.log(_chance(odds)).cumsum(1)
+    own, depth = odds[rows, token], np.log1p(token)
+    least = np.minimum.accumulate(odds, 1)[rows, token]
     before, earlier = (
-        np.where(token < back, 0.0, odds[every, np.maximum(token - back, 0)]) for back in (1, 2)
+        np.where(token < back, 0.0, odds[rows, np.maximum(token - back, 0)]) for back in (1, 2)
     )
     single = (
-        own, np.abs(own), likely[every, token], depth, depth * own, token == 0, least,
+        own, np.abs(own), likely[rows, token], depth, depth * own, token == 0, least,
         before, np.abs(before), before * own, earlier, earlier * own,
     )  # fmt: skip
     return np.concatenate([np.stack(single, 1), _bends(raw, knots)], 1)
@@ -318,11 +318,11 @@ def _next(odds: FloatArray, raw: FloatArray, token: IntArray, knots: FloatArray)
 
 def _pairs(ok: BoolArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     """Rounds and tokens in them, at most `MOST_SAMPLES`."""
-    turn, token = np.divmod(_some(np.flatnonzero(ok), rng), ok.shape[1])
+    turn, token = np.divmod(_subsample(np.flatnonzero(ok), rng), ok.shape[1])
     return turn, token
 
 
-def _some(index: IntArray, rng: np.random.Generator) -> IntArray:
+def _subsample(index: IntArray, rng: np.random.Generator) -> IntArray:
     if len(index) <= MOST_SAMPLES:
         return index
     chosen: IntArray = rng.choice(index, MOST_SAMPLES, replace=False)

@@ -1,4 +1,4 @@
-"""How fast a trace can be served at all: the clairvoyant oracle, and the best of simple policies.
+"""Bounds on the speed of a trace: the clairvoyant oracle, and the best of simple policies.
 
 The maths is in docs/bounds.md; the bound for policies that see only what a real controller sees
 is in `forerun.lab.bounds.informed`.
@@ -20,7 +20,7 @@ from forerun.types import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class Path:
-    """What some policy drafts, round by round; -1 beyond a prompt's last round."""
+    """Lengths that a policy drafts, round by round; -1 beyond a prompt's last round."""
 
     drafted: IntArray
     """`(prompts, rounds)` tokens put before the target."""
@@ -28,20 +28,20 @@ class Path:
     """`(prompts, rounds)` tokens the drafter was stepped for, ≥ drafted."""
 
     def seconds(self, cell: Cell) -> FloatArray:
-        """`(prompts,)` what it costs."""
+        """`(prompts,)` seconds in all."""
         return self.round_seconds(cell).sum(1)
 
     def round_seconds(self, cell: Cell) -> FloatArray:
-        """`(prompts, rounds)` what each round costs; 0 beyond the last."""
+        """`(prompts, rounds)` seconds of each round; 0 beyond the last."""
         verify = passes(cell, int(self.drafted.max()))
-        each = cell.draft_seconds(self.steps) + verify[np.maximum(self.drafted, 0)]
-        found: FloatArray = np.where(self.drafted >= 0, each, 0.0)
-        return found
+        seconds = cell.draft_seconds(self.steps) + verify[np.maximum(self.drafted, 0)]
+        inside: FloatArray = np.where(self.drafted >= 0, seconds, 0.0)
+        return inside
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The best that some class of policies reaches on a trace, all arrays per prompt."""
+    """The best that a class of policies reaches on a trace, all arrays per prompt."""
 
     name: str
     """The policy that reaches it."""
@@ -53,7 +53,7 @@ class Bound:
 
     @classmethod
     def of(cls, name: str, path: Path, trace: Trace, cell: Cell) -> Bound:
-        """What a path costs in a cell."""
+        """The bound of a path in a cell."""
         plain = trace.sizes.astype(np.float64) * cell.plain
         return cls(name, path, path.seconds(cell), plain)
 
@@ -107,10 +107,10 @@ def reach(trace: Trace) -> IntArray:
 
 
 def oracle(trace: Trace, cell: Cell) -> Bound:
-    """The cheapest way through every text, for one who knows all matches beforehand.
+    """The cheapest path through every text, all matches known beforehand.
 
-    No controller's replay in this cell takes less time for any prompt: whatever it does is a
-    sequence of drafted lengths, and this is the cheapest of all of them.
+    No controller's replay in this cell takes less time for any prompt: its path is a
+    sequence of drafted lengths, and this is the cheapest of all sequences.
 
     Args:
         trace: the texts.
@@ -119,32 +119,32 @@ def oracle(trace: Trace, cell: Cell) -> Bound:
     prompts, T = trace.tokens.shape
     rows, lengths = np.arange(prompts)[:, None], np.arange(trace.depth + 1)
     price = cell.draft_seconds(lengths) + passes(cell, trace.depth)
-    most, left = reach(trace), np.zeros((prompts, T + 1))
+    most, remaining = reach(trace), np.zeros((prompts, T + 1))
     best = np.zeros((prompts, T), np.int64)
     for at in reversed(range(T)):
         following = at + 1 + np.minimum(lengths, trace.matches[:, at, None])
         # What is beyond the end of a text costs nothing.
-        total = price + left[rows, np.minimum(following, T)]
+        total = price + remaining[rows, np.minimum(following, T)]
         total[lengths > most[:, at, None]] = np.inf
         best[:, at] = total.argmin(1)
-        left[:, at] = np.where(at < trace.sizes, total.min(1), 0.0)
+        remaining[:, at] = np.where(at < trace.sizes, total.min(1), 0.0)
     return Bound.of("oracle", follow(trace, best), trace, cell)
 
 
-def follow(trace: Trace, wanted: IntArray) -> Path:
+def follow(trace: Trace, planned: IntArray) -> Path:
     """The rounds of a policy whose length depends on the position alone.
 
     Args:
         trace: the texts.
-        wanted: `(prompts, T)` tokens to draft from each position, ≥ 0; cut to `reach`.
+        planned: `(prompts, T)` tokens to draft from each position, ≥ 0; cut to `reach`.
     """
     drafted, rows = [], np.arange(trace.prompts)
-    lengths, at = np.minimum(wanted, reach(trace)), np.zeros(trace.prompts, np.int64)
+    lengths, at = np.minimum(planned, reach(trace)), np.zeros(trace.prompts, np.int64)
     while (alive := at < trace.sizes).any():
-        here = np.where(alive, at, 0)
-        length = lengths[rows, here]
+        position = np.where(alive, at, 0)
+        length = lengths[rows, position]
         drafted.append(np.where(alive, length, -1))
-        at = np.where(alive, at + np.minimum(length, trace.matches[rows, here]) + 1, at)
+        at = np.where(alive, at + np.minimum(length, trace.matches[rows, position]) + 1, at)
     path = np.stack(drafted, 1)
     return Path(path, np.maximum(path, 0))
 
@@ -162,11 +162,11 @@ def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
     """
     whole("most", most)
     shape = trace.tokens.shape
-    found = [
+    bounds = [
         Bound.of(f"fixed({n})", follow(trace, np.full(shape, n)), trace, cell)
         for n in range(min(most, trace.depth) + 1)
     ]
-    speedups = np.stack([bound.speedup for bound in found])
+    speedups = np.stack([bound.speedup for bound in bounds])
     families = np.array(trace.families)
     best = {
         name: int(np.log(speedups[:, families == name]).mean(1).argmax())
@@ -176,27 +176,27 @@ def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
     path = follow(trace, np.broadcast_to(chosen[:, None], shape))
     length = int(np.log(speedups).mean(1).argmax())
     by_family = Bound.of("fixed by family", path, trace, cell)
-    return BestFixed(found[length], by_family, length, best, speedups)
+    return BestFixed(bounds[length], by_family, length, best, speedups)
 
 
 def paths(trace: Trace, specs: Iterable[str]) -> dict[str, Path]:
-    """What controllers draft, whatever it costs; for those that do not look at the clock.
+    """Paths of controllers that do not depend on costs, to be priced in any cell.
 
-    Replayed once they can be priced in any cell (`Path.seconds`).
+    Replayed once each; see `Path.seconds`.
 
     Raises:
         UnknownNameError, SettingError: a spec.
     """
-    found = {}
+    drafted = {}
     for spec in specs:
         note = _Notes(trace.prompts)
         replay(trace, spec, Cell.synthetic(1), note)
-        found[spec] = Path(np.stack(note.drafted, 1), np.maximum(np.stack(note.steps, 1), 0))
-    return found
+        drafted[spec] = Path(np.stack(note.drafted, 1), np.maximum(np.stack(note.steps, 1), 0))
+    return drafted
 
 
 class _Notes:
-    """A `watch` that keeps the lengths."""
+    """A `watch` that records the lengths."""
 
     def __init__(self, prompts: int) -> None:
         self._prompts = prompts
@@ -204,15 +204,15 @@ class _Notes:
         self.steps: list[IntArray] = []
 
     def __call__(self, rounds: Rounds) -> None:
-        for told, values in ((self.drafted, rounds.drafted), (self.steps, rounds.steps)):
-            told.append(np.full(self._prompts, -1))
-            told[-1][rounds.prompt] = values
+        for series, values in ((self.drafted, rounds.drafted), (self.steps, rounds.steps)):
+            series.append(np.full(self._prompts, -1))
+            series[-1][rounds.prompt] = values
 
 
-def tuned(trace: Trace, cell: Cell, known: dict[str, Path]) -> list[Bound]:
+def tuned(trace: Trace, cell: Cell, drafted: dict[str, Path]) -> list[Bound]:
     """Controllers in a cell, the best first, by geometric mean of the speed-up."""
-    found = [Bound.of(spec, path, trace, cell) for spec, path in known.items()]
-    return sorted(found, key=lambda bound: -bound.mean)
+    bounds = [Bound.of(spec, path, trace, cell) for spec, path in drafted.items()]
+    return sorted(bounds, key=lambda bound: -bound.mean)
 
 
 class Clock:
@@ -231,9 +231,9 @@ class Clock:
     def note(self, prompt: IntArray, at: IntArray, accepted: IntArray, seconds: FloatArray) -> None:
         """Note one round of some prompts, all arrays `(rows,)`."""
         self._spent[prompt] += seconds
-        place = np.arange(self.seconds.shape[1])
+        position = np.arange(self.seconds.shape[1])
         end = np.minimum(at + accepted + 1, self._sizes[prompt])
-        row, token = np.nonzero((place >= at[:, None]) & (place < end[:, None]))
+        row, token = np.nonzero((position >= at[:, None]) & (position < end[:, None]))
         self.seconds[prompt[row], token] = self._spent[prompt[row]]
 
     def inside(self, at: IntArray) -> IntArray:
@@ -254,8 +254,8 @@ def regret(mine: FloatArray, best: FloatArray) -> FloatArray:
     >>> regret(np.array([[1.0, 3.0]]), np.array([[1.0, 2.0]]))
     array([0., 1.])
     """
-    lost, place = mine - best, np.arange(mine.shape[1])
-    last = np.where(np.isnan(lost), 0, place).max(1)
-    held = lost[np.arange(len(lost))[:, None], np.minimum(place, last[:, None])]
+    lost, position = mine - best, np.arange(mine.shape[1])
+    last = np.where(np.isnan(lost), 0, position).max(1)
+    held = lost[np.arange(len(lost))[:, None], np.minimum(position, last[:, None])]
     mean: FloatArray = held.mean(0)
     return mean

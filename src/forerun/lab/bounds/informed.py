@@ -1,4 +1,4 @@
-"""The informed bound: the best policy in hindsight of all that see what a real controller sees."""
+"""The informed bound: the best policy in hindsight on the inputs of a real controller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from forerun.lab.bounds.acceptance import Acceptance, Known, Texts
+from forerun.lab.bounds.acceptance import Acceptance, RunOdds, Texts
 from forerun.lab.bounds.bounds import Bound, Path, paths, tuned
 from forerun.lab.bounds.stopping import COLUMNS, Stopper, improved, steps
 from forerun.lab.traces.costs import Cell
@@ -46,10 +46,10 @@ GRID = (
     ),
     *(f"goodput(cost={cost},width_cost=0)" for cost in (2, 4, 8, 16, 32, 64)),
 )  # fmt: skip
-"""Tuned over: every setting of a stopping rule that might win somewhere."""
+"""Specs that are tuned over: settings of stopping rules that may win in some cell."""
 
 PRICES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.1)
-"""Of a token in plain tokens' time, for the one-step look-ahead."""
+"""Prices of a token in plain tokens' time, for the one-step look-ahead."""
 ROUNDS = 5  # of policy improvement
 ADJUSTED = ((2, 1.0), (1, 1.0), (3, 2.0), (5, 1.0), (11, 0.5), (13, 2.0), (24, 0.5))
 """Columns of the form that are then moved one by one, and how far in the mean cost of a token."""
@@ -60,65 +60,65 @@ class Informed:
     """The informed bound in one cell, and how it was found."""
 
     best: Bound
-    """The fastest of all that were tried."""
+    """The fastest policy tried."""
     stopper: Stopper | None
-    """The fastest fitted policy; None if the trace has not one kept token to learn from."""
+    """The fastest fitted policy; None if the trace has no accepted token."""
     tried: dict[str, float]
     """Geometric mean of the speed-up of each policy tried, the best first. `look-ahead`, `improved`
     and `adjusted` are fitted; the others are specs."""
 
 
 class Study:
-    """A trace, and what is learned of it once for all cells.
+    """A trace with the fits that all cells share.
 
     Args:
         trace: the texts.
-        known: what controllers draft on it (`paths`); by default all of `GRID`.
+        drafted: paths of controllers on it (`paths`); by default all of `GRID`.
         acceptance: fitted elsewhere; by default here, in hindsight.
     """
 
     def __init__(
         self,
         trace: Trace,
-        known: dict[str, Path] | None = None,
+        drafted: dict[str, Path] | None = None,
         acceptance: Acceptance | None = None,
     ) -> None:
         self.trace, texts = trace, Texts(trace)
-        self.paths = paths(trace, GRID) if known is None else known
+        self.paths = paths(trace, GRID) if drafted is None else drafted
         if acceptance is None and trace.matches.any():
             acceptance = Acceptance.fit(texts)
         self.acceptance = acceptance
-        self.known: Known | None = None if acceptance is None else acceptance.know(texts)
+        self.prepared: RunOdds | None = None if acceptance is None else acceptance.prepare(texts)
 
     def informed(self, cell: Cell) -> Informed:
         """The best policy for all prompts, by geometric mean of the speed-up."""
         fitted = self._fitted(cell)
-        found = [bound for bound, _ in fitted] + tuned(self.trace, cell, self.paths)
-        found.sort(key=lambda bound: -bound.mean)
+        bounds = [bound for bound, _ in fitted] + tuned(self.trace, cell, self.paths)
+        bounds.sort(key=lambda bound: -bound.mean)
         stopper = max(fitted, key=lambda pair: pair[0].mean)[1] if fitted else None
         tried: dict[str, float] = {}
-        for bound in found:
+        for bound in bounds:
             tried.setdefault(bound.name, bound.mean)
-        return Informed(found[0], stopper, tried)
+        return Informed(bounds[0], stopper, tried)
 
     def _fitted(self, cell: Cell) -> list[tuple[Bound, Stopper]]:
         """Look-ahead at its best price, improved policies, and the best of these adjusted."""
-        acceptance, known = self.acceptance, self.known
-        if acceptance is None or known is None:
+        acceptance, prepared = self.acceptance, self.prepared
+        if acceptance is None or prepared is None:
             return []
         step = steps(cell, self.trace.depth)
 
         def scored(name: str, weights: FloatArray) -> tuple[Bound, Stopper]:
             stopper = Stopper(acceptance, weights, step)
-            return Bound.of(name, stopper.path(known), self.trace, cell), stopper
+            return Bound.of(name, stopper.path(prepared), self.trace, cell), stopper
 
         ahead = [scored("look-ahead", _look_ahead(price)) for price in PRICES]
         out = [max(ahead, key=lambda pair: pair[0].mean)]
         weights = out[0][1].weights
         for _ in range(ROUNDS):
             stopper = Stopper(acceptance, weights, step)
-            # Half the way: what a choice is worth holds only near the policy it was found under.
-            weights = (weights + improved(stopper, known, cell)) / 2
+            # Half the way: gains hold only near the policy under which they were computed.
+            weights = (weights + improved(stopper, prepared, cell)) / 2
             out.append(scored("improved", weights))
         best = max(out, key=lambda pair: pair[0].mean)
         size = 0.15 * float(step.mean())
@@ -139,10 +139,10 @@ class Study:
 def informed(
     trace: Trace, cell: Cell, by_family: bool = False, specs: Sequence[str] = GRID
 ) -> Bound:
-    """The fastest policy in hindsight that sees only what a real controller sees.
+    """The fastest policy in hindsight with the inputs of a real controller.
 
-    It knows the draft's signals and the request's own past rounds, not the family and not what is
-    to come; but its settings are fitted to the very trace it is scored on.
+    It knows the draft's signals and the request's own past rounds, neither the family nor later
+    tokens; but its settings are fitted to the very trace it is scored on.
 
     Args:
         trace: the texts.
@@ -150,15 +150,15 @@ def informed(
         by_family: fit one policy per family.
         specs: settings of known controllers to try besides the fitted policies.
 
-    For several cells make one `Study`, which learns what they share once.
+    For several cells make one `Study`, which fits once.
     """
-    known = paths(trace, specs)
+    drafted = paths(trace, specs)
     if not by_family:
-        return Study(trace, known).informed(cell).best
+        return Study(trace, drafted).informed(cell).best
     families, parts = np.array(trace.families), {}
     for name in sorted(set(trace.families)):
         index = np.flatnonzero(families == name)
-        study = Study(trace.take(index), _part(known, index))
+        study = Study(trace.take(index), _part(drafted, index))
         parts[name] = (index, study.informed(cell).best)
     rounds = max(bound.path.drafted.shape[1] for _, bound in parts.values())
     drafted, stepped = np.full((2, trace.prompts, rounds), -1)
@@ -170,29 +170,29 @@ def informed(
 
 
 def crossfitted(
-    trace: Trace, cells: Sequence[Cell], known: dict[str, Path] | None = None
+    trace: Trace, cells: Sequence[Cell], drafted: dict[str, Path] | None = None
 ) -> list[FloatArray]:
     """Speed-ups `(prompts,)` per cell where each half is served by the best policy of the other.
 
-    How much of `Informed` is hindsight: a bound far above this has learned the texts by heart.
+    How much of `Informed` is hindsight: a bound far above this is overfitted.
     """
-    known = paths(trace, GRID) if known is None else known
+    drafted = paths(trace, GRID) if drafted is None else drafted
     half = _halves(trace)
     out = [np.zeros(trace.prompts) for _ in cells]
     for side in (False, True):
-        mine, other = np.flatnonzero(half == side), np.flatnonzero(half != side)
-        study = Study(trace.take(other), _part(known, other))
-        rest = trace.take(mine)
+        scored, fitted_on = np.flatnonzero(half == side), np.flatnonzero(half != side)
+        study = Study(trace.take(fitted_on), _part(drafted, fitted_on))
+        texts = trace.take(scored)
         learnt = study.acceptance
-        there = None if learnt is None else learnt.know(Texts(rest))
+        prepared = None if learnt is None else learnt.prepare(Texts(texts))
         for speedups, cell in zip(out, cells, strict=True):
-            found = study.informed(cell)
-            name = found.best.name
-            if name in known or found.stopper is None or there is None:
-                path = _part({name: known[name]}, mine)[name]
+            fit = study.informed(cell)
+            name = fit.best.name
+            if name in drafted or fit.stopper is None or prepared is None:
+                path = _part({name: drafted[name]}, scored)[name]
             else:
-                path = found.stopper.path(there)
-            speedups[mine] = Bound.of(name, path, rest, cell).speedup
+                path = fit.stopper.path(prepared)
+            speedups[scored] = Bound.of(name, path, texts, cell).speedup
     return out
 
 
@@ -203,16 +203,16 @@ def _look_ahead(price: float) -> FloatArray:
     return weights
 
 
-def _part(known: dict[str, Path], index: IntArray) -> dict[str, Path]:
-    """Some prompts only."""
-    return {name: Path(path.drafted[index], path.steps[index]) for name, path in known.items()}
+def _part(drafted: dict[str, Path], index: IntArray) -> dict[str, Path]:
+    """Paths of a selection of the prompts."""
+    return {name: Path(path.drafted[index], path.steps[index]) for name, path in drafted.items()}
 
 
 def _halves(trace: Trace) -> BoolArray:
     """`(prompts,)` False or True, every other prompt of each family."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     out = []
     for name in trace.families:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(seen[name] % 2 == 0)
+        counts[name] = counts.get(name, 0) + 1
+        out.append(counts[name] % 2 == 0)
     return np.array(out)

@@ -1,4 +1,4 @@
-"""How much of what is possible a controller reaches, replayed over a trace."""
+"""Shares of the bounds that controllers reach, replayed over a trace."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def shares(
         trace: the texts.
         costs: of this machine or another; the cell nearest to the trace's texts is used.
         controllers: specs.
-        tell: told what is being done.
+        tell: called with the name of each phase.
 
     Returns:
         `cost_ratio`, `prompts`, and `cells`: per family and controller the shares `oracle` (of the
-        clairvoyant one), `informed` (of the best policy that sees what a controller sees) and
+        clairvoyant one), `informed` (of the best policy with a controller's inputs) and
         `best_fixed` (of the best fixed length), each a geometric mean with its interval.
     """
     context = int(np.mean(trace.prompt_tokens + trace.sizes / 2))
@@ -48,7 +48,7 @@ def shares(
         tell(f"replaying {spec}")
         seconds = replay(trace, spec, cell).seconds
         for family in (*dict.fromkeys(trace.families), ALL):
-            some = np.full(trace.prompts, True) if family == ALL else families == family
-            spreads = {n: geometric(limit[some] / seconds[some]) for n, limit in best.items()}
+            chosen = np.full(trace.prompts, True) if family == ALL else families == family
+            spreads = {n: geometric(limit[chosen] / seconds[chosen]) for n, limit in best.items()}
             out.append({"family": family, "controller": spec, **spreads})
     return {"cost_ratio": cell.ratio, "prompts": trace.prompts, "cells": out}

@@ -1,4 +1,4 @@
-"""What the pieces of SpecBound cost on this machine, to turn counts into seconds."""
+"""Costs of the pieces of SpecBound on this machine, to turn counts into seconds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
 
 REPEATS = 15
-"""Times each piece is timed."""
-TRIED = 6
+"""Timings of each piece."""
+LIVE_TEXTS = 6
 """Texts that are decoded for the fixed costs."""
-TRIED_TOKENS = 32
+LIVE_TOKENS = 32
 """Most tokens of each."""
 
 
@@ -39,7 +39,7 @@ class ExitCosts:
     project: list[float]
     """The last norm and the unembedding."""
     exit: float
-    """One exit asked: its head, and whether it is sure."""
+    """One exit: its head, and whether its confidence suffices."""
     gather: float
     """One batch put together for some layers."""
     step: float
@@ -50,7 +50,7 @@ class ExitCosts:
     """One token of plain decoding."""
 
     def parts(self, counts: Counts) -> dict[str, float]:
-        """Seconds by what they went into."""
+        """Seconds by part of the work."""
         return {
             "shallow layers": _weigh(self.layer, counts.draft_calls),
             "exit heads": self.exit * counts.exits,
@@ -84,9 +84,9 @@ def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) ->
     drafter = SpecBoundDrafter(
         rows, heads, setting.layers, setting.threshold, setting.anneal, setting.width
     )
-    made = Model(rows, drafter, model.tokenizer)
-    made.eos = model.eos
-    return made
+    speculative = Model(rows, drafter, model.tokenizer)
+    speculative.eos = model.eos
+    return speculative
 
 
 @torch.inference_mode()
@@ -100,25 +100,25 @@ def measure(
     seed: int = 0,
     tell: Callable[[int, int], None] | None = None,
 ) -> ExitCosts:
-    """Time the pieces one by one, interleaved, and what is left of rounds decoded live.
+    """Time the pieces one by one, interleaved, and the remaining costs in live rounds.
 
     Args:
         model: decodes plainly.
         rows: a runtime for early exits of the same model, without rows.
         heads: of the exits.
         layers: exit layers to choose from.
-        texts: what the model wrote; a few are decoded again, greedily and as they are sampled.
+        texts: outputs of the model; a few are decoded again, greedily and as they are sampled.
         width: most tokens drafted per round.
         seed: of sampled texts.
-        tell: told what is done, of how much.
+        tell: called with the steps done and their number.
     """
-    some = [*texts[:: max(1, len(texts) // TRIED)]][:TRIED]
+    sample = [*texts[:: max(1, len(texts) // LIVE_TEXTS)]][:LIVE_TEXTS]
     context = int(np.median([len(t.prompt) + len(t.output) // 2 for t in texts]))
     layer, project, exit_ = _pieces(
         rows, heads, layers, width, min(max(context, 1), rows.limit - width - 2), tell
     )
     rough = ExitCosts(layer, project, exit_, 0.0, 0.0, 0.0, 0.0)
-    return _rest(model, rows, heads, layers, some, width, seed, rough)
+    return _live_costs(model, rows, heads, layers, sample, width, seed, rough)
 
 
 def _pieces(
@@ -134,8 +134,8 @@ def _pieces(
     access = executor.access
     cache.reserve(1, context + width + 2)
     tokens = torch.arange(width + 2, device=device).unsqueeze(0) % rows.vocab_size
-    places = context + torch.arange(width + 2, device=device).unsqueeze(0)
-    states = access.embed(tokens, places)
+    positions = context + torch.arange(width + 2, device=device).unsqueeze(0)
+    states = access.embed(tokens, positions)
 
     clock = _clock(device)
 
@@ -146,19 +146,19 @@ def _pieces(
         _wait(device)
         return clock() - began
 
-    def through(many: int) -> None:
-        columns = cache.open([0], [context], many, device)
-        mask = torch.zeros(1, 1, many, columns, dtype=executor.dtype, device=device)
-        access.run(states[:, :many], 0, access.layers, mask, places[:, :many], cache)
+    def through(count: int) -> None:
+        columns = cache.open([0], [context], count, device)
+        mask = torch.zeros(1, 1, count, columns, dtype=executor.dtype, device=device)
+        access.run(states[:, :count], 0, access.layers, mask, positions[:, :count], cache)
 
     def ask(depth: int) -> None:
         logits = heads.logits(depth, states[0, :1])
         (logits.float() / 1.1).softmax(-1).amax(-1).ge(0.5).tolist()
 
     sizes = range(1, width + 2)
-    found: list[tuple[list[float], list[float], float]] = []
+    timings: list[tuple[list[float], list[float], float]] = []
     for repeat in range(REPEATS + 2):
-        found.append(
+        timings.append(
             (
                 [took(lambda n=n: through(n)) / access.layers for n in sizes],  # type: ignore[misc]
                 [took(lambda n=n: access.logits(states[:, :n])) for n in sizes],  # type: ignore[misc]
@@ -167,15 +167,15 @@ def _pieces(
         )
         if tell is not None:
             tell(repeat + 1, REPEATS + 2)
-    found = found[2:]  # first calls are slow
+    timings = timings[2:]  # first calls are slow
 
-    def middle(which: int) -> list[float]:
-        return [0.0, *np.median([f[which] for f in found], axis=0).tolist()]
+    def middle(piece: int) -> list[float]:
+        return [0.0, *np.median([f[piece] for f in timings], axis=0).tolist()]
 
-    return middle(0), middle(1), float(np.median([f[2] for f in found]))
+    return middle(0), middle(1), float(np.median([f[2] for f in timings]))
 
 
-def _rest(
+def _live_costs(
     model: Model,
     rows: Rows,
     heads: ExitHeads,
@@ -185,12 +185,12 @@ def _rest(
     seed: int,
     rough: ExitCosts,
 ) -> ExitCosts:
-    """What rounds take beyond the pieces, from greedy rounds, whose counts are known.
+    """The costs of rounds beyond the pieces, from greedy rounds, whose counts are known.
 
     Drawing a token is taken to cost in a draft what it costs in plain decoding.
     """
     short = [
-        replace(t.sampling, temperature=0.0, max_new_tokens=min(TRIED_TOKENS, len(t.output)))
+        replace(t.sampling, temperature=0.0, max_new_tokens=min(LIVE_TOKENS, len(t.output)))
         for t in texts
     ]
     again = []
@@ -201,25 +201,25 @@ def _rest(
     beyond: list[tuple[list[float], float]] = []
     alone: list[float] = []
     drawn: list[float] = []
-    for number, (text, wanted) in enumerate(zip(again, texts, strict=True)):
-        sampling = replace(wanted.sampling, max_new_tokens=text.sampling.max_new_tokens, seed=seed)
+    for number, (text, source) in enumerate(zip(again, texts, strict=True)):
+        sampling = replace(source.sampling, max_new_tokens=text.sampling.max_new_tokens, seed=seed)
         for setting in _varied(layers, width):
             spec = speculating(model, rows, heads, setting)
             done = timed(spec, text, setting)
             pairs = zip(replay(exits, number, setting), done.rounds, done.times, strict=False)
-            for place, (counts, round_, taken) in enumerate(pairs):
+            for turn, (counts, round_, seconds) in enumerate(pairs):
                 if (counts.drafted, counts.accepted) != (round_.drafted, round_.accepted):
                     break  # roundings led elsewhere
-                if place:
+                if turn:
                     row = [float(counts.gathers), float(counts.steps), 1.0]
-                    beyond.append((row, taken - rough.seconds(counts)))
+                    beyond.append((row, seconds - rough.seconds(counts)))
             alone += timed(model, text, None).times[1:]
             if not sampling.greedy:
                 drawn += timed(model, text, None, sampling).times[1:]
     if not beyond or not alone:
         raise PromptError("the texts are too short to time; give more prompts or more tokens")
     gather, step, every = _fit(beyond)
-    [greedy], [plain] = (_fit([([1.0], s) for s in some]) for some in (alone, drawn or alone))
+    [greedy], [plain] = (_fit([([1.0], s) for s in samples]) for samples in (alone, drawn or alone))
     draw = max(plain - greedy, 0.0)
     return replace(rough, gather=gather, step=step + draw, round=every + draw, plain=plain)
 
@@ -236,7 +236,7 @@ class Timed:
 
     @property
     def rounds(self) -> list[Round]:
-        """What each round did."""
+        """The rounds' counts."""
         return self.completion.rounds
 
     @property
@@ -285,24 +285,24 @@ def _varied(layers: Sequence[int], width: int) -> Iterator[Setting]:
     yield Setting(tuple(layers), 0.8, ANNEALS[0], width)
 
 
-def _fit(known: list[tuple[list[float], float]]) -> list[float]:
-    """Least squares with no cost below 0, without what is far off (another process was in the way).
+def _fit(samples: list[tuple[list[float], float]]) -> list[float]:
+    """Least squares with no cost below 0, without outliers (from other processes).
 
     Args:
-        known: what was counted, and the seconds it took.
+        samples: what was counted, and the seconds it took.
 
     Returns:
         Seconds per unit of each count.
     """
-    columns: FloatArray = np.array([row for row, _ in known], dtype=float)
-    values: FloatArray = np.array([value for _, value in known])
+    columns: FloatArray = np.array([row for row, _ in samples], dtype=float)
+    values: FloatArray = np.array([value for _, value in samples])
     keep = np.ones(len(values), dtype=bool)
-    found = np.zeros(columns.shape[1])
+    costs = np.zeros(columns.shape[1])
     for _ in range(4):
-        found = _positive(columns[keep], values[keep])
-        off = np.abs(values - columns @ found)
+        costs = _positive(columns[keep], values[keep])
+        off = np.abs(values - columns @ costs)
         keep = off <= 4 * max(float(np.median(off)), 1e-9)
-    return [float(v) for v in found]
+    return [float(v) for v in costs]
 
 
 def _positive(columns: FloatArray, values: FloatArray) -> FloatArray:
@@ -311,11 +311,11 @@ def _positive(columns: FloatArray, values: FloatArray) -> FloatArray:
     for mask in product((False, True), repeat=columns.shape[1]):
         if not any(mask):
             continue
-        some = np.linalg.lstsq(columns[:, mask], values, rcond=None)[0]
-        left = float(((values - columns[:, mask] @ some) ** 2).sum())
-        if (some >= 0).all() and left < least:
-            best, least = np.zeros(columns.shape[1]), left
-            best[list(mask)] = some
+        costs = np.linalg.lstsq(columns[:, mask], values, rcond=None)[0]
+        error = float(((values - columns[:, mask] @ costs) ** 2).sum())
+        if (costs >= 0).all() and error < least:
+            best, least = np.zeros(columns.shape[1]), error
+            best[list(mask)] = costs
     return best
 
 

@@ -1,9 +1,9 @@
-"""SpecBound replayed: what its exits say along a model's own texts, asked once for all settings.
+"""SpecBound replayed: its exits along a model's own texts, run once for all settings.
 
 Whatever the setting, the text is the target's and the hidden states of a prefix are those of a
-plain forward. So what an exit says after a prefix is asked once, at all exit layers together, and
-kept; rounds are then counted without running the model. That holds off the text as well, where a
-draft went wrong: the few paths that settings take there are run when first needed.
+plain forward. So the exits are run once per prefix, at all exit layers together, and
+their outputs kept; rounds are then counted without running the model. Off the text, where a draft
+went wrong, the same holds: the few paths that settings take there are run when first needed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
 
 ANNEALS = tuple(0.25 * step for step in range(9))
-"""Annealings that can be replayed: a confidence is kept for each."""
+"""Annealings that can be replayed: a confidence is stored for each."""
 JOINED = 16
-"""Prompts read together."""
+"""Prompts read per pass."""
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What is chosen for specbound; the deepest of `layers` is its depth."""
+    """Settings of specbound; the deepest of `layers` is its depth."""
 
     layers: tuple[int, ...]
     threshold: float
@@ -69,7 +69,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and what the target wrote on it."""
+    """A prompt and the target's output."""
 
     prompt: list[int]
     output: list[int]
@@ -79,8 +79,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the exits say after one prefix."""
+class Output:
+    """Outputs of the exits after one prefix."""
 
     tokens: list[int]
     """Per exit layer the token it drafts."""
@@ -90,7 +90,7 @@ class Said:
 
 @dataclass
 class Counts:
-    """What one or more rounds took. Lists are indexed by positions at once, from 0 on."""
+    """Work of one or more rounds. Lists are indexed by positions at once, from 0 on."""
 
     draft_calls: list[int]
     """Layers run while drafting."""
@@ -99,7 +99,7 @@ class Counts:
     verified: list[int]
     """Rounds by the positions that were verified, drafted tokens + 1."""
     exits: int = 0
-    """Exits asked."""
+    """Exit heads run."""
     gathers: int = 0
     """Batches put together for some layers."""
     steps: int = 0
@@ -109,7 +109,7 @@ class Counts:
 
     @classmethod
     def none(cls, width: int) -> Counts:
-        """Nothing yet, for drafts of at most `width` tokens."""
+        """No work, for drafts of at most `width` tokens."""
         empty = [0] * (width + 2)
         return cls(empty[:], empty[:], empty[:])
 
@@ -134,14 +134,14 @@ class Counts:
         )
 
     def __add__(self, other: Counts) -> Counts:
-        def both(mine: list[int], theirs: list[int]) -> list[int]:
+        def added(mine: list[int], theirs: list[int]) -> list[int]:
             longer, shorter = sorted((mine, theirs), key=len, reverse=True)
             return [n + (shorter[i] if i < len(shorter) else 0) for i, n in enumerate(longer)]
 
         return Counts(
-            both(self.draft_calls, other.draft_calls),
-            both(self.verify_calls, other.verify_calls),
-            both(self.verified, other.verified),
+            added(self.draft_calls, other.draft_calls),
+            added(self.verify_calls, other.verify_calls),
+            added(self.verified, other.verified),
             self.exits + other.exits,
             self.gathers + other.gathers,
             self.steps + other.steps,
@@ -152,7 +152,7 @@ class Counts:
 
 @dataclass
 class Exits:
-    """What every exit says after every prefix that some setting comes to, asked when needed.
+    """Outputs of every exit after every prefix that a setting reaches, computed when needed.
 
     With sampling, a text stands for itself: that a token was drafted there is drawn from the chance
     that the standard rule would have kept it, and a miss from the rest of the exit's distribution.
@@ -160,9 +160,9 @@ class Exits:
 
     Args:
         rows: a runtime of its own for this (its rows are the texts, from now on).
-        heads: what turns shallow hidden states into logits.
-        layers: exit layers to ask, rising, each with a head.
-        texts: what the target wrote.
+        heads: from shallow hidden states to logits.
+        layers: exit layers, rising, each with a head.
+        texts: the target's outputs.
         seed: of the drafts that are sampled.
 
     Raises:
@@ -174,51 +174,51 @@ class Exits:
     layers: tuple[int, ...]
     texts: Sequence[Text]
     seed: int = 0
-    asked: int = field(default=0, init=False)
+    prefixes: int = field(default=0, init=False)
     """Prefixes that were run."""
-    _kept: dict[tuple[int, int, tuple[int, ...]], Said] = field(default_factory=dict, init=False)
+    _memo: dict[tuple[int, int, tuple[int, ...]], Output] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.rows.lengths:
             raise SettingError("the exits need a runtime of their own; this one has rows")
         for first in range(0, len(self.texts), JOINED):
-            some = self.texts[first : first + JOINED]
-            self.rows.read([t.prompt for t in some], max(len(t.output) for t in some) + 1)
+            group = self.texts[first : first + JOINED]
+            self.rows.read([t.prompt for t in group], max(len(t.output) for t in group) + 1)
 
-    def after(self, text: int, place: int, wrong: tuple[int, ...] = ()) -> Said:
-        """What the exits say after `place` tokens of a text's output and some not of it."""
-        key = (text, place, wrong)
-        said = self._kept.get(key)
-        if said is None:
-            said = self._kept[key] = self._ask(*key)
-        return said
+    def after(self, text: int, position: int, wrong: tuple[int, ...] = ()) -> Output:
+        """What the exits say after `position` tokens of a text's output and some not of it."""
+        key = (text, position, wrong)
+        outputs = self._memo.get(key)
+        if outputs is None:
+            outputs = self._memo[key] = self._ask(*key)
+        return outputs
 
     @torch.inference_mode()
-    def _ask(self, text: int, place: int, wrong: tuple[int, ...]) -> Said:
+    def _ask(self, text: int, position: int, wrong: tuple[int, ...]) -> Output:
         """Take one token up through all exit layers; earlier ones mostly stand there already."""
         of = self.texts[text]
         greedy = of.sampling.greedy
-        known = not wrong and place < len(of.output)
-        context = [*of.prompt, *of.output[:place], *wrong]
+        committed = not wrong and position < len(of.output)
+        context = [*of.prompt, *of.output[:position], *wrong]
         contexts: list[Sequence[int] | None] = [None] * len(self.texts)
         contexts[text] = context
         access = layers_of(self.rows).access
-        found: list[torch.Tensor] = []
-        own: list[torch.Tensor] = []
+        exit_logits: list[torch.Tensor] = []
+        target_logits: list[torch.Tensor] = []
 
         def stay(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
             if layer == access.layers:
-                own.append(access.logits(hidden))
+                target_logits.append(access.logits(hidden))
             else:
-                found.append(self.heads.logits(layer, hidden))
+                exit_logits.append(self.heads.logits(layer, hidden))
             return [False]
 
-        # What the target itself says is needed to draw whether it would have kept a sampled token.
-        last = (access.layers,) if known and not greedy else ()
+        # The target's own logits are needed to draw whether it would have kept a sampled token.
+        last = (access.layers,) if committed and not greedy else ()
         layers_of(self.rows).climb(self.rows.lengths, contexts, (*self.layers, *last), stay)
-        self.asked += 1
-        logits = torch.cat(found)
-        processed = self._processed(of, context, torch.cat([self._spread(logits), *own]))
+        self.prefixes += 1
+        logits = torch.cat(exit_logits)
+        processed = self._processed(of, context, torch.cat([self._spread(logits), *target_logits]))
         if greedy:
             tokens = processed.argmax(-1)
         else:
@@ -227,19 +227,19 @@ class Exits:
             keep, pick = torch.from_numpy(coins).to(logits.device)
             chance = processed.double().softmax(-1)
             draft = chance[: len(self.layers)]
-            if known:
-                tokens = _reversed(draft, chance[-1], of.output[place], keep, pick)
+            if committed:
+                tokens = _reversed(draft, chance[-1], of.output[position], keep, pick)
             else:
                 tokens = sample(draft, pick.expand(len(draft)))
-        return Said(tokens.tolist(), self._sure(logits))
+        return Output(tokens.tolist(), self._sure(logits))
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """`(n, V)` logits: −inf for tokens that the heads cannot say."""
+        """`(n, V)` logits: −inf for tokens outside the heads' vocabulary."""
         if self.heads.tokens is None:
             return logits
-        everything = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
-        everything[:, self.heads.tokens] = logits
-        return everything
+        full = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
+        full[:, self.heads.tokens] = logits
+        return full
 
     def _processed(self, of: Text, context: list[int], logits: torch.Tensor) -> torch.Tensor:
         """`(n, V)` logits as the engine processes them for the token after `context`."""
@@ -270,16 +270,16 @@ def _reversed(
     Args:
         draft: `(exit layers, V)` distributions.
         target: `(V,)` distribution.
-        token: what was committed.
+        token: the committed one.
         keep: coin that decides whether it had been drafted.
-        pick: coin that draws what else was.
+        pick: coin that draws the token drafted otherwise.
     """
-    kept = keep * target[token] < draft[:, token]
-    rest = (draft - target).clamp(min=0)
+    drafted = keep * target[token] < draft[:, token]
+    residual = (draft - target).clamp(min=0)
     # Rounding may leave nothing that was rejected: then the token had been drafted.
-    kept |= rest.sum(-1) <= 0
-    rest[kept] = draft[kept]
-    return torch.where(kept, token, sample(rest, pick.expand(len(draft))))
+    drafted |= residual.sum(-1) <= 0
+    residual[drafted] = draft[drafted]
+    return torch.where(drafted, token, sample(residual, pick.expand(len(draft))))
 
 
 def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:
@@ -289,15 +289,15 @@ def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:
         SettingError: an exit layer or an annealing that was not recorded.
     """
     try:
-        asked = [exits.layers.index(layer) for layer in setting.layers]
+        indices = [exits.layers.index(layer) for layer in setting.layers]
         anneal = ANNEALS.index(setting.anneal)
     except ValueError as error:
         raise SettingError(f"{setting.spec()} cannot be replayed: {error}") from error
-    place, end = 0, len(exits.texts[text].output)
-    while place < end:
-        counts = _round(exits, text, place, setting, asked, anneal)
+    position, end = 0, len(exits.texts[text].output)
+    while position < end:
+        counts = _round(exits, text, position, setting, indices, anneal)
         yield counts
-        place += counts.accepted + 1
+        position += counts.accepted + 1
 
 
 def total(exits: Exits, text: int, setting: Setting) -> Counts:
@@ -306,25 +306,25 @@ def total(exits: Exits, text: int, setting: Setting) -> Counts:
 
 
 def _round(
-    exits: Exits, text: int, place: int, setting: Setting, asked: list[int], anneal: int
+    exits: Exits, text: int, position: int, setting: Setting, indices: list[int], anneal: int
 ) -> Counts:
-    """Draft and verify after `place` tokens of the output."""
+    """Draft and verify after `position` tokens of the output."""
     of, counts = exits.texts[text], Counts.none(setting.width)
-    budget = of.sampling.max_new_tokens - place - 1
-    context = exits.rows.limit - 1 - len(of.prompt) - place
+    budget = of.sampling.max_new_tokens - position - 1
+    context = exits.rows.limit - 1 - len(of.prompt) - position
     # A text's first round comes without a draft: its pass reads the prompt.
-    limit = max(0, min(setting.width, budget, context)) if place else 0
+    limit = max(0, min(setting.width, budget, context)) if position else 0
     depths: list[int] = []
     wrong: tuple[int, ...] = ()
     while counts.drafted < limit:
-        at = place + counts.accepted
-        said = exits.after(text, at, wrong)
+        at = position + counts.accepted
+        outputs = exits.after(text, at, wrong)
         depths.append(0)
         counts.steps += 1
-        exit_ = _climb(counts, depths, setting, said.sure[asked, anneal])
+        exit_ = _climb(counts, depths, setting, outputs.sure[indices, anneal])
         if exit_ is None:
             break
-        token = said.tokens[asked[exit_]]
+        token = outputs.tokens[indices[exit_]]
         counts.drafted += 1
         if not wrong and at < len(of.output) and token == of.output[at]:
             counts.accepted += 1

@@ -60,7 +60,7 @@ class Shape:
     Args:
         layers: L.
         projection: one projection onto the vocabulary.
-        exit_projection: one projection at an exit, cheaper if its head says few tokens.
+        exit_projection: one projection at an exit, cheaper if its head has a small vocabulary.
         widening: what each further token adds to a layer or projection it shares; 0 where reading
             the weights is all that costs, as on a GPU at batch 1.
     """
@@ -72,20 +72,20 @@ class Shape:
 
     @classmethod
     def of(
-        cls, layers: int, hidden: int, inner: int, vocab: int, keys: float = 1.0, said: int = 0
+        cls, layers: int, hidden: int, inner: int, vocab: int, keys: float = 1.0, head: int = 0
     ) -> Shape:
         """The shape of a gated transformer, costs by its weights.
 
         Args:
             layers, hidden, inner, vocab: L, H, the inner size of the feed-forward part, V.
             keys: heads of keys and values over heads of queries.
-            said: tokens an exit head can say; 0: all V.
+            head: vocabulary of an exit head; 0: all V.
 
         >>> Shape.of(32, 4096, 11008, 32000).projection < 0.65
         True
         """
         layer = (2 + 2 * keys) * hidden**2 + 3 * hidden * inner
-        return cls(layers, hidden * vocab / layer, hidden * (said or vocab) / layer)
+        return cls(layers, hidden * vocab / layer, hidden * (head or vocab) / layer)
 
     def plain(self) -> float:
         """One token of plain decoding, in layers."""
@@ -104,5 +104,5 @@ class Shape:
             exits: projections at exits (`Work.exit_projections`).
         """
         run = calls + self.widening * (passes - calls)
-        said = rounds + self.widening * (projections - rounds)
-        return run + self.projection * said + self.exit_projection * exits
+        calls_projected = rounds + self.widening * (projections - rounds)
+        return run + self.projection * calls_projected + self.exit_projection * exits

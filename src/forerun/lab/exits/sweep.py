@@ -23,7 +23,7 @@ WIDTH = 12
 GRID = tuple(round(0.05 * step, 2) for step in range(21))
 """Thresholds shown around the best setting."""
 POLISHED = 40
-"""Most steps from the best trial to a setting that no single change improves."""
+"""Most steps of the local search from the best trial."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Search:
 
     Args:
         exits: of the texts.
-        costs: what counts cost.
+        costs: of the counted work.
         width: most tokens per round that are tried.
     """
 
@@ -70,10 +70,10 @@ class Search:
 
     def top(self, count: int) -> list[Setting]:
         """The best settings that differ in more than threshold and annealing, best first."""
-        found: dict[tuple[tuple[int, ...], int], Setting] = {}
+        settings: dict[tuple[tuple[int, ...], int], Setting] = {}
         for setting in sorted(self.scores, key=self.scores.__getitem__, reverse=True):
-            found.setdefault((setting.layers, setting.width), setting)
-        return list(found.values())[:count]
+            settings.setdefault((setting.layers, setting.width), setting)
+        return list(settings.values())[:count]
 
     def run(
         self, budget: int, seed: int = 0, tell: Callable[[int, int], None] | None = None
@@ -130,12 +130,12 @@ class Search:
             yield {"deepest": deepest, "threshold": 0.5, "anneal": 0, "width": width, **alone}
 
     def _around(self, of: Setting) -> list[Setting]:
-        """Settings that differ in one thing."""
+        """Settings that differ in one parameter."""
         near = {round(of.threshold + step / 100, 2) for step in (-10, -5, -2, -1, 1, 2, 5, 10)}
-        found = [replace(of, threshold=t) for t in sorted(near) if 0 <= t <= 1]
-        found += [s for _, s in self.changes(of, "anneal")]
-        found += [s for _, s in self.changes(of, "width")]
-        return found + [s for name in ("depth", "layers") for _, s in self.changes(of, name)]
+        settings = [replace(of, threshold=t) for t in sorted(near) if 0 <= t <= 1]
+        settings += [s for _, s in self.changes(of, "anneal")]
+        settings += [s for _, s in self.changes(of, "width")]
+        return settings + [s for name in ("depth", "layers") for _, s in self.changes(of, name)]
 
     def changes(self, of: Setting, name: str) -> list[tuple[float | int | str, Setting]]:
         """Values of one parameter with the rest as it is; of `layers`, each one left out or added.
@@ -158,11 +158,11 @@ class Search:
             out: list[tuple[float | int | str, Setting]] = []
             for layer in every:
                 if layer not in of.layers:
-                    more = tuple(sorted((*of.layers, layer)))
-                    out.append((f"+{layer}", replace(of, layers=more)))
+                    added = tuple(sorted((*of.layers, layer)))
+                    out.append((f"+{layer}", replace(of, layers=added)))
                 elif len(of.layers) > 1:
-                    less = tuple(n for n in of.layers if n != layer)
-                    out.append((f"-{layer}", replace(of, layers=less)))
+                    removed = tuple(n for n in of.layers if n != layer)
+                    out.append((f"-{layer}", replace(of, layers=removed)))
             return out
         raise SettingError(f"no parameter {name!r}")
 
@@ -214,21 +214,21 @@ def confirm(
         rows: a runtime for early exits of the same model, without rows.
         heads: of the exits.
         search: where the settings come from.
-        settings: a few.
-        tell: told what is done, of how much.
+        settings: those to time, a few.
+        tell: called with the runs done and their number.
 
     Raises:
         SettingError: no text lasted for more than a round.
     """
     texts = search.exits.texts
     methods = [None, *settings]
-    made = [model, *(speculating(model, rows, heads, s) for s in settings)]
+    models = [model, *(speculating(model, rows, heads, s) for s in settings)]
     runs: list[list[Timed]] = []
     for number, text in enumerate(texts):
         row: list[Timed | None] = [None] * len(methods)
         for step in range(len(methods)):
             at = (step + number) % len(methods)  # no method always follows the same one
-            row[at] = timed(made[at], text, methods[at])
+            row[at] = timed(models[at], text, methods[at])
             if tell is not None:
                 tell(number * len(methods) + step + 1, len(texts) * len(methods))
         runs.append([done for done in row if done is not None])
@@ -236,16 +236,16 @@ def confirm(
     out = []
     for at, setting in enumerate(settings, start=1):
         pairs = [(row[0].pace, row[at].pace) for row in runs]
-        both = [(slow, own) for slow, own in pairs if slow is not None and own is not None]
-        if not both:
+        paces = [(slow, own) for slow, own in pairs if slow is not None and own is not None]
+        if not paces:
             raise SettingError("the texts end within a round; give prompts with longer answers")
         done = [row[at].completion for row in runs]
         out.append(
             Confirmed(
                 setting,
                 search.score(setting),
-                geometric([slow[0] / own[0] for slow, own in both]),
-                geometric([slow[1] / own[1] for slow, own in both]),
+                geometric([slow[0] / own[0] for slow, own in paces]),
+                geometric([slow[1] / own[1] for slow, own in paces]),
                 sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done),
                 sum(c.tokens == p.tokens for c, p in zip(done, plain, strict=True)),
             )
@@ -254,7 +254,7 @@ def confirm(
 
 
 def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None:
-    """What `specbound` does without settings.
+    """The setting of `specbound` without arguments.
 
     Args:
         layers: that have a head.
@@ -294,7 +294,7 @@ def load_optuna() -> Any:
 
 
 def written(model: Model, prompts: Iterable[tuple[list[int], Sampling]]) -> Iterator[Text]:
-    """What the model itself writes on prompts: token ids and sampling of each."""
+    """The model's own texts on prompts, given as token ids and sampling."""
     for ids, sampling in prompts:
         done = model.generate([ids], sampling=sampling, plain=True)[0]
         eos = model.eos if sampling.eos is None else frozenset(sampling.eos)

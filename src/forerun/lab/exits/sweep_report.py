@@ -1,4 +1,4 @@
-"""What a sweep found, as a document and as a settings file."""
+"""Results of a sweep, as a document and as a settings file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 8
 
 
 def save(path: str, setting: Setting, exits: str | None, about: Mapping[str, Any]) -> None:
-    """Write the settings file: what `generate` is to be run with, wherever it is run."""
+    """Write the settings file: for `generate`, on any machine."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "controller": f"fixed({setting.width})",
@@ -41,7 +41,7 @@ def document(
 ) -> dict[str, Any]:
     """What `sweep specbound` prints: the fastest settings, and what changes of them would do."""
     parts = search.costs.parts(search.counts(live[0].setting))
-    whole = sum(parts.values())
+    total = sum(parts.values())
     return {
         "schema": SCHEMA,
         "draft": live[0].setting.spec(exits),
@@ -52,14 +52,14 @@ def document(
         ],
         "confirmed": [c.to_json(exits) for c in live],
         "untuned": None if untuned is None else untuned.spec(exits),
-        "time": {name: round(seconds / whole, 4) for name, seconds in parts.items()},
+        "time": {name: round(seconds / total, 4) for name, seconds in parts.items()},
         "sensitivity": {
             name: [[value, round(score, 4)] for value, score in values]
             for name, values in search.sensitivity(live[0].setting).items()
         },
         "costs_ms": search.costs.to_json(),
         "tried": len(search.scores),
-        "prefixes": search.exits.asked,
+        "prefixes": search.exits.prefixes,
         "about": {
             **about,
             "settings": live[0].setting.settings(),
