@@ -614,8 +614,8 @@ class TestPage:
         assert (plot.name, warning in plot.caption) == ("speedup", True)
         assert warning in plot.figure.get_supxlabel()
         assert "Some figures rest on 1 measurement only" in made[3]
-        assert plots._few([6, 60]) == ""
-        assert "1 measurement only" in plots._few([1])
+        assert plots._few_measured([6, 60]) == ""
+        assert "1 measurement only" in plots._few_measured([1])
 
     def test_plain_alone(self):
         found = document(**{PLAIN: dict.fromkeys(KEYS, 1.0)})

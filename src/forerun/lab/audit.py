@@ -1,9 +1,9 @@
-"""Is a greedy output that differs a floating-point near-tie, or a bug?
+"""Classifies differences of greedy outputs: a floating-point near-tie, or a bug.
 
 A verify pass multiplies matrices of another shape than a one-token pass, so the same logits come
 out a few roundings apart. Where the two best tokens are closer than that, either may win and the
-texts part. That is all that may ever differ: `explain` recomputes both, `audit` looks for such
-places.
+texts differ from there on. No other difference is correct: `explain` recomputes both logits,
+`audit` looks for differences.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ CEILING_WIDE = 128.0
 """The same in float32 and above, where long sums round as coarsely as their results: 5.5 apart for
 the shipped pair, and growing with width and depth."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 512)
-"""Tokens fed in one pass to recompute a place; all of a context that is shorter."""
+"""Tokens fed in one pass to recompute a position; all of a context that is shorter."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two greedy outputs of one prompt part."""
+    """The first position at which two greedy outputs of one prompt differ."""
 
     position: int
     """Output tokens the two have in common."""
     tokens: tuple[int | None, int | None]
-    """What each went on with; None where it ended."""
+    """The next token of each; None where it ended."""
     margin: float
     """Smallest gap between the logits of the two tokens, over the shapes recomputed."""
     bound: float
@@ -52,7 +52,7 @@ class Difference:
     never less than rounding the largest logit in the model's dtype."""
     near_tie: bool
     spread: float = 0.0
-    """How much the difference of the two logits really moved between the shapes."""
+    """How much the difference of the two logits moved between the shapes."""
     ceiling: float = inf
     """Most that roundings can move it; a larger `spread` is a bug, whatever the margin."""
 
@@ -137,7 +137,7 @@ def explain(
 
 
 class _Transform:
-    """A request's penalties and biases at one place."""
+    """A request's penalties and biases at one position."""
 
     def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
         self.context, self.prompt = context, prompt
@@ -171,7 +171,7 @@ def _precision(target: Any) -> tuple[float, float]:
 
 
 class Kind(StrEnum):
-    """What became of one comparison."""
+    """The outcome of one comparison."""
 
     IDENTICAL = "identical"
     NEAR_TIE = "near-tie"
@@ -200,18 +200,18 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 
 def checks(batch_size: int = 1, peers: Sequence[Peer] = ()) -> list[tuple[str, str]]:
     """What `audit` compares for each prompt: (check, against)."""
-    found = [(SPECULATIVE, PLAIN)]
+    pairs = [(SPECULATIVE, PLAIN)]
     if batch_size > 1:
-        found += [
+        pairs += [
             (_together(SPECULATIVE, batch_size), PLAIN),
             (_together(PLAIN, batch_size), PLAIN),
         ]
     names = [peer.name for peer in peers]
     for peer in peers:
-        found.append((peer.name, PLAIN))
+        pairs.append((peer.name, PLAIN))
         if peer.plain in names:
-            found.append((peer.name, peer.plain))
-    return found
+            pairs.append((peer.name, peer.plain))
+    return pairs
 
 
 def audit(
@@ -267,10 +267,10 @@ def audit(
 
 def check_lossless(rule: str | AcceptanceRule) -> None:
     """Raise `SettingError` if a rule may change the text."""
-    made = RULES.make(rule)
-    if not made.lossless:
+    keep = RULES.make(rule)
+    if not keep.lossless:
         raise SettingError(
-            f"an audit is for lossless rules, and {RULES.text(made)} changes the text on purpose; "
+            f"an audit is for lossless rules, and {RULES.text(keep)} changes the text on purpose; "
             "how much is told by the drift meter, drift_mean and drift_max of a generation's stats"
         )
 
@@ -304,9 +304,9 @@ class _Auditor:
     peers: Sequence[Peer]
 
     def run(self) -> Iterator[Comparison]:
-        everything = range(len(self.prompts))
-        for start in everything[:: self.batch_size]:
-            group = everything[start : start + self.batch_size]
+        indices = range(len(self.prompts))
+        for start in indices[:: self.batch_size]:
+            group = indices[start : start + self.batch_size]
             outputs: dict[int, list[int]] = {}
             for prompt in group:
                 outputs[prompt] = self._decode([prompt], plain=True)[0]
@@ -325,10 +325,11 @@ class _Auditor:
                     )
 
     def _peers(self, prompt: int, plain: list[int]) -> Iterator[Comparison]:
-        how = self.samplings[prompt]
+        sampling = self.samplings[prompt]
         texts = {PLAIN: plain}
         for peer in self.peers:
-            done = peer.generate([self.prompts[prompt]], how.max_new_tokens, how.repetition_penalty)
+            limits = sampling.max_new_tokens, sampling.repetition_penalty
+            done = peer.generate([self.prompts[prompt]], *limits)
             texts[peer.name] = done.tokens[0]
         for check, against in checks(peers=self.peers)[1:]:
             yield self._compare(
@@ -358,6 +359,6 @@ class _Auditor:
     ) -> Comparison:
         if a == b:
             return Comparison(prompt, check, against, (a, b), Kind.IDENTICAL)
-        found = explain(self.model, self.prompts[prompt], a, b, self.samplings[prompt], rows)
-        kind = Kind.NEAR_TIE if found.near_tie else otherwise
-        return Comparison(prompt, check, against, (a, b), kind, found)
+        difference = explain(self.model, self.prompts[prompt], a, b, self.samplings[prompt], rows)
+        kind = Kind.NEAR_TIE if difference.near_tie else otherwise
+        return Comparison(prompt, check, against, (a, b), kind, difference)

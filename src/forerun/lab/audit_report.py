@@ -1,4 +1,4 @@
-"""What an audit found: counts, a line, and the document with every difference."""
+"""Results of an audit: counts, a line, and the document with every difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMA = 1
 AROUND = 16
 """Tokens of common text shown before a difference."""
 ONWARD = 4
-"""Tokens shown of how each goes on."""
+"""Tokens shown of each continuation."""
 
 
 class Text(Protocol):
@@ -34,7 +34,7 @@ class Text(Protocol):
 
 
 def summary(comparisons: Iterable[Comparison]) -> str:
-    """`n of m identical, k near-ties, b bugs`, and what peers differ in if they do.
+    """`n of m identical, k near-ties, b bugs`, and the peers' differences if there are any.
 
     >>> summary([])
     '0 of 0 identical, 0 near-ties, 0 bugs'
@@ -50,7 +50,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def around(model: Model, row: Text, comparison: Comparison) -> tuple[str, tuple[str, str]]:
-    """The common text before a difference, and how each of the two goes on."""
+    """The common text before a difference, and the two continuations."""
     assert comparison.difference is not None
     at = comparison.difference.position
     before = [*row.ids, *comparison.outputs[0][:at]][-AROUND:]
@@ -75,9 +75,9 @@ def document(
     """The JSON document; `outputs` stand with differences only.
 
     Args:
-        model: tells the text of tokens.
+        model: its tokenizer decodes the tokens.
         rows: the prompts, in their order.
-        done: the comparisons that were made.
+        done: the comparisons made.
         complete: whether these are all.
         settings: how they were made.
     """
@@ -87,7 +87,7 @@ def document(
         "summary": summary(done),
         **counts(done),
         "checks": _by_check(done),
-        "differences": [_told(model, rows, c) for c in done if c.difference is not None],
+        "differences": [_described(model, rows, c) for c in done if c.difference is not None],
         "settings": dict(settings),
         "versions": versions(),
     }
@@ -117,10 +117,10 @@ def _by_check(done: Sequence[Comparison]) -> list[dict[str, Any]]:
     ]
 
 
-def _told(model: Model, rows: Sequence[Text], comparison: Comparison) -> dict[str, Any]:
+def _described(model: Model, rows: Sequence[Text], comparison: Comparison) -> dict[str, Any]:
     assert comparison.difference is not None
     row = rows[comparison.prompt]
-    common, ways = around(model, row, comparison)
+    common, onward = around(model, row, comparison)
     return {
         "family": row.family,
         "id": row.id,
@@ -129,6 +129,6 @@ def _told(model: Model, rows: Sequence[Text], comparison: Comparison) -> dict[st
         "kind": comparison.kind.value,
         **comparison.difference.to_json(),
         "reason": comparison.difference.reason,
-        "text": {"before": common, "onward": list(ways)},
+        "text": {"before": common, "onward": list(onward)},
         "outputs": [list(output) for output in comparison.outputs],
     }

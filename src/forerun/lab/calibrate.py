@@ -26,7 +26,7 @@ ELEMENTS = 1 << 25
 
 @dataclass(frozen=True)
 class Entropies:
-    """How unsure a model was over some steps, in nats."""
+    """Statistics of a model's entropy over steps, in nats."""
 
     steps: int
     mean: float
@@ -51,7 +51,7 @@ class Entropies:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `easd` found."""
+    """Result of `easd`."""
 
     entropy: float
     """τ_H in nats: the mean of the highest `top` target entropies."""
@@ -79,11 +79,11 @@ class Calibration:
         return {"method": "easd", "rule": self.rule, **asdict(self)}
 
 
-def document(found: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `calibrate easd` prints and saves; `settings` says how it was found."""
+def document(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `calibrate easd` prints and saves; `settings` are its inputs."""
     return {
         "schema": SCHEMA,
-        **found.to_json(),
+        **calibration.to_json(),
         "settings": dict(settings),
         "versions": versions(),
     }
@@ -114,7 +114,7 @@ def easd(
         batch_size: prompts decoded together.
         target_only: leave the drafter's entropies out, for `easd(overlap=0, draft_entropy=False)`.
             So it is, too, without a drafter.
-        progress: told the phase, ``"decoding"`` or ``"reading"``, and how many prompts it has done.
+        progress: called with the phase, ``"decoding"`` or ``"reading"``, and the prompts done.
 
     Raises:
         PromptError: no prompts, or one that is empty or does not fit.
@@ -140,15 +140,15 @@ def easd(
         tell("reading", done)
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
-    made = Calibration(threshold, share, top, len(prompts), Entropies.of(target), None, None)
+    calibration = Calibration(threshold, share, top, len(prompts), Entropies.of(target), None, None)
     if alone:
-        return made
+        return calibration
     draft = torch.cat(of_draft)
-    known = ~draft.isnan()
-    if not known.any():
+    read = ~draft.isnan()
+    if not read.any():
         raise PromptError("no prompt fits the draft's context; use shorter ones")
-    both = ((target > threshold) & (draft > threshold))[known].double().mean().item()
-    return replace(made, draft=Entropies.of(draft[known]), both=both)
+    both = ((target > threshold) & (draft > threshold))[read].double().mean().item()
+    return replace(calibration, draft=Entropies.of(draft[read]), both=both)
 
 
 def _check(model: Model, prompts: Sequence[Prompt], share: float, alone: bool) -> None:
@@ -176,10 +176,10 @@ def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:
 
 def quantile(ranked: Sequence[float], q: float) -> float:
     """Of values in ascending order, interpolated between two neighbours."""
-    place = q * (len(ranked) - 1)
-    low = math.floor(place)
+    position = q * (len(ranked) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+    return ranked[low] + (ranked[high] - ranked[low]) * (position - low)
 
 
 Text = tuple[list[int], list[int]]
@@ -220,24 +220,24 @@ def _of_target(target: Rows, texts: list[Text]) -> torch.Tensor:
     pieces = [[prompt[-1], *output[:-1]] for prompt, output in texts]
     longest = max(map(len, pieces))
     width = max(1, ELEMENTS // (len(texts) * target.vocab_size))
-    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    entropies: list[list[torch.Tensor]] = [[] for _ in texts]
     try:
         target.read([prompt for prompt, _ in texts], longest)
         for start in range(0, longest, width):
             parts = [piece[start : start + width] for piece in pieces]
             logits = target.feed(parts)
             for row, part in enumerate(parts):
-                found[row].append(_entropy(logits[row, : len(part)]))
+                entropies[row].append(_entropy(logits[row, : len(part)]))
     finally:
         target.keep([])
-    return torch.cat([values for row in found for values in row])
+    return torch.cat([values for row in entropies for values in row])
 
 
 @torch.inference_mode()
 def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
     """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
     longest = max(len(output) for _, output in texts)
-    found = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
+    entropies = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
     try:
         drafter.join([prompt for prompt, _ in texts], longest)
         for step in range(longest):
@@ -252,10 +252,10 @@ def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
                 break
             logits = drafter.step(contexts, None).logits
             assert logits is not None, "the drafter has a distribution"
-            found[rows, step] = _entropy(logits[rows])
+            entropies[rows, step] = _entropy(logits[rows])
     finally:
         drafter.keep([])
-    return torch.cat([found[row, : len(output)] for row, (_, output) in enumerate(texts)])
+    return torch.cat([entropies[row, : len(output)] for row, (_, output) in enumerate(texts)])
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:

@@ -56,10 +56,10 @@ def identity(runtime: Rows) -> dict[str, Any]:
     name = runtime.facts.name
     folder = _folder(name)
     shipped = folder is not None and folder in (zoo.TARGET, zoo.DRAFT)
-    said = "shipped" if shipped else (Path(name).name if Path(name).is_dir() else name)
+    shown = "shipped" if shipped else (Path(name).name if Path(name).is_dir() else name)
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     if folder is None or not files:
-        return {"name": said or "unnamed", "sha256": None, "hashed": None}
+        return {"name": shown or "unnamed", "sha256": None, "hashed": None}
     hashed = "weights"
     if sum(file.stat().st_size for file in files) > HASHED:
         files, hashed = [folder / "config.json", files[0]], "config and first shard"
@@ -67,7 +67,7 @@ def identity(runtime: Rows) -> dict[str, Any]:
     for path in files:
         with path.open("rb") as file:
             digest.update(file_digest(file, "sha256").digest())
-    return {"name": said, "sha256": digest.hexdigest(), "hashed": hashed}
+    return {"name": shown, "sha256": digest.hexdigest(), "hashed": hashed}
 
 
 def _folder(name: str) -> Path | None:

@@ -64,14 +64,14 @@ class Results:
             "samples": [],
         }
         if (folder / FILE).is_file():
-            found = load(folder)
-            if _ground(found) != _ground(json.loads(json.dumps(document))):
+            previous = load(folder)
+            if _identity(previous) != _identity(json.loads(json.dumps(document))):
                 raise SettingError(
                     f"{folder} holds the results of other settings, methods, models or versions; "
                     "name another folder"
                 )
-            document["samples"] = found["samples"]
-            document["provenance"] = [*found["provenance"], provenance]
+            document["samples"] = previous["samples"]
+            document["provenance"] = [*previous["provenance"], provenance]
         return cls(folder, document)
 
     @property
@@ -99,7 +99,7 @@ class Results:
             self.write()
 
     def skip(self, name: str, reason: str) -> None:
-        """Leave a method out from now on, and what it measured so far."""
+        """Leave a method out from now on, and drop its samples."""
         doc = self.document
         doc["skipped"].append({"name": name, "reason": reason})
         doc["samples"] = [s for s in doc["samples"] if s["method"] != name]
@@ -137,7 +137,7 @@ def measure(
         work: the groups, in the order they run.
         methods: the first is plain decoding.
         greedy: outputs are expected to equal plain decoding's.
-        tell: told the runs done and their total.
+        tell: called with the runs done and their total.
     """
     done = results.done
     todo = [g for g in work if g.key not in done]
@@ -150,14 +150,14 @@ def measure(
                 _warm_up(results, group, active)
                 warm.add(group.batch)
             able = _able(active, group.batch)
-            found: dict[str, Run] = {}
+            finished: dict[str, Run] = {}
             for step in range(len(able)):
                 method = able[(step + turn) % len(able)]
                 run = _try(results, method, group.tasks, active)
                 if run is not None:
-                    found[method.name] = run
+                    finished[method.name] = run
                 runs.advance()
-            ordered = {m.name: found[m.name] for m in active if m.name in found}
+            ordered = {m.name: finished[m.name] for m in active if m.name in finished}
             results.add(group, ordered, greedy)
         results.document["complete"] = True
     finally:
@@ -186,11 +186,11 @@ def load(path: str | Path) -> dict[str, Any]:
     return document
 
 
-def _ground(document: dict[str, Any]) -> list[Any]:
-    """What must not change for a run to go on."""
-    made = document["provenance"][-1]
-    kept = [made.get(name) for name in ("target", "draft", "versions", "device", "dtype")]
-    return [document["settings"], document["methods"], *kept]
+def _identity(document: dict[str, Any]) -> list[Any]:
+    """The parts of a document that must be equal for a run to be continued."""
+    newest = document["provenance"][-1]
+    fixed = [newest.get(name) for name in ("target", "draft", "versions", "device", "dtype")]
+    return [document["settings"], document["methods"], *fixed]
 
 
 def _able(methods: Sequence[Method], batch: int) -> list[Method]:
@@ -228,8 +228,8 @@ class _Progress:
         methods: Sequence[Method],
         tell: Callable[[int, int], None],
     ) -> None:
-        def count(some: Sequence[Group]) -> int:
-            return sum(len(_able(methods, g.batch)) for g in some)
+        def count(groups: Sequence[Group]) -> int:
+            return sum(len(_able(methods, g.batch)) for g in groups)
 
         self._tell, self._total = tell, count(work)
         self._done = self._total - count(todo)

@@ -42,7 +42,7 @@ class Group:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes it the same group in another run."""
+        """Identifies the group in another run."""
         return (self.batch, self.family, *(t.id for t in self.tasks))
 
 
@@ -132,8 +132,8 @@ class Ours:
         )
         seconds = time.perf_counter() - began
         lengths: dict[int, int] = {}
-        for kept in (r.accepted for c in done for r in c.rounds):
-            lengths[kept] = lengths.get(kept, 0) + 1
+        for accepted in (r.accepted for c in done for r in c.rounds):
+            lengths[accepted] = lengths.get(accepted, 0) + 1
         return Run(
             seconds,
             [c.tokens for c in done],
@@ -198,18 +198,18 @@ def groups(tasks: Sequence[Task], batches: Sequence[int]) -> list[Group]:
     families: dict[str, list[Task]] = {}
     for task in tasks:
         families.setdefault(task.family, []).append(task)
-    made = []
+    out = []
     for batch in batches:
-        for family, some in families.items():
-            if len(some) < batch:
+        for family, own in families.items():
+            if len(own) < batch:
                 raise PromptError(
-                    f"{len(some)} prompts of {family} do not fill a batch of {batch}; "
+                    f"{len(own)} prompts of {family} do not fill a batch of {batch}; "
                     f"give at least {batch} per family (`prompts`), or a smaller `batch`"
                 )
-        most = max(len(some) for some in families.values()) // batch
+        most = max(len(own) for own in families.values()) // batch
         for turn in range(most):  # what does not fill a batch is left out
-            for family, some in families.items():
-                part = tuple(some[turn * batch : (turn + 1) * batch])
+            for family, own in families.items():
+                part = tuple(own[turn * batch : (turn + 1) * batch])
                 if len(part) == batch:
-                    made.append(Group(batch, family, part))
-    return made
+                    out.append(Group(batch, family, part))
+    return out

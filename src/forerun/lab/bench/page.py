@@ -36,7 +36,7 @@ p, li { max-width: 48rem; }
 .muted, figcaption { color: var(--muted); font-size: .9rem; }
 .lead { font-size: 1.1rem; }
 .scroll { overflow-x: auto; margin: .4rem 0 1rem; }
-.told { margin: .6rem 0 0; }
+.caption { margin: .6rem 0 0; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .6rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; vertical-align: top; }
@@ -99,29 +99,29 @@ def render(document: Document, cells: Sequence[Cell], drawn: Sequence[Plot]) -> 
     """The whole page."""
     first = min(report.batches(document))
     figures = {plot.name: plot for plot in drawn}
-    one = [c for c in cells if c.batch == first]
+    smallest = [c for c in cells if c.batch == first]
     parts = [
-        _section("Overall", _overall(document, one, first)),
-        _section("Per family", _families(document, one), _figure(figures.get("speedup"))),
+        _section("Overall", _overall(document, smallest, first)),
+        _section("Per family", _families(document, smallest), _figure(figures.get("speedup"))),
         _section("Against other implementations", _peers(document, first)),
         _section("Per prompt", _figure(figures.get("prompts"))),
         _section("How far the draft carries", _figure(figures.get("accepted"))),
         _section("How much is possible", _shares(document), _figure(figures.get("oracle"))),
         _section("Batches", _figure(figures.get("batch")), _batches(document, cells)),
         _section("Words", WORDS),
-        _section("How it was measured", _how(document), _provenance(document)),
+        _section("How it was measured", _method(document), _provenance(document)),
     ]
     settings = document["settings"]
     title = "Speculative decoding, measured"
-    made = document["provenance"][-1]
+    newest = document["provenance"][-1]
     subtitle = (
         f"forerun bench · target {settings['target']} · draft {settings['draft']} · "
-        f"{made['date']} · {made['cpu']}"
+        f"{newest['date']} · {newest['cpu']}"
     )
     return TEMPLATE.substitute(
         title=escape(title),
         subtitle=escape(subtitle),
-        lead=_lead(document, one, first),
+        lead=_lead(document, smallest, first),
         warnings=_warnings(document),
         body="\n".join(filter(None, parts)),
         light=plots.variables(False),
@@ -174,10 +174,10 @@ def _warnings(document: Document) -> str:
         f"<code>{escape(s['name'])}</code> was not measured: {escape(s['reason'])}."
         for s in document["skipped"]
     ]
-    few = int(min(c.speedup["n"] for c in report.cells(document)))
-    if few < 20:
+    fewest = int(min(c.speedup["n"] for c in report.cells(document)))
+    if fewest < 20:
         lines.append(
-            f"Some figures rest on {_count(few, 'measurement', 'measurements')} only: read the "
+            f"Some figures rest on {_count(fewest, 'measurement', 'measurements')} only: read the "
             "intervals as rough."
         )
     return "<ul>" + "".join(f"<li>{line}</li>" for line in lines) + "</ul>" if lines else ""
@@ -212,7 +212,7 @@ def _overall(document: Document, cells: Sequence[Cell], batch: int) -> str:
 
 def _families(document: Document, cells: Sequence[Cell]) -> str:
     names = [*report.families(document)]
-    found = {(c.method, c.family): c for c in cells}
+    by_family = {(c.method, c.family): c for c in cells}
     best = {f: max(c.speedup["mean"] for c in cells if c.family == f) for f in {*names, ALL}}
     shown = [ALL, *names] if len(names) > 1 else names
     rows = []
@@ -221,15 +221,15 @@ def _families(document: Document, cells: Sequence[Cell]) -> str:
             continue
         row = [_label(method["name"])]
         for family in shown:
-            c = found.get((method["name"], family))
+            c = by_family.get((method["name"], family))
             row.append("–" if c is None else _spread(c, best[family]))
         rows.append(row)
     if not rows:
         return ""
     sizes = {c.speedup["n"] for c in cells if c.family != ALL}
     n = f"{min(sizes)}" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
-    told = f"Speed-up over plain decoding; {n} measurements per family. Bold: the highest."
-    return _table(["method", *shown], rows, told)
+    caption = f"Speed-up over plain decoding; {n} measurements per family. Bold: the highest."
+    return _table(["method", *shown], rows, caption)
 
 
 def _peers(document: Document, batch: int) -> str:
@@ -249,52 +249,52 @@ def _peers(document: Document, batch: int) -> str:
     ]  # fmt: skip
     best = "".join(
         f"<p>The best of the settings of <code>{escape(name)}</code> measured here is "
-        f"<code>{escape(which)}</code>.</p>"
-        for name, which in report.best_settings(document, batch).items()
+        f"<code>{escape(setting)}</code>.</p>"
+        for name, setting in report.best_settings(document, batch).items()
     )
     head = ["times as fast as →", *map(_label, peers)]
-    told = (
+    caption = (
         "Seconds per token of the column over those of the row; above 1 the row is faster. Same "
         "weights, same prompts, same process (vLLM: its own)."
     )
-    return _table(head, rows, told) + best
+    return _table(head, rows, caption) + best
 
 
 def _batches(document: Document, cells: Sequence[Cell]) -> str:
     sizes = report.batches(document)
     if len(sizes) < 2:
         return ""
-    found = {(c.method, c.batch): c for c in cells if c.family == ALL}
+    by_batch = {(c.method, c.batch): c for c in cells if c.family == ALL}
     rows = []
     for method in report.methods(document):
         row = [_label(method["name"])]
         for size in sizes:
-            c = found.get((method["name"], size))
+            c = by_batch.get((method["name"], size))
             row.append(
                 "–" if c is None else f"{c.speedup['mean']:.2f}<small>{c.ms_per_token:.2f} ms · "
                 f"{c.tokens_per_second:,.0f}/s</small>"
             )  # fmt: skip
         rows.append(row)
     head = ["method", *(f"batch {size}" for size in sizes)]
-    told = (
+    caption = (
         "Speed-up over plain decoding at the same batch size; below it milliseconds per token of "
         "one text, and tokens per second of all."
     )
-    return _table(head, rows, told)
+    return _table(head, rows, caption)
 
 
 def _shares(document: Document) -> str:
     shares = document.get("shares")
     if not shares:
         return ""
-    found = {(c["controller"], c["family"]): c for c in shares["cells"]}
+    by_family = {(c["controller"], c["family"]): c for c in shares["cells"]}
     names = list(dict.fromkeys(c["controller"] for c in shares["cells"]))
     families = [ALL, *dict.fromkeys(c["family"] for c in shares["cells"] if c["family"] != ALL)]
     rows = []
     for name in names:
         row = [_label(name)]
         for family in families:
-            c = found[name, family]
+            c = by_family[name, family]
             row.append(
                 f"{c['oracle']['mean'] * 100:.1f} %<small>informed "
                 f"{c['informed']['mean'] * 100:.1f} %</small><small>fixed "
@@ -310,13 +310,13 @@ def _shares(document: Document) -> str:
         "above it. The best fixed length is likewise the best single one."
         "</p>"
     )
-    told = (
+    caption = (
         "Speed as a share of the oracle's; below it of the informed bound's and the best length's."
     )
-    return text + _table(["controller", *families], rows, told)
+    return text + _table(["controller", *families], rows, caption)
 
 
-def _how(document: Document) -> str:
+def _method(document: Document) -> str:
     s = document["settings"]
     heat = (
         "greedily" if s["temperature"] == 0
@@ -335,12 +335,12 @@ def _how(document: Document) -> str:
 def _provenance(document: Document) -> str:
     s = document["settings"]
     rows = [[name.replace("_", " "), escape(_text(value))] for name, value in s.items()]
-    many = len(document["provenance"]) > 1
-    for number, made in enumerate(document["provenance"], start=1):
+    several = len(document["provenance"]) > 1
+    for number, part in enumerate(document["provenance"], start=1):
         rows += [
-            [f"{name.replace('_', ' ')}{f' (part {number})' if many else ''}",
+            [f"{name.replace('_', ' ')}{f' (part {number})' if several else ''}",
              escape(_text(value))]
-            for name, value in made.items()
+            for name, value in part.items()
         ]  # fmt: skip
     return _table(["what", "value"], rows, "Settings and machine.", "wrap")
 
@@ -360,8 +360,8 @@ def _label(name: str) -> str:
 
 
 def _peer_names(document: Document, rivals: Iterable[tuple[str, str]]) -> list[str]:
-    found = {peer for _, peer in rivals}
-    return [m["name"] for m in report.methods(document) if m["name"] in found]
+    measured = {peer for _, peer in rivals}
+    return [m["name"] for m in report.methods(document) if m["name"] in measured]
 
 
 def _spread(cell: Cell, best: float) -> str:
@@ -379,8 +379,8 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share * 100:.0f} %"
 
 
-def _count(number: float, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
+def _count(number: float, singular: str, plural: str) -> str:
+    return f"{number:,} {singular if number == 1 else plural}"
 
 
 def _figure(plot: Plot | None) -> str:
@@ -403,8 +403,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str, kin
         for first, *rest in rows
     )
     # Not a <caption>: that is as wide as the table and would be cut with it on small screens.
-    told = f'<p class="muted told">{caption}</p>' if caption else ""
+    above = f'<p class="muted caption">{caption}</p>' if caption else ""
     return (
-        f'{told}<div class="scroll" tabindex="0"><table class="{kind}">'
+        f'{above}<div class="scroll" tabindex="0"><table class="{kind}">'
         f"<thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>"
     )

@@ -45,7 +45,7 @@ class Plot:
     caption: str
     """How to read it."""
     alt: str
-    """What it shows, for those who cannot see it."""
+    """What it shows, as text."""
     figure: Any
 
     def png(self, folder: Path) -> Path:
@@ -87,16 +87,16 @@ def _variable(colour: str) -> str:
 def draw(document: Document, cells: Sequence[Cell]) -> list[Plot]:
     """All plots the results have data for."""
     first = min((c.batch for c in cells), default=1)
-    one = [c for c in cells if c.batch == first]
+    smallest = [c for c in cells if c.batch == first]
     with _style():
-        made = [
-            _speedups(document, one),
-            _prompts(document, one),
+        plots = [
+            _speedups(document, smallest),
+            _prompts(document, smallest),
             _lengths(document, first),
             _shares(document),
             _batches(document, cells),
         ]
-    return [plot for plot in made if plot is not None]
+    return [plot for plot in plots if plot is not None]
 
 
 def _speedups(document: Document, cells: Sequence[Cell]) -> Plot | None:
@@ -109,10 +109,10 @@ def _speedups(document: Document, cells: Sequence[Cell]) -> Plot | None:
     most = max(c.speedup["high"] for c in cells)
     for axis, family in zip(axes, panels, strict=False):
         for y, name in enumerate(names):
-            found = [c for c in cells if (c.family, c.method) == (family, name)]
-            if not found:
+            shown = [c for c in cells if (c.family, c.method) == (family, name)]
+            if not shown:
                 continue
-            s = found[0].speedup
+            s = shown[0].speedup
             axis.barh(y, s["mean"], height=0.62, color=_colour(document, name), linewidth=0)
             axis.plot([s["low"], s["high"]], [y, y], color=INK, linewidth=1.3, zorder=4)
             _value(axis, s["high"] + most * 0.025, y, f"{s['mean']:.2f}×")
@@ -120,17 +120,17 @@ def _speedups(document: Document, cells: Sequence[Cell]) -> Plot | None:
         axis.set_xlim(0, most * 1.24)
         axis.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
     _legend(figure, document)
-    few = _few(c.speedup["n"] for c in cells if c.family in panels)
-    text = f"speed-up over plain decoding (1: as fast; line: 95 % interval){few}"
+    warning = _few_measured(c.speedup["n"] for c in cells if c.family in panels)
+    text = f"speed-up over plain decoding (1: as fast; line: 95 % interval){warning}"
     figure.supxlabel(text, fontsize=9)
     overall = {c.method: c.speedup for c in cells if c.family in (ALL, panels[0])}
-    told = ", ".join(f"{n} {report.show(overall[n])}" for n in names if n in overall)
+    figures = ", ".join(f"{n} {report.show(overall[n])}" for n in names if n in overall)
     caption = "Speed-up per family: geometric mean over the prompts, with its 95 % interval"
-    caption += f"{few.replace(chr(10), '; ')}."
-    return Plot("speedup", caption, f"Bars of the speed-up: {told}.", figure)
+    caption += f"{warning.replace(chr(10), '; ')}."
+    return Plot("speedup", caption, f"Bars of the speed-up: {figures}.", figure)
 
 
-def _few(counts: Iterable[float]) -> str:
+def _few_measured(counts: Iterable[float]) -> str:
     """A warning where bars rest on too few measurements for their intervals to mean much."""
     least = int(min(counts))
     if least >= FEW:
@@ -140,28 +140,28 @@ def _few(counts: Iterable[float]) -> str:
 
 def _prompts(document: Document, cells: Sequence[Cell]) -> Plot | None:
     names = [n for n in _names(document) if n != "plain"]
-    found = {c.method: np.array(c.ratios) for c in cells if c.family == ALL}
-    names = [n for n in names if n in found]
+    ratios = {c.method: np.array(c.ratios) for c in cells if c.family == ALL}
+    names = [n for n in names if n in ratios]
     if not names:
         return None
     figure, (axis,) = _grid(1, len(names), wide=True, row=0.42)
     jitter = np.random.default_rng(0)
     for y, name in enumerate(names):
-        ratios = found[name]
+        own = ratios[name]
         colour = _colour(document, name)
-        height = y + jitter.uniform(-0.24, 0.24, len(ratios))
-        axis.scatter(ratios, height, s=9, color=colour, alpha=0.45, linewidths=0)
-        low, middle, high = np.quantile(ratios, [0.1, 0.5, 0.9])
+        height = y + jitter.uniform(-0.24, 0.24, len(own))
+        axis.scatter(own, height, s=9, color=colour, alpha=0.45, linewidths=0)
+        low, middle, high = np.quantile(own, [0.1, 0.5, 0.9])
         axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
         axis.plot([middle, middle], [y - 0.3, y + 0.3], color=INK, linewidth=2)
     _bars(axis, names, "")
-    _log2(axis, np.concatenate([found[n] for n in names]))
+    _log2(axis, np.concatenate([ratios[n] for n in names]))
     axis.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     unit = "prompt" if cells[0].batch == 1 else f"batch of {cells[0].batch} prompts"
     _legend(figure, document)
     axis.set_xlabel("speed-up over plain decoding (logarithmic)", fontsize=9)
     slow = ", ".join(
-        f"{n}: median {np.median(found[n]):.2f}, {np.mean(found[n] < 1) * 100:.0f} % below 1"
+        f"{n}: median {np.median(ratios[n]):.2f}, {np.mean(ratios[n] < 1) * 100:.0f} % below 1"
         for n in names
     )
     caption = f"A dot per {unit}. Thick tick: the median. Line: 10th to 90th percentile."
@@ -173,8 +173,8 @@ def _lengths(document: Document, batch: int) -> Plot | None:
     for s in document["samples"]:
         if s["batch"] == batch and s["lengths"] and s["method"] != "plain":
             mine = counts.setdefault(s["method"], {})
-            for kept, n in s["lengths"].items():
-                mine[int(kept)] = mine.get(int(kept), 0) + n
+            for accepted, n in s["lengths"].items():
+                mine[int(accepted)] = mine.get(int(accepted), 0) + n
     names = [n for n in _names(document) if n in counts]
     if not names:
         return None
@@ -200,9 +200,9 @@ def _lengths(document: Document, batch: int) -> Plot | None:
         axis.xaxis.get_major_locator().set_params(integer=True)
     figure.supxlabel("drafted tokens kept in a round", fontsize=9)
     figure.supylabel("share of rounds (%)", fontsize=9)
-    told = ", ".join(f"{n} {float(shares[n] @ np.arange(longest + 1)):.1f}" for n in names)
+    figures = ", ".join(f"{n} {float(shares[n] @ np.arange(longest + 1)):.1f}" for n in names)
     caption = "Drafted tokens kept per round; each round adds one token of the target's own."
-    return Plot("accepted", caption, f"Histograms; mean kept per round: {told}.", figure)
+    return Plot("accepted", caption, f"Histograms; mean kept per round: {figures}.", figure)
 
 
 def _shares(document: Document) -> Plot | None:
@@ -222,41 +222,41 @@ def _shares(document: Document) -> Plot | None:
             axis.plot([s["low"], s["high"]], [y, y], color=INK, linewidth=1.3, zorder=4)
             _value(axis, s["high"] + 3, y, f"{s['mean']:.0f} %")
         _bars(axis, names, _title(family))
-        # The same whichever controller it is told from.
-        one = mine[names[0]]
-        informed = 100 * one["oracle"]["mean"] / one["informed"]["mean"]
+        # Equal for every controller.
+        cell = mine[names[0]]
+        informed = 100 * cell["oracle"]["mean"] / cell["informed"]["mean"]
         axis.axvline(informed, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         axis.set_xlim(0, 122)
         axis.set_xticks([0, 25, 50, 75, 100])
     figure.supxlabel("speed as a share of the oracle's (%; dashed: informed bound)", fontsize=9)
-    told = ", ".join(
+    figures = ", ".join(
         f"{c['controller']} {c['oracle']['mean'] * 100:.0f} %" for c in cells if c["family"] == ALL
     )
     caption = (
         "Share of the clairvoyant oracle's speed, with its 95 % interval. Dashed: the informed "
         "bound, the best that sees only what a controller sees."
     )
-    return Plot("oracle", caption, f"Of the oracle's speed, overall: {told}.", figure)
+    return Plot("oracle", caption, f"Of the oracle's speed, overall: {figures}.", figure)
 
 
 def _batches(document: Document, cells: Sequence[Cell]) -> Plot | None:
     sizes = sorted({c.batch for c in cells})
     if len(sizes) < 2:
         return None
-    whole = [c for c in cells if c.family == ALL]
-    names = [n for n in _names(document) if len([c for c in whole if c.method == n]) > 1]
+    overall = [c for c in cells if c.family == ALL]
+    names = [n for n in _names(document) if len([c for c in overall if c.method == n]) > 1]
     figure, (left, right) = _grid(2, 8, columns=2)
     for i, name in enumerate(names):
-        mine = [c for c in whole if c.method == name]
-        how = {
+        mine = [c for c in overall if c.method == name]
+        style = {
             "color": MUTED if name == "plain" else SERIES[i % len(SERIES)],
             "marker": MARKERS[(i + i // len(SERIES)) % len(MARKERS)],
             "linestyle": (0, (4, 2)) if name == "plain" else "-" if i <= len(SERIES) else "-.",
             "markersize": 5,
         }
         at = [c.batch for c in mine]
-        left.plot(at, [c.ms_per_token for c in mine], label=_short(name), **how)
-        right.plot(at, [c.tokens_per_second for c in mine], **how)
+        left.plot(at, [c.ms_per_token for c in mine], label=_short(name), **style)
+        right.plot(at, [c.tokens_per_second for c in mine], **style)
     for axis, title in ((left, "Latency: ms per token, per text"),
                         (right, "Throughput: tokens per second, all texts")):  # fmt: skip
         axis.set_xscale("log", base=2)
@@ -267,13 +267,13 @@ def _batches(document: Document, cells: Sequence[Cell]) -> Plot | None:
         axis.set_xlabel("texts decoded together (batch)", fontsize=9)
         axis.grid(color=GRID, linewidth=0.7)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    told = "; ".join(
+    figures = "; ".join(
         f"{c.method} at {c.batch}: {c.ms_per_token:.2f} ms, {c.tokens_per_second:.0f} tokens/s"
-        for c in whole
+        for c in overall
         if c.batch in (sizes[0], sizes[-1]) and c.method in names
     )
     caption = "Latency (lower is better) and throughput (higher is better) against the batch size."
-    return Plot("batch", caption, f"Lines. {told}.", figure)
+    return Plot("batch", caption, f"Lines. {figures}.", figure)
 
 
 def _names(document: Document) -> list[str]:
@@ -285,14 +285,14 @@ def _colour(document: Document, name: str) -> str:
 
 
 def _legend(figure: Any, document: Document) -> None:
-    """Whose bar is whose, where there are peers."""
+    """A legend of the colours, where there are peers."""
     if not any(m["kind"] == "peer" for m in report.methods(document)):
         return
     from matplotlib.patches import Patch
 
-    told = {"forerun": "forerun", "peer": "other implementations"}
+    labels = {"forerun": "forerun", "peer": "other implementations"}
     figure.legend(
-        handles=[Patch(color=KINDS[kind], label=label) for kind, label in told.items()],
+        handles=[Patch(color=KINDS[kind], label=label) for kind, label in labels.items()],
         loc="outside upper right",
         ncols=2,
         fontsize=8,
@@ -366,7 +366,7 @@ def _log2(axis: Any, values: Any) -> None:
 
 
 def require_matplotlib() -> None:
-    """Tell before the work what would otherwise be told after it.
+    """Raise before the work what drawing would raise after it.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

@@ -45,7 +45,7 @@ class Remote(Peer):
         self.versions: dict[str, str] = {}
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
-        self._said: IO[str] | None = None
+        self._stderr: IO[str] | None = None
 
     def available(self) -> str | None:
         """Start it and load its models; why it cannot be used, or None if it can."""
@@ -93,7 +93,7 @@ class Remote(Peer):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._said):
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             with suppress(OSError):  # what was not yet sent cannot be
                 if pipe is not None:
                     pipe.close()
@@ -101,14 +101,14 @@ class Remote(Peer):
 
     def _start(self) -> None:
         assert self.python is not None
-        self._said = tempfile.TemporaryFile(  # noqa: SIM115 - closed with the process
+        self._stderr = tempfile.TemporaryFile(  # noqa: SIM115 - closed with the process
             "w+", encoding="utf-8", errors="replace"
         )
         self._process = subprocess.Popen(
             [self.python, "-c", self.runner.read_text(encoding="utf-8")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             encoding="utf-8",
         )
@@ -149,9 +149,9 @@ class Remote(Peer):
         return dict(answer)
 
     def _words(self) -> list[str]:
-        assert self._said is not None
-        self._said.seek(0)
-        return [s for s in self._said.read().splitlines() if s.strip()]
+        assert self._stderr is not None
+        self._stderr.seek(0)
+        return [s for s in self._stderr.read().splitlines() if s.strip()]
 
     def _last_words(self) -> str:
         return (self._words() or ["it said nothing"])[-1][:300]

@@ -1,4 +1,4 @@
-"""What a bench's samples say: speed-ups with their spread, and how two benches differ.
+"""Figures of a bench's samples: speed-ups with their spread, and how two benches differ.
 
 The speed-up of a group is plain decoding's seconds per token over the method's. Per token, so that
 a lossy rule that writes more gains nothing by it; for outputs that are identical it is the ratio of
@@ -45,7 +45,7 @@ class Cell:
     tokens_per_second: float
     """Of all prompts of the batch together."""
     ms_per_token: float
-    """What one reader waits per token, prefill included."""
+    """Latency of one text per token, prefill included."""
     ttft_ms: float | None
     """Median time to the first token; None if the method cannot tell."""
     tokens_per_round: float | None
@@ -87,9 +87,9 @@ def cells(document: Document) -> list[Cell]:
     out = []
     for batch in batches(document):
         for family in (*families(document), ALL):
-            some = [g for key, g in groups.items() if key[0] == batch and family in (key[1], ALL)]
+            chosen = [g for key, g in groups.items() if key[0] == batch and family in (key[1], ALL)]
             for method in methods(document):
-                pairs = [(g[PLAIN], g[method["name"]]) for g in some if method["name"] in g]
+                pairs = [(g[PLAIN], g[method["name"]]) for g in chosen if method["name"] in g]
                 if pairs:
                     out.append(_cell(batch, family, method["name"], pairs))
     return out
@@ -116,15 +116,15 @@ def base(name: str) -> str:
 
 def best_settings(document: Document, batch: int) -> dict[str, str]:
     """Of peers measured with several settings the fastest over all families, by base name."""
-    found: dict[str, list[Cell]] = {}
+    measured: dict[str, list[Cell]] = {}
     kinds = {m["name"]: m["kind"] for m in methods(document)}
     for cell in cells(document):
         if (cell.batch, cell.family, kinds[cell.method]) == (batch, ALL, "peer"):
-            found.setdefault(base(cell.method), []).append(cell)
+            measured.setdefault(base(cell.method), []).append(cell)
     return {
-        name: max(some, key=lambda c: c.speedup["mean"]).method
-        for name, some in found.items()
-        if len(some) > 1
+        name: max(settings, key=lambda c: c.speedup["mean"]).method
+        for name, settings in measured.items()
+        if len(settings) > 1
     }
 
 
@@ -160,7 +160,7 @@ class Change:
 
 
 def compare(a: Document, b: Document) -> list[Change]:
-    """What changed from A to B, paired over the groups both have, for methods both have."""
+    """Changes from A to B, paired over the groups both have, for methods both have."""
     left, right = _groups(a), _groups(b)
     shared = [key for key in left if key in right]
     names = [m["name"] for m in methods(a) if m["name"] in {m["name"] for m in methods(b)}]
@@ -168,17 +168,18 @@ def compare(a: Document, b: Document) -> list[Change]:
     for batch in dict.fromkeys(key[0] for key in shared):
         keys = [key for key in shared if key[0] == batch]
         for family in (*dict.fromkeys(key[1] for key in keys), ALL):
-            some = [key for key in keys if family in (key[1], ALL)]
+            chosen = [key for key in keys if family in (key[1], ALL)]
             for name in names:
-                pairs = [(left[k], right[k]) for k in some if name in left[k] and name in right[k]]
+                both = [k for k in chosen if name in left[k] and name in right[k]]
+                pairs = [(left[k], right[k]) for k in both]
                 if pairs:
                     out.append(_change(batch, family, name, pairs))
     return out
 
 
-def changes(found: Sequence[Change]) -> dict[str, Any]:
+def changes(compared: Sequence[Change]) -> dict[str, Any]:
     """What `bench compare --json` prints."""
-    return {"schema": SCHEMA, "cells": [change.to_json() for change in found]}
+    return {"schema": SCHEMA, "cells": [change.to_json() for change in compared]}
 
 
 def by_chance(ratios: Sequence[float], draws: int = 4096) -> float:
@@ -238,8 +239,8 @@ def _cell(batch: int, family: str, method: str, pairs: Sequence[tuple[Sample, Sa
     own = [mine for _, mine in pairs]
 
     def total(name: str) -> int | None:
-        known = [s[name] for s in own if s[name] is not None]
-        return sum(map(sum, known)) if known else None
+        counts = [s[name] for s in own if s[name] is not None]
+        return sum(map(sum, counts)) if counts else None
 
     tokens, seconds = total("tokens") or 0, sum(s["seconds"] for s in own)
     rounds, drafted, accepted = total("rounds"), total("drafted"), total("accepted")
