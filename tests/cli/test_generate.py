@@ -451,7 +451,7 @@ def test_a_second_interrupt_does_not_wait():
         with guard.held() as caught:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
-                reached.append(caught.asked)
+                reached.append(caught.requested)
 
     for times in (1, 2):
         with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from forerun.cli.replay import warn_of_other_models
+from forerun.cli.replay import warn_of_mixed_models
 from forerun.controllers import CONTROLLERS
 from forerun.lab.traces.costs import Cell, Costs
 from forerun.lab.traces.replay import replay as replayed
@@ -305,8 +305,8 @@ def test_costs_of_a_context_that_does_not_fit(forerun, pair):
 
 def test_costs_of_other_models_are_told(capsys):
     trace = {"target": {"name": "a/b", "sha256": "1"}, "draft": {"name": "c/d", "sha256": "2"}}
-    warn_of_other_models(trace, trace)
-    warn_of_other_models({"target": "made"}, trace)
+    warn_of_mixed_models(trace, trace)
+    warn_of_mixed_models({"target": "made"}, trace)
     assert capsys.readouterr().err == ""
-    warn_of_other_models(trace, {**trace, "draft": {"name": "e/f", "sha256": "3"}})
+    warn_of_mixed_models(trace, {**trace, "draft": {"name": "e/f", "sha256": "3"}})
     assert "the draft c/d and the costs are of e/f" in " ".join(capsys.readouterr().err.split())

@@ -40,8 +40,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from forerun import __version__
 
         typer.echo(f"forerun {__version__}")
@@ -99,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flags() -> dict[str, str]:
     """The flag of every option that any command has."""
     todo: list[Any] = [typer.main.get_command(app)]
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     while todo:
         command = todo.pop()
         todo += getattr(command, "commands", {}).values()
-        found |= {p.name: max(p.opts, key=len) for p in command.params if p.opts[0][0] == "-"}
-    return found
+        flags |= {p.name: max(p.opts, key=len) for p in command.params if p.opts[0][0] == "-"}
+    return flags

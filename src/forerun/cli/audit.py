@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from forerun.lab.bench.peers import Peer
 
 PEERS = ("transformers",)
-FEW = 10
-"""Shipped prompts of each family compared when nobody said which."""
+SHIPPED_LIMIT = 10
+"""Shipped prompts of each family compared by default."""
 COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}
 
 
@@ -35,7 +35,7 @@ def audit(
     ] = None,
     split: options.Split = "test",
     limit: Annotated[
-        int | None, options.limit(f"Default: all, or without --prompts {FEW}.")
+        int | None, options.limit(f"Default: all, or without --prompts {SHIPPED_LIMIT}.")
     ] = None,
     max_new_tokens: options.OwnMaxNewTokens = None,
     controller: options.Controller = None,
@@ -71,12 +71,12 @@ def audit(
         raise UnknownNameError.among("peer", peer, PEERS)
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
 
-    from forerun.cli.shared.prompts import find_prompts, given_or_shipped, tokenise
+    from forerun.cli.shared.prompts import find_prompts, prompt_source, tokenise
     from forerun.cli.shared.run import Plan
 
-    where = given_or_shipped(prompts, target)
-    limit = FEW if prompts is None and limit is None else limit
-    found = find_prompts(where, split, limit, max_new_tokens)
+    source = prompt_source(prompts, target)
+    limit = SHIPPED_LIMIT if prompts is None and limit is None else limit
+    requested = find_prompts(source, split, limit, max_new_tokens)
 
     from forerun.lab import audit as lab
     from forerun.lab.audit_report import document
@@ -93,7 +93,7 @@ def audit(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, rows = plan.open(lambda reader: tokenise(reader, found))
+    job, rows = plan.open(lambda reader: tokenise(reader, requested))
     peers = _peers(job.model) if peer else []
     run = lab.audit(
         job.model,
@@ -116,7 +116,7 @@ def audit(
         interrupted = True
         note(stderr(), "interrupted; this is what was compared")
     if as_json:
-        settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
+        settings = {"prompts": source, "split": split, "limit": limit, "peer": peer}
         settings = {**job.about, **settings, "max_new_tokens": max_new_tokens}
         print_json(document(job.model, rows, done, not interrupted, settings))
     else:
@@ -171,19 +171,19 @@ def _show(
 
 
 def _difference(model: Model, rows: Sequence[LabPrompt], comparison: Comparison) -> Iterator[Text]:
-    """Four lines: what, the common text, and how each goes on."""
+    """Four lines: the kind, the common text, and the two continuations."""
     from forerun.lab.audit_report import around
 
-    row, told = rows[comparison.prompt], comparison.difference
-    assert told is not None
+    row, difference = rows[comparison.prompt], comparison.difference
+    assert difference is not None
     kind = comparison.kind.value
     yield Text.assemble(
         (kind, COLOURS[kind]),
         f"  {row.id}: {comparison.check} leaves {comparison.against} at output token "
-        f"{told.position} ({told.reason})",
+        f"{difference.position} ({difference.reason})",
     )
-    common, ways = around(model, row, comparison)
+    common, continuations = around(model, row, comparison)
     yield Text.assemble(("  … ", "dim"), (one_line(common), "dim"))
     width = max(len(comparison.check), len(comparison.against))
-    for name, way in zip((comparison.against, comparison.check), ways[::-1], strict=True):
-        yield Text.assemble((f"    {name:<{width}}  ", "dim"), one_line(way) or "(end)")
+    for name, text in zip((comparison.against, comparison.check), continuations[::-1], strict=True):
+        yield Text.assemble((f"    {name:<{width}}  ", "dim"), one_line(text) or "(end)")

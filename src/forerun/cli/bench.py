@@ -13,9 +13,9 @@ import typer
 from forerun.cli.bench_compare import compare
 from forerun.cli.shared import options
 from forerun.cli.shared.bench_inputs import (
-    Wanted,
+    Compared,
+    bench_prompts,
     draft_identity,
-    find_all,
     make_tasks,
     model_name,
     our_methods,
@@ -155,7 +155,7 @@ def bench(
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = read_sizes(batch)
-    found = find_all(families, prompt_file, split, prompts, max_new_tokens)
+    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens)
     pythons = read_pythons(peer_python or [])
 
     from forerun.lab.bench.methods import groups
@@ -165,7 +165,7 @@ def bench(
 
     require_matplotlib()
     recorded = read_recorded(trace, costs)
-    wanted = Wanted.read(
+    compared = Compared.read(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}", rules, peers, pythons, temperature
     )
 
@@ -175,18 +175,18 @@ def bench(
     plan = Plan(
         target,
         draft,
-        wanted.controllers[0],
-        wanted.rules[0],
+        compared.controllers[0],
+        compared.rules[0],
         runtime=runtime,
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, chosen = plan.open(lambda reader: tokenise(reader, found))
+    job, chosen = plan.open(lambda reader: tokenise(reader, requested))
     settings = {
         "target": model_name(job.about["target"]),
         "draft": model_name(job.about["draft"]),
-        **wanted.to_json(),
+        **compared.to_json(),
         "families": list(dict.fromkeys(prompt.family for prompt in chosen)),
         "prompts_per_family": prompts,
         "split": None if prompt_file else split,
@@ -197,9 +197,9 @@ def bench(
         **{name: job.about[name] for name in ("device", "dtype", "runtime")},
     }
     work = groups(make_tasks(chosen, seed), sizes)
-    results = _measure(plan, job, wanted, work, folder, settings)
+    results = _measure(plan, job, compared, work, folder, settings)
     if recorded is not None:
-        _add_shares(results, recorded, wanted.controllers)
+        _add_shares(results, recorded, compared.controllers)
     cells = _finish(results)
     if as_json:
         print_json(results.summary(cells))
@@ -214,7 +214,7 @@ app.command("compare")(compare)
 def _measure(
     plan: Plan,
     job: Job,
-    wanted: Wanted,
+    compared: Compared,
     work: Sequence[Group],
     folder: Path,
     settings: dict[str, Any],
@@ -224,18 +224,18 @@ def _measure(
     from forerun.lab.provenance import identity, machine
 
     target = job.model.target
-    made = machine(target) | {"target": identity(target), "draft": draft_identity(job)}
+    provenance = machine(target) | {"target": identity(target), "draft": draft_identity(job)}
     with ExitStack() as stack:
-        theirs, skipped = their_methods(stack, job, wanted, plan.target, plan.draft)
-        methods = [*our_methods(job, wanted), *theirs]
-        results = lab.Results.open(folder, settings, made, methods, skipped)
+        theirs, skipped = their_methods(stack, job, compared, plan.target, plan.draft)
+        methods = [*our_methods(job, compared), *theirs]
+        results = lab.Results.open(folder, settings, provenance, methods, skipped)
         for skip in results.document["skipped"]:
             note(stderr(), f"skipped {skip['name']}: {skip['reason']}")
         try:
             with progress("measuring", unit="runs") as tell:
-                told = partial(tell, "measuring")
-                greedy = wanted.temperature == 0
-                lab.measure(results, work, methods, greedy=greedy, tell=told)
+                advance = partial(tell, "measuring")
+                greedy = compared.temperature == 0
+                lab.measure(results, work, methods, greedy=greedy, tell=advance)
         except KeyboardInterrupt:
             _finish(results)
             note(stderr(), "interrupted; the same command goes on from here")
@@ -268,6 +268,6 @@ def _show(document: Document, cells: Sequence[Cell]) -> None:
     for c in cells:
         if c.family == ALL:
             speed = "1" if c.method == "plain" else show(c.speedup)
-            same = "–" if c.identical is None else f"{c.identical * 100:.0f} %"
-            shown.add_row(c.method, str(c.batch), speed, f"{c.tokens_per_second:,.0f}", same)
+            identical = "–" if c.identical is None else f"{c.identical * 100:.0f} %"
+            shown.add_row(c.method, str(c.batch), speed, f"{c.tokens_per_second:,.0f}", identical)
     console.print(shown)

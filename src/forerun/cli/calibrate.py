@@ -65,14 +65,14 @@ def easd(
 
     Decodes prompts greedily, averages the highest entropies, prints the rule.
     """
-    from forerun.cli.shared.prompts import find_prompts, given_or_shipped, tokenise
+    from forerun.cli.shared.prompts import find_prompts, prompt_source, tokenise
     from forerun.cli.shared.run import Plan
 
-    where = given_or_shipped(data, target, "--data")
+    source = prompt_source(data, target, "--data")
     require(0 < share <= 1, "share", share, "in (0, 1]")
     check_writable(output)
     # As in the paper, the target decodes without penalties.
-    found = find_prompts(where, "val", limit, max_new_tokens, penalised=False)
+    requested = find_prompts(source, "val", limit, max_new_tokens, penalised=False)
     if not target_only:
         _check_draft(target, draft)
     plan = Plan(
@@ -86,12 +86,12 @@ def easd(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, rows = plan.open(lambda reader: tokenise(reader, found))
+    job, rows = plan.open(lambda reader: tokenise(reader, requested))
 
     from forerun.lab import calibrate
 
     with progress("decoding", len(rows), "prompts") as tell:
-        made = calibrate.easd(
+        calibration = calibrate.easd(
             job.model,
             [row.ids for row in rows],
             share=share,
@@ -101,14 +101,14 @@ def easd(
             progress=tell,
         )
     settings = {name: job.about[name] for name in ("target", "draft", "device", "dtype")}
-    settings |= {"data": where, "limit": limit, "max_new_tokens": max_new_tokens}
-    document = calibrate.document(made, settings)
+    settings |= {"data": source, "limit": limit, "max_new_tokens": max_new_tokens}
+    document = calibrate.document(calibration, settings)
     if output is not None:
         save_json(output, document)
     if as_json:
         print_json(document)
         return
-    _show(made)
+    _show(calibration)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
@@ -127,26 +127,26 @@ def _check_draft(target: str | None, draft: str | None) -> None:
         )
 
 
-def _show(found: Calibration) -> None:
+def _show(result: Calibration) -> None:
     """The summary, for people."""
     console = stdout()
-    steps = found.target.steps
-    texts = f"{found.prompts:,} prompt{'s' if found.prompts > 1 else ''}"
+    steps = result.target.steps
+    texts = f"{result.prompts:,} prompt{'s' if result.prompts > 1 else ''}"
     note(console, f"{texts}, {steps:,} decoding steps\n")
     shown = table("entropy in nats", right=("mean", "median", "95 %", "99 %", "highest"))
-    shown.add_row("target", *_cells(found.target))
-    if found.draft is not None:
-        shown.add_row("draft", *_cells(found.draft))
+    shown.add_row("target", *_cells(result.target))
+    if result.draft is not None:
+        shown.add_row("draft", *_cells(result.draft))
     console.print(shown)
-    of = f"the {found.top:,} highest target entropies ({found.share * 100:g} % of the steps)"
-    note(console, Text.assemble("\n", (f"τ_H = {found.entropy:.4f}", "bold"), f"   mean of {of}"))
-    if found.both is None:
+    of = f"the {result.top:,} highest target entropies ({result.share * 100:g} % of the steps)"
+    note(console, Text.assemble("\n", (f"τ_H = {result.entropy:.4f}", "bold"), f"   mean of {of}"))
+    if result.both is None:
         note(console, "the draft was not read: the target alone decides, with any drafter")
     else:
-        note(console, f"both models above τ_H: {_percent(found.both)} of the steps")
-    if found.both == 0:
+        note(console, f"both models above τ_H: {_percent(result.both)} of the steps")
+    if result.both == 0:
         note(console, "so the penalty never fires on these prompts; a larger --share lowers τ_H")
-    note(console, Text.assemble("\n", (f'--rule "{found.rule}"', "cyan")))
+    note(console, Text.assemble("\n", (f'--rule "{result.rule}"', "cyan")))
 
 
 def _cells(values: Entropies) -> list[str]:

@@ -24,10 +24,10 @@ def cite(
             entries[BIBTEX[text].strip()] = None
             continue
         for name in names_in(text):
-            found = [card.bibtex.strip() for card in find(name)]
-            if not any(found):
+            entries_of = [card.bibtex.strip() for card in find(name)]
+            if not any(entries_of):
                 print(f"{name}: no paper to cite", file=sys.stderr)
-            for bibtex in filter(None, found):
+            for bibtex in filter(None, entries_of):
                 entries |= dict.fromkeys(_split(bibtex))
     if entries:
         typer.echo("\n\n".join(entries))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forerun.lab.traces.costs import Cell, Costs, Spread
 
 MEASURED = "Measured"
-MADE_UP = "Made up"
+SYNTHETIC = "Made up"
 
 
 def costs(
@@ -47,18 +47,18 @@ def costs(
         option(
             "C",
             "Make a table up, no model needed: a target pass takes C draft steps.",
-            panel=MADE_UP,
+            panel=SYNTHETIC,
         ),
     ] = None,
     slope: Annotated[
         float,
-        option("X", "What each further token adds to a target pass, in passes.", panel=MADE_UP),
+        option("X", "What each further token adds to a target pass, in passes.", panel=SYNTHETIC),
     ] = 0.0,
     fixed: Annotated[
-        float, option("X", "Per round outside both models, in passes.", panel=MADE_UP)
+        float, option("X", "Per round outside both models, in passes.", panel=SYNTHETIC)
     ] = 0.0,
     target_ms: Annotated[
-        float, option("MS", "Milliseconds of a plain target pass.", panel=MADE_UP)
+        float, option("MS", "Milliseconds of a plain target pass.", panel=SYNTHETIC)
     ] = 1000.0,
     output: Annotated[
         str | None,
@@ -82,8 +82,8 @@ def costs(
         if target is not None or draft is not None:
             raise SettingError("--ratio makes the table up; leave --target and --draft out")
         cell = Cell.synthetic(ratio, slope, fixed, target_ms / 1000)
-        given = {"c": ratio, "slope": slope, "fixed": fixed, "target_ms": target_ms}
-        _finish(Costs((cell,), {"synthetic": given}), output, as_json)
+        settings = {"c": ratio, "slope": slope, "fixed": fixed, "target_ms": target_ms}
+        _finish(Costs((cell,), {"synthetic": settings}), output, as_json)
         return
     if slope or fixed or target_ms != 1000:
         raise SettingError("--slope, --fixed and --target-ms describe a table made with --ratio")
@@ -109,19 +109,19 @@ def costs(
 
     from forerun.lab.traces.measuring import cells, gathered
 
-    found: list[tuple[Cell, Spread]] = []
+    measured: list[tuple[Cell, Spread]] = []
     try:
         with progress("measuring", len(batches) * len(contexts) * turns) as tell:
-            told = partial(tell, "measuring")
-            for one in cells(job.model, batches, contexts, wide, turns, told):
-                found.append(one)
+            advance = partial(tell, "measuring")
+            for timed in cells(job.model, batches, contexts, wide, turns, advance):
+                measured.append(timed)
     except KeyboardInterrupt:
-        if not found:
+        if not measured:
             note(stderr(), "interrupted before the first cell was complete; nothing is saved")
         else:
-            _finish(gathered(job.model, found, turns), output, as_json)
+            _finish(gathered(job.model, measured, turns), output, as_json)
         raise
-    _finish(gathered(job.model, found, turns), output, as_json)
+    _finish(gathered(job.model, measured, turns), output, as_json)
 
 
 def numbers(name: str, text: str) -> list[int]:
@@ -132,42 +132,42 @@ def numbers(name: str, text: str) -> list[int]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def _finish(found: Costs, output: str | None, as_json: bool) -> None:
+def _finish(costs: Costs, output: str | None, as_json: bool) -> None:
     if output is not None:
-        found.write(output)
+        costs.write(output)
     if as_json:
-        print_json(found.to_json())
+        print_json(costs.to_json())
         return
-    _show(found)
+    _show(costs)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
 
-def _show(found: Costs) -> None:
-    """The table, for people: medians in ms, and how far the middle 80 % reach."""
+def _show(costs: Costs) -> None:
+    """The table, for people: medians in ms, and the range of the middle 80 %."""
     console = stdout()
-    spread: list[Any] = list(found.spread) or [None] * len(found.cells)
-    for i, (cell, said) in enumerate(zip(found.cells, spread, strict=True)):
-        where = f"batch {cell.batch}, context {cell.context}: "
-        head = where if said is not None else "made up: "
+    spreads: list[Any] = list(costs.spread) or [None] * len(costs.cells)
+    for i, (cell, spread) in enumerate(zip(costs.cells, spreads, strict=True)):
+        place = f"batch {cell.batch}, context {cell.context}: "
+        head = place if spread is not None else "made up: "
         note(console, Text.assemble("\n" if i else "", head, (f"c = {cell.ratio:.2f}", "bold")))
-        shown = table("one", right=("ms", *(["10 % to 90 %"] if said is not None else [])))
-        for row in _rows(cell, said):
+        shown = table("one", right=("ms", *(["10 % to 90 %"] if spread is not None else [])))
+        for row in _rows(cell, spread):
             shown.add_row(*row)
         console.print(shown)
 
 
-def _rows(cell: Cell, said: Spread | None) -> Iterator[list[str]]:
-    if said is None:
+def _rows(cell: Cell, spread: Spread | None) -> Iterator[list[str]]:
+    if spread is None:
         yield ["drafted token", _ms(cell.draft)]
     else:
-        yield ["draft forward", _ms(cell.draft - said.work), _range(said.draft)]
+        yield ["draft forward", _ms(cell.draft - spread.work), _range(spread.draft)]
         yield ["the first of a round, more", _ms(cell.first), ""]
-        yield ["engine, per drafted token", _ms(said.work), ""]
+        yield ["engine, per drafted token", _ms(spread.work), ""]
     for i, (width, seconds) in enumerate(cell.verify):
-        what = f"target pass of {width} token{'s' if width > 1 else ''}"
-        yield [what, _ms(seconds), *([] if said is None else [_range(said.verify[i])])]
-    yield ["engine, per round", _ms(cell.fixed), *([] if said is None else [""])]
+        label = f"target pass of {width} token{'s' if width > 1 else ''}"
+        yield [label, _ms(seconds), *([] if spread is None else [_range(spread.verify[i])])]
+    yield ["engine, per round", _ms(cell.fixed), *([] if spread is None else [""])]
 
 
 def _ms(seconds: float) -> str:

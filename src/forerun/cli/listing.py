@@ -14,7 +14,7 @@ from forerun.cli.shared.console import stdout
 from forerun.errors import UnknownNameError
 
 WIDE = 400
-"""Columns when nobody looks: piped lines are never wrapped."""
+"""Columns where output is piped, so that lines are never wrapped."""
 
 ROOMY = 130
 """Columns from which settings and papers fit beside the rest."""
@@ -26,12 +26,12 @@ def show(
     ] = None,
 ) -> None:
     """List what is available, one line each."""
-    known = (*KINDS, "models")
-    if what is not None and what not in known:
-        raise UnknownNameError.among("list", what, known)
+    kinds = (*KINDS, "models")
+    if what is not None and what not in kinds:
+        raise UnknownNameError.among("list", what, kinds)
     console = stdout()
     brief = console.is_terminal and console.width < ROOMY
-    for i, kind in enumerate([what] if what else known):
+    for i, kind in enumerate([what] if what else kinds):
         if i:
             console.print()
         table = _models() if kind == "models" else _parts(kind, brief)
@@ -58,8 +58,8 @@ def _parts(kind: str, brief: bool) -> Table:
     table = _table(f"{kind}: {QUESTIONS[kind]}", *columns)
     table.columns[0].no_wrap = True
     for card in cards(kind):
-        kept = Text("lossless", "green") if card.lossless else Text("lossy", "yellow")
-        row = [Text(card.name, "bold"), *([kept] if rules else []), Text(card.summary)]
+        output = Text("lossless", "green") if card.lossless else Text("lossy", "yellow")
+        row = [Text(card.name, "bold"), *([output] if rules else []), Text(card.summary)]
         if not brief:
             row += [Text(card.signature or "–", "cyan"), Text(card.paper or "–", "dim")]
         table.add_row(*row)

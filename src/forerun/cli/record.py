@@ -82,7 +82,7 @@ def record(
         common["repetition_penalty"] = repetition_penalty
     make_sampling({**common, "seed": seed, "max_new_tokens": max_new_tokens})
     own = repetition_penalty is None
-    found = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
+    requested = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
     require_draft_model(target, draft, "recording")
 
     plan = Plan(
@@ -96,7 +96,7 @@ def record(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, chosen = plan.open(lambda reader: tokenise(reader, found, common))
+    job, chosen = plan.open(lambda reader: tokenise(reader, requested, common))
     about = {
         "prompts": prompts if is_shipped(prompts) else Path(prompts).name,
         "split": split if is_shipped(prompts) else None,
@@ -144,15 +144,15 @@ def _show(trace: Trace, output: str) -> None:
     """The summary, for people."""
     from forerun.lab.traces.trace_report import families
 
-    kept = ("first drafted kept", f"of {trace.depth} drafted kept")
-    shown = table("family", right=("prompts", "tokens", *kept))
-    for family, one in families(trace).items():
+    accepted = ("first drafted kept", f"of {trace.depth} drafted kept")
+    shown = table("family", right=("prompts", "tokens", *accepted))
+    for family, figures in families(trace).items():
         shown.add_row(
             family,
-            f"{one['prompts']:,}",
-            f"{one['tokens']:,}",
-            f"{one['first_kept'] * 100:.1f} %",
-            f"{one['run_kept']:.2f}",
+            f"{figures['prompts']:,}",
+            f"{figures['tokens']:,}",
+            f"{figures['first_kept'] * 100:.1f} %",
+            f"{figures['run_kept']:.2f}",
         )
     stdout().print(shown)
     spent = trace.about["seconds"]

@@ -68,50 +68,50 @@ def replay(
     whole("batch", batch, 1)
     if bounds and batch > 1:
         raise SettingError("bounds are of texts decoded by themselves; leave out --batch")
-    made = {spec: CONTROLLERS.make(spec) for spec in controller or _registered()}
+    controllers = {spec: CONTROLLERS.make(spec) for spec in controller or _registered()}
     check_writable(output)
     costs_table = Costs.find(costs)
-    cell, made_up = costs_table.at(batch, context), "synthetic" in costs_table.about
+    cell, synthetic = costs_table.at(batch, context), "synthetic" in costs_table.about
     texts = _of(Trace.read(trace), family or [])
-    warn_of_other_models(texts.about, costs_table.about)
+    warn_of_mixed_models(texts.about, costs_table.about)
     limits = {}
     if bounds:
-        with status("reading") as say:
-            limits = report.bounds(texts, cell, say)
+        with status("reading") as tell:
+            limits = report.bounds(texts, cell, tell)
     shared = 1
     if batch > 1:
         run = report.in_batches(texts, costs_table, batch, context)
-        if cell.batch != batch and not made_up:
+        if cell.batch != batch and not synthetic:
             near = f"no costs of a batch of {batch}: those of {cell.batch} are taken"
             note(stderr(), f"{near}; forerun costs --batch {batch} measures them")
     else:
         run, shared = report.by_itself(texts, cell), cell.batch
-    found: list[Result] = []
+    results: list[Result] = []
     try:
-        with progress("replaying", len(made)) as tell:
-            for spec, one in made.items():
-                found.append(report.result(texts, run, spec, one, limits, shared))
-                tell("replaying", len(found))
+        with progress("replaying", len(controllers)) as tell:
+            for spec, made in controllers.items():
+                results.append(report.result(texts, run, spec, made, limits, shared))
+                tell("replaying", len(results))
     except KeyboardInterrupt:
-        if found:
-            note(stderr(), f"interrupted after {len(found)} of {len(made)} controllers")
-            _tell(found, texts, cell, batch, made_up, output, as_json)
+        if results:
+            note(stderr(), f"interrupted after {len(results)} of {len(controllers)} controllers")
+            _output(results, texts, cell, batch, synthetic, output, as_json)
         raise
-    _tell(found, texts, cell, batch, made_up, output, as_json)
+    _output(results, texts, cell, batch, synthetic, output, as_json)
 
 
-def warn_of_other_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
-    """Say so if a trace and a table of measured costs are of different models."""
+def warn_of_mixed_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
+    """Warn if a trace and a table of measured costs are of different models."""
     for role in ("target", "draft"):
-        one, other = trace.get(role), costs.get(role)
-        if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        recorded, measured = trace.get(role), costs.get(role)
+        if not (isinstance(recorded, Mapping) and isinstance(measured, Mapping)):
             continue
-        keys = one.get("sha256"), other.get("sha256")
+        keys = recorded.get("sha256"), measured.get("sha256")
         if all(keys) and keys[0] != keys[1]:
             note(
                 stderr(),
-                f"the trace is of the {role} {one.get('name')} and the costs are of "
-                f"{other.get('name')}: the figures hold for no pair of models",
+                f"the trace is of the {role} {recorded.get('name')} and the costs are of "
+                f"{measured.get('name')}: the figures hold for no pair of models",
             )
 
 
@@ -129,69 +129,69 @@ def _registered() -> list[str]:
 
 
 def _of(trace: Trace, families: Sequence[str]) -> Trace:
-    known = list(dict.fromkeys(trace.families))
+    present = list(dict.fromkeys(trace.families))
     for name in families:
-        if name not in known:
-            raise UnknownNameError.among("family of the trace", name, known)
+        if name not in present:
+            raise UnknownNameError.among("family of the trace", name, present)
     if not families:
         return trace
     return trace.take([i for i, name in enumerate(trace.families) if name in families])
 
 
-def _tell(
-    found: list[Result],
+def _output(
+    results: list[Result],
     trace: Trace,
     cell: Cell,
     rows: int,
-    made_up: bool,
+    synthetic: bool,
     output: str | None,
     as_json: bool,
 ) -> None:
     from forerun.lab.traces import replay_report as report
 
     if output is not None:
-        report.write_csv(found, output)
+        report.write_csv(results, output)
     if as_json:
-        print_json(report.document(found, trace, cell, rows))
+        print_json(report.document(results, trace, cell, rows))
         return
-    order = sorted(found, key=lambda r: -r.groups["all"]["speedup"]["mean"])
-    _show(order, trace, cell, rows, made_up)
+    order = sorted(results, key=lambda r: -r.groups["all"]["speedup"]["mean"])
+    _show(order, trace, cell, rows, synthetic)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
 
-def _show(found: list[Result], trace: Trace, cell: Cell, rows: int, made_up: bool) -> None:
+def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic: bool) -> None:
     """The summary, for people: the best controller first."""
     console = stdout()
     size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
     together = rows if rows > 1 else cell.batch
     note(console, f"{size}; c = {cell.ratio:.2f}, batch {together}, context {cell.context}\n")
-    first = found[0].groups["all"]
-    rate = "tokens/pass" if made_up else "tokens/s"  # a second is a target pass then
+    first = results[0].groups["all"]
+    rate = "tokens/pass" if synthetic else "tokens/s"  # a second is a target pass then
     heads = ["speed-up", rate, "rounds", "drafted", "wasted"]
     shown = table("controller", right=[*heads, *first.get("share", {})], no_wrap=True)
-    for result in found:
+    for result in results:
         group = result.groups["all"]
         shown.add_row(
             result.spec,
             Text(_half(group["speedup"]), "bold"),
-            f"{group['tokens_per_second']['mean']:,.{2 if made_up else 1}f}",
+            f"{group['tokens_per_second']['mean']:,.{2 if synthetic else 1}f}",
             *(f"{group[name]:,}" for name in heads[2:]),
             *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
         )
     console.print(shown)
-    families = [name for name in found[0].groups if name != "all"]
+    families = [name for name in results[0].groups if name != "all"]
     if len(families) > 1:
         note(console, "\nspeed-up by family")
         shown = table("controller", right=families, no_wrap=True)
-        for result in found:
+        for result in results:
             cells = [f"{result.groups[name]['speedup']['mean']:.2f}" for name in families]
             shown.add_row(result.spec, *cells)
         console.print(shown)
     if "share" in first:
         note(console, f"\n{', '.join(first['share'])}: share of the speed of that bound")
     note(console, Text("\n± is half of the 95 % interval over prompts", "dim"))
-    capped = [r.spec for r in found if r.groups["all"]["capped"]]
+    capped = [r.spec for r in results if r.groups["all"]["capped"]]
     if capped:
         note(
             console,

@@ -13,7 +13,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
 from forerun.cli.shared.options import MODELS, OUTPUT, VALIDATION, flag, option
 from forerun.cli.shared.progress import progress
-from forerun.cli.shared.prompts import given_or_shipped, is_shipped, seeded
+from forerun.cli.shared.prompts import is_shipped, prompt_source, seeded
 from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 
@@ -79,15 +79,15 @@ def specbound(
     """
     from forerun.cli.shared.prompts import find_prompts, tokenise
 
-    where = given_or_shipped(prompts, target)
+    source = prompt_source(prompts, target)
     for name, value in (("width", width), ("budget", budget), ("confirm", confirm)):
         require(value >= 1, name, value, "≥ 1")
     require(seed >= 0, "seed", seed, "≥ 0")
     check_writable(output)
     if keep and not exits:
         raise SettingError("--keep writes beside exit heads; name their folder with --exits")
-    most = (OF_FAMILY if is_shipped(where) else OF_FILE) if limit is None else limit
-    found = seeded(find_prompts(where, "val", most, max_new_tokens), seed)
+    most = (OF_FAMILY if is_shipped(source) else OF_FILE) if limit is None else limit
+    requested = seeded(find_prompts(source, "val", most, max_new_tokens), seed)
 
     from forerun.lab.exits import sweep, sweep_report
     from forerun.runtime.heads import keep_settings
@@ -97,11 +97,11 @@ def specbound(
     from forerun.cli.shared.run import Plan
 
     plan = Plan.alone(target, device, dtype, trust_remote_code)
-    job, rows = plan.open(lambda reader: tokenise(reader, found, {"temperature": temperature}))
+    job, rows = plan.open(lambda reader: tokenise(reader, requested, {"temperature": temperature}))
     about: dict[str, Any] = {
         **{name: job.about[name] for name in ("target", "device", "dtype")},
         "exits": exits,
-        "prompts": where,
+        "prompts": source,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "budget": budget,
@@ -110,7 +110,7 @@ def specbound(
     run = _Run(job, exits, width=width, seed=seed)
     began = time.perf_counter()
     try:
-        live = run.all(rows, budget, confirm)
+        live = run.run(rows, budget, confirm)
     except KeyboardInterrupt:
         if run.search is not None and run.search.scores and output is not None:
             so_far = run.search.best()
@@ -153,7 +153,7 @@ class _Run:
 
         trained = own_heads(job.model.target.facts.name) if exits is None else exits
         self.named = exits or (None if trained else "")
-        """The target's own heads need no naming; that there shall be none must be said."""
+        """The target's own heads need no naming; that none are used must be written."""
         self._job, self._width, self._seed = job, width, seed
         self._model: Any = job.model.target.executor.module()
         self._fast, self._trained = exit_rows(self._model), bool(trained)
@@ -163,7 +163,7 @@ class _Run:
         self.best: Any = None
         self.untuned: Setting | None = None
 
-    def all(self, rows: Sequence[LabPrompt], budget: int, confirm: int) -> list[Confirmed]:
+    def run(self, rows: Sequence[LabPrompt], budget: int, confirm: int) -> list[Confirmed]:
         """Search and time; the settings timed, the fastest first."""
         from forerun.lab.exits import sweep
         from forerun.lab.exits.exit_costs import measure
@@ -177,9 +177,9 @@ class _Run:
             for text in sweep.written(model, ((row.ids, row.sampling) for row in rows)):
                 texts.append(text)
                 tell("writing", len(texts))
-            told = partial(tell, "timing")
+            advance = partial(tell, "timing")
             costs = measure(
-                model, self._fast, heads, layers, texts, self._width, seed=self._seed, tell=told
+                model, self._fast, heads, layers, texts, self._width, seed=self._seed, tell=advance
             )
             counted = Exits(exit_rows(self._model), heads, layers, texts, self._seed)
             self.search = search = sweep.Search(counted, costs, self._width)
@@ -191,8 +191,8 @@ class _Run:
                 search.score(self.untuned)
                 if self.untuned not in chosen:
                     chosen.append(self.untuned)
-            told = partial(tell, "confirming")
-            return sweep.confirm(model, self._fast, heads, search, chosen, told)
+            advance = partial(tell, "confirming")
+            return sweep.confirm(model, self._fast, heads, search, chosen, advance)
 
 
 def _show(
@@ -230,8 +230,8 @@ def _show(
             values = values[:: max(1, len(values) // 10)]
         note(console, f"{name:<10}" + "  ".join(f"{value} {score:.2f}" for value, score in values))
     parts = search.costs.parts(search.counts(best.setting))
-    whole = sum(parts.values())
-    shares = ", ".join(f"{name} {seconds / whole * 100:.0f} %" for name, seconds in parts.items())
+    total = sum(parts.values())
+    shares = ", ".join(f"{name} {seconds / total * 100:.0f} %" for name, seconds in parts.items())
     note(console, f"\nwhere time goes: {shares}; {best.per_round:.2f} tokens per round")
     if best.speedup["mean"] < 1:
         note(console, "plain decoding is faster than every setting on these prompts")

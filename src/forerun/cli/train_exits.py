@@ -91,9 +91,9 @@ def train_exits(
             "no texts; give --data with a text file, a folder, a .jsonl file of prompts, or builtin"
         )
     require(tokens >= 1, "tokens", tokens, "≥ 1")
-    asked = _parse_layers(layers)
-    out, kept = Path(output), Path(cache) if cache is not None else Path(output) / "cache"
-    for folder in (out, kept):
+    chosen = _parse_layers(layers)
+    out, cache_folder = Path(output), Path(cache) if cache is not None else Path(output) / "cache"
+    for folder in (out, cache_folder):
         if folder.exists() and not folder.is_dir():
             raise SettingError(f"{folder} is a file; name a folder")
 
@@ -110,7 +110,7 @@ def train_exits(
     from forerun.training.features import fingerprint
 
     job = Plan.alone(target, device, dtype, trust_remote_code, GROUP).load()
-    access, exits = _exits(job, asked, rank, vocab)
+    access, exits = _exits(job, chosen, rank, vocab)
     identity = fingerprint(job.model.target.executor.module())
     began = time.perf_counter()
     try:
@@ -118,15 +118,15 @@ def train_exits(
             documents = read_documents(
                 source,
                 job,
-                kept,
+                cache_folder,
                 tokens=tokens,
                 seed=seed,
                 identity=f"{identity} {data}",
                 tell=partial(tell, "texts"),
             )
             parts = hold_out(documents)
-            trained, held = _features(access, parts, exits, kept, identity, tell)
-            heads, before, after = _train(access, trained, held, settings, kept, tell)
+            trained, held = _features(access, parts, exits, cache_folder, identity, tell)
+            heads, before, after = _train(access, trained, held, settings, cache_folder, tell)
     except KeyboardInterrupt:
         note(stderr(), "interrupted; the same command goes on from here")
         raise
@@ -143,14 +143,14 @@ def train_exits(
 
 
 def _exits(
-    job: Job, asked: list[int] | None, rank: int, vocab: int
+    job: Job, chosen: list[int] | None, rank: int, vocab: int
 ) -> tuple[LayerAccess, tuple[int, ...]]:
     """The target's layers, and those to exit after; what does not fit the model is refused."""
     from forerun.runtime.heads import check_layers, default_layers
     from forerun.runtime.layers import LayerAccess
 
     access = LayerAccess(job.model.target.executor.module())
-    exits = check_layers(asked or default_layers(access.layers), access.layers)
+    exits = check_layers(chosen or default_layers(access.layers), access.layers)
     if exits[-1] == access.layers:
         raise SettingError(
             f"layer {exits[-1]} is the model's last and needs no head; exit layers are 1 to "
@@ -188,10 +188,10 @@ def _features(
         f"features of {count:,} positions after {len(exits)} layers: {decimal(size)} in {folder}",
     )
 
-    def told(done: int) -> None:
+    def advance(done: int) -> None:
         tell("features", done, count)
 
-    held = collect(access, parts[1], exits, folder / "held-out", identity=identity, tell=told)
+    held = collect(access, parts[1], exits, folder / "held-out", identity=identity, tell=advance)
     done = held.count
     trained = collect(
         access,
@@ -199,9 +199,9 @@ def _features(
         exits,
         folder / "training",
         identity=identity,
-        tell=lambda more: told(done + more),
+        tell=lambda count: advance(done + count),
     )
-    told(count)  # nothing was told if both were there already
+    advance(count)  # nothing was told if both were there already
     return trained, held
 
 

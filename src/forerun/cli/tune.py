@@ -88,17 +88,17 @@ def tune(
     every = Costs.find(costs)
     cell = every.at(batch, context)
     cells = [every.at(n, context) for n in sorted({cell.batch for cell in every.cells})]
-    found = Trace.read(trace)
-    given = None if test is None else (found, Trace.read(test), "another trace")
-    searched, judged_on, how = given or halves(found)
-    if given:
+    recorded = Trace.read(trace)
+    pair = None if test is None else (recorded, Trace.read(test), "another trace")
+    searched, judged_on, split_by = pair or halves(recorded)
+    if pair:
         disjoint(searched, judged_on)
     with progress("reading", unit="settings", alone=True) as tell:
         tuned = search(searched, cell, controller or None, budget=budget, seed=seed, progress=tell)
     about = {
         "trace": Path(trace).name,
         "prompts": searched.prompts,
-        "recorded": dict(found.about),
+        "recorded": dict(recorded.about),
         "costs": cell.to_json(),
         "budget": budget,
         "seed": seed,
@@ -111,7 +111,7 @@ def tune(
     if not tuned.complete:
         note(stderr(), "interrupted; this is the best so far")
 
-    split = {"how": how, "searched": searched.prompts}
+    split = {"how": split_by, "searched": searched.prompts}
     verdict = report.Verdict.of(tuned, judged_on, cell, split, not controller, seed)
     settings = report.settings(verdict.choice.spec, searched, about)
     if output is not None:
@@ -167,7 +167,7 @@ def _show(verdict: Verdict, cell: Cell) -> None:
     note(console, Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
 
 
-def _table(what: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
+def _table(label: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
     """Speed-ups of some rows, with 95 % intervals."""
     names = {
         "default": "default",
@@ -175,11 +175,11 @@ def _table(what: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]
         "gain": "tuned/default",
         "over_fixed": "tuned/fixed",
     }
-    made = table(what, right=list(names.values()))
-    for name, found in rows:
-        made.add_row(name, *[_interval(found[key]) for key in names])
-    return made
+    shown = table(label, right=list(names.values()))
+    for name, figures in rows:
+        shown.add_row(name, *[_interval(figures[key]) for key in names])
+    return shown
 
 
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['mean']:.2f} {found['low']:.2f}–{found['high']:.2f}"
+def _interval(spread: Mapping[str, float]) -> str:
+    return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"

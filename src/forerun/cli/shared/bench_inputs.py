@@ -1,4 +1,4 @@
-"""What `forerun bench` was asked for: prompts, methods, peers."""
+"""Inputs of `forerun bench`: prompts, methods, peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.cli.shared.console import status
 from forerun.errors import SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.prompts import Found, LabPrompt
+    from forerun.cli.shared.prompts import LabPrompt, PromptRequest
     from forerun.cli.shared.run import Job
     from forerun.lab.bench.methods import Method, Task
     from forerun.registry import Spec
@@ -50,29 +50,29 @@ def read_pythons(pairs: Sequence[str]) -> dict[str, str]:
     return out
 
 
-def find_all(
+def bench_prompts(
     families: str, prompt_file: str | None, split: str, limit: int, cap: int
-) -> list[Found]:
-    """The prompts, told before a model is loaded."""
+) -> list[PromptRequest]:
+    """The prompts, checked before a model is loaded."""
     from forerun.cli.shared.prompts import find_prompts
     from forerun.zoo import families as shipped
 
-    found = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
-    known = list(shipped()) if found is None else list(dict.fromkeys(f.family for f in found))
-    names = known if families.strip() == "all" else split_names(families, ",")
+    own = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
+    present = list(shipped()) if own is None else list(dict.fromkeys(f.family for f in own))
+    names = present if families.strip() == "all" else split_names(families, ",")
     require(len(names) > 0, "families", families, "names with commas between, or all")
     for name in names:
-        if name not in known:
-            what = "family of shipped prompts" if found is None else f"family in {prompt_file}"
-            raise UnknownNameError.among(what, name, ("all", *known))
-    if found is not None:
-        return [f for f in found if f.family in names]
+        if name not in present:
+            kind = "family of shipped prompts" if own is None else f"family in {prompt_file}"
+            raise UnknownNameError.among(kind, name, ("all", *present))
+    if own is not None:
+        return [f for f in own if f.family in names]
     return [f for name in names for f in find_prompts(f"builtin:{name}", split, limit, cap)]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is compared: specs, and how it is sampled."""
+class Compared:
+    """The methods compared, by their specs, and the temperature."""
 
     controllers: list[str]
     rules: list[str]
@@ -84,7 +84,7 @@ class Wanted:
     @classmethod
     def read(
         cls, controllers: str, rules: str, peers: str, pythons: Mapping[str, str], heat: float
-    ) -> Wanted:
+    ) -> Compared:
         """From options; a wrong spec or temperature is refused before a model is loaded."""
         from forerun.controllers import CONTROLLERS
         from forerun.engine import Sampling
@@ -118,20 +118,20 @@ def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
     ]
 
 
-def our_methods(job: Job, wanted: Wanted) -> list[Method]:
+def our_methods(job: Job, compared: Compared) -> list[Method]:
     """Plain decoding, and every controller with every rule."""
     from forerun.lab.bench.methods import PLAIN, Ours
 
-    out: list[Method] = [Ours(PLAIN, job.model, temperature=wanted.temperature)]
-    for rule in wanted.rules:
-        for spec in wanted.controllers:
+    out: list[Method] = [Ours(PLAIN, job.model, temperature=compared.temperature)]
+    for rule in compared.rules:
+        for spec in compared.controllers:
             name = spec if rule == "standard" else f"{spec} + {rule}"
-            out.append(Ours(name, job.model, spec, rule, wanted.temperature))
+            out.append(Ours(name, job.model, spec, rule, compared.temperature))
     return out
 
 
 def their_methods(
-    stack: ExitStack, job: Job, wanted: Wanted, target: str | None, draft: str | None
+    stack: ExitStack, job: Job, compared: Compared, target: str | None, draft: str | None
 ) -> tuple[list[Method], list[dict[str, str]]]:
     """Peers that can run here, and the others with the reason."""
     from forerun import zoo
@@ -140,24 +140,24 @@ def their_methods(
     from forerun.lab.bench.peer_names import make
     from forerun.lab.bench.remote import Remote
 
-    found: list[Method] = []
+    methods: list[Method] = []
     skipped = []
     small = draft or (str(zoo.DRAFT) if target is None else None)
     small = small if isinstance(job.model.drafter, ModelDrafter) else None
-    for spec in wanted.peers:
-        for peer, most in make(spec, job.model, target or str(zoo.TARGET), small, wanted.pythons):
+    for spec in compared.peers:
+        for peer, most in make(spec, job.model, target or str(zoo.TARGET), small, compared.pythons):
             if isinstance(peer, Remote):
                 stack.callback(peer.close)
-            if wanted.temperature > 0:
+            if compared.temperature > 0:
                 reason: str | None = "peers are measured greedily, and --temperature is above 0"
             else:
                 with status(f"starting {peer.name}"):
                     reason = peer.available()
             if reason is None:
-                found.append(Theirs(peer, most))
+                methods.append(Theirs(peer, most))
             else:
                 skipped.append({"name": peer.name, "reason": reason})
-    return found, skipped
+    return methods, skipped
 
 
 def read_recorded(trace: str | None, costs: str | None) -> tuple[Any, Any] | None:
@@ -180,5 +180,5 @@ def draft_identity(job: Job) -> Any:
 
 
 def model_name(model: str) -> str:
-    """Without the way to it on this machine."""
+    """The name without its path on this machine."""
     return Path(model).name if Path(model).is_dir() else model

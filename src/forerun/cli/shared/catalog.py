@@ -1,4 +1,4 @@
-"""What lists, cards and the generated documentation know about registered parts."""
+"""Registered parts as lists, cards and the generated documentation show them."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def registry(kind: str) -> Registry:
 
 def cards(kind: str) -> list[Card]:
     """All parts of a kind, in registry order."""
-    found = registry(kind)
-    return [Card(kind, name, found.load(name)) for name in found.names()]
+    registered = registry(kind)
+    return [Card(kind, name, registered.load(name)) for name in registered.names()]
 
 
 def find(name: str) -> list[Card]:
@@ -118,12 +118,12 @@ def find(name: str) -> list[Card]:
         UnknownNameError: with the nearest name.
         SettingError: the spec cannot be read.
     """
-    wanted = parse(name).name
-    kinds = [kind for kind in KINDS if wanted in registry(kind)]
+    part = parse(name).name
+    kinds = [kind for kind in KINDS if part in registry(kind)]
     if not kinds:
-        known = {n for kind in KINDS for n in registry(kind).names()}  # cm-asd is two things
-        raise UnknownNameError.among("controller, rule or drafter", wanted, known)
-    return [Card(kind, wanted, registry(kind).load(wanted)) for kind in kinds]
+        names = {n for kind in KINDS for n in registry(kind).names()}  # cm-asd is two things
+        raise UnknownNameError.among("controller, rule or drafter", part, names)
+    return [Card(kind, part, registry(kind).load(part)) for kind in kinds]
 
 
 def names_in(text: str) -> Iterator[str]:

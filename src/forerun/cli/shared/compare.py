@@ -18,7 +18,7 @@ PAIRS = 3
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a greedy output left the plain one, and whose fault that is."""
+    """Where a greedy output differs from the plain one, and why."""
 
     request: int
     position: int
@@ -120,9 +120,9 @@ def _differences(
 ) -> list[Difference]:
     from forerun.lab import audit
 
-    found = []
+    differences = []
     for i, (row, a, b) in enumerate(zip(rows, ours, theirs, strict=True)):
         if a != b:
-            told = audit.explain(job.model, row.ids, a, b, row.sampling)
-            found.append(Difference(i, told.position, told.near_tie, told.message))
-    return found
+            first = audit.explain(job.model, row.ids, a, b, row.sampling)
+            differences.append(Difference(i, first.position, first.near_tie, first.message))
+    return differences

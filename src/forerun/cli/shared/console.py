@@ -1,6 +1,6 @@
 """Where things are printed and in which colours.
 
-Text goes to stdout, everything said about it to stderr, so a pipe gets the text alone.
+Text goes to stdout, messages go to stderr, so a pipe gets the text alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 STYLES = {"draft": "green", "correction": "bold yellow", "bonus": "cyan", "plain": ""}
-"""Who wrote a token (`engine.results.Origin`) and its colour."""
+"""Colours of tokens by `engine.results.Origin`."""
 
 MEANINGS = {
     "draft": "drafted and accepted",
@@ -30,7 +30,7 @@ _SHOWN |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD
 
 
 def clean(text: str) -> str:
-    """Text that a terminal only shows: control characters become visible symbols.
+    """Text without control characters: they become visible symbols.
 
     >>> clean("a\\x1b[31mb")
     'a␛[31mb'
@@ -119,7 +119,7 @@ def note(console: Console, text: str | Text) -> None:
 
 
 def legend() -> Text:
-    """One line that says what the colours mean."""
+    """One line with the meanings of the colours."""
     line = Text("colours: ", "dim")
     for i, (origin, meaning) in enumerate(MEANINGS.items()):
         line.append(" · " if i else "", "dim").append(meaning, STYLES[origin])
@@ -138,7 +138,7 @@ def table(*left: str, right: Sequence[str] = (), no_wrap: bool = False) -> Table
 
 @contextmanager
 def status(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr, on terminals only, that is told what is being done."""
+    """A spinner on stderr, on terminals only, that shows the current phase."""
     console = stderr()
     if not console.is_terminal:
         yield lambda message: None

@@ -1,4 +1,4 @@
-"""What exit heads are trained on: texts, and texts the target writes itself."""
+"""Training texts of exit heads: given ones, and the target's own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Source:
 
 
 def open_source(data: str, seed: int) -> Source:
-    """What `--data` means; everything wrong with it is said now, before a model is loaded.
+    """The source that `--data` names, checked before a model is loaded.
 
     Raises:
         SettingError, PromptError: nothing usable there; the file and line are named.
@@ -83,8 +83,8 @@ def _json_texts(path: Path) -> list[str] | None:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            where = f"{path}, line {number}: not JSON"
-            raise SettingError(f"{where} ({error.msg} at column {error.colno})") from error
+            at = f"{path}, line {number}: not JSON"
+            raise SettingError(f"{at} ({error.msg} at column {error.colno})") from error
         if not isinstance(value, dict) or "text" not in value:
             if texts:
                 raise SettingError(f'{path}, line {number}: no "text"; lines before it have it')
@@ -127,10 +127,10 @@ def read_documents(
         source: from `open_source`.
         job: the target.
         folder: texts the target writes are kept there; an interrupted run goes on with them.
-        tokens: positions wanted.
+        tokens: positions to collect.
         seed: decides the order of texts, and which continuations are sampled.
         identity: of the model and the data; texts of another are not used.
-        tell: told the positions there are.
+        tell: called with the positions so far.
 
     Raises:
         SettingError: too little text to train on and to hold some out.
@@ -139,31 +139,31 @@ def read_documents(
     from forerun.training.features import positions_of
 
     if source.texts is not None:
-        found = _cut(source.texts, job, seed)
+        documents = _cut(source.texts, job, seed)
     else:
         assert source.prompts is not None
-        found = _written(source.prompts(), job, folder / "texts.jsonl", f"{identity} {seed}")
-    kept: list[Document] = []
+        documents = _written(source.prompts(), job, folder / "texts.jsonl", f"{identity} {seed}")
+    chosen: list[Document] = []
     count = 0
-    for document in found:
+    for document in documents:
         if positions_of(document):
-            kept.append(document)
+            chosen.append(document)
             count += positions_of(document)
             tell(count)
         if count >= tokens:
             break
-    if len(kept) < 2:
+    if len(chosen) < 2:
         raise SettingError(
-            f"too little text: {count} positions in {len(kept)} document(s); give more --data"
+            f"too little text: {count} positions in {len(chosen)} document(s); give more --data"
         )
-    return kept
+    return chosen
 
 
 def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]:
     """Documents to train on, and about one of sixteen to measure on."""
     held = documents[15::16] or documents[-1:]
-    kept = [d for i, d in enumerate(documents) if i % 16 != 15] if len(documents) > 15 else None
-    return kept or documents[:-1], held
+    training = [d for i, d in enumerate(documents) if i % 16 != 15] if len(documents) > 15 else None
+    return training or documents[:-1], held
 
 
 def _cut(texts: list[str], job: Job, seed: int) -> Iterator[Document]:
@@ -193,11 +193,11 @@ def _stretches(text: str, size: int) -> Iterator[str]:
 def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iterator[Document]:
     """Prompts with what the target itself writes on them: half greedily, half sampled.
 
-    An exit is only ever asked about text that the target is writing.
+    In use an exit only reads text that the target is writing.
     """
     from forerun.cli.shared.run import run
 
-    lines = _kept_lines(path, key)
+    lines = _saved_lines(path, key)
     yield from ((ids, start) for ids, start in lines)
     remaining = islice(prompts, len(lines), None)
     number = len(lines)
@@ -205,8 +205,8 @@ def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iter
         chosen = []
         for request in group:
             rng = random.Random(f"{key}/{number}")
-            how = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
-            chosen.append(Request(request.prompt, {**how, **request.settings}, request.where))
+            sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
+            chosen.append(Request(request.prompt, {**sampling, **request.settings}, request.where))
             number += 1
         rows = prepare(Reader.of(job.model), chosen)
         done = run(job, rows, plain=True).completions
@@ -219,19 +219,19 @@ def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iter
         yield from fresh
 
 
-def _kept_lines(path: Path, key: str) -> list[Any]:
-    """Documents of an earlier run, in whole groups; the file is left holding just these."""
+def _saved_lines(path: Path, key: str) -> list[Any]:
+    """Documents of an earlier run, in whole groups; the file is cut to these."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[Any] = []
     try:
-        head, *rest = path.read_text(encoding="utf-8").split("\n")
+        head, *saved = path.read_text(encoding="utf-8").split("\n")
         if json.loads(head) == {"key": key}:
-            for line in rest:
+            for line in saved:
                 lines.append(json.loads(line))
     except (OSError, ValueError):
         pass  # none, or its last line is cut: what stands before it is good
     # A last group that is short may be the end of the prompts; it is cheap to write again.
     lines = lines[: len(lines) // GROUP * GROUP]
-    kept = "".join(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
-    path.write_text(kept, encoding="utf-8")
+    text = "".join(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
+    path.write_text(text, encoding="utf-8")
     return lines

@@ -30,13 +30,13 @@ class Held:
         """The handlers that wait."""
 
     @property
-    def asked(self) -> bool:
-        """Whether somebody asked to stop."""
+    def requested(self) -> bool:
+        """Whether a signal came."""
         return self.number is not None
 
     def catch(self, number: int, frame: object = None) -> None:
         """Handle a signal."""
-        if self.asked:
+        if self.requested:
             self.before[number](number, frame)
         self.number = number
 
@@ -122,27 +122,27 @@ def _guarded(command: Callable[[], Any], flags: Flags) -> int:
 def _report(error: Exception, flags: Flags) -> int:
     format_message = getattr(error, "format_message", None)
     if format_message is not None:  # the parser's own: unknown option, missing argument, ...
-        return say(str(format_message()), 2)
+        return fail(str(format_message()), 2)
     if isinstance(error, ForerunError):
-        return say(_with_flags(str(error), flags), 2 if isinstance(error, SettingError) else 1)
+        return fail(_with_flags(str(error), flags), 2 if isinstance(error, SettingError) else 1)
     if isinstance(error, OSError):
-        where = f" ({error.filename})" if error.filename else ""
-        return say(f"{error.strerror or error}{where}", 1)
+        file = f" ({error.filename})" if error.filename else ""
+        return fail(f"{error.strerror or error}{file}", 1)
     if type(error).__name__ == "OutOfMemoryError":
-        return say("out of GPU memory; use a smaller --batch-size, --dtype or --max-new-tokens", 1)
+        return fail("out of GPU memory; use a smaller --batch-size, --dtype or --max-new-tokens", 1)
     hint = "" if os.environ.get(DEBUG) else f" (set {DEBUG}=1 to see where)"
-    return say(f"unexpected {type(error).__name__}: {error}{hint}", 1)
+    return fail(f"unexpected {type(error).__name__}: {error}{hint}", 1)
 
 
 def _with_flags(message: str, flags: Flags) -> str:
     """The library's message with `name` as the flag it has here."""
     if "`" not in message:
         return message
-    known = flags()
-    return re.sub(r"`(\w+)`", lambda found: known.get(found[1], found[0]), message)
+    by_name = flags()
+    return re.sub(r"`(\w+)`", lambda match: by_name.get(match[1], match[0]), message)
 
 
-def say(message: str, code: int) -> int:
+def fail(message: str, code: int) -> int:
     """Print `error: message` as one line on stderr; returns `code`."""
     line = " ".join(clean(message).split())
     print(f"error: {line}", file=sys.stderr)

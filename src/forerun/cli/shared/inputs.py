@@ -22,7 +22,7 @@ MARK = "\ufeff"
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt as it was asked for."""
+    """One prompt as requested."""
 
     prompt: str | list[int]
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -164,7 +164,7 @@ def prepare(
 
     Args:
         reader: tokenises, and knows the context.
-        requests: what was asked for.
+        requests: prompts and settings.
         common: sampling fields for all; a request's own come first.
 
     Raises:
@@ -205,47 +205,47 @@ def _is_text(prompt: str) -> bool:
     return True
 
 
-_NUMBER, _WHOLE, _FLAG = "a number", "an integer", "true or false"
+_NUMBER, _INTEGER, _FLAG = "a number", "an integer", "true or false"
 _KINDS = {
     "temperature": _NUMBER,
-    "top_k": _WHOLE,
+    "top_k": _INTEGER,
     "top_p": _NUMBER,
     "min_p": _NUMBER,
     "repetition_penalty": _NUMBER,
     "presence_penalty": _NUMBER,
     "frequency_penalty": _NUMBER,
-    "seed": _WHOLE,
-    "max_new_tokens": _WHOLE,
-    "min_new_tokens": _WHOLE,
+    "seed": _INTEGER,
+    "max_new_tokens": _INTEGER,
+    "min_new_tokens": _INTEGER,
     "ignore_eos": _FLAG,
 }
 
 
-def make_sampling(given: Mapping[str, Any]) -> Sampling:
+def make_sampling(values: Mapping[str, Any]) -> Sampling:
     """`Sampling` from JSON values, with every wrong name or kind named."""
     from forerun.engine import Sampling
 
-    known = [f.name for f in fields(Sampling)]
-    made = dict(given)
-    for name, value in given.items():
-        if name not in known:
-            raise UnknownNameError.among("setting", name, known)
+    names = [f.name for f in fields(Sampling)]
+    settings = dict(values)
+    for name, value in values.items():
+        if name not in names:
+            raise UnknownNameError.among("setting", name, names)
         kind = _KINDS.get(name)
         if name == "seed" and value is None:
             continue
         if (
             (kind == _NUMBER and (isinstance(value, bool) or not isinstance(value, (int, float))))
-            or (kind == _WHOLE and type(value) is not int)
+            or (kind == _INTEGER and type(value) is not int)
             or (kind == _FLAG and not isinstance(value, bool))
         ):
             raise SettingError(f"{name} must be {kind}, got {value!r}")
         if name == "stop":
-            made[name] = _strings(value)
+            settings[name] = _strings(value)
         elif name == "eos" and value is not None and not _ids(value):
             raise SettingError(f"eos must be a list of token ids, got {value!r}")
         elif name == "logit_bias":
-            made[name] = _bias(value)
-    return Sampling(**made)
+            settings[name] = _bias(value)
+    return Sampling(**settings)
 
 
 def _strings(value: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from forerun.cli.shared.console import note, stderr
-from forerun.cli.shared.play import say_interrupted
+from forerun.cli.shared.play import note_interrupted
 from forerun.cli.shared.report import SCHEMA, finite
 from forerun.cli.shared.run import Job, play_through
 from forerun.cli.shared.show import RoundView, Tally, progress, show_lossy, show_summary
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 HEAD = b'{"schema": 1, "index": '
-"""What every line begins with."""
+"""The beginning of every line."""
 
 
 def play_lines(job: Job, rows: Sequence[Row], output: str | None, rounds: bool = False) -> None:
@@ -40,13 +40,13 @@ def play_lines(job: Job, rows: Sequence[Row], output: str | None, rounds: bool =
         SettingError: the file holds something else, or completions of other requests.
     """
     keys = [_key(job, row) for row in rows]
-    kept = set() if output is None else _kept(Path(output), keys)
-    todo = [row for row in rows if row.index not in kept]
-    if kept:
-        note(stderr(), f"{output} holds {len(kept):,} of {len(rows):,} prompts; going on")
+    completed = set() if output is None else _completed(Path(output), keys)
+    todo = [row for row in rows if row.index not in completed]
+    if completed:
+        note(stderr(), f"{output} holds {len(completed):,} of {len(rows):,} prompts; going on")
     tally, lines = Tally(), RoundView(job.model.tokenizer) if rounds else None
     try:
-        with progress(len(rows), len(kept)) as bar, _open(output) as file:
+        with progress(len(rows), len(completed)) as bar, _open(output) as file:
 
             def on_event(index: int, event: Event) -> None:
                 row = todo[index]
@@ -59,8 +59,8 @@ def play_lines(job: Job, rows: Sequence[Row], output: str | None, rounds: bool =
 
             took = play_through(job, todo, on_event) if todo else 0.0
     except KeyboardInterrupt:
-        more = "" if output is None else "; the same command goes on from here"
-        say_interrupted(len(kept) + tally.prompts, len(rows), more)
+        hint = "" if output is None else "; the same command goes on from here"
+        note_interrupted(len(completed) + tally.prompts, len(rows), hint)
         raise
     show_summary(tally, took)
     if not job.rule.lossless:
@@ -78,14 +78,14 @@ def _line(row: Row, key: str, completion: Completion) -> str:
 
 
 def _key(job: Job, row: Row) -> str:
-    """What tells a request from others: its tokens and all settings that its text depends on."""
+    """A hash that identifies a request: its tokens and the settings its text depends on."""
     names = ("target", "draft", "controller", "rule", "dtype")
     settings = {name: job.about.get(name) for name in names}
     value = [row.ids, finite(asdict(row.sampling)), settings]
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _kept(path: Path, keys: Sequence[str]) -> set[int]:
+def _completed(path: Path, keys: Sequence[str]) -> set[int]:
     """Indices of the requests whose completions a file holds; a line cut off at its end is removed.
 
     Raises:
@@ -93,17 +93,17 @@ def _kept(path: Path, keys: Sequence[str]) -> set[int]:
     """
     if not path.exists():
         return set()
-    kept, whole = set(), 0
+    completed, size = set(), 0
     with path.open("r+b") as file:
         for line in file:
             if not (line.startswith(HEAD) or HEAD.startswith(line.rstrip(b"\n"))):
                 raise SettingError(f"{path} holds something else; name another file")
             if not line.endswith(b"\n"):  # cut off in the middle of writing
-                file.truncate(whole)
+                file.truncate(size)
                 break
-            whole += len(line)
-            kept.add(_index(path, line, keys))
-    return kept
+            size += len(line)
+            completed.add(_index(path, line, keys))
+    return completed
 
 
 def _index(path: Path, line: bytes, keys: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ import typer
 
 from forerun.cli.shared import compare as comparing
 from forerun.cli.shared.console import note, status, stderr
-from forerun.cli.shared.guard import say
+from forerun.cli.shared.guard import fail
 from forerun.cli.shared.report import document, print_json
 from forerun.cli.shared.run import Job, play_through, warm_up
 from forerun.cli.shared.show import (
@@ -49,20 +49,20 @@ def play(
         compare: also run plain decoding.
         rounds: a line per round.
         as_json: print the document instead of anything else.
-        explain: say what the colours mean.
+        explain: print the legend of the colours.
     """
     if compare:
         with status("warming up"):
             warm_up(job, rows[0])
-    shown = _Finished(rows, silent=as_json, one=not many and not as_json)
+    shown = _Finished(rows, silent=as_json, single=not many and not as_json)
     try:
-        took = shown.one(job, rounds) if shown.alone else shown.many(job, rounds)
+        took = shown.run_one(job, rounds) if shown.single else shown.run_all(job, rounds)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         if as_json and (interrupted or shown.done):
             print_json(document(job, rows, shown.done, None))
         if interrupted:
-            say_interrupted(len(shown.done), len(rows))
+            note_interrupted(len(shown.done), len(rows))
         raise
     completions = list(shown.done.values())
     if not as_json:
@@ -80,13 +80,13 @@ def play(
     elif compared is not None:
         show_comparison(compared)
     if compared is not None and compared.bug:
-        raise typer.Exit(say("greedy output differs from plain decoding: please report this", 1))
+        raise typer.Exit(fail("greedy output differs from plain decoding: please report this", 1))
 
 
-def say_interrupted(done: int, total: int, more: str = "") -> None:
-    """Say on stderr that the run was interrupted, and what there is."""
+def note_interrupted(done: int, total: int, hint: str = "") -> None:
+    """Print on stderr that the run was interrupted, and what is complete."""
     count = f"; {done:,} of {total:,} prompts are complete" if total > 1 else ""
-    note(stderr(), f"interrupted{count}{more}")
+    note(stderr(), f"interrupted{count}{hint}")
 
 
 class _Finished:
@@ -95,11 +95,11 @@ class _Finished:
     Args:
         rows: the requests.
         silent: show nothing.
-        one: there is one, shown as it grows.
+        single: there is one, shown as it grows.
     """
 
-    def __init__(self, rows: Sequence[Row], silent: bool, one: bool) -> None:
-        self._rows, self._silent, self.alone = rows, silent, one
+    def __init__(self, rows: Sequence[Row], silent: bool, single: bool) -> None:
+        self._rows, self._silent, self.single = rows, silent, single
         self._finished: dict[int, Completion] = {}
         self._next = 0
 
@@ -108,7 +108,7 @@ class _Finished:
         """What is complete, by the index of its prompt, in their order."""
         return dict(sorted(self._finished.items()))
 
-    def one(self, job: Job, rounds: bool) -> float:
+    def run_one(self, job: Job, rounds: bool) -> float:
         """Run the only request; the seconds it took."""
         view = TextView(self._rows[0], RoundView(job.model.tokenizer) if rounds else None)
         view.begin()
@@ -125,7 +125,7 @@ class _Finished:
             view.close()
         return took
 
-    def many(self, job: Job, rounds: bool) -> float:
+    def run_all(self, job: Job, rounds: bool) -> float:
         """Run all requests; the seconds it took."""
         lines = RoundView(job.model.tokenizer) if rounds and not self._silent else None
         with progress(len(self._rows)) as bar:

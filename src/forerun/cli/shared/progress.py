@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Tell(Protocol):
-    """Told how much of something is done, and of how much if that was not said before."""
+    """Reports how much of a task is done, and the total if it is not known yet."""
 
     def __call__(self, name: str, done: float, total: float | None = None) -> None:
         """The name stands before the bar."""
@@ -37,7 +37,7 @@ def make(*columns: ProgressColumn) -> Progress:
 def progress(
     name: str, total: float | None = None, unit: str = "", alone: bool = False
 ) -> Iterator[Tell]:
-    """A bar, and one more for every other name that is told.
+    """A bar, and one more for every other name that is reported.
 
     Args:
         name: of the first bar.

@@ -1,6 +1,6 @@
 """Prompts of the lab's commands: a file, or the ones that ship with forerun.
 
-`find_prompts` tells mistakes before a model is loaded, `tokenise` needs the model.
+`find_prompts` reports mistakes before a model is loaded, `tokenise` needs the model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from forerun.cli.shared.inputs import Reader, Request
     from forerun.engine import Sampling
 
-BUILTIN = "builtin"
-ALL = "all"
+BUILTIN, ALL = "builtin", "all"
+"""Names of the shipped prompts, and of all their families."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A prompt as it was asked for."""
+class PromptRequest:
+    """A prompt as requested, before it is tokenised."""
 
     family: str
     """Its own, or the name of the file."""
@@ -59,8 +59,8 @@ def is_shipped(text: str) -> bool:
     return text.partition(":")[0] == BUILTIN
 
 
-def given_or_shipped(text: str | None, target: str | None, option: str = "--prompts") -> str:
-    """What the user named, or for the shipped target all that ships."""
+def prompt_source(text: str | None, target: str | None, option: str = "--prompts") -> str:
+    """The source named, or for the shipped target all shipped prompts."""
     if text is None and target is not None:
         raise SettingError(
             f"no prompts; give {option} FILE with prompts of your task, or {option} {BUILTIN}:{ALL}"
@@ -75,7 +75,7 @@ def find_prompts(
     cap: int | None = None,
     *,
     penalised: bool = True,
-) -> list[Found]:
+) -> list[PromptRequest]:
     """The prompts a user means by `text`.
 
     Args:
@@ -100,23 +100,23 @@ def find_prompts(
     from forerun.cli.shared.inputs import read_requests
 
     stem = "stdin" if text == "-" else Path(text).stem
-    found: dict[tuple[str, str], Found] = {}
+    requested: dict[tuple[str, str], PromptRequest] = {}
     counts: Counter[str] = Counter()
     for request in read_requests(None, text):
         family, line = request.family or stem, request.where.rpartition(", ")[2]
         name = line if request.id is None else str(request.id)
-        if (family, name) in found:
+        if (family, name) in requested:
             raise PromptError(f"{request.where}: another prompt of {family} has the id {name!r}")
         counts[family] += 1
         if limit is None or counts[family] <= limit:
-            found[family, name] = Found(family, name, _capped(request, cap))
-    return list(found.values())
+            requested[family, name] = PromptRequest(family, name, _capped(request, cap))
+    return list(requested.values())
 
 
-def seeded(found: Sequence[Found], seed: int) -> list[Found]:
+def seeded(requested: Sequence[PromptRequest], seed: int) -> list[PromptRequest]:
     """The same prompts; number i, from 0 on, gets the seed `seed` + i unless it has its own."""
     out = []
-    for i, f in enumerate(found):
+    for i, f in enumerate(requested):
         settings = f.request.settings
         if settings.get("seed") is None:
             settings = {**settings, "seed": seed + i}
@@ -125,27 +125,27 @@ def seeded(found: Sequence[Found], seed: int) -> list[Found]:
 
 
 def tokenise(
-    reader: Reader, found: Sequence[Found], common: Mapping[str, Any] | None = None
+    reader: Reader, requested: Sequence[PromptRequest], common: Mapping[str, Any] | None = None
 ) -> list[LabPrompt]:
     """Tokenise and check every prompt before the first one runs.
 
     Args:
         reader: tokenises, and knows the context.
-        found: the prompts.
+        requested: the prompts.
         common: sampling fields for all; a prompt's own come first.
     """
     from forerun.cli.shared.inputs import prepare
 
-    rows = prepare(reader, [f.request for f in found], common)
+    rows = prepare(reader, [f.request for f in requested], common)
     return [
         LabPrompt(f.family, f.id, row.text, row.ids, row.sampling)
-        for f, row in zip(found, rows, strict=True)
+        for f, row in zip(requested, rows, strict=True)
     ]
 
 
 def _shipped(
     family: str, split: str, limit: int | None, cap: int | None, penalised: bool
-) -> list[Found]:
+) -> list[PromptRequest]:
     from forerun.cli.shared.inputs import Request
     from forerun.zoo import PENALTY, families, prompts
 
@@ -156,18 +156,18 @@ def _shipped(
     mixed = [p for p in chain(*zip_longest(*chosen)) if p is not None]
     if not mixed:
         raise PromptError("the shipped prompts are not in this copy; give a file")
-    found = []
+    requested = []
     for p in mixed:
         settings = {"max_new_tokens": min(cap or p.max_new_tokens, p.max_new_tokens)}
         penalty = {"repetition_penalty": PENALTY[p.family]} if p.family in PENALTY else {}
         own = {**settings, **(penalty if penalised else {})}
-        found.append(Found(p.family, p.id, Request(p.prompt, own, p.id)))
-    return found
+        requested.append(PromptRequest(p.family, p.id, Request(p.prompt, own, p.id)))
+    return requested
 
 
 def _capped(request: Request, cap: int | None) -> Request:
     own = request.settings.get("max_new_tokens", cap)
-    if cap is None or type(own) is not int:  # a wrong kind is told where all settings are read
+    if cap is None or type(own) is not int:  # a wrong kind is reported where all settings are read
         return request
     capped = {"max_new_tokens": min(own, cap)}
     least = request.settings.get("min_new_tokens")

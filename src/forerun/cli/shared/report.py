@@ -35,7 +35,7 @@ def save_json(path: str | Path, value: Any) -> None:
 
 
 def check_writable(path: str | None, option: str = "-o") -> None:
-    """Tell now what would otherwise be told after the work."""
+    """Raise now what writing would raise after the work."""
     if path is None:
         return
     if Path(path).is_dir():

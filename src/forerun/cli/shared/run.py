@@ -60,7 +60,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Plan:
-    """Models and policies as they were asked for.
+    """Models and policies as requested.
 
     What is None comes from the file `settings`, or is the default.
     """
@@ -106,8 +106,8 @@ class Plan:
         """Load the models, and prepare the prompts: before, as far as the weights are not needed.
 
         Args:
-            prepare: reads the prompts with the target's tokenizer, or raises what is wrong with
-                them.
+            prepare: reads the prompts with the target's tokenizer, or raises their
+                errors.
 
         Raises:
             ForerunError: a setting, a prompt or a model that cannot be used.
@@ -187,7 +187,7 @@ def require_draft_model(target: str | None, draft: str | None, doing: str) -> No
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the libraries' own chatter off the terminal while they load."""
+    """Keep the libraries' own messages off the terminal while they load."""
     import warnings
 
     from huggingface_hub.utils import logging as hub
@@ -240,7 +240,7 @@ def play_through(
         on_event: gets (index among `rows`, event) as rounds end.
         plain: leave the drafter out.
     """
-    began, last, asked = time.perf_counter(), -1, False
+    began, last, stopping = time.perf_counter(), -1, False
     stream = job.model.stream(
         [row.ids for row in rows],
         controller=job.controller,
@@ -255,9 +255,9 @@ def play_through(
         for event in stream:
             on_event(event.request, event)
             # Within a round the requests' numbers rise.
-            if asked and event.request <= last:
+            if stopping and event.request <= last:
                 break
-            last, asked = event.request, interrupt.asked
+            last, stopping = event.request, interrupt.requested
     return time.perf_counter() - began
 
 

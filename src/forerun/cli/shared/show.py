@@ -1,4 +1,4 @@
-"""What a reader sees: the text as it grows, a line per round, the summary."""
+"""Output for people: the text as it grows, a line per round, the summary."""
 
 from __future__ import annotations
 
@@ -130,21 +130,21 @@ class RoundView:
         ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)
         row = "" if request is None else f"prompt {request + 1:<3} "
         # Of the round's tokens, as in the summary; the target's own add none.
-        each = "" if r.drift is None else f"drift {sum(r.drift) / max(r.committed, 1):.3f}  "
+        drifted = "" if r.drift is None else f"drift {sum(r.drift) / max(r.committed, 1):.3f}  "
         line = Text(
             f"{row}round {self._count:>3}  drafted {r.drafted:>2}  accepted {r.accepted:>2}  "
-            f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  {each}"
+            f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  {drifted}"
         )
         line.append_text(self._words(event.pieces, event.drafted[r.accepted :]))
         self._err.print(line, soft_wrap=True)
 
-    def _words(self, pieces: Sequence[Piece], left: list[int]) -> Text:
+    def _words(self, pieces: Sequence[Piece], dropped: list[int]) -> Text:
         colours = coloured(self._err)
         words = Text()
         for piece in pieces:
             if piece.origin == "draft":
                 words.append(one_line(piece.text), STYLES["draft"])
-        if rejected := one_line(self._tokenizer.decode(left)) if left else "":
+        if rejected := one_line(self._tokenizer.decode(dropped)) if dropped else "":
             words.append(rejected if colours else f"[-{rejected}-]", "red strike")
         for piece in pieces:
             if piece.origin != "draft" and (text := one_line(piece.text)):
@@ -200,17 +200,17 @@ class Tally:
 def summary(tally: Tally, seconds: float | None = None) -> Text:
     """One line: tokens, rounds, acceptance, speed, where the time went, why it ended."""
     took = tally.seconds if seconds is None else seconds
-    kept = f"{tally.accepted / tally.judged:.0%}" if tally.judged else "– (nothing drafted)"
-    one = tally.prompts == 1
+    acceptance = f"{tally.accepted / tally.judged:.0%}" if tally.judged else "– (nothing drafted)"
+    single = tally.prompts == 1
     parts = [
-        "" if one else count(tally.prompts, "prompt"),
+        "" if single else count(tally.prompts, "prompt"),
         f"{count(tally.tokens, 'token')} in {count(tally.rounds, 'round')}",
         f"{tally.tokens / tally.rounds:.2f} per round" if tally.rounds else "",
-        f"acceptance {kept}",
+        f"acceptance {acceptance}",
         f"{tally.tokens / took:.0f} tokens/s" if took > 0 else "",
         drift(tally),
         shares(tally),
-        f"ended by {ENDED[tally.ended]}" if one else "",
+        f"ended by {ENDED[tally.ended]}" if single else "",
     ]
     return Text(" · ".join(p for p in parts if p), "bold")
 
@@ -237,7 +237,7 @@ def shares(tally: Tally) -> str:
 
 
 def show_legend() -> None:
-    """Say what the colours mean, where there are any."""
+    """Print the meanings of the colours, where there are any."""
     if stdout().is_terminal:
         stderr().print()
     if coloured(stdout()):
@@ -250,7 +250,7 @@ def show_summary(tally: Tally, seconds: float | None = None) -> None:
 
 
 def show_lossy(rule: str) -> None:
-    """Say once, on stderr, what a lossy rule means."""
+    """Warn once, on stderr, that the rule is lossy."""
     note(stderr(), Text(f"lossy rule {rule}: the text may differ from the target's own", "yellow"))
 
 
@@ -275,12 +275,12 @@ def _sameness(result: Comparison) -> Text:
     if result.identical:
         return Text("identical output: yes, token for token", "green")
     if not result.must_match:
-        why = (
+        reason = (
             "identical output: no, and it need not be: both are draws from the same distribution"
             if result.lossless
             else "identical output: no, and it need not be: the rule is lossy"
         )
-        return Text(why, "dim")
+        return Text(reason, "dim")
     lines = Text("identical output: NO", "red" if result.bug else "yellow")
     for difference in result.differences:
         lines.append(f"\n  prompt {difference.request + 1}: {clean(difference.message)}")
