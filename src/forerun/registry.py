@@ -66,12 +66,12 @@ def parse(text: str) -> Spec:
     tokens: list[tuple[str, str, int]] = []
     at = 0
     while text[at:].strip():
-        found = _TOKEN.match(text, at)
-        if not found:
+        match = _TOKEN.match(text, at)
+        if not match:
             raise SettingError(f"cannot read {text!r} at {text[at:]!r}; write NAME or NAME(key=1)")
-        kind = found.lastgroup or ""
-        tokens.append((kind, found.group(kind), found.start(kind)))
-        at = found.end()
+        kind = match.lastgroup or ""
+        tokens.append((kind, match.group(kind), match.start(kind)))
+        at = match.end()
     spec, rest = _spec(tokens, text)
     if rest:
         raise SettingError(f"cannot read {text!r} after {text[: rest[0][2]]!r}")
@@ -125,9 +125,9 @@ class Registry:
     """Lazy table from names to dataclasses, e.g. all controllers."""
 
     def __init__(
-        self, what: str, group: str, entries: Mapping[str, str], base: type[Any] | None = None
+        self, kind: str, group: str, entries: Mapping[str, str], base: type[Any] | None = None
     ) -> None:
-        self.what = what
+        self.kind = kind
         self._base = base
         self._group = group
         self._entries = dict(entries)
@@ -145,7 +145,7 @@ class Registry:
     def load(self, name: str) -> type[Any]:
         """The class behind a name; `UnknownNameError` with a hint if there is none."""
         if name not in self.names():
-            raise UnknownNameError.among(self.what, name, self.names())
+            raise UnknownNameError.among(self.kind, name, self.names())
         if name in self._entries:
             module, _, attribute = self._entries[name].partition(":")
             return getattr(importlib.import_module(module), attribute)
@@ -163,32 +163,32 @@ class Registry:
             spec = parse(spec)
         if not isinstance(spec, Spec):
             if self._base and not isinstance(spec, self._base):
-                wanted = f"text or an instance of {self._base.__name__}"
-                raise SettingError(f"a {self.what} must be {wanted}, got {spec!r}")
+                expected = f"text or an instance of {self._base.__name__}"
+                raise SettingError(f"a {self.kind} must be {expected}, got {spec!r}")
             return spec
         cls = self.load(spec.name)
-        known = [f.name for f in fields(cls) if f.init] if is_dataclass(cls) else []
+        names = [f.name for f in fields(cls) if f.init] if is_dataclass(cls) else []
         for key in spec.kwargs:
-            if key not in known:
-                raise UnknownNameError.among(f"setting of {self.what} {spec.name!r}", key, known)
-        if len(spec.args) > len(known):
-            raise SettingError(f"{spec.name!r} takes at most {len(known)} settings, got {spec}")
-        given = dict(zip(known, spec.args, strict=False))
-        if twice := given.keys() & spec.kwargs.keys():
+            if key not in names:
+                raise UnknownNameError.among(f"setting of {self.kind} {spec.name!r}", key, names)
+        if len(spec.args) > len(names):
+            raise SettingError(f"{spec.name!r} takes at most {len(names)} settings, got {spec}")
+        values = dict(zip(names, spec.args, strict=False))
+        if twice := values.keys() & spec.kwargs.keys():
             raise SettingError(f"{spec.name!r} got {sorted(twice)[0]!r} twice in {spec}")
-        given.update(spec.kwargs)
+        values.update(spec.kwargs)
         required = [
             f.name
             for f in fields(cls)
             if f.init and f.default is MISSING and f.default_factory is MISSING
         ]
         for key in required:
-            if key not in given:
+            if key not in values:
                 raise SettingError(f"{spec.name!r} needs {key!r}; write {spec.name}({key}=...)")
         words = {f.name for f in fields(cls) if f.type in (str, "str")}
-        made = {key: self._setting(value, key in words) for key, value in given.items()}
+        settings = {key: self._setting(value, key in words) for key, value in values.items()}
         try:
-            return cls(**made)
+            return cls(**settings)
         except TypeError as error:
             raise SettingError(f"cannot build {spec}: {error}") from error
 

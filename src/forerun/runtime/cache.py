@@ -27,7 +27,7 @@ class RowCache(Cache):
         self._pick: list[int] | None = None
         self._start = 0
         self._end = 0
-        self._where: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def columns(self) -> int:
@@ -74,11 +74,11 @@ class RowCache(Cache):
         if end > self._columns or high >= self._rows:
             self.reserve(high + 1, max(end, min(2 * self._columns, end + 4096)))
         self._span, self._end = slice(low, high + 1), end
-        self._where = None
+        self._slots = None
         if len(rows) > 1:
             begin = torch.tensor(starts, device=device).unsqueeze(1)
             index = torch.tensor(rows, device=device).unsqueeze(1)
-            self._where = index, begin + torch.arange(width, device=device)
+            self._slots = index, begin + torch.arange(width, device=device)
         adjacent = high - low + 1 == len(rows)
         self._pick = None if adjacent else [row - low for row in rows]
         return end
@@ -99,12 +99,12 @@ class RowCache(Cache):
             )
         rows, end = self._span, self._end
         keys, values = self._store[layer_idx]
-        if self._where is None:
+        if self._slots is None:
             keys[rows, :, end - key_states.shape[2] : end] = key_states
             values[rows, :, end - value_states.shape[2] : end] = value_states
         else:
-            keys[self._where[0], :, self._where[1]] = key_states.transpose(1, 2)
-            values[self._where[0], :, self._where[1]] = value_states.transpose(1, 2)
+            keys[self._slots[0], :, self._slots[1]] = key_states.transpose(1, 2)
+            values[self._slots[0], :, self._slots[1]] = value_states.transpose(1, 2)
         keys, values = keys[rows, :, :end], values[rows, :, :end]
         # Rows that do not follow each other are copied together: attention wants one tensor.
         return (keys, values) if self._pick is None else (keys[self._pick], values[self._pick])

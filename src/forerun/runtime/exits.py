@@ -20,7 +20,7 @@ Leave = Callable[[int, list[int], torch.Tensor], list[bool]]
 
 @dataclass
 class Work:
-    """What decoding cost, prompts left out. Plain decoding: L passes, 1 projection per token."""
+    """Work of decoding, prompts left out. Plain decoding: L passes, 1 projection per token."""
 
     draft_passes: int = 0
     """Positions × layers run while drafting."""
@@ -67,7 +67,7 @@ class _Batch:
     spans: list[Span]
     positions: torch.Tensor
     mask: torch.Tensor
-    where: tuple[torch.Tensor, torch.Tensor]
+    slots: tuple[torch.Tensor, torch.Tensor]
     """Rows `(n, 1)` and slots `(n, width)` of the state table."""
     hidden: torch.Tensor
     """`(n, width, H)`, padded on the right."""
@@ -163,14 +163,14 @@ class LayersExecutor(TorchExecutor):
             newest = batch.hidden[torch.arange(len(rows), device=self.device), ends]
             self._count(rows, exits=1)
             gone = leave(depth, rows, newest)
-            rows = [row for row, left in zip(rows, gone, strict=True) if not left]
+            rows = [row for row, exits in zip(rows, gone, strict=True) if not exits]
             if not rows:
                 break
         self._store()
         self.draft_seconds += time.perf_counter() - began
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
-        """As `TorchExecutor.run`; what is pending of the pieces is only finished.
+        """As `TorchExecutor.run`; pending tokens of the pieces are only finished.
 
         Pending tokens that are not fed are dropped.
         """
@@ -196,10 +196,10 @@ class LayersExecutor(TorchExecutor):
             # Everything went the last stretch together; a row's wanted tokens are its last.
             index = [row for row, n in enumerate(wanted) for _ in range(n)]
             column = [j for n in wanted for j in range(n)]
-            place = {span[0]: i for i, span in enumerate(batch.spans)}
+            order = {span[0]: i for i, span in enumerate(batch.spans)}
             skipped = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
             at = [skipped[row] + j for row, j in zip(index, column, strict=True)]
-            hidden = batch.hidden[[place[row] for row in index], at]
+            hidden = batch.hidden[[order[row] for row in index], at]
             out = out.to(hidden.dtype)
             out[index, column] = self.access.logits(hidden)
         if self.device.type == "cuda":
@@ -207,7 +207,7 @@ class LayersExecutor(TorchExecutor):
         return out
 
     def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:
-        """Make each row's pending tokens its piece: what is known keeps its depth.
+        """Make each row's pending tokens its piece: known tokens keep their depth.
 
         The last `fresh` tokens start anew even if they are known.
         """
@@ -220,12 +220,12 @@ class LayersExecutor(TorchExecutor):
         self._batch = None
         for row, piece in zip(rows, pieces, strict=True):
             held = self._pending[row]
-            most, same = min(len(held.tokens), len(piece) - fresh), 0
-            while same < most and held.tokens[same] == piece[same]:
-                same += 1
-            held.cut(same)
-            held.tokens += piece[same:]
-            held.depths += [0] * (len(piece) - same)
+            most, common = min(len(held.tokens), len(piece) - fresh), 0
+            while common < most and held.tokens[common] == piece[common]:
+                common += 1
+            held.cut(common)
+            held.tokens += piece[common:]
+            held.depths += [0] * (len(piece) - common)
 
     def _sweep(self, rows: list[int], first: int, last: int, drafting: bool) -> None:
         """Take all pending tokens of these rows that lie between the depths to depth `last`.
@@ -257,7 +257,7 @@ class LayersExecutor(TorchExecutor):
             at = until
 
     def _count(self, rows: list[int], draft: int = 0, verify: int = 0, exits: int = 0) -> None:
-        """So much was done in each of these rows."""
+        """Add passes and projections of each of these rows."""
         for row in rows:
             passes, projections = self.counts[row]
             self.counts[row] = passes + draft + verify, projections + exits
@@ -276,7 +276,7 @@ class LayersExecutor(TorchExecutor):
         starts = [self._starts[row] + begin for row, begin in zip(rows, begins, strict=True)]
         columns = self.cache.open(rows, starts, width, self.device)
         slots = torch.tensor(begins, device=self.device).unsqueeze(1)
-        where = (
+        index = (
             torch.tensor(rows, device=self.device).unsqueeze(1),
             slots + torch.arange(width, device=self.device),
         )
@@ -285,23 +285,23 @@ class LayersExecutor(TorchExecutor):
             tokens = [
                 self._pending[r].tokens[b : b + width] for r, b in zip(rows, begins, strict=True)
             ]
-            padded = [[*some, *[0] * (width - len(some))] for some in tokens]
+            padded = [[*piece, *[0] * (width - len(piece))] for piece in tokens]
             hidden = self.access.embed(torch.tensor(padded, device=self.device), positions)
         else:
-            hidden = self._states[where]
+            hidden = self._states[index]
             if min(counts) < width:
                 # What stands in padding is left over; through more and more layers it may overflow,
                 # and a masked NaN still spoils attention.
                 ends = torch.tensor(counts, device=self.device).view(-1, 1, 1)
                 beyond = torch.arange(width, device=self.device).view(1, -1, 1) >= ends
                 hidden = hidden.masked_fill(beyond, 0.0)
-        self._batch = _Batch(spans, positions, self._mask(starts, width, columns), where, hidden)
+        self._batch = _Batch(spans, positions, self._mask(starts, width, columns), index, hidden)
         return self._batch
 
     def _store(self) -> None:
         """Put the states under way back into the table."""
         if self._batch is not None:
-            self._states[self._batch.where] = self._batch.hidden
+            self._states[self._batch.slots] = self._batch.hidden
             self._batch = None
 
     def _reserve(self, slots: int) -> None:

@@ -127,15 +127,15 @@ KINDS: dict[str, type[TrainedHeads]] = {"light": LightHeads, "full": FullHeads}
 
 def check_layers(layers: Sequence[int], most: int) -> tuple[int, ...]:
     """The exit layers, rising; raises `SettingError` unless each is in 1…`most` and there once."""
-    found = tuple(sorted(layers))
-    if not found:
+    chosen = tuple(sorted(layers))
+    if not chosen:
         raise SettingError(f"no exit layers; name some of 1 to {most}")
-    wrong = [n for n in found if not 1 <= n <= most]
+    wrong = [n for n in chosen if not 1 <= n <= most]
     if wrong:
         raise SettingError(f"exit layer {wrong[0]} does not exist; the model's are 1 to {most}")
-    if len(set(found)) < len(found):
+    if len(set(chosen)) < len(chosen):
         raise SettingError(f"exit layers must differ, got {', '.join(map(str, layers))}")
-    return found
+    return chosen
 
 
 def default_layers(count: int) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ def save_heads(heads: TrainedHeads, folder: str | Path) -> Path:
 
 
 def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Put what was found for exit heads beside them: `specbound` takes it as its defaults.
+    """Save the settings found for exit heads beside them: `specbound` takes it as its defaults.
 
     Raises:
         OSError: it cannot be written.
@@ -208,7 +208,7 @@ def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
         access: the model they are for.
 
     Raises:
-        ModelError: files missing or damaged, or heads of another model; says which and what to do.
+        ModelError: files missing or damaged, or heads of another model; the message names them.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -241,21 +241,21 @@ def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
             raise ModelError(f"{folder / WEIGHTS}: unknown tensor {key!r}; train the heads again")
         weights.setdefault(int(layer), {})[name] = tensor.to(device)
     _check_shapes(config, weights, folder)
-    known = {"schema", "kind", "layers", "hidden_size", "vocab_size", "model_layers", "tokens"}
-    about = {key: value for key, value in config.items() if key not in known}
+    fixed = {"schema", "kind", "layers", "hidden_size", "vocab_size", "model_layers", "tokens"}
+    about = {key: value for key, value in config.items() if key not in fixed}
     chosen = None if tokens is None else tokens.to(device)
     return KINDS[config["kind"]](access, weights, about, chosen)
 
 
 def _tokens(
-    found: torch.Tensor | None, config: Mapping[str, Any], folder: Path
+    stored: torch.Tensor | None, config: Mapping[str, Any], folder: Path
 ) -> torch.Tensor | None:
-    """The ids of the tokens the heads can say, if they are what the configuration promises."""
+    """The ids of the heads' vocabulary, if they fit the configuration."""
     count = config.get("tokens")
-    if found is None and count is None:
+    if stored is None and count is None:
         return None
-    if found is not None and found.shape == (count,):
-        ids = found.long()
+    if stored is not None and stored.shape == (count,):
+        ids = stored.long()
         if len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < config["vocab_size"]:
             return ids
     raise ModelError(f"{folder / WEIGHTS}: {TOKENS!r} should be {count} token ids below "
@@ -265,7 +265,7 @@ def _tokens(
 def _check_fit(config: Mapping[str, Any], access: LayerAccess, folder: Path) -> None:
     """Refuse heads made for a model of other sizes."""
     vocab, hidden = access.unembedding.shape
-    for name, what, have in (
+    for name, label, have in (
         ("hidden_size", "hidden size", hidden),
         ("vocab_size", "vocabulary", vocab),
         ("model_layers", "number of layers", access.layers),
@@ -274,31 +274,31 @@ def _check_fit(config: Mapping[str, Any], access: LayerAccess, folder: Path) -> 
             raise ModelError(
                 f"the exit heads in {str(folder)!r} are for another model"
                 f"{' (' + str(config['target']) + ')' if config.get('target') else ''}: their "
-                f"{what} is {config.get(name)}, this model's is {have}; train heads for it with "
+                f"{label} is {config.get(name)}, this model's is {have}; train heads for it with "
                 "forerun train-exits"
             )
 
 
 def _check_shapes(config: Mapping[str, Any], weights: Weights, folder: Path) -> None:
-    """Refuse tensors that are not what the configuration says."""
+    """Refuse tensors that do not fit the configuration."""
     vocab, hidden = config.get("tokens") or config["vocab_size"], config["hidden_size"]
-    where = folder / WEIGHTS
+    file = folder / WEIGHTS
     if sorted(weights) != config.get("layers"):
-        raise ModelError(f"{where}: heads after {sorted(weights)}, {CONFIG} says "
+        raise ModelError(f"{file}: heads after {sorted(weights)}, {CONFIG} says "
                          f"{config.get('layers')}; train the heads again")  # fmt: skip
     for layer, own in weights.items():
         if config["kind"] == "full":
-            wanted = {"weight": (vocab, hidden), "bias": (vocab,)}
+            expected = {"weight": (vocab, hidden), "bias": (vocab,)}
         elif "weight" in own:
-            wanted = {"weight": (hidden, hidden), "bias": (hidden,)}
+            expected = {"weight": (hidden, hidden), "bias": (hidden,)}
         else:
             rank = own["down"].shape[0] if "down" in own else 0
-            wanted = {"down": (rank, hidden), "up": (hidden, rank), "bias": (hidden,)}
+            expected = {"down": (rank, hidden), "up": (hidden, rank), "bias": (hidden,)}
         if config["kind"] == "light":
-            wanted["scale"] = (1,)
-        found = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        if found != wanted:
+            expected["scale"] = (1,)
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        if shapes != expected:
             raise ModelError(
-                f"{where}: the head after layer {layer} has tensors {found}, expected {wanted}; "
+                f"{file}: the head after layer {layer} has tensors {shapes}, expected {expected}; "
                 "train the heads again"
             )

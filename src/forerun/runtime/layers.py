@@ -18,14 +18,14 @@ from forerun.runtime.support import PROBE_TOLERANCE
 
 @dataclass(frozen=True)
 class Family:
-    """Where the modules of a model family are, and what its layers call their cache."""
+    """Where the modules of a model family are, and the name of their layers' cache argument."""
 
     body: str
     """The decoder stack inside the causal language model."""
     embed: str
     stack: str
     norm: str
-    places: str | None = None
+    positions: str | None = None
     """A learned table of positions added to the embeddings; None: the positions are rotary."""
     cache: str = "past_key_values"
 
@@ -33,7 +33,7 @@ class Family:
 _LLAMA = Family("model", "embed_tokens", "layers", "norm")
 FAMILIES = {
     "gemma": _LLAMA,
-    "gpt2": Family("transformer", "wte", "h", "ln_f", places="wpe"),
+    "gpt2": Family("transformer", "wte", "h", "ln_f", positions="wpe"),
     "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", cache="layer_past"),
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -60,7 +60,7 @@ class LayerAccess:
 
     Raises:
         UnsupportedModelError: the family has no adapter (those that have one are named), or layer
-            by layer it does not give what its own forward gives.
+            by layer it does not reproduce its own forward.
     """
 
     def __init__(self, model: Any) -> None:
@@ -76,8 +76,8 @@ class LayerAccess:
             self._embed = getattr(body, family.embed)
             self._stack = getattr(body, family.stack)
             self._norm = getattr(body, family.norm)
-            self._places = getattr(body, family.places) if family.places else None
-            self._rotary = None if family.places else body.rotary_emb
+            self._table = getattr(body, family.positions) if family.positions else None
+            self._rotary = None if family.positions else body.rotary_emb
         except AttributeError as error:  # another version may keep its modules elsewhere
             raise UnsupportedModelError(_UNCALLABLE.format(kind, error)) from error
         self._head = model.get_output_embeddings()
@@ -97,7 +97,7 @@ class LayerAccess:
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Depth 0, `(n, width, H)`, of token ids at positions, `(n, width)` each."""
         hidden: torch.Tensor = self._embed(ids)
-        return hidden if self._places is None else hidden + self._places(positions)
+        return hidden if self._table is None else hidden + self._table(positions)
 
     def run(
         self,
@@ -123,7 +123,7 @@ class LayerAccess:
         Returns:
             `(n, width, H)` at depth `last`.
         """
-        how: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "attention_mask": mask,
             "position_ids": positions,
             "use_cache": cache is not None,
@@ -132,9 +132,9 @@ class LayerAccess:
         if self._rotary is not None:
             if self._turned is None or self._turned[0] is not positions:
                 self._turned = positions, self._rotary(hidden, position_ids=positions)
-            how["position_embeddings"] = self._turned[1]
+            arguments["position_embeddings"] = self._turned[1]
         for layer in self._stack[first:last]:
-            hidden = layer(hidden, **how)
+            hidden = layer(hidden, **arguments)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ class LayerAccess:
 
 
 class ExitHeads(Protocol):
-    """What turns the hidden states of shallow layers into logits."""
+    """Heads that turn hidden states of shallow layers into logits."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class ExitHeads(Protocol):
 
     @property
     def tokens(self) -> torch.Tensor | None:
-        """`(n,)` ids of the tokens the heads can say; None: the whole vocabulary."""
+        """`(n,)` ids of the heads' vocabulary; None: the whole vocabulary."""
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """`(..., n)` logits of `tokens` from hidden states `(..., H)` at depth `layer`."""
@@ -201,8 +201,8 @@ def _prove(access: LayerAccess, model: Any, kind: str) -> None:
         hidden = access.run(
             access.embed(ids, positions), 0, access.layers, mask.triu(1)[None, None], positions
         )
-        got, wanted = access.logits(hidden), model(input_ids=ids).logits
-        worst = float(((got - wanted).abs().max() / (wanted.abs().max() + 1e-6)).float())
+        logits, expected = access.logits(hidden), model(input_ids=ids).logits
+        worst = float(((logits - expected).abs().max() / (expected.abs().max() + 1e-6)).float())
     except Exception as error:  # whatever it is, this model's layers cannot be called one by one
         raise UnsupportedModelError(_UNCALLABLE.format(kind, error)) from error
     if not worst <= (PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1):

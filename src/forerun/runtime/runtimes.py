@@ -77,11 +77,11 @@ class OpenVINORuntime(RuntimeSpec):
         device = resolve_device(source.device)
         if device.type != "cpu":
             raise SettingError(f"runtime openvino runs on the CPU, got the device {str(device)!r}")
-        wanted = resolve_dtype(source.dtype)
-        if wanted not in (None, torch.float32):
+        dtype = resolve_dtype(source.dtype)
+        if dtype not in (None, torch.float32):
             raise SettingError(
                 f"runtime openvino takes its precision from its own setting, got the dtype "
-                f"{str(wanted).removeprefix('torch.')}; write openvino(precision='bf16')"
+                f"{str(dtype).removeprefix('torch.')}; write openvino(precision='bf16')"
             )
         from forerun.runtime.openvino.load import from_name
 

@@ -1,1 +1,1 @@
-"""Training of what a drafter needs beside the model."""
+"""Training of exit heads and their features."""

@@ -1,8 +1,8 @@
 """Training of exit heads from cached features, all layers in one pass over them.
 
-The base model is frozen. What an exit must say is what the last layer says, not what the text says:
-a draft is accepted if the model agrees with it. So the goals are the last layer's, as its arg-max
-(`hard`) or as its whole distribution (`distill`).
+The base model is frozen. Exits are trained towards the last layer, not towards the text: a draft is
+accepted if the model agrees with it. The goal is the last layer's arg-max (`hard`) or its whole
+distribution (`distill`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCALE_RATE = 0.04
 """Of the learning rate of a head's scale, which stands alone, to that of an input: rate × H."""
 
 Tell = Callable[[float, float], None]
-"""Told the share of the training that is done, in [0, 1], and the mean loss in nats."""
+"""Called with the share of the training that is done, in [0, 1], and the mean loss in nats."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Settings:
         head: "light" (an affine map before the model's own norm and unembedding) or "full" (an LM
             head per layer).
         rank: of the light map, ≥ 1; 0 is a full matrix.
-        vocab: the heads can say only the so many tokens that the last layer says most often; 0: all
-            of them. Asking an exit then costs less. Where the last layer says another token, they
-            learn to be unsure: the goal is then every one of theirs alike.
+        vocab: size of the heads' vocabulary, the last layer's most frequent tokens; 0: all. A small
+            one makes an exit cheaper. Where the last layer's token is another one, the goal is the
+            uniform distribution, so that heads learn to be unsure.
         loss: "hard" (cross-entropy to the last layer's arg-max) or "distill" (forward KL from its
-            distribution). Hard heads say how likely the last layer is to agree, which is what an
-            exit by confidence asks, and agree more often; distilled ones are as unsure as the last
-            layer itself is, which is closer to what it samples from.
+            distribution). The confidence of hard heads is the chance that the last layer agrees,
+            which an exit by confidence needs, and they agree more often; distilled ones are as unsure
+            as the last layer itself, which is closer to the distribution it samples from.
         epochs: passes over the features, ≥ 1. The paper's 20 are for full heads.
         minutes: most minutes of training; the learning rate falls to zero in whichever is shorter.
         batch: positions per step, ≥ 32. Many small steps: over the same data, 256 does clearly
@@ -97,7 +97,7 @@ class LayerReport:
 
 
 def new_heads(access: LayerAccess, features: Features, settings: Settings) -> TrainedHeads:
-    """Heads that say what the logit lens says, ready to be trained (float32)."""
+    """Heads that start as the logit lens, ready to be trained (float32)."""
     width = access.width
     require(settings.rank <= width, "rank", settings.rank, f"at most the hidden size, {width}")
     layers = check_layers(list(features.hidden), access.layers)
@@ -129,8 +129,8 @@ def frequent(top: torch.Tensor, count: int, vocab: int) -> torch.Tensor:
     [2, 4]
     """
     require(count <= vocab, "vocab", count, f"at most the model's vocabulary, {vocab}")
-    seen = torch.bincount(top.long(), minlength=vocab)
-    return seen.argsort(descending=True, stable=True)[:count].sort().values
+    counts = torch.bincount(top.long(), minlength=vocab)
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 @torch.no_grad()
@@ -164,12 +164,12 @@ def train(
         settings: how.
         checkpoint: a file to save to, when interrupted and every minute, and to go on from if it is
             of the same features and settings.
-        tell: told about progress.
+        tell: called with the progress.
         stop_after: leave at that step, as an interruption would (for tests).
 
     Returns:
-        Heads with bfloat16 weights: half the size, and a rounding far below what training leaves
-        undecided.
+        Heads with bfloat16 weights: half the size, and a rounding far below the noise of
+        training.
 
     Raises:
         SettingError: a rank above the hidden size.
@@ -202,18 +202,18 @@ def train(
 
 
 class _Run:
-    """Optimiser, place in the data, and time used."""
+    """Optimiser, position in the data, and time used."""
 
     def __init__(self, heads: TrainedHeads, features: Features, settings: Settings) -> None:
         self.heads, self.features, self.settings = heads, features, settings
         self.key = f"{features.key} {asdict(settings)}"
         self.step, self.elapsed = 0, 0.0
         vocab = len(heads.access.unembedding)
-        self._places = torch.arange(vocab, device=heads.access.unembedding.device)
-        """Per token its place among those the heads can say, −1 if it is none of them."""
+        self._index = torch.arange(vocab, device=heads.access.unembedding.device)
+        """Per token its index in the heads' vocabulary, −1 outside it."""
         if heads.tokens is not None:
-            self._places = torch.full_like(self._places, -1)
-            self._places[heads.tokens] = torch.arange(len(heads.tokens), device=heads.tokens.device)
+            self._index = torch.full_like(self._index, -1)
+            self._index[heads.tokens] = torch.arange(len(heads.tokens), device=heads.tokens.device)
         width = heads.access.width
         base = settings.rate or 0.25 / width
         groups = []
@@ -255,7 +255,7 @@ class _Run:
         """One step of every layer's head; layer by layer, for the logits are large."""
         access, features = self.heads.access, self.features
         device, dtype = access.unembedding.device, access.unembedding.dtype
-        goal = self._places[features.top[rows].to(device, torch.long)]
+        goal = self._index[features.top[rows].to(device, torch.long)]
         teacher = None
         if self.settings.loss == "distill":
             with torch.no_grad():
@@ -265,12 +265,12 @@ class _Run:
         for layer in self.heads.layers:
             hidden = features.hidden[layer][rows].to(device, torch.float32)
             logits = self.heads.logits(layer, hidden).float()
-            said = logits.log_softmax(-1)
+            log_probs = logits.log_softmax(-1)
             if teacher is not None:
-                loss = F.kl_div(said, teacher, reduction="batchmean")
+                loss = F.kl_div(log_probs, teacher, reduction="batchmean")
             else:
-                known = said.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-                loss = -torch.where(goal >= 0, known, said.mean(-1)).mean()
+                at_goal = log_probs.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+                loss = -torch.where(goal >= 0, at_goal, log_probs.mean(-1)).mean()
             own = list(self.heads.weights[layer].values())
             # Of these alone: the model's own weights are frozen and get no gradient.
             for tensor, slope in zip(own, torch.autograd.grad(loss, own), strict=True):
@@ -286,8 +286,8 @@ class _Run:
         """The last layer's probabilities over the heads' tokens; the rest is spread evenly."""
         if self.heads.tokens is None:
             return last
-        known = last[:, self.heads.tokens]
-        return known + (1 - known.sum(-1, keepdim=True)).clamp(min=0) / known.shape[-1]
+        probs = last[:, self.heads.tokens]
+        return probs + (1 - probs.sum(-1, keepdim=True)).clamp(min=0) / probs.shape[-1]
 
     def save(self, path: Path) -> None:
         """Beside, then renamed: there is never half a checkpoint."""
@@ -337,8 +337,8 @@ def evaluate(
         agree, confidence = [], []
         for at in range(0, features.count, batch):
             hidden = features.hidden[layer][at : at + batch].to(like.device, like.dtype)
-            top, place = heads.logits(layer, hidden).float().softmax(-1).max(-1)
-            token = place if heads.tokens is None else heads.tokens[place]
+            top, index = heads.logits(layer, hidden).float().softmax(-1).max(-1)
+            token = index if heads.tokens is None else heads.tokens[index]
             confidence.append(top.cpu())
             agree.append(token.cpu() == features.top[at : at + batch])
         right, sure = torch.cat(agree).double(), torch.cat(confidence).double()

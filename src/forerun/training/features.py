@@ -31,11 +31,11 @@ Document = tuple[list[int], int]
 """Token ids, and the first position whose prediction counts: 0, or the last token of a prompt."""
 
 Tell = Callable[[int], None]
-"""Told the positions done so far."""
+"""Called with the positions done so far."""
 
 
 def positions_of(document: Document) -> int:
-    """How many predictions of a document count (its last token predicts nothing we know)."""
+    """How many predictions of a document count (its last token has no known successor)."""
     ids, start = document
     return max(len(ids) - 1 - start, 0)
 
@@ -77,8 +77,8 @@ def fingerprint(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // 64)][:64].double().cpu()
-        digest.update(f"{name}{tuple(tensor.shape)}{some.tolist()}".encode())
+        sample = flat[:: max(1, len(flat) // 64)][:64].double().cpu()
+        digest.update(f"{name}{tuple(tensor.shape)}{sample.tolist()}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -96,12 +96,12 @@ def collect(
 
     Args:
         access: the model.
-        documents: what it runs over; each row sees itself alone.
+        documents: the texts; each row sees itself alone.
         layers: exit layers, below the last.
         folder: where the cache is; made if missing.
         identity: of the model, from `fingerprint`; with the documents and layers it decides whether
             a cache that is there can be used. One that cannot is replaced.
-        tell: told the positions done.
+        tell: called with the positions done.
         stop_after: leave after so many shards (for tests).
 
     Raises:
@@ -118,11 +118,11 @@ def collect(
     sizes = {name: 4 if name == "top" else width * 2 for name in names}
     files = {name: folder / f"{name}.bin" for name in names}
     state = _state(folder, key)
-    whole = all(
+    complete = all(
         file.is_file() and file.stat().st_size >= state["positions"] * sizes[name]
         for name, file in files.items()
     )
-    if not whole:
+    if not complete:
         state |= {"documents": 0, "positions": 0}
     if state["documents"] < len(documents):
         _check_room(folder, cache_bytes(count - state["positions"], len(layers), width))
@@ -233,10 +233,10 @@ def _forward(
     positions = torch.arange(width, device=device).expand(len(documents), width)
     lowest = torch.finfo(dtype).min
     mask = torch.full((width, width), lowest, dtype=dtype, device=device).triu(1)[None, None]
-    hidden, at, kept = access.embed(ids, positions), 0, []
+    hidden, at, states = access.embed(ids, positions), 0, []
     for layer in (*layers, access.layers):
         hidden = access.run(hidden, at, layer, mask, positions)
         at = layer
-        kept.append(hidden[counts])
-    top = access.logits(kept[-1]).argmax(-1)
-    return [*(h.to("cpu", torch.bfloat16) for h in kept), top.to("cpu", torch.int32)]
+        states.append(hidden[counts])
+    top = access.logits(states[-1]).argmax(-1)
+    return [*(h.to("cpu", torch.bfloat16) for h in states), top.to("cpu", torch.int32)]

@@ -39,7 +39,7 @@ def from_model(
             else in fp32).
         threads: None: as many as torch has.
         cached: whether to look for the exported graph on disk, and to leave it there.
-        progress: told before what takes long.
+        progress: called before each slow step.
 
     Raises:
         UnsupportedModelError: this model cannot run here; one line says why.

@@ -46,7 +46,7 @@ def texts(vocab_size: int, limit: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def reference(model: Any, limit: int) -> Reference:
-    """What a torch model says, each text alone."""
+    """Logits of a torch model, each text alone."""
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     logits = [
         model(input_ids=torch.tensor([text], device=model.device)).logits[0].float().cpu()
@@ -56,7 +56,7 @@ def reference(model: Any, limit: int) -> Reference:
     return Reference(a[-4:-1], b[-3:-1], c[-2:-1], np.stack([c[-1], a[-1]]))
 
 
-def probe(executor: Executor, wanted: Reference) -> None:
+def probe(executor: Executor, expected: Reference) -> None:
     """Two ragged rows, a rollback, a row that joins and one that leaves.
 
     Raises:
@@ -66,14 +66,14 @@ def probe(executor: Executor, wanted: Reference) -> None:
     rejected = [1] * _REJECTED
     executor.reserve(3, max(map(len, (a, b, c))) + 1)
     executor.run([0, 0], [a[:-4] + rejected, b[:-3] + rejected], [1, 0])
-    seen = executor.run([len(a) - 4, len(b) - 3, 0], [a[-4:-1], b[-3:-1], c[:-1]], [3, 2, 1])
+    ragged = executor.run([len(a) - 4, len(b) - 3, 0], [a[-4:-1], b[-3:-1], c[:-1]], [3, 2, 1])
     executor.keep([2, 0], [len(c) - 1, len(a) - 1])
     after = executor.run([len(c) - 1, len(a) - 1], [c[-1:], a[-1:]], [1, 1])[:, 0]
     executor.keep([], [])
-    got = [seen[0, :3], seen[1, :2], seen[2, :1], after]
+    logits = [ragged[0, :3], ragged[1, :2], ragged[2, :1], after]
     worst = max(
         float(np.abs(x.numpy() - y).max()) / (float(np.abs(y).max()) + 1e-6)
-        for x, y in zip(got, wanted.arrays(), strict=True)
+        for x, y in zip(logits, expected.arrays(), strict=True)
     )
     if not worst <= TOLERANCE[executor.facts.precision]:  # NaN is no number to be below
         raise UnsupportedModelError(

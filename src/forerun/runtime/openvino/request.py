@@ -12,8 +12,8 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-KEPT = 64
-"""Largest size whose buffer is kept; larger ones read prompts, hardly any two of one size."""
+LARGEST_BUFFER = 64
+"""Largest size whose buffer is kept; larger ones read prompts and seldom come twice."""
 _WIDE = {"input_ids", "position_ids", "wanted"}
 
 
@@ -28,14 +28,14 @@ class Request:
     def __init__(self, compiled: ov.CompiledModel, vocab_size: int) -> None:
         self._request = compiled.create_infer_request()
         self._index = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
-        self._kept: dict[tuple[str, int], tuple[memoryview, ov.Tensor]] = {}
+        self._buffers: dict[tuple[str, int], tuple[memoryview, ov.Tensor]] = {}
         self._bound: dict[str, tuple[Any, ov.Tensor]] = {}  # OpenVINO does not keep their memory
         self._logits = np.empty((0, vocab_size), np.float32)
         self._outputs: dict[int, tuple[NDArray[np.float32], ov.Tensor]] = {}
-        one = np.zeros(1, np.int32)
-        self.longest = one.data
+        longest = np.zeros(1, np.int32)
+        self.longest = longest.data
         """The one number of `max_context_len`."""
-        tensor = ov.Tensor(one.reshape(()), shared_memory=True)
+        tensor = ov.Tensor(longest.reshape(()), shared_memory=True)
         self._request.set_input_tensor(self._index["max_context_len"], tensor)
 
     def infer(self) -> None:
@@ -49,7 +49,7 @@ class Request:
 
     def input(self, name: str, size: int) -> memoryview:
         """The buffer of an input for `size` numbers, bound; of int64 for tokens, else of int32."""
-        held = self._kept.get((name, size)) or self._made(name, size)
+        held = self._buffers.get((name, size)) or self._make(name, size)
         if self._bound.get(name) is not held:
             self._request.set_input_tensor(self._index[name], held[1])
             self._bound[name] = held
@@ -63,13 +63,13 @@ class Request:
             self._bound["logits"] = held
         return held[0]
 
-    def _made(self, name: str, size: int) -> tuple[memoryview, ov.Tensor]:
+    def _make(self, name: str, size: int) -> tuple[memoryview, ov.Tensor]:
         array = np.zeros(size, np.int64 if name in _WIDE else np.int32)
         shaped = array.reshape(-1, 1) if name in ("input_ids", "position_ids") else array
         view = array.data.cast("B").cast("q" if name in _WIDE else "i")
         held = view, ov.Tensor(shaped, shared_memory=True)
-        if size <= KEPT:
-            self._kept[name, size] = held
+        if size <= LARGEST_BUFFER:
+            self._buffers[name, size] = held
         return held
 
     def _cut(self, size: int) -> tuple[NDArray[np.float32], ov.Tensor]:
