@@ -155,7 +155,7 @@ def bench(
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = read_sizes(batch)
-    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens)
+    found = bench_prompts(families, prompt_file, split, prompts, max_new_tokens)
     pythons = read_pythons(peer_python or [])
 
     from forerun.lab.bench.methods import groups
@@ -182,7 +182,7 @@ def bench(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, chosen = plan.open(lambda reader: tokenise(reader, requested))
+    job, chosen = plan.open(lambda reader: tokenise(reader, found))
     settings = {
         "target": model_name(job.about["target"]),
         "draft": model_name(job.about["draft"]),

@@ -137,7 +137,7 @@ def explain(
 
 
 class _Transform:
-    """A request's penalties and biases at one position."""
+    """A request's penalties and biases at one place."""
 
     def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
         self.context, self.prompt = context, prompt

@@ -237,7 +237,7 @@ def _of_target(target: Rows, texts: list[Text]) -> torch.Tensor:
 def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
     """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
     longest = max(len(output) for _, output in texts)
-    entropies = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
+    found = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
     try:
         drafter.join([prompt for prompt, _ in texts], longest)
         for step in range(longest):
@@ -252,10 +252,10 @@ def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
                 break
             logits = drafter.step(contexts, None).logits
             assert logits is not None, "the drafter has a distribution"
-            entropies[rows, step] = _entropy(logits[rows])
+            found[rows, step] = _entropy(logits[rows])
     finally:
         drafter.keep([])
-    return torch.cat([entropies[row, : len(output)] for row, (_, output) in enumerate(texts)])
+    return torch.cat([found[row, : len(output)] for row, (_, output) in enumerate(texts)])
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:

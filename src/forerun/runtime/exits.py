@@ -196,10 +196,10 @@ class LayersExecutor(TorchExecutor):
             # Everything went the last stretch together; a row's wanted tokens are its last.
             index = [row for row, n in enumerate(wanted) for _ in range(n)]
             column = [j for n in wanted for j in range(n)]
-            order = {span[0]: i for i, span in enumerate(batch.spans)}
+            place = {span[0]: i for i, span in enumerate(batch.spans)}
             skipped = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
             at = [skipped[row] + j for row, j in zip(index, column, strict=True)]
-            hidden = batch.hidden[[order[row] for row in index], at]
+            hidden = batch.hidden[[place[row] for row in index], at]
             out = out.to(hidden.dtype)
             out[index, column] = self.access.logits(hidden)
         if self.device.type == "cuda":

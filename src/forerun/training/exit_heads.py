@@ -46,8 +46,8 @@ class Settings:
             uniform distribution, so that heads learn to be unsure.
         loss: "hard" (cross-entropy to the last layer's arg-max) or "distill" (forward KL from its
             distribution). The confidence of hard heads is the chance that the last layer agrees,
-            which an exit by confidence needs, and they agree more often; distilled ones are as unsure
-            as the last layer itself, which is closer to the distribution it samples from.
+            which an exit by confidence needs, and they agree more often; distilled ones are as
+            unsure as the last layer itself, which is closer to its sampled tokens.
         epochs: passes over the features, ≥ 1. The paper's 20 are for full heads.
         minutes: most minutes of training; the learning rate falls to zero in whichever is shorter.
         batch: positions per step, ≥ 32. Many small steps: over the same data, 256 does clearly

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 STYLES = {"draft": "green", "correction": "bold yellow", "bonus": "cyan", "plain": ""}
-"""Colours of tokens by `engine.results.Origin`."""
+"""Who wrote a token (`engine.results.Origin`) and its colour."""
 
 MEANINGS = {
     "draft": "drafted and accepted",

@@ -201,16 +201,16 @@ def summary(tally: Tally, seconds: float | None = None) -> Text:
     """One line: tokens, rounds, acceptance, speed, where the time went, why it ended."""
     took = tally.seconds if seconds is None else seconds
     acceptance = f"{tally.accepted / tally.judged:.0%}" if tally.judged else "– (nothing drafted)"
-    single = tally.prompts == 1
+    one = tally.prompts == 1
     parts = [
-        "" if single else count(tally.prompts, "prompt"),
+        "" if one else count(tally.prompts, "prompt"),
         f"{count(tally.tokens, 'token')} in {count(tally.rounds, 'round')}",
         f"{tally.tokens / tally.rounds:.2f} per round" if tally.rounds else "",
         f"acceptance {acceptance}",
         f"{tally.tokens / took:.0f} tokens/s" if took > 0 else "",
         drift(tally),
         shares(tally),
-        f"ended by {ENDED[tally.ended]}" if single else "",
+        f"ended by {ENDED[tally.ended]}" if one else "",
     ]
     return Text(" · ".join(p for p in parts if p), "bold")
 

@@ -121,10 +121,10 @@ def _cells(
     for batch, context in sizes:
         prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
         turns = _passes(model.target, prompts, widths, repeats, tell)
-        draft, passes, outside = _live(model, prompts)
+        draft, passes, other = _live(model, prompts)
         verify = _as_live(turns, passes)
         # Rounds without a draft save more than one token's work, so they are not on the line.
-        rounds = {n: float(np.median(times)) for n, times in outside.items()}
+        rounds = {n: float(np.median(times)) for n, times in other.items()}
         fixed = rounds.pop(0)
         more, work = line(rounds)
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
@@ -135,7 +135,7 @@ def _cells(
             _range([(took - first) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
             work,
-            tuple((n, float(np.median(t)), *_range(t)) for n, t in outside.items()),
+            tuple((n, float(np.median(t)), *_range(t)) for n, t in other.items()),
         )
         yield cell, spread
 
@@ -202,7 +202,7 @@ def _live(
     outside both models, by tokens drafted."""
     draft: dict[int, list[float]] = {n: [] for n in LIVE if n}
     passes: dict[int, list[float]] = {n + 1: [] for n in LIVE}
-    outside: dict[int, list[float]] = {n: [] for n in LIVE}
+    other: dict[int, list[float]] = {n: [] for n in LIVE}
     for turn in range(LIVE_TURNS):
         for n in LIVE:
             done = model.generate(
@@ -217,13 +217,13 @@ def _live(
             together = list(zip(*(c.rounds for c in done), strict=False))[1:]
             for rounds in together if turn else ():
                 if all(r.drafted == n for r in rounds):
-                    outside[n].append(rounds[0].other_seconds)
+                    other[n].append(rounds[0].other_seconds)
                     passes[n + 1].append(rounds[0].verify_seconds)
                     if n:
                         draft[n].append(rounds[0].draft_seconds)
-    timings = (draft, passes, outside)
-    draft, passes, outside = ({n: t for n, t in series.items() if t} for series in timings)
-    return draft, passes, outside
+    timings = (draft, passes, other)
+    draft, passes, other = ({n: t for n, t in series.items() if t} for series in timings)
+    return draft, passes, other
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:

@@ -116,10 +116,10 @@ def parts(
     if not tasks:
         raise PromptError("no prompts to record")
     for task in tasks:
-        needed = len(task.tokens) + _budget(model, task)
-        if needed > drafter.limit:
+        wanted = len(task.tokens) + _budget(model, task)
+        if wanted > drafter.limit:
             raise PromptError(
-                f"{task.family} {task.id}: prompt and output may have {needed} tokens and the "
+                f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
                 f"draft's context holds {drafter.limit}; lower max_new_tokens"
             )
     return _parts(model, drafter.rows, tasks, depth, batch_size)
@@ -202,7 +202,7 @@ class _Text:
     eos: frozenset[int]
     coins: FloatArray
     """`(n + 1, K + 1)`: per position one for the hit, one for the token after a miss, the tail's.
-    Position n is the end of the text, where nothing is judged."""
+    Position n is the end of the text, where the target says nothing any more."""
 
     def upto(self, position: int) -> list[int]:
         """The prompt and the first tokens of the output."""

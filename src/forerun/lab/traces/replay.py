@@ -283,8 +283,8 @@ class _Texts:
     def token(self, here: IntArray, depth: int) -> Token:
         """The draft's signals of its token at a depth of the run."""
         index = here * self._depth + depth
-        signals: dict[str, Any] = {name: v.take(index) for name, v in self._signals.items()}
-        return Token(**signals)
+        said: dict[str, Any] = {name: values.take(index) for name, values in self._signals.items()}
+        return Token(**said)
 
     def seen(self, here: IntArray, drafted: _Drafted, accepted: IntArray) -> Round:
         """The round as the controller sees it, its fields looked up when they are read."""
