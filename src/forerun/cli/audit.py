@@ -74,9 +74,9 @@ def audit(
     from forerun.cli.shared.prompts import find_prompts, prompt_source, tokenise
     from forerun.cli.shared.run import Plan
 
-    source = prompt_source(prompts, target)
+    where = prompt_source(prompts, target)
     limit = SHIPPED_LIMIT if prompts is None and limit is None else limit
-    requested = find_prompts(source, split, limit, max_new_tokens)
+    found = find_prompts(where, split, limit, max_new_tokens)
 
     from forerun.lab import audit as lab
     from forerun.lab.audit_report import document
@@ -93,7 +93,7 @@ def audit(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, rows = plan.open(lambda reader: tokenise(reader, requested))
+    job, rows = plan.open(lambda reader: tokenise(reader, found))
     peers = _peers(job.model) if peer else []
     run = lab.audit(
         job.model,
@@ -116,7 +116,7 @@ def audit(
         interrupted = True
         note(stderr(), "interrupted; this is what was compared")
     if as_json:
-        settings = {"prompts": source, "split": split, "limit": limit, "peer": peer}
+        settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
         settings = {**job.about, **settings, "max_new_tokens": max_new_tokens}
         print_json(document(job.model, rows, done, not interrupted, settings))
     else:

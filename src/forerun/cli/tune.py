@@ -122,8 +122,8 @@ def tune(
         print_json(report.document(verdict, cell, settings, written))
     else:
         _show(verdict, cell)
-        for engine, said in written.items():
-            note(stderr(), f"{engine}: saved to {said['file']}; cannot express: {said['cannot']}")
+        for engine, entry in written.items():
+            note(stderr(), f"{engine}: saved to {entry['file']}; cannot express: {entry['cannot']}")
         if output is not None:
             note(stderr(), f"settings: saved to {output}")
     if tuned.fixed.best == f"fixed(length={searched.depth})":

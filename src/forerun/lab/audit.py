@@ -329,8 +329,7 @@ class _Auditor:
         texts = {PLAIN: plain}
         for peer in self.peers:
             limits = sampling.max_new_tokens, sampling.repetition_penalty
-            done = peer.generate([self.prompts[prompt]], *limits)
-            texts[peer.name] = done.tokens[0]
+            texts[peer.name] = peer.generate([self.prompts[prompt]], *limits).tokens[0]
         for check, against in checks(peers=self.peers)[1:]:
             yield self._compare(
                 prompt, check, texts[check], against, texts[against], otherwise=Kind.DIFFERS

@@ -152,13 +152,13 @@ def informed(
 
     For several cells make one `Study`, which fits once.
     """
-    drafted = paths(trace, specs)
+    by_spec = paths(trace, specs)
     if not by_family:
-        return Study(trace, drafted).informed(cell).best
+        return Study(trace, by_spec).informed(cell).best
     families, parts = np.array(trace.families), {}
     for name in sorted(set(trace.families)):
         index = np.flatnonzero(families == name)
-        study = Study(trace.take(index), _part(drafted, index))
+        study = Study(trace.take(index), _part(by_spec, index))
         parts[name] = (index, study.informed(cell).best)
     rounds = max(bound.path.drafted.shape[1] for _, bound in parts.values())
     drafted, stepped = np.full((2, trace.prompts, rounds), -1)

@@ -137,8 +137,8 @@ def stream(
     low, high = int(places.min()), int(places.max())
     inside = low >= 0 and high < trace.prompts
     require(inside, "order", f"{low}..{high}", f"in 0..{trace.prompts - 1}")
-    made = CONTROLLERS.make(controller)
-    out = _serve(trace, made, cell, np.atleast_2d(places).astype(np.int64), watch)
+    policy = CONTROLLERS.make(controller)
+    out = _serve(trace, policy, cell, np.atleast_2d(places).astype(np.int64), watch)
     return out.take(0) if places.ndim == 1 else out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Whole:
+class Integer:
     """Whole numbers from `low` to `high`."""
 
     low: int
@@ -25,7 +25,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Tokens(Whole):
+class Tokens(Integer):
     """Tokens of a draft, at most the depth of a trace: longer drafts replay alike."""
 
     def suggest(self, trial: Any, name: str, depth: int) -> int:
@@ -74,7 +74,7 @@ class Choice:
         return list(self.choices)
 
 
-Space = Mapping[str, Whole | Real | Choice]
+Space = Mapping[str, Integer | Real | Choice]
 """The values each parameter may take."""
 
 _SWITCH = Choice((False, True))
@@ -84,7 +84,7 @@ COSTS: Space = {"cost": Real(1, 100, log=True), "width_cost": Real(0, 0.5)}
 _LADDERS = Choice(("1,3,5,7", "0,1,3,5,7", "1,2,3,5,8,12", "0,1,2,3,5,8,13,20", "1,5,9,13,17"))
 SPACES: Mapping[str, Space] = {
     "fixed": {"length": Tokens(0, 64)},
-    "hf-heuristic": {"length": Tokens(1, 32), "up": Whole(0, 8), "down": Whole(0, 8)},
+    "hf-heuristic": {"length": Tokens(1, 32), "up": Integer(0, 8), "down": Integer(0, 8)},
     "hf-threshold": {"threshold": Real(0, 1), "dynamic": _SWITCH, "length": Tokens(1, 32)},
     "gammatune": {
         "length": Tokens(1, 8), "eta": _ETA, "delta": _DELTA, "high": Tokens(8, 32),
@@ -100,7 +100,7 @@ SPACES: Mapping[str, Space] = {
     },
     "bandit": {
         "policy": Choice(("ucb", "thompson")), "reward": Choice(("throughput", "blend")),
-        "low": Tokens(1, 4), "high": Tokens(4, 32), "step": Whole(1, 6), "explore": Real(0, 1),
+        "low": Tokens(1, 4), "high": Tokens(4, 32), "step": Integer(1, 6), "explore": Real(0, 1),
         **COSTS,
     },
     "svip": {"threshold": Real(0.01, 1.5), "length": Tokens(1, 40), "keep": _SWITCH},
@@ -111,12 +111,12 @@ SPACES: Mapping[str, Space] = {
     },
     "exllama-ema": {
         "length": Tokens(1, 4), "alpha_up": Real(0.05, 2), "alpha_down": Real(0.05, 1),
-        "skip_ema": Real(0, 1), "probe": Tokens(1, 4), "probe_interval": Whole(4, 64, True),
+        "skip_ema": Real(0, 1), "probe": Tokens(1, 4), "probe_interval": Integer(4, 64, True),
         "high": Tokens(4, 32),
     },
     "sglang-ema": {
-        "candidate_steps": _LADDERS, "ema_alpha": Real(0.02, 1), "update_interval": Whole(1, 10),
-        "warmup_batches": Whole(0, 20), "up_hysteresis": Real(-1, 1),
+        "candidate_steps": _LADDERS, "ema_alpha": Real(0.02, 1), "update_interval": Integer(1, 10),
+        "warmup_batches": Integer(0, 20), "up_hysteresis": Real(-1, 1),
         "down_hysteresis": Real(-1, 1),
     },
     "cm-asd": {

@@ -150,14 +150,14 @@ def search(
         progress: as `Progress`.
     """
     start = CONTROLLERS.make(spec)
-    set_by_user = given(spec)
+    set_by_user = settings_of(spec)
     if space is None:
         space = {k: v for k, v in SPACES.get(spec.name, {}).items() if k not in set_by_user}
     if make is None:
 
         def make(values: Mapping[str, Any]) -> LengthController:
-            made = Spec(spec.name, (), {**set_by_user, **values})
-            return CONTROLLERS.make(made)
+            chosen = Spec(spec.name, (), {**set_by_user, **values})
+            return CONTROLLERS.make(chosen)
 
     scores: dict[str, float] = {}
     default = CONTROLLERS.text(start)
@@ -264,7 +264,7 @@ def tunable() -> list[str]:
     return names
 
 
-def given(spec: Spec) -> dict[str, Any]:
+def settings_of(spec: Spec) -> dict[str, Any]:
     """The settings of a spec by name, also those written without one."""
     names = [f.name for f in fields(CONTROLLERS.load(spec.name)) if f.init]
     return {**dict(zip(names, spec.args, strict=False)), **spec.kwargs}
