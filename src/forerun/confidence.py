@@ -1,4 +1,4 @@
-"""How sure a drafter is of its own token: the confidence score of CM-ASD."""
+"""A drafter's confidence in its own token: the score of CM-ASD."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from forerun.errors import require
 
 PARTS = {"entropy": "normalized_entropy", "margin": "logit_margin", "softmax": "softmax_margin"}
-"""Each weight and the signal it weighs."""
+"""The signal that each weight multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forerun.lab.audit import Comparison
     from forerun.lab.bench.peers import Peer
 
-PEERS = ("transformers",)
+PEERS = ("transformers",)  # choices of --peer
 SHIPPED_LIMIT = 10
 """Shipped prompts of each family compared by default."""
 COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from forerun.lab.bench.methods import Group
     from forerun.lab.bench.report import Cell, Document
 
-FIXED = "fixed(5)"
-METHODS = "What is compared"
+FIXED = "fixed(5)"  # measured beside the default controller
+METHODS = "What is compared"  # panel of the help text, as the next
 ORACLE = "Share of the oracle"
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ from forerun.errors import SettingError, require
 if TYPE_CHECKING:
     from forerun.lab.traces.costs import Cell, Costs, Spread
 
-MEASURED = "Measured"
+MEASURED = "Measured"  # panel of the help text, as the next
 SYNTHETIC = "Made up"
 
 

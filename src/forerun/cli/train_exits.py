@@ -178,7 +178,7 @@ def _features(
     identity: str,
     tell: Tell,
 ) -> tuple[Features, Features]:
-    """Both caches, with their size told before they are written."""
+    """Both caches; their size is printed before they are written."""
     from forerun.training.features import cache_bytes, collect, positions_of
 
     count = sum(map(positions_of, [*parts[0], *parts[1]]))
@@ -201,7 +201,7 @@ def _features(
         identity=identity,
         tell=lambda count: advance(done + count),
     )
-    advance(count)  # nothing was told if both were there already
+    advance(count)  # nothing was reported if both were there already
     return trained, held
 
 

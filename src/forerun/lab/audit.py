@@ -31,7 +31,7 @@ CEILING = {torch.bfloat16: 8.0, torch.float16: 16.0}
 """Most roundings of the largest logit that shapes may put two logits apart; more is no rounding.
 The shipped pair's are at most 1.6 apart in bfloat16."""
 CEILING_WIDE = 128.0
-"""The same in float32 and above, where long sums round as coarsely as their results: 5.5 apart for
+"""Most roundings in float32 and above, where long sums round as coarsely as their results: 5.5 for
 the shipped pair, and growing with width and depth."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 512)
 """Tokens fed in one pass to recompute a position; all of a context that is shorter."""
@@ -199,7 +199,7 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 def checks(batch_size: int = 1, peers: Sequence[Peer] = ()) -> list[tuple[str, str]]:
-    """What `audit` compares for each prompt: (check, against)."""
+    """The comparisons of `audit` for each prompt: (check, against)."""
     pairs = [(SPECULATIVE, PLAIN)]
     if batch_size > 1:
         pairs += [

@@ -56,7 +56,7 @@ class Calibration:
     entropy: float
     """τ_H in nats: the mean of the highest `top` target entropies."""
     share: float
-    """Of all steps, the share that counts as the highest."""
+    """Share of the steps that count as the highest."""
     top: int
     """⌈share · steps⌉."""
     prompts: int
@@ -80,7 +80,7 @@ class Calibration:
 
 
 def document(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `calibrate easd` prints and saves; `settings` are its inputs."""
+    """The document of `calibrate easd`; `settings` are its inputs."""
     return {
         "schema": SCHEMA,
         **calibration.to_json(),

@@ -1,4 +1,4 @@
-"""Where figures come from: the models, the machine, the versions."""
+"""Provenance of figures: the models, the machine, the versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def machine(runtime: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that may matter to a result."""
+    """Versions of all packages that may matter to a result."""
     out = {"forerun": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers"):
         try:
@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
 def identity(runtime: Rows) -> dict[str, Any]:
     """Name and hash of a model.
 
-    The name is ``"shipped"``, a Hugging Face id, or that of the folder, without the way to it. The
+    The name is ``"shipped"``, a Hugging Face id, or that of the folder, without its path. The
     hash is SHA-256 over the safetensors files in the order of their names; `hashed` says so with
     ``"weights"``. Of more than 4 GiB only `config.json` and the first file are read
     (``"config and first shard"``); of a model that is in no folder here nothing is.
@@ -71,7 +71,7 @@ def identity(runtime: Rows) -> dict[str, Any]:
 
 
 def _folder(name: str) -> Path | None:
-    """Where a model's files are on this machine, if they are."""
+    """The folder of a model's files on this machine, if it is here."""
     if not name:
         return None
     if Path(name).is_dir():

@@ -13,8 +13,8 @@ class RowCache(Cache):
     """A preallocated key-value cache whose rows have lengths of their own.
 
     A pass announces the rows it is for and where in each it begins (`open`); columns beyond a
-    row's tokens hold leftovers that the attention mask hides. So rollback is a number nobody here
-    keeps, and nothing is ever copied but when the cache grows, when rows leave, or when a pass is
+    row's tokens hold leftovers that the attention mask hides. So rollback is a number kept by the
+    caller, and nothing is ever copied but when the cache grows, when rows leave, or when a pass is
     for rows that do not follow each other.
     """
 

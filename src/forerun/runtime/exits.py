@@ -187,7 +187,7 @@ class LayersExecutor(TorchExecutor):
         self._sweep(rows, 0, self.access.layers, drafting=False)
         for row in rows:
             self._pending[row].cut(0)
-            # Tokens whose logits nobody wants are a prompt's; they are not counted.
+            # Tokens whose logits are not wanted are a prompt's; they are not counted.
             self._count([row], verify=self.access.layers * (wanted[row] - len(pieces[row])))
         batch, self._batch = self._batch, None
         most = max(wanted, default=0)

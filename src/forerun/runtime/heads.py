@@ -1,4 +1,4 @@
-"""Exit heads with weights: what the model would say if it stopped after a layer.
+"""Exit heads with weights: predictions of the last layer's token after an earlier one.
 
 The heads without weights are `forerun.runtime.layers.LogitLens`.
 """
@@ -20,7 +20,7 @@ from forerun.runtime.layers import LayerAccess
 
 WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
 SCHEMA = 1
-TOKENS = "tokens"
+TOKENS = "tokens"  # name of the tensor of token ids
 
 Weights = dict[int, dict[str, torch.Tensor]]
 """Per exit layer, its tensors by name."""
@@ -34,7 +34,7 @@ class TrainedHeads(ABC):
         weights: per exit layer (counted from 1) its tensors by name, on the model's device. Tensors
             that require a gradient are used as they are, others in the model's dtype.
         about: where the heads come from (target, training); kept by `save_heads`.
-        tokens: `(n,)` ids of the only tokens the heads can say, on the model's device; None: the
+        tokens: `(n,)` ids of the heads' vocabulary, on the model's device; None: the
             whole vocabulary. A shallow exit costs a projection onto them, and most of what it is
             sure of is frequent (Zhao et al. 2025, FR-Spec); what is verified is not affected.
 
@@ -64,7 +64,7 @@ class TrainedHeads(ABC):
 
     @abstractmethod
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What the model would say if it stopped after `layer` layers.
+        """The logits of the head after `layer` layers.
 
         Args:
             layer: one of `layers`.

@@ -1,7 +1,7 @@
 """Layer-by-layer access to stock Hugging Face models: embed, run some layers, norm and unembed.
 
 Nothing of a model is copied: its own modules are called, one by one, as its own forward calls them.
-A family is a line in a table that says where these modules are.
+A family is a line in a table of these modules' names.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from forerun.runtime.heads import KINDS, TrainedHeads, Weights, check_layers
 from forerun.runtime.layers import ExitHeads, LayerAccess
 from forerun.training.features import Features
 
-CHECKPOINT = "training.pt"
+CHECKPOINT = "training.pt"  # file name in the cache
 BLOCK = 32
 """Neighbouring positions that are drawn together: a batch reads stretches, not single rows."""
-WARM_UP = 0.02
+WARM_UP = 0.02  # share of the training in which the learning rate rises
 SCALE_RATE = 0.04
-"""Of the learning rate of a head's scale, which stands alone, to that of an input: rate × H."""
+"""Learning rate of a head's scale, as a multiple of rate × H."""
 
 Tell = Callable[[float, float], None]
 """Called with the share of the training that is done, in [0, 1], and the mean loss in nats."""

@@ -1,7 +1,7 @@
-"""Feature caching: the model runs once over the text, what its layers say goes to disk.
+"""Feature caching: the model runs once over the text, its layers' outputs go to disk.
 
 A cache is a folder: `layer-NN.bin` per exit layer and `last.bin`, bfloat16 `(count, H)`; `top.bin`,
-int32 `(count,)`; and `cache.json`, which says what has been written. It is written in shards, each
+int32 `(count,)`; and `cache.json`, which lists what has been written. It is written in shards, each
 complete before it counts, so an interrupted run goes on where it stopped.
 """
 
@@ -21,7 +21,7 @@ import torch
 from forerun.errors import SettingError
 from forerun.runtime.layers import LayerAccess
 
-STATE = "cache.json"
+STATE = "cache.json"  # file of the key and the progress
 SHARD = 8192
 """Positions written at once."""
 FORWARD = 4096
@@ -52,7 +52,7 @@ class Features:
     last: torch.Tensor
     top: torch.Tensor
     key: str
-    """Of the model, documents and layers."""
+    """A hash of the model, documents and layers."""
 
     @property
     def count(self) -> int:
@@ -156,7 +156,7 @@ def _key(identity: str, documents: Sequence[Document], layers: Sequence[int]) ->
 
 
 def _state(folder: Path, key: str) -> dict[str, Any]:
-    """How far the cache in a folder is; from the start if it is of something else."""
+    """The progress of the cache in a folder; none if its key is another one."""
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if state["key"] == key:
@@ -190,7 +190,7 @@ def _write(path: Path, at: int, tensor: torch.Tensor) -> None:
         file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         file.truncate()
         file.flush()
-        os.fsync(file.fileno())  # before the state says that it is there
+        os.fsync(file.fileno())  # before the state counts it
 
 
 def _shards(documents: Sequence[Document], start: int) -> Iterator[tuple[int, list[Document]]]:

@@ -1,1 +1,1 @@
-"""What several commands share: prompts, models, running, printing."""
+"""Shared by several commands: prompts, models, running, printing."""

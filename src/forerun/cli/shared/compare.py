@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forerun.cli.shared.inputs import Row
     from forerun.engine import Completion
 
-PAIRS = 3
+PAIRS = 3  # runs of plain and of speculative decoding
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Comparison:
     """Speed-up of each pair, in tokens per second."""
     identical: bool
     lossless: bool
-    """Of the rule."""
+    """Whether the rule is."""
     greedy: bool
     """Whether every request is."""
     differences: list[Difference]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forerun.cli.shared.run import Job
     from forerun.training.features import Document
 
-ZOO = "zoo:"
+ZOO = "zoo:"  # prefix of --data for a folder of the shipped models' corpora
 GROUP = 32
 """Prompts the target continues together; texts are kept in whole groups."""
 WINDOW = 512

@@ -18,7 +18,7 @@ import typer
 from forerun.cli.shared.console import clean
 from forerun.errors import ForerunError, SettingError
 
-DEBUG = "FORERUN_DEBUG"
+DEBUG = "FORERUN_DEBUG"  # environment variable: print tracebacks
 
 
 class Held:
@@ -150,7 +150,7 @@ def fail(message: str, code: int) -> int:
 
 
 def _abandon_stdout() -> int:
-    """The reader went away: nothing to say, and nothing may be flushed at exit."""
+    """The reader closed the pipe: no message, and no flush at exit."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     return 141

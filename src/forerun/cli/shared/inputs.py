@@ -32,7 +32,7 @@ class Request:
     id: str | int | None = None
     """Its own name; `id`, `family` and `meta` come back in the output."""
     family: str | None = None
-    """What kind of prompt it is: figures are reported per family."""
+    """The kind of prompt: figures are reported per family."""
     meta: Any = None
     """Anything else its owner wants to find beside the output."""
 
@@ -51,13 +51,13 @@ class Row:
     meta: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """Whose completion it is."""
+        """Fields that identify the completion."""
         return {name: getattr(self, name) for name in ("index", "id", "family", "meta")}
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What is needed of a model to read prompts."""
+    """The parts of a model that read prompts."""
 
     tokenizer: Any
     limit: int
@@ -163,7 +163,7 @@ def prepare(
     """Tokenise and check every request before the first one runs.
 
     Args:
-        reader: tokenises, and knows the context.
+        reader: tokenises; has the context's size.
         requests: prompts and settings.
         common: sampling fields for all; a request's own come first.
 

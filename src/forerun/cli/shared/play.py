@@ -105,7 +105,7 @@ class _Finished:
 
     @property
     def done(self) -> dict[int, Completion]:
-        """What is complete, by the index of its prompt, in their order."""
+        """Completions so far by the index of their prompt, in order."""
         return dict(sorted(self._finished.items()))
 
     def run_one(self, job: Job, rounds: bool) -> float:

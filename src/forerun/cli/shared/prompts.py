@@ -130,7 +130,7 @@ def tokenise(
     """Tokenise and check every prompt before the first one runs.
 
     Args:
-        reader: tokenises, and knows the context.
+        reader: tokenises; has the context's size.
         requested: the prompts.
         common: sampling fields for all; a prompt's own come first.
     """

@@ -123,7 +123,7 @@ class Plan:
         return job, early[0] if early else prepare(Reader.of(job.model))
 
     def _check(self) -> tuple[Settings, LengthController, AcceptanceRule]:
-        """What needs no model is said before one is loaded."""
+        """Errors that need no model are raised before one is loaded."""
         from forerun.controllers import CONTROLLERS
         from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE
         from forerun.rules import RULES

@@ -21,7 +21,7 @@ from forerun.lab.bench.methods import PLAIN, Group, Method, Run, Task
 from forerun.lab.bench.report import Cell
 
 SCHEMA = 1
-FILE = "results.json"
+FILE = "results.json"  # of the results, in their folder
 WARM_UP = 12
 """Tokens written, per method and batch size, before anything counts."""
 SAVE_EVERY = 15.0
@@ -80,7 +80,7 @@ class Results:
         return {(s["batch"], s["family"], *s["prompts"]) for s in self.document["samples"]}
 
     def add(self, group: Group, runs: dict[str, Run], same: bool) -> None:
-        """Keep a complete group; `same` says whether outputs are expected to equal plain's."""
+        """Keep a complete group; `same`: outputs are expected to equal plain's."""
         plain = runs[PLAIN].tokens
         for name, run in runs.items():
             equal = [a == b for a, b in zip(run.tokens, plain, strict=True)] if same else None

@@ -1,4 +1,4 @@
-"""What a bench runs: prompts in groups, and the methods that continue them."""
+"""Tasks and methods of a bench: prompts in groups, and what continues them."""
 
 from __future__ import annotations
 

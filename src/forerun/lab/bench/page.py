@@ -13,7 +13,7 @@ from forerun.lab.bench.methods import PLAIN
 from forerun.lab.bench.plots import Plot
 from forerun.lab.bench.report import ALL, Cell, Document
 
-PAGE = "report.html"
+PAGE = "report.html"  # file of the report, beside the results
 TEMPLATE = Template("""<!doctype html>
 <html lang="en">
 <head>

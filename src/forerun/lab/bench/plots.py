@@ -25,7 +25,7 @@ KINDS = {"plain": "#6e7781", "forerun": "#0969da", "peer": "#bc4c00"}
 SERIES = (
     "#0a6cd6", "#c2500a", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0e7c86", "#cf222e",
 )  # fmt: skip
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX*"  # of the lines in order, as `SERIES` are their colours
 
 DARK = {
     INK: "#e6edf3", MUTED: "#9198a1", GRID: "#3d444d", PAPER: "#0d1117",
@@ -41,7 +41,7 @@ class Plot:
     """A figure that can be saved."""
 
     name: str
-    """Of the PNG file."""
+    """Name of the PNG file."""
     caption: str
     """How to read it."""
     alt: str

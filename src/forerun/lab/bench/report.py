@@ -43,7 +43,7 @@ class Cell:
     ratios: list[float]
     """The speed-up of each group."""
     tokens_per_second: float
-    """Of all prompts of the batch together."""
+    """Throughput of all prompts of the batch together."""
     ms_per_token: float
     """Latency of one text per token, prefill included."""
     ttft_ms: float | None
@@ -96,7 +96,7 @@ def cells(document: Document) -> list[Cell]:
 
 
 def against(document: Document, batch: int) -> dict[tuple[str, str], Spread]:
-    """How many times as fast as a peer each method is, over all families: (method, peer)."""
+    """Speed of each method over that of each peer, all families together: (method, peer)."""
     groups = [g for key, g in _groups(document).items() if key[0] == batch]
     peers = [m["name"] for m in methods(document) if m["kind"] == "peer"]
     own = [m["name"] for m in methods(document) if m["kind"] != "peer"]
@@ -115,7 +115,7 @@ def base(name: str) -> str:
 
 
 def best_settings(document: Document, batch: int) -> dict[str, str]:
-    """Of peers measured with several settings the fastest over all families, by base name."""
+    """The fastest setting of each peer measured with several, by the peer's base name."""
     measured: dict[str, list[Cell]] = {}
     kinds = {m["name"]: m["kind"] for m in methods(document)}
     for cell in cells(document):
@@ -144,7 +144,7 @@ class Change:
     """Share of outputs that are the same in both."""
 
     chance: float
-    """How likely so large a change is if there is none; see `by_chance`."""
+    """Probability of so large a change by chance; see `by_chance`."""
 
     @property
     def verdict(self) -> Literal["faster", "slower", "within noise"]:
@@ -178,7 +178,7 @@ def compare(a: Document, b: Document) -> list[Change]:
 
 
 def changes(compared: Sequence[Change]) -> dict[str, Any]:
-    """What `bench compare --json` prints."""
+    """The document of `bench compare --json`."""
     return {"schema": SCHEMA, "cells": [change.to_json() for change in compared]}
 
 

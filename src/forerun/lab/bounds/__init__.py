@@ -1,4 +1,4 @@
-"""What is possible on a trace: the clairvoyant oracle and the informed bound."""
+"""Bounds on a trace: the clairvoyant oracle and the informed bound."""
 
 from forerun.lab.bounds.bounds import best_fixed, oracle
 

@@ -128,13 +128,13 @@ class WithPast:
 
     @classmethod
     def fit(cls, own: FloatArray, odds: FloatArray, past: FloatArray, hit: BoolArray) -> WithPast:
-        """Of the signals `(n, ...)`, the log-odds by the newest alone `(n,)`, and the past."""
+        """Fit to signals `(n, ...)`, log-odds by the newest alone `(n,)`, past and hits."""
         fit = logistic(np.concatenate([own, past, odds[:, None] * past], 1), hit)
         parts = np.split(fit.weights, [own.shape[1], own.shape[1] + PAST])
         return cls(Linear(parts[0], fit.bias), parts[1], parts[2])
 
     def chance(self, fixed: FloatArray, odds: FloatArray, past: FloatArray) -> FloatArray:
-        """`(n, K)`, where `fixed` `(n, K)` is what `own` makes of the signals."""
+        """`(n, K)`, where `fixed` `(n, K)` is `own` of the signals."""
         return _chance(fixed + (past @ self.height)[:, None] + odds * (past @ self.slope)[:, None])
 
 
@@ -146,7 +146,7 @@ class TokenOdds:
     odds: FloatArray
     """`(positions, K)` log-odds that it is kept."""
     chance: FloatArray
-    """The same as a probability."""
+    """The same as probabilities."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ COLUMNS = 12 + 2 * PAST  # of the linear form, see `columns`
 HOPELESS = 0.01  # no policy goes on below this chance that all drafted so far is kept
 ELSEWHERE = 0.1  # weight of a position where the policy begins no round
 NEAR = 0.1  # choices whose gain is beyond this, in plain tokens' time, count little
-RIDGE = 300.0
+RIDGE = 300.0  # ridge penalty of the regression
 MOST_POSITIONS = 25_000  # of the regression; a trace's depth times as many choices
 
 
@@ -28,9 +28,9 @@ class Stopper:
 
     acceptance: Acceptance
     weights: FloatArray
-    """Of the columns of `columns`, in plain tokens' time."""
+    """Weights of the columns (`columns`), in plain tokens' time."""
     step: FloatArray
-    """`(K,)` what one more token costs after each number of them, in plain tokens' time."""
+    """`(K,)` cost of one more token after each number of them, in plain tokens' time."""
 
     def gain(self, prepared: RunOdds, index: IntArray, past: FloatArray) -> FloatArray:
         """`(n, K)` expected gain of one more token after each number of them."""
@@ -123,7 +123,7 @@ def columns(
 
 
 def steps(cell: Cell, depth: int) -> FloatArray:
-    """`(K,)` what one more token costs after each number of them, in plain tokens' time."""
+    """`(K,)` cost of one more token after each number of them, in plain tokens' time."""
     count = np.arange(depth + 1)
     seconds: FloatArray = np.diff(cell.draft_seconds(count) + passes(cell, depth))
     seconds = seconds / cell.plain

@@ -232,7 +232,7 @@ class Timed:
     times: list[float]
     """Seconds of each round; the first one includes reading the prompt."""
     wall: list[float]
-    """The same by the clock on the wall."""
+    """The same in wall time."""
 
     @property
     def rounds(self) -> list[Round]:

@@ -186,7 +186,7 @@ class Exits:
             self.rows.read([t.prompt for t in group], max(len(t.output) for t in group) + 1)
 
     def after(self, text: int, position: int, wrong: tuple[int, ...] = ()) -> Output:
-        """What the exits say after `position` tokens of a text's output and some not of it."""
+        """Outputs after `position` tokens of a text's output and the tokens `wrong`."""
         key = (text, position, wrong)
         outputs = self._memo.get(key)
         if outputs is None:

@@ -1,4 +1,4 @@
-"""How fast early exits can be: SpecBound's own model, and one that counts projections too.
+"""Predicted speed of early exits: SpecBound's own model, and one that counts projections too.
 
 Wen and Feng 2026, SpecBound, appendix B. The paper counts decoder layers and nothing else: all
 tokens of a draft leave at the depth bound, and every draft is as long as the width bound.

@@ -39,7 +39,7 @@ def document(
     exits: str | None,
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What `sweep specbound` prints: the fastest settings, and what changes of them would do."""
+    """The document of `sweep specbound`: the fastest settings, and the effect of changes."""
     parts = search.costs.parts(search.counts(live[0].setting))
     total = sum(parts.values())
     return {

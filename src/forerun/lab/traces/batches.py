@@ -1,7 +1,7 @@
 """Replay whole batches: the live engine itself, over a target and a drafter that read a trace.
 
 Who joins and leaves when, how far the rows draft together and where they rest is decided by
-`engine.Engine`, its crew and its meter, as in a live run; only what models say is looked up.
+`engine.Engine`, its crew and its meter, as in a live run; only the models' outputs are looked up.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _Replayed(Engine):
                 continue
             at, drafted = row.produced, len(proposal.tokens[i])
             accepted = min(drafted, int(trace.matches[row.id, at]))
-            # Behind the end of the text nothing follows, and nobody looks.
+            # Beyond the end of the text it is not read.
             following = int(trace.tokens[row.id, min(at + accepted, trace.tokens.shape[1] - 1)])
             prob = trace.accept_prob[row.id, at, :drafted].tolist()
             out[i] = Judged(accepted, following, prob)

@@ -16,8 +16,8 @@ from forerun.errors import SettingError, UnknownNameError, require
 from forerun.types import FloatArray
 
 SCHEMA = 1
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
-REPEATS = 25
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # tokens per row of the passes that are timed
+REPEATS = 25  # timings of each pass
 SYNTHETIC = ("c", "slope", "fixed")
 """Settings of a synthetic cell, written as `c=10,slope=0.02,fixed=0`."""
 
@@ -36,9 +36,9 @@ class Spread:
     """Spread of a cell's timings: pairs are the 10th and 90th percentile, in seconds."""
 
     draft: tuple[float, float]
-    """Of a draft forward that is not the round's first."""
+    """A draft forward that is not the round's first."""
     verify: tuple[tuple[float, float], ...]
-    """Of the target's pass, by width as in the cell."""
+    """The target's pass, by width as in the cell."""
     work: float
     """The engine's own work per drafted token, which is part of `Cell.draft`."""
     other: tuple[tuple[int, float, float, float], ...]

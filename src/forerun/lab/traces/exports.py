@@ -41,9 +41,9 @@ class Job:
     trace: Trace
     """Validation prompts."""
     cell: Cell
-    """What a round costs."""
+    """Costs of a round."""
     cells: Sequence[Cell]
-    """The same at every batch size that was measured."""
+    """Costs at every batch size measured."""
     budget: int = 100
     seed: int = 0
 

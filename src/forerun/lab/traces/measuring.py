@@ -20,8 +20,8 @@ WARM = 3
 LIVE = (0, 1, 2, 4, 8)
 """Tokens drafted per round in the live runs from which the costs of draft steps and of the
 engine's own work are fitted."""
-LIVE_TOKENS = 48
-LIVE_TURNS = 10
+LIVE_TOKENS = 48  # written per text in a live run
+LIVE_TURNS = 10  # live runs of each draft length, the first a warm-up
 
 
 def measure(

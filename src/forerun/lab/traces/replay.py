@@ -23,8 +23,7 @@ from forerun.lab.traces.costs import passes
 from forerun.lab.traces.trace import Trace
 from forerun.types import SIGNALS, FloatArray, IntArray, Round, Stop, Token
 
-RESAMPLES = 2000
-"""Bootstrap samples of an interval."""
+RESAMPLES = 2000  # bootstrap samples of an interval
 _, CONFIDENCE, _, EXHAUSTED, END_OF_TEXT, _ = map(int, Stop)  # numpy is slow with enums
 
 

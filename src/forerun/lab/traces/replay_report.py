@@ -88,7 +88,7 @@ def result(
 
 
 def document(results: Sequence[Result], trace: Trace, cell: Cell, rows: int = 1) -> dict[str, Any]:
-    """What `replay --json` prints; `rows` are the texts that were decoded together."""
+    """The document of `replay --json`; `rows` are the texts that were decoded together."""
     return {
         "schema": SCHEMA,
         "batch": rows,

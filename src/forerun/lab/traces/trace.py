@@ -20,11 +20,11 @@ from forerun.types import BoolArray, FloatArray, IntArray, Token
 
 SCHEMA = 1
 KEY = b"forerun.trace"
-"""Of the file's metadata: JSON with `schema` and `about`."""
+"""Key in the file's metadata of a JSON object with `schema` and `about`."""
 
-_PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}
-_INTS = {"token": "tokens", "matches": "matches", "ends": "ends"}
-_REALS = ("target_top1", "target_entropy", "top5_overlap")
+_PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}  # column: field
+_INTS = {"token": "tokens", "matches": "matches", "ends": "ends"}  # column: field, per position
+_REALS = ("target_top1", "target_entropy", "top5_overlap")  # columns and fields, per position
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Trace:
         return Token(**signals)
 
     def take(self, index: Sequence[int] | IntArray | BoolArray) -> Trace:
-        """Some prompts only: their numbers, in the wanted order, or a mask."""
+        """A selection of the prompts: their numbers, in the wanted order, or a mask."""
         chosen = np.arange(self.prompts)[index if isinstance(index, np.ndarray) else list(index)]
         arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
         return replace(

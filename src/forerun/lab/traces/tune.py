@@ -44,7 +44,7 @@ class SearchResult:
     trials: int = 1
     """Settings tried, the default included."""
     refused: int = 0
-    """Of these, settings the controller does not take."""
+    """Settings tried that the controller refuses."""
     complete: bool = True
     """Whether the search came to its end."""
 
@@ -145,7 +145,7 @@ def search(
         cell: what a round costs.
         budget: most settings to try.
         seed: of TPE.
-        space: what is searched; None is that of `SPACES`, less what `spec` sets.
+        space: the values to search; None takes those of `SPACES` that `spec` does not set.
         make: a controller from values of the space; None sets its parameters to them.
         progress: as `Progress`.
     """
@@ -371,7 +371,7 @@ def _interval(spread: Mapping[str, float]) -> str:
 def halves(trace: Trace) -> tuple[Trace, Trace, str]:
     """Prompts to search on, prompts to judge on, and how they were split, in words.
 
-    If every id says of which split it is, "val" or "test" between other marks, and both occur, by
+    If every id names its split, "val" or "test" between other marks, and both occur, by
     that. Else every other prompt of each family; prompts that occur twice stay together.
 
     Raises:

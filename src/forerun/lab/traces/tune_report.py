@@ -42,7 +42,7 @@ class Verdict:
 def document(
     verdict: Verdict, cell: Cell, settings: Settings, exports: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `tune --json` prints."""
+    """The document of `tune --json`."""
     return {
         "schema": SCHEMA,
         "complete": verdict.tuned.complete,

@@ -1,4 +1,4 @@
-"""Most likely tokens and what their distributions say, without a copy of the logits.
+"""Most likely tokens and their signals, without a copy of the logits.
 
 Read with numpy from the pass's own output: an arg-max over 6,144 (152,000) logits takes 1 (10) µs
 there and 40 (205) as a `TopK` node of the graph.

@@ -17,7 +17,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.25}
 up, places that are off by one or tokens that should be hidden differ by about 1."""
 _LENGTHS = (9, 40, 5)
 """Tokens of the three rows: the second needs two blocks of the cache."""
-_REJECTED = 2
+_REJECTED = 2  # tokens fed and rolled back
 
 
 @dataclass(frozen=True)

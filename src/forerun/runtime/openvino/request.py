@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 LARGEST_BUFFER = 64
 """Largest size whose buffer is kept; larger ones read prompts and seldom come twice."""
-_WIDE = {"input_ids", "position_ids", "wanted"}
+_WIDE = {"input_ids", "position_ids", "wanted"}  # inputs of int64
 
 
 class Request:
