@@ -9,7 +9,7 @@ from typing import Any
 from forerun.errors import require
 
 PARTS = {"entropy": "normalized_entropy", "margin": "logit_margin", "softmax": "softmax_margin"}
-"""The signal that each weight multiplies."""
+"""Each weight and the signal it weighs."""
 
 
 @dataclass(frozen=True, kw_only=True)
