@@ -311,7 +311,7 @@ def test_the_past_holds_only_what_was_judged():
     hidden[1, 2:] = 0.5  # nothing is drafted there
     two.note(rows, hidden, drafted, np.array([1, 2]))
     place = np.array([2, 3])
-    np.testing.assert_array_equal(one.features(rows, place), two.seen(rows, place))
+    np.testing.assert_array_equal(one.features(rows, place), two.features(rows, place))
 
 
 def test_the_past_fades_token_by_token():

@@ -148,8 +148,8 @@ def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch, number, code
             os.kill(os.getpid(), number)
         return real(*args)
 
-    real = lab._listen
-    monkeypatch.setattr(lab, "_listen", interrupted)
+    real = lab._draft_texts
+    monkeypatch.setattr(lab, "_draft_texts", interrupted)
     result = record("--batch-size", "1", "--json")
     assert (result.code, result.out) == (code, "")
     assert result.err == f"interrupted; {out} holds 2 of 3 prompts\n"
@@ -157,13 +157,13 @@ def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch, number, code
     assert (trace.prompts, trace.about["complete"]) == (2, False)
 
     out.unlink()
-    monkeypatch.setattr(lab, "_listen", real)
+    monkeypatch.setattr(lab, "_draft_texts", real)
     record()
     whole = read(out)
     assert trace.draft_tokens.tolist() == whole.take([0, 1]).draft_tokens[:, :6].tolist()
 
     out.unlink()
-    monkeypatch.setattr(lab, "_listen", interrupted)
+    monkeypatch.setattr(lab, "_draft_texts", interrupted)
     calls[:] = [None, None]
     result = record()
     assert (result.code, out.exists()) == (code, False)
