@@ -205,3 +205,22 @@ def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
             rows.keep(kept)
             contexts = [list(contexts[row]) for row in kept]
         assert rows.lengths == [len(c) for c in contexts]
+
+
+def test_columns_copied_out_and_in_are_as_good_as_read(case: Case) -> None:
+    rows, (text, other) = Rows(case.make()), texts(45, 9)
+    rows.read([other, [*text, 5]])
+    first, rest = rows.copy_out(1, 0, 33), rows.copy_out(1, 33, 45)
+    assert first.part(3, 20).nbytes < first.nbytes
+    assert first.part(3, 20).count == 17
+    rows.keep([0])
+    rows.join(2)
+    for row in (1, 2):
+        rows.extend(row, first.part(0, 7))
+        rows.extend(row, first.part(7, 33))
+    rows.extend(2, rest)
+    assert rows.lengths == [8, 33, 45]
+    got = rows.feed([[*other[-1:], 5], [*text[33:], 5], [5]], [2, 1, 1])
+    close(got[0], case.alone([*other, 5])[-2:])
+    close(got[1, 0], case.alone([*text, 5])[-1])
+    close(got[2, 0], case.alone([*text, 5])[-1])

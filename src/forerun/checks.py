@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from numbers import Real
 
-from forerun.errors import require
+from forerun.errors import SettingError, require
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 def whole(name: str, value: object, low: int = 0) -> None:
@@ -28,3 +32,17 @@ def flag(name: str, value: object) -> None:
 def choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `SettingError` unless `value` is one of the words."""
     require(value in choices, name, value, " or ".join(repr(c) for c in choices))
+
+
+def size(text: str) -> int:
+    """Bytes from text.
+
+    >>> size("8GB"), size("512 MiB"), size("1000")
+    (8000000000, 536870912, 1000)
+    """
+    found = _SIZE.fullmatch(text)
+    if not found:
+        raise SettingError(f"cannot read the size {text!r}; write a number with KB, MB or GB")
+    number, unit, binary = found.groups()
+    power = list(_UNITS).index(unit.upper())
+    return round(float(number) * (1024**power if binary else _UNITS[unit.upper()]))

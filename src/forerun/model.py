@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from forerun import zoo
-from forerun.checks import flag, whole
+from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
@@ -23,6 +23,7 @@ from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
 from forerun.engine.meter import Meter
+from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.scoring import score_text
 from forerun.engine.shared import SharedEngine
 from forerun.errors import GenerationError, PromptError, SettingError, UnknownNameError, require
@@ -53,6 +54,7 @@ class Model:
         drafter: Drafter,
         tokenizer: Any = None,
         settings: Settings | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.target = target if isinstance(target, Rows) else Rows(target)
         self.drafter, self.tokenizer = drafter, tokenizer
@@ -61,6 +63,9 @@ class Model:
         self._memory: Memory = {}
         self.meter = Meter()
         """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
+        Reuse(prefixes, (self.target, *drafter.caches))  # refuses what keeps none
+        self.prefixes = prefixes
+        """Texts read before; None reads every text."""
         self._plain = NoDraft().build(None, None)
         self._shared = SharedEngine(self._engine)
 
@@ -155,8 +160,9 @@ class Model:
                 "another engine is running on this model's target; finish or close it first"
             )
         return Engine(
-            self.target, drafter, self.tokenizer, self.eos, batch_size, self._memory, self.meter
-        )
+            self.target, drafter, self.tokenizer, self.eos, batch_size,
+            self._memory, self.meter, self.prefixes,
+        )  # fmt: skip
 
     def score(self, text: Prompt, top: int = 0) -> list[Logprob]:
         """Log-probabilities of a given text under the target, in plain passes.
@@ -204,6 +210,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    prefix_cache: int | str = 0,
 ) -> Model:
     """Load a target and who runs ahead of it.
 
@@ -222,6 +229,8 @@ def load(
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
             plain output.
         trust_remote_code: run modelling code that comes with the checkpoint.
+        prefix_cache: bytes, or text like "512MB", that copies of read texts may take: what begins
+            like one of them is not read again. 0 keeps none.
 
     Raises:
         ModelError: a model that is missing, corrupt, unsupported, or a draft with another
@@ -248,7 +257,11 @@ def load(
     rows = runs.load(Source(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
-    return Model(drafter.target or rows, drafter, tokenizer, chosen)
+    kept = size(prefix_cache) if isinstance(prefix_cache, str) else prefix_cache
+    whole("prefix_cache", kept)
+    return Model(
+        drafter.target or rows, drafter, tokenizer, chosen, Prefixes(kept) if kept else None
+    )
 
 
 def _chosen(target: str | Path | None, settings: str | Path | Settings | None) -> Settings:

@@ -21,7 +21,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Engine, Sampling
 from forerun.rules import RULES
-from forerun.runtime.base import Executor, Facts
+from forerun.runtime.base import Columns, Executor, Facts
 
 Script = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor]
 
@@ -34,6 +34,8 @@ class ScriptedModel(Executor):
             context (a tuple of ids) to `(V,)` logits.
         limit: its context length in tokens.
     """
+
+    copies = True
 
     def __init__(self, script: Script, limit: int = 1 << 20) -> None:
         self._script = script
@@ -60,6 +62,15 @@ class ScriptedModel(Executor):
         """Keep these rows, in this order."""
         self._grow(max(rows, default=-1) + 1)
         self.history = [self.history[r][:n] for r, n in zip(rows, lengths, strict=True)]
+
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        """A row's tokens are all it holds."""
+        return Columns((torch.tensor([self.history[row][first:last]]).unsqueeze(-1),), last - first)
+
+    def copy_in(self, row: int, first: int, columns: Columns) -> None:
+        """Hold them."""
+        self._grow(row + 1)
+        self.history[row][first:] = columns.states[0].flatten().tolist()
 
     def _grow(self, rows: int) -> None:
         self.history.extend([] for _ in range(rows - len(self.history)))

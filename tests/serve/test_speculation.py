@@ -250,3 +250,29 @@ def test_the_dashboard_asks_for_metrics_that_are_there(shipped):
         assert re.search(rf"^{name}[{{ ]", told, re.MULTILINE), name
     for label in re.findall(r"by \((?!le\b)(\w+)\)", asked):
         assert f'{label}="' in told
+
+
+def test_a_prompt_that_was_read_is_not_read_again(shipped):
+    story = "Once upon a time a fox met a bear who sold honey in the big market. " * 4
+    body = {"temperature": 0.7, "seed": 2, "max_tokens": 10}
+    before = shipped.metric("prefix_cache_hits_total")
+    cold, warm = (shipped.complete(story + "The", **body) for _ in range(2))
+    prompt = cold["usage"]["prompt_tokens"]
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt - 1
+    assert (warm["timings"]["cache_n"], warm["timings"]["prompt_n"]) == (prompt - 1, 1)
+    assert shipped.metric("prefix_cache_hits_total") == before + prompt - 1
+
+
+def test_copies_read_their_prompt_once(shipped):
+    story = "There was a tall tree and in it lived an owl who was very wise and old. " * 4
+    body = {"temperature": 0.9, "seed": 7, "max_tokens": 8, "logprobs": 1}
+    before = shipped.metric("prefix_cache_hits_total")
+    many = shipped.complete(story, n=3, **body)
+    prompt = many["usage"]["prompt_tokens"]
+    assert many["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # the first read it
+    assert shipped.metric("prefix_cache_hits_total") == before + 2 * (prompt - 1)
+    for i in range(3):
+        alone = shipped.complete(story, **body | {"seed": 7 + i})
+        assert many["choices"][i]["text"] == alone["choices"][0]["text"]

@@ -86,6 +86,10 @@ def serve(
             panel=LIMITS,
         ),
     ] = None,
+    prefix_cache: Annotated[
+        str,
+        option("SIZE", "For texts read before, not to read them again; 0 is off.", panel=LIMITS),
+    ] = "512MB",
     max_tokens: Annotated[
         int | None, option("N", "Most tokens a request may ask for.", panel=LIMITS)
     ] = None,
@@ -100,7 +104,8 @@ def serve(
     Runs until interrupted; a second interrupt does not wait for running requests.
     """
     _require_extra()
-    from forerun.serve.config import Config, size
+    from forerun.checks import size
+    from forerun.serve.config import Config
 
     keys = [*(api_key or []), *filter(None, [os.environ.get(KEY)])]
     chosen: dict[str, Any] = {
@@ -115,6 +120,7 @@ def serve(
         "max_rows": max_rows,
         "queue": queue,
         "memory": None if memory is None else size(memory),
+        "prefix_cache": size(prefix_cache),
         "max_tokens": max_tokens,
         "max_body": size(max_body),
         "grace": grace,
@@ -169,6 +175,8 @@ def _announce(url: str, server: Server, config: Config, about: dict[str, Any]) -
     defaults = ", ".join(f"{name} {value:g}" for name, value in facts.defaults.items())
     most = server.memory.bytes([facts.limit] * config.max_rows)
     bound = f"at most {most / 1e9:.2g} GB of caches" if config.memory is None else ""
-    note(out, " · ".join(filter(None, [f"requests that do not say: {defaults}", bound])))
+    prefixes = "" if server.prefixes else "no prefix cache: this executor cannot copy its cache"
+    said = [f"requests that do not say: {defaults}", bound, prefixes]
+    note(out, " · ".join(filter(None, said)))
     if not config.local and not config.api_keys:
         note(out, f"warning: anyone who reaches {config.host} may use it; set --api-key")

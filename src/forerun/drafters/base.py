@@ -98,6 +98,8 @@ class Drafter(ABC):
     """Whether tokens come with a distribution; rules that read it need one."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
+    caches: Sequence[Rows] = ()
+    """Rows of its own that follow the engine's, for prefixes to be copied from and into."""
     target: Rows | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 

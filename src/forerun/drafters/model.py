@@ -34,7 +34,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, rows: Rows | Executor, vocab_size: int) -> None:
         self.rows = rows if isinstance(rows, Rows) else Rows(rows)
-        self.limit = self.rows.limit
+        self.limit, self.caches = self.rows.limit, (self.rows,)
         self._vocab = vocab_size
 
     @property

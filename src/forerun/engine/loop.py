@@ -21,6 +21,7 @@ from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
 from forerun.engine.prediction import Prediction
+from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.results import Completion, Event, FinishReason, Logprob, Round
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
@@ -64,6 +65,10 @@ class Engine:
         max_rows: requests decoded together; more wait their turn.
         memory: what controllers carry from request to request, to share it among engines.
         meter: what rounds cost, likewise.
+        prefixes: texts read before, likewise; None reads every text.
+
+    Raises:
+        SettingError: a drafter of another target, or executors that keep no prefixes.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Engine:
         max_rows: int = 16,
         memory: Memory | None = None,
         meter: Meter | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target = target if isinstance(target, Rows) else Rows(target)
@@ -91,6 +97,7 @@ class Engine:
         self._meter = Meter() if meter is None else meter
         self._ids = itertools.count()
         self._crew = Crew(self._meter, self._memory)
+        self._reuse = Reuse(prefixes, (self.target, *drafter.caches))
         self._refresh()
 
     def submit(
@@ -165,6 +172,8 @@ class Engine:
         """Stop a request now; None if it is not running or waiting."""
         for row in (*self._rows, *self._waiting):
             if row.id == request:
+                if row in self._rows:
+                    self._reuse.leave(row, self._rows.index(row))
                 self._waiting = [w for w in self._waiting if w is not row]
                 self._keep([r is not row for r in self._rows])
                 return self._complete(row, "cancelled")
@@ -207,6 +216,7 @@ class Engine:
             if seeded:  # the same seed, the same text
                 given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
             self._crew.join(row.request.controller, given)
+        self._reuse.join(self._rows, len(joining))
         self._refresh()
 
     def _keep(self, staying: Sequence[bool]) -> None:
@@ -241,8 +251,10 @@ class Engine:
 
     def _schedule(self) -> _Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
+        waiting = self._reuse.fork(self._rows)
         lengths = self.target.lengths
         unread = [len(row.context) - n for row, n in zip(self._rows, lengths, strict=True)]
+        unread = [0 if i in waiting else count for i, count in enumerate(unread)]
         upto = [n + count for n, count in zip(lengths, reading(unread, CHUNK), strict=True)]
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         return _Pass(
@@ -377,6 +389,8 @@ class Engine:
             if reason:
                 staying[i] = False
                 done = self._complete(row, reason, kept)
+                if reason != "error":
+                    self._reuse.leave(row, i)
             events.append(
                 Event(
                     row.id,

@@ -136,6 +136,8 @@ class Stats(_Counted):
     """Likewise the largest of one token."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Of the rounds, summed up. `layer_passes` over `tokens` compares with the number of layers."""
+    cached_tokens: int = 0
+    """Prompt tokens that a prefix cache spared."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -158,7 +160,13 @@ class Stats(_Counted):
 
     @classmethod
     def of(
-        cls, rounds: list[Round], prompt_tokens: int, prefill: float, first: float, total: float
+        cls,
+        rounds: list[Round],
+        prompt_tokens: int,
+        prefill: float,
+        first: float,
+        total: float,
+        cached: int = 0,
     ) -> Stats:
         """Add up rounds."""
         reasons: dict[str, int] = {}
@@ -189,6 +197,7 @@ class Stats(_Counted):
             drift_mean=sum(drift) / max(tokens, 1) if lossy else None,
             drift_max=max(drift, default=0.0) if lossy else None,
             counters=dict(counters),
+            cached_tokens=cached,
         )
 
 

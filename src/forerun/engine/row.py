@@ -36,6 +36,8 @@ class Row:
     rests_first: bool
     """Whether its first token comes without a draft, as soon as plainly."""
     submitted: float
+    cached: int = 0
+    """Tokens of its prompt that were not read, for their columns were there."""
     prefill: float = 0.0
     first_token: float = 0.0
     drift: float | None = None
@@ -117,7 +119,9 @@ class Row:
         """The finished generation."""
         total = time.perf_counter() - self.submitted
         tokens = self.context[self.prompt :]
-        stats = Stats.of(self.rounds, self.prompt, self.prefill, self.first_token, total)
+        stats = Stats.of(
+            self.rounds, self.prompt, self.prefill, self.first_token, total, self.cached
+        )
         assert stats.tokens == len(tokens), "committed tokens must add up"
         if error is None:
             pieces = self.pieces(len(tokens))

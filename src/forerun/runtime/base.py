@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,6 +53,25 @@ class Best:
     """`[row][column]` whether the best logit was a finite number."""
 
 
+@dataclass(frozen=True)
+class Columns:
+    """A copy of what an executor holds of consecutive tokens of one row."""
+
+    states: tuple[torch.Tensor, ...]
+    """Per cache of keys or values `(heads, count, width)`."""
+    count: int
+    """Tokens."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(states.nbytes for states in self.states)
+
+    def part(self, first: int, last: int) -> Columns:
+        """A copy of some of them."""
+        return Columns(tuple(s[:, first:last].clone() for s in self.states), last - first)
+
+
 class Executor(ABC):
     """Runs one model over rows; owns its cache, shapes and layout, and decides nothing.
 
@@ -62,6 +81,8 @@ class Executor(ABC):
 
     facts: Facts
     device: torch.device
+    copies: ClassVar[bool] = False
+    """Whether it has `copy_out` and `copy_in`."""
 
     @abstractmethod
     def reserve(self, rows: int, columns: int) -> None:
@@ -94,6 +115,14 @@ class Executor(ABC):
     ) -> Best:
         """Like `run`, but only the arg-max of each wanted position and what is said of it."""
         return best_of(self.run(starts, pieces, wanted), signals)
+
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        """Copy what a row holds of its tokens `first` to `last`, which it must hold."""
+        raise NotImplementedError
+
+    def copy_in(self, row: int, first: int, columns: Columns) -> None:
+        """Let a row hold copied columns from its token `first` on."""
+        raise NotImplementedError
 
     def module(self) -> Any:
         """The Hugging Face module behind it, or None."""
@@ -147,6 +176,18 @@ class Rows:
         """Forget what a row holds beyond `length` tokens."""
         if length < self.lengths[row]:
             self.lengths[row] = length
+
+    @torch.inference_mode()
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        """A copy of a row's tokens `first` to `last`; see `Executor.copies`."""
+        assert first <= last <= self.lengths[row], "only what is covered can be copied"
+        return self.executor.copy_out(row, first, last)
+
+    @torch.inference_mode()
+    def extend(self, row: int, columns: Columns) -> None:
+        """Cover what comes next in a row by a copy, instead of a pass."""
+        self.executor.copy_in(row, self.lengths[row], columns)
+        self.lengths[row] += columns.count
 
     @torch.inference_mode()
     def feed(self, pieces: Pieces, wanted: Sequence[int] | None = None) -> torch.Tensor:

@@ -62,6 +62,21 @@ class RowCache(Cache):
             for tensor in pair:
                 tensor[: len(index), :, :longest] = tensor[index, :, :longest]
 
+    def copy_out(self, row: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """Keys and values of a row's columns, layer by layer, `(heads, n, dim)` each."""
+        pairs = [self._store[layer] for layer in sorted(self._store)]
+        return tuple(t[row, :, first:last].clone() for pair in pairs for t in pair)
+
+    @torch.inference_mode()
+    def copy_in(self, row: int, first: int, states: Sequence[torch.Tensor]) -> None:
+        """Write copied keys and values into a row's columns."""
+        self.reserve(row + 1, first + (states[0].shape[1] if states else 0))
+        layers = sorted(self._store)
+        assert len(states) == 2 * len(layers), "columns of another model"
+        for layer, keys, values in zip(layers, states[::2], states[1::2], strict=True):
+            for own, new in zip(self._store[layer], (keys, values), strict=True):
+                own[row, :, first : first + new.shape[1]] = new
+
     def open(self, rows: list[int], starts: Sequence[int], width: int, device: torch.device) -> int:
         """Announce a pass of `width` columns from `starts[i]` on in row `rows[i]`, rows rising.
 

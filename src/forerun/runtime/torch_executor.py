@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forerun.runtime.base import Executor, Facts, Pieces, Rows
+from forerun.runtime.base import Columns, Executor, Facts, Pieces, Rows
 from forerun.runtime.cache import RowCache
 from forerun.runtime.support import PROVEN, check_supported, context_limit, probe
 
@@ -26,6 +26,8 @@ class TorchExecutor(Executor):
     Raises:
         UnsupportedModelError: a row cache cannot serve this architecture; says why.
     """
+
+    copies = True
 
     def __init__(self, model: Any) -> None:
         check_supported(model)
@@ -50,6 +52,14 @@ class TorchExecutor(Executor):
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Reorder the cache."""
         self.cache.keep(rows, max(lengths, default=0))
+
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        """Out of the cache."""
+        return Columns(self.cache.copy_out(row, first, last), last - first)
+
+    def copy_in(self, row: int, first: int, columns: Columns) -> None:
+        """Into the cache."""
+        self.cache.copy_in(row, first, columns.states)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One padded pass, or two where prompts are read beside rows that decode."""

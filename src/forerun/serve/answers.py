@@ -231,18 +231,22 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Counts so far."""
-        out = reports.usage(self._plan.prompts, sum(c.tokens for c in self.choices))
+        wrote = sum(c.tokens for c in self.choices)
+        out = reports.usage(self._plan.prompts, wrote, self._cached())
         if self._plan.request.prediction is not None:
             done = [c.done for c in self.choices if c.done is not None]
             out["completion_tokens_details"] = reports.predictions(done)
         return out
+
+    def _cached(self) -> int:
+        return reports.cached([choice.done for choice in self.choices], self._plan.copies)
 
     def extras(self) -> dict[str, Any]:
         """What is reported of finished choices: timings always, the rest on request."""
         plan = self._plan
         done = [choice.done for choice in self.choices if choice.done is not None]
         queued = [choice.queued for choice in self.choices]
-        out: dict[str, Any] = {"timings": reports.timings(plan.prompts, done)}
+        out: dict[str, Any] = {"timings": reports.timings(plan.prompts, done, self._cached())}
         if plan.policy.report != "none":
             out["metrics"] = reports.metrics(done, queued, plan.rounds)
             out["forerun"] = reports.forerun(plan.policy, done, queued)

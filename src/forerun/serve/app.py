@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.engine import Logprob
-from forerun.errors import ForerunError
+from forerun.engine.prefixes import Prefixes, Reuse
+from forerun.errors import ForerunError, SettingError
 from forerun.model import Model
 from forerun.serve import memory, page
 from forerun.serve.answers import Answer
@@ -93,9 +94,12 @@ class Server:
         self.planner = Planner(config, self.facts, self.texts)
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.memory = memory.measure(model, config.memory)
+        self.prefixes = _prefixes(model, config.prefix_cache)
+        """Texts read before; None where the executor cannot copy its cache."""
         self.worker = Worker(
-            model, config.max_rows, config.queue, self.memory, config.buffer, self.metrics.update
-        )
+            model, config.max_rows, config.queue, self.memory, config.buffer,
+            self.metrics.update, self.prefixes,
+        )  # fmt: skip
         self.page = page.Page()
 
     # --- generating -------------------------------------------------------------------------
@@ -182,6 +186,15 @@ class Server:
                 "model",
                 "model_not_found",
             )
+
+
+def _prefixes(model: Model, budget: int) -> Prefixes | None:
+    prefixes = Prefixes(budget)
+    try:
+        Reuse(prefixes, (model.target, *model.drafter.caches))
+    except SettingError:
+        return None
+    return prefixes
 
 
 def api_error(error: Exception) -> ApiError:

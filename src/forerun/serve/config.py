@@ -5,27 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from forerun.errors import SettingError, require
+from forerun.errors import require
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 ALL_RULES = "all"
 """As an allowed rule: every rule."""
-
-
-def size(text: str) -> int:
-    """Bytes from text.
-
-    >>> size("8GB"), size("512 MiB"), size("1000")
-    (8000000000, 536870912, 1000)
-    """
-    found = _SIZE.fullmatch(text)
-    if not found:
-        raise SettingError(f"cannot read the size {text!r}; write a number with KB, MB or GB")
-    number, unit, binary = found.groups()
-    power = list(_UNITS).index(unit.upper())
-    return round(float(number) * (1024**power if binary else _UNITS[unit.upper()]))
 
 
 @dataclass(frozen=True)
@@ -44,6 +28,7 @@ class Config:
         queue: requests that may wait for a row, ≥ 0; more get status 429.
         memory: bytes that key-value caches and logits of running requests may take; None: no bound
             but `max_rows`.
+        prefix_cache: bytes that copies of texts read before may take, in addition; 0 keeps none.
         max_tokens: most tokens a request may ask for; None: as many as the context holds.
         max_body: bytes of a request's body.
         buffer: rounds that may wait for a slow reader of a stream, ≥ 1; then it is cancelled.
@@ -64,6 +49,7 @@ class Config:
     max_rows: int = 16
     queue: int = 256
     memory: int | None = None
+    prefix_cache: int = 512 * 10**6
     max_tokens: int | None = None
     max_body: int = 4 * 2**20
     buffer: int = 1024
@@ -78,6 +64,7 @@ class Config:
         require(0 <= self.port < 65536, "port", self.port, "between 0 and 65535")
         require(self.max_rows >= 1, "max rows", self.max_rows, "≥ 1")
         require(self.queue >= 0, "queue", self.queue, "≥ 0")
+        require(self.prefix_cache >= 0, "prefix cache", self.prefix_cache, "≥ 0 bytes")
         require(self.buffer >= 1, "buffer", self.buffer, "≥ 1")
         require(self.max_body >= 1024, "max body", self.max_body, "at least 1024 bytes")
         limit = self.max_tokens

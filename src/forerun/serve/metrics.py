@@ -62,6 +62,8 @@ class Metrics:
         self.waiting = make(Gauge, "num_requests_waiting", "Texts that wait for one.")
         self.cache = make(Gauge, "kv_cache_usage_perc", "Share of --memory in use, 0 to 1.")
         self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens read.")
+        self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
+        self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found there.")
         self.tokens = make(Counter, "generation_tokens", "Tokens written.")
         self.finished = each(
             Counter, "request_success", "Texts by why they ended.", "finished_reason", REASONS
@@ -155,6 +157,8 @@ class Metrics:
         stats = done.stats
         self.finished.get(done.finish_reason, self.finished["error"]).inc()
         self.prompt_tokens.inc(stats.prompt_tokens)
+        self.queries.inc(stats.prompt_tokens)
+        self.hits.inc(stats.cached_tokens)
         self.queue.observe(update.queued)
         self.first.observe(update.queued + stats.first_token_seconds)
         self.total.observe(update.queued + stats.seconds)

@@ -14,14 +14,20 @@ from forerun.engine import Completion, Round
 from forerun.serve.policy import Policy
 
 
-def usage(prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
+def cached(done: Sequence[Completion | None], copies: int) -> int:
+    """Prompt tokens that were not read: per prompt those that no copy of it read."""
+    known = [0 if c is None else c.stats.cached_tokens for c in done]
+    return sum(min(known[i : i + copies]) for i in range(0, len(known), copies))
+
+
+def usage(prompts: Sequence[Sequence[int]], tokens: int, spared: int = 0) -> dict[str, Any]:
     """OpenAI's counts."""
     read = sum(map(len, prompts))
     return {
         "prompt_tokens": read,
         "completion_tokens": tokens,
         "total_tokens": read + tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": spared},
     }
 
 
@@ -35,13 +41,15 @@ def predictions(done: Sequence[Completion]) -> dict[str, int]:
     }
 
 
-def timings(prompts: Sequence[Sequence[int]], done: Sequence[Completion]) -> dict[str, Any]:
+def timings(
+    prompts: Sequence[Sequence[int]], done: Sequence[Completion], spared: int = 0
+) -> dict[str, Any]:
     """llama.cpp's: tokens and milliseconds of reading and of writing."""
-    read, wrote = sum(map(len, prompts)), sum(c.stats.tokens for c in done)
+    read, wrote = sum(map(len, prompts)) - spared, sum(c.stats.tokens for c in done)
     reading = 1e3 * max((c.stats.prefill_seconds for c in done), default=0.0)
     writing = 1e3 * max((c.stats.seconds - c.stats.prefill_seconds for c in done), default=0.0)
     return {
-        "cache_n": 0,
+        "cache_n": spared,
         "prompt_n": read,
         "prompt_ms": _ms(reading),
         "prompt_per_second": _rate(read, reading),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round
+from forerun.engine.prefixes import Prefixes
 from forerun.engine.scoring import score_text
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.model import Model
@@ -134,6 +135,7 @@ class Worker:
         memory: bytes for running requests.
         buffer: updates that may wait for one reader, per job.
         watch: called on the event loop with every ticket and update.
+        prefixes: texts read before; None reads every text.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Worker:
         memory: Memory | None = None,
         buffer: int = 1024,
         watch: Callable[[Ticket, Update], None] = lambda ticket, update: None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.max_rows, self.queue_size = max_rows, queue_size
         self.memory = memory or Memory()
@@ -153,7 +156,11 @@ class Worker:
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._model = model
-        self._engine = _Loop(model, max_rows, self.memory, self._inbox, self._send)
+        engine = Engine(
+            model.target, model.drafter, model.tokenizer, model.eos, max_rows,
+            meter=model.meter, prefixes=prefixes,
+        )  # fmt: skip
+        self._engine = _Loop(engine, max_rows, self.memory, self._inbox, self._send)
         self._thread = threading.Thread(target=self._engine.run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -278,19 +285,17 @@ class _Loop:
 
     def __init__(
         self,
-        model: Model,
+        engine: Engine,
         max_rows: int,
         memory: Memory,
         inbox: queue.SimpleQueue[Callable[[], None]],
         send: Send,
     ) -> None:
-        self._limit, self._max_rows, self._memory = model.target.limit, max_rows, memory
+        self._limit, self._max_rows, self._memory = engine.target.limit, max_rows, memory
         self._inbox, self._send = inbox, send
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
-        self._engine = Engine(
-            model.target, model.drafter, model.tokenizer, model.eos, max_rows, meter=model.meter
-        )
+        self._engine = engine
         self._ended = False
 
     def run(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError, SettingError
-from forerun.runtime.base import Best, Executor, Facts, Pieces
+from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.openvino.best import read
 from forerun.runtime.openvino.blocks import Blocks
 from forerun.runtime.openvino.core import core
@@ -55,6 +55,8 @@ class OpenVINOExecutor(Executor):
         SettingError: bf16 with one thread.
     """
 
+    copies = True
+
     def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
@@ -91,6 +93,28 @@ class OpenVINOExecutor(Executor):
             self._blocks.cover(held)
             for at in twice:
                 self._copy(self._blocks.tables[rows.index(rows[at])], self._blocks.tables[at])
+
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        """Out of the row's blocks, as bytes."""
+        begin = first // BLOCK
+        blocks = self._blocks.tables[row][begin : -(-last // BLOCK)] if last > first else []
+        states = []
+        for tensor in self._storage:
+            pool = _blocks_of(tensor)
+            heads, width = pool.shape[1], pool.shape[3]
+            held = pool[blocks].transpose(1, 0, 2, 3).reshape(heads, -1, width)
+            at = first - begin * BLOCK
+            states.append(torch.from_numpy(held[:, at : at + last - first].copy()))
+        return Columns(tuple(states), last - first)
+
+    def copy_in(self, row: int, first: int, columns: Columns) -> None:
+        """Into the row's blocks, which it is given."""
+        rows, last = max(row + 1, len(self._blocks.tables)), first + columns.count
+        self._cover([last if at == row else 0 for at in range(rows)])
+        places = np.arange(first, last)
+        blocks = np.array(self._blocks.tables[row], dtype=np.intp)[places // BLOCK]
+        for tensor, states in zip(self._storage, columns.states, strict=True):
+            _blocks_of(tensor)[blocks, :, places % BLOCK] = states.numpy().transpose(1, 0, 2)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One packed pass; the logits are the caller's own."""
@@ -271,6 +295,12 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
 
 def _bytes(tensor: ov.Tensor) -> NDArray[np.uint8]:
     return tensor.data.view(np.uint8).reshape(-1)
+
+
+def _blocks_of(pool: ov.Tensor) -> NDArray[np.uint8]:
+    """A pool as bytes, `(blocks, heads, BLOCK, width)`."""
+    blocks, heads, size, _ = pool.get_shape()
+    return _bytes(pool).reshape(blocks, heads, size, -1)
 
 
 def _spans(counts: Iterable[int]) -> list[tuple[int, int]]:
