@@ -243,16 +243,14 @@ def test_warm_is_cold_on_the_shipped_pair(runtime: str) -> None:
     if runtime == "openvino":
         pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     story = "Once upon a time there was a little dog who lived in a house near the forest. " * 3
-    prompts = [story, story + "One day", "User: Who are you? " + story]
-    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}]
     cold, warm = forerun.load(runtime=runtime), forerun.load(runtime=runtime, prefix_cache="50MB")
-    for how in ways:
-        for turn in range(2):
-            for prompt in prompts:
-                settings = {"max_new_tokens": 16, "controller": "fixed(3)", **how}
-                got: Completion = warm.generate(prompt, **settings)
-                assert got.tokens == cold.generate(prompt, **settings).tokens
-                known = turn or how or prompt == prompts[1]
-                assert (got.stats.cached_tokens > 0) == bool(known)
+    cached = []
+    for how in ({}, {"temperature": 0.8, "seed": 3}):
+        for prompt in (story, story + "One day"):
+            settings: dict[str, Any] = {"max_new_tokens": 10, "controller": "fixed(3)", **how}
+            got: Completion = warm.generate(prompt, **settings)
+            assert got.tokens == cold.generate(prompt, **settings).tokens
+            cached.append(got.stats.cached_tokens > 0)
+    assert cached == [False, True, True, True]
     assert warm.prefixes is not None
     assert 0 < warm.prefixes.nbytes <= 50e6

@@ -353,3 +353,22 @@ def test_fields_of_others_are_ignored_and_named(shipped):
     assert done["ignored_fields"] == ["metadata", "chat_id", "top_a"]
     quiet = shipped.complete("x", max_tokens=1, tools=[], suffix=None, logprobs=None)
     assert "ignored_fields" not in quiet
+
+
+def test_no_new_tokens_score_a_prompt(shipped, pair):
+    ids = pair.encode(PROMPT)
+    body = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    choice = shipped.complete([ids], **body)["choices"][0]
+    assert choice["text"] == PROMPT
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    scores = [s.logprob for s in pair.score(ids)]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(scores, abs=1e-4)
+    frames = shipped.stream("/v1/completions", prompt=[ids], **body)
+    assert frames[0]["choices"][0]["logprobs"] == choice["logprobs"]
+    assert frames[-1]["choices"][0]["finish_reason"] == "length"
+    nothing = shipped.complete(PROMPT, max_tokens=0, n=2, speculative={"report": "rounds"})
+    assert [c["text"] for c in nothing["choices"]] == ["", ""]
+    assert nothing["usage"]["completion_tokens"] == 0
+    wrong = shipped.post("/v1/completions", prompt=[10**6], **body)
+    assert wrong.status_code == 400

@@ -111,7 +111,7 @@ class Server:
             ApiError, ForerunError: what was wrong.
             Gone: the client left.
         """
-        reply = self.worker.open(plan.jobs)
+        reply = (self.worker.open if plan.writes else self.worker.blank)(plan.jobs)
         try:
             await with_client(request, reply.ready())
             read = await with_client(request, self._read(plan)) if plan.echo else []

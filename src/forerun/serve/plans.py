@@ -57,6 +57,8 @@ class Plan:
     stops: tuple[str, ...]
     ignored: Sequence[str]
     request: Generation
+    writes: bool
+    """Whether anything is written: with `max_tokens` 0 a prompt is only scored."""
     top: int | None
     """Log-probabilities wanted: so many alternatives beside the chosen token; None: none."""
 
@@ -152,7 +154,7 @@ class Planner:
                     "prompt",
                     "context_length_exceeded",
                 )
-            tokens = min(wanted or most or room, room)
+            tokens = 1 if wanted == 0 else min(wanted or most or room, room)
             for copy in range(copies):
                 sampling = self._sampling(request, stops, tokens, copy)
                 # A seed gives the same text streamed or not.
@@ -172,6 +174,7 @@ class Planner:
             stops,
             ignored,
             request,
+            wanted != 0,
             top,
         )
 

@@ -110,7 +110,7 @@ class Generation(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0, description="0 writes nothing: echo scores")
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all")
@@ -206,7 +206,7 @@ class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round
+from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round, Stats
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.scoring import score_text
 from forerun.errors import ForerunError, PromptError, SettingError
@@ -125,6 +125,20 @@ class Reply:
             self._worker.forget(self)
 
 
+class Blank(Reply):
+    """Of jobs that write nothing: all there at once."""
+
+    def __init__(self, worker: Worker, jobs: Sequence[Request]) -> None:
+        super().__init__(worker, jobs, 1)
+        for i, job in enumerate(jobs):
+            stats = Stats.of([], len(job.prompt), 0.0, 0.0, 0.0)
+            done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
+            self.put(Update(i, done=done))
+
+    async def ready(self) -> None:
+        """They are."""
+
+
 class Worker:
     """The engine behind queues.
 
@@ -183,6 +197,16 @@ class Worker:
     def waiting(self) -> int:
         """Jobs that wait for one."""
         return len(self._live) - self.running
+
+    def blank(self, jobs: Sequence[Request]) -> Reply:
+        """Answer jobs of which nothing is to be written, after checking them.
+
+        Raises:
+            PromptError, SettingError: as the engine would.
+        """
+        for job in jobs:
+            self._engine.check(job)
+        return Blank(self, jobs)
 
     def open(self, jobs: Sequence[Request]) -> Reply:
         """Queue the jobs of one client, all or none.
@@ -329,6 +353,10 @@ class _Loop:
     def _columns(self, job: Request) -> int:
         """Most tokens its caches will hold."""
         return min(len(job.prompt) + job.sampling.max_new_tokens, self._limit)
+
+    def check(self, job: Request) -> None:
+        """Refuse what cannot be served; from any thread."""
+        self._engine.check(job)
 
     def open(self, tickets: Sequence[Ticket]) -> None:
         """Queue jobs after checking all of them."""
