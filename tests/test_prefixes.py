@@ -14,7 +14,8 @@ from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Completion, Engine, Request, Sampling
-from forerun.engine.prefixes import LEAST, Prefixes, common
+from forerun.engine.prefixes import LEAST, Prefixes
+from forerun.engine.text import common
 from forerun.errors import SettingError
 from forerun.model import Model
 from forerun.rules import RULES

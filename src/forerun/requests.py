@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forerun.checks import flag
 from forerun.controllers.base import LengthController
@@ -18,12 +21,39 @@ SMALL, LARGE = 1e-30, 1e30
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
+class Matcher(Protocol):
+    """Where in a constraint one text is. Only ever asked by one thread."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """`(≤ V,)` tokens that may come next and go on with the text."""
+
+    def complete(self) -> bool:
+        """Whether the text may end here."""
+
+    def advance(self, token: int) -> bool:
+        """Follow a token; False, and stay, if it is not allowed."""
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` tokens back."""
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that are as good as certain to come next, to be drafted; none is no mistake."""
+
+
+class Constraint(Protocol):
+    """What a text may say: a language over tokens. `forerun.grammar` makes them."""
+
+    def begin(self) -> Matcher:
+        """At the beginning of a text."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How one request wants its text sampled.
 
     The transform of the logits, in this order: logit bias, end-of-text banned before
-    `min_new_tokens`, repetition / presence / frequency penalties, temperature, top-k, top-p, min-p.
+    `min_new_tokens`, repetition / presence / frequency penalties, the constraint, temperature,
+    top-k, top-p, min-p.
 
     Args:
         temperature: from 1e-30 to 1e30, or 0: greedy decoding.
@@ -41,6 +71,8 @@ class Sampling:
         stop: a string or several at which the text ends (they are not part of it).
         eos: end-of-text token id or ids; None uses the model's.
         ignore_eos: go on after end-of-text tokens.
+        constraint: what the output may say (`forerun.grammar`); at every place, tokens that it
+            excludes have probability 0, and end-of-text tokens come only where it is complete.
     """
 
     temperature: float = 0.0
@@ -57,6 +89,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     eos: tuple[int, ...] | None = None
     ignore_eos: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
@@ -69,6 +102,10 @@ class Sampling:
         if self.eos is not None:
             self._set("eos", _several("eos", self.eos, Integral, "a token id"))
         flag("ignore_eos", self.ignore_eos)
+        good = self.constraint is None or hasattr(self.constraint, "begin")
+        require(good, "constraint", self.constraint, "a Constraint, see forerun.grammar")
+        require(not (self.constraint and self.ignore_eos), "ignore_eos", True, "off: a constraint "
+                "says where the text may end")  # fmt: skip
         require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
         biases = {
             _integer("a token id in logit_bias", token, -math.inf): _bias(token, bias)
@@ -100,6 +137,7 @@ class Sampling:
         """Whether anything but the temperature touches the logits."""
         return bool(
             self.logit_bias
+            or self.constraint is not None
             or self.min_new_tokens
             or self.repetition_penalty != 1
             or self.presence_penalty

@@ -39,6 +39,8 @@ class Proposal:
     """Per step `(rows, n)` most likely tokens, where rules read them."""
     predicted: set[int] = field(default_factory=set)
     """Rows whose tokens are of their request's own prediction, not the drafter's."""
+    forced: dict[int, int] = field(default_factory=dict)
+    """Rows whose first tokens are of their request's constraint, and how many are."""
     steps: int = 0
     """Steps of the drafter, one that caught up with a context left out."""
     first_seconds: float = 0.0

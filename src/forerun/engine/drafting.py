@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.controllers.fixed import FixedLength
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.crew import Crew
 from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
-from forerun.engine.prediction import insert
+from forerun.engine.prediction import insert, prepend
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
@@ -30,6 +31,8 @@ class Guide:
         self.greedy = crew.signals if certain else None
         self.reads = bool(self._rule_signals or self._ranks)
         """Whether a rule reads more of the draft's distribution than its probabilities."""
+        self.forced: dict[int, list[int]] = {}
+        """Per row what its constraint forces, ahead of the drafter's tokens this round."""
         self.certain = sampler.all_greedy
         """Whether every token is the arg-max of something."""
 
@@ -69,7 +72,10 @@ class Guide:
         read of it; meaningless where a row is not active."""
         sampler, rows = self._sampler, self._rows
         wide = logits.unsqueeze(1)
-        changed = sampler.shape(wide, rows, proposal.tokens, max(map(len, proposal.tokens)))
+        drafted: Sequence[Sequence[int]] = proposal.tokens
+        if self.forced:
+            drafted = [[*self.forced.get(i, ()), *own] for i, own in enumerate(drafted)]
+        changed = sampler.shape(wide, rows, drafted, None)
         processed = sampler.sharpen(changed)[:, 0]
         top, picked = processed.max(-1)
         if not sampler.all_greedy:
@@ -124,14 +130,44 @@ def draft(
 
     Every row's `stopped_by` is set.
     """
+    forced = {} if guide.reads else _forced(rows, ready)
     predicted = {} if guide.reads else _predictions(rows, ready)
-    limits = [
-        draft_limit(wanted, row.room(drafter.limit) if on and i not in predicted else 0)
-        for i, (wanted, row, on) in enumerate(zip(crew.limits(), rows, ready, strict=True))
-    ]
+    predicted = {i: tokens for i, tokens in predicted.items() if i not in forced}
+    # A target that drafts cannot go on from tokens it has not verified.
+    idle = {*predicted, *(forced if drafter.target is not None else ())}
+    guide.forced = forced
+    limits = []
+    for i, (wanted, row, on) in enumerate(zip(crew.limits(), rows, ready, strict=True)):
+        room = row.room(drafter.limit) - len(forced.get(i, ())) if on and i not in idle else 0
+        limits.append(draft_limit(wanted, max(room, 0)))
     out = _draft(rows, limits, drafter, crew, guide)
     insert(out, predicted)
+    prepend(out, forced)
+    _cut_disallowed(out, rows)
     return out
+
+
+def _forced(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[int]]:
+    """Tokens that constraints force next, by row; a request that is to run plainly has none."""
+    out = {}
+    for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
+        plain = row.request.controller == FixedLength(0)
+        room = row.room(row.limit) if on and row.place is not None and not plain else 0
+        if row.place is not None and room:
+            out[i] = row.place.forced(row.context[row.prompt :])[:room]
+    return {i: tokens for i, tokens in out.items() if tokens}
+
+
+def _cut_disallowed(out: Proposal, rows: Sequence[Row]) -> None:
+    """End drafts before the first token that their constraint does not allow."""
+    for i, row in enumerate(rows):
+        if row.place is None or not (tokens := out.tokens[i]):
+            continue
+        good = row.place.valid(row.context[row.prompt :], tokens)
+        if good < len(tokens):
+            del tokens[good:]
+            out.stopped_by[i] = Stop.EXHAUSTED
+            out.forced[i] = min(out.forced.get(i, 0), good)
 
 
 def _predictions(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[int]]:
@@ -188,7 +224,10 @@ def _propose(
     if not any(most):
         out = Proposal.none(len(rows))
     else:
-        texts = [row.context if limit else None for row, limit in zip(rows, most, strict=True)]
+        texts = [
+            [*row.context, *guide.forced.get(i, ())] if limit else None
+            for i, (row, limit) in enumerate(zip(rows, most, strict=True))
+        ]
         out = drafter.propose(texts, most, guide)
     for row, (limit, why) in enumerate(limits):
         tokens = out.tokens[row]

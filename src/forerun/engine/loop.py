@@ -15,6 +15,7 @@ from forerun.controllers.base import LengthController
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
+from forerun.engine.constraint import Place
 from forerun.engine.crew import Crew, Memory
 from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
@@ -136,6 +137,9 @@ class Engine:
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
             prediction=Prediction(request.prediction) if request.prediction else None,
+            place=None
+            if how.constraint is None
+            else Place(how.constraint, eos, self.target.vocab_size),
             limit=self.target.limit,
             # A target that drafts has read the prompt only after its first pass.
             rests_first=request.stream or self.drafter.target is self.target,
@@ -319,7 +323,9 @@ class Engine:
                 if isinstance(kept, Exception):
                     raise kept
                 self.drafter.rollback(i, len(row.context) + kept.accepted)
-                out[i] = row.commit(proposal.tokens[i], kept.accepted, kept.following)
+                out[i] = row.commit(
+                    proposal.tokens[i], kept.accepted, kept.following, proposal.forced.get(i, 0)
+                )
                 self.target.rollback(i, len(row.context) - 1)
                 if row.request.stream:
                     row.pieces(row.produced)
@@ -337,11 +343,11 @@ class Engine:
                 continue
             if i in proposal.predicted:  # says nothing of the drafter
                 self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
-            else:
+            elif kept.accepted >= (forced := proposal.forced.get(i, 0)):  # these say nothing either
                 stop = proposal.stopped_by[i]
                 outcomes[i] = Outcome(
-                    len(proposal.tokens[i]), kept.accepted, kept.accept_prob, stop,
-                    proposal.shown[i],
+                    len(proposal.tokens[i]) - forced, kept.accepted - forced,
+                    kept.accept_prob[forced:], stop, proposal.shown[i],
                 )  # fmt: skip
         self._crew.observe(outcomes)
         if not passed.read:
@@ -423,6 +429,8 @@ class Engine:
         counted = {k: n - before.get(k, 0) for k, n in self.drafter.counters(i).items()}
         if i in proposal.predicted:
             counted["predicted"] = drafted
+        if i in proposal.forced:
+            counted["forced"] = proposal.forced[i]
         drafting, verifying, other = seconds
         return Round(
             drafted=drafted,

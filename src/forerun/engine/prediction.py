@@ -68,3 +68,22 @@ def insert(proposal: Proposal, drafts: dict[int, list[int]]) -> None:
         for logits, token in zip(proposal.logits, tokens, strict=False):
             logits[row] = -torch.inf
             logits[row, token] = 0.0
+
+
+def prepend(proposal: Proposal, forced: dict[int, list[int]]) -> None:
+    """Put forced tokens by row before the drafter's, likewise certain."""
+    for row, tokens in forced.items():
+        proposal.tokens[row] = [*tokens, *proposal.tokens[row]]
+        proposal.forced[row] = len(tokens)
+    if not proposal.logits or not forced:
+        return
+    steps = [logits.clone() for logits in proposal.logits]
+    for _ in range(max(map(len, proposal.tokens)) - len(steps)):
+        steps.append(torch.zeros_like(steps[0]))
+    for row, tokens in forced.items():
+        for place in range(len(tokens), len(proposal.tokens[row])):
+            steps[place][row] = proposal.logits[place - len(tokens)][row]
+        for place, token in enumerate(tokens):
+            steps[place][row] = -torch.inf
+            steps[place][row, token] = 0.0
+    proposal.logits = steps

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.engine.row import Row
+from forerun.engine.text import common
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Columns, Rows
 
@@ -225,18 +226,3 @@ class Reuse:
             if j < i:
                 coming = max(coming, min(count, other.prompt))
         return *best, coming
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix.
-
-    >>> common([3, 4, 5], [3, 4, 6, 7])
-    2
-    """
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while low < high - 1:  # one[:low] is common, one[:high] is not
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low

@@ -18,6 +18,7 @@ class Origin(StrEnum):
     CORRECTION = "correction"  # the target's own token after a rejection
     BONUS = "bonus"  # the target's own token after everything drafted was accepted
     PLAIN = "plain"  # the target's own token in a round without a draft
+    GRAMMAR = "grammar"  # forced by the request's constraint: drafted without a drafter
 
 
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "error"]

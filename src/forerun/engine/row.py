@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forerun.engine.constraint import Place
 from forerun.engine.prediction import Prediction
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
@@ -31,6 +32,8 @@ class Row:
     text: Detokenizer
     stops: StopStrings
     prediction: Prediction | None
+    place: Place | None
+    """In its constraint, if it has one."""
     limit: int
     """Most tokens of context."""
     rests_first: bool
@@ -71,13 +74,17 @@ class Row:
         self.prediction.observe(drafted, accepted)
 
     def commit(
-        self, draft: Sequence[int], accepted: int, following: int | None
+        self, draft: Sequence[int], accepted: int, following: int | None, forced: int = 0
     ) -> tuple[int, FinishReason | None]:
         """Extend the text by the accepted tokens and the target's own, if any, up to where it ends.
+
+        The first `forced` tokens of the draft are the constraint's.
 
         Returns:
             Tokens committed, and why the text ended, if it did.
         """
+        if self.place is not None and self.place.error is not None:
+            raise self.place.error
         own = Origin.BONUS if accepted == len(draft) else Origin.CORRECTION
         own = own if draft else Origin.PLAIN
         reason: FinishReason | None = None
@@ -85,7 +92,8 @@ class Row:
         own_token = [] if following is None else [following]
         for place, token in enumerate([*draft[:accepted], *own_token]):
             self.context.append(token)
-            self.origins.append(Origin.DRAFT if place < accepted else own)
+            drafter = Origin.GRAMMAR if place < forced else Origin.DRAFT
+            self.origins.append(drafter if place < accepted else own)
             reason = self._finished(token)
             if reason:
                 break

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from forerun.engine.constraint import Place
 from forerun.requests import Sampling
 
 
@@ -64,15 +65,19 @@ class Sampler:
         logits: torch.Tensor,
         texts: Sequence[Text],
         drafted: Sequence[Sequence[int]],
-        first: int = 0,
+        first: int | None = 0,
     ) -> torch.Tensor:
-        """The first half of `process`, with its arguments: biases and penalties."""
+        """The first half of `process`, with its arguments: all but temperature and truncation.
+
+        With `first` None, position 0 follows all that a row has drafted.
+        """
         if not self._reshapes:
             return logits
         out = _single(logits).clone()
         for row, settings in enumerate(self.rows):
             if settings.reshapes:
-                self._reshape(out[row], row, texts[row], drafted[row], first)
+                before = len(drafted[row]) if first is None else first
+                self._reshape(out[row], row, texts[row], drafted[row], before)
         return out
 
     def sharpen(self, shaped: torch.Tensor) -> torch.Tensor:
@@ -126,6 +131,9 @@ class Sampler:
                 often[place:, columns[token]] += 1
             tokens = _numbers(columns, device)
             logits[:, tokens] -= s.presence_penalty * (often > 0) + s.frequency_penalty * often
+        constraint: Place | None = getattr(text, "place", None)
+        if constraint is not None:
+            constraint.restrict(logits, history[prompt:known], history[known : known + count - 1])
 
     def _truncate(self, logits: torch.Tensor) -> None:
         """Top-k, then top-p, then min-p, in place, on rows that ask for them."""

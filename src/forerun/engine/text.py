@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -85,3 +86,18 @@ class StopStrings:
         """What was held back: the text ended without a stop string."""
         held, self._held = self._held + text, ""
         return held
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common prefix.
+
+    >>> common([3, 4, 5], [3, 4, 6, 7])
+    2
+    """
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while low < high - 1:  # one[:low] is common, one[:high] is not
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low

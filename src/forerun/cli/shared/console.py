@@ -14,7 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-STYLES = {"draft": "green", "correction": "bold yellow", "bonus": "cyan", "plain": ""}
+STYLES = {
+    "draft": "green",
+    "correction": "bold yellow",
+    "bonus": "cyan",
+    "plain": "",
+    "grammar": "magenta",
+}
 """Who wrote a token (`engine.results.Origin`) and its colour."""
 
 MEANINGS = {
@@ -22,6 +28,7 @@ MEANINGS = {
     "correction": "target's correction",
     "bonus": "target's bonus token",
     "plain": "target alone",
+    "grammar": "forced by a constraint",
 }
 
 _SHOWN: dict[int, int | str] = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}

@@ -1,0 +1,109 @@
+"""What a row's text may say next, wherever sampling, drafting or judging looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from forerun.engine.text import common
+from forerun.requests import Constraint
+
+KEPT = 64
+"""Masks that are kept: more than a round's."""
+
+
+class Place:
+    """Where in its constraint a text is.
+
+    It follows whatever text it is asked about, forth and back, so nobody has to tell it of
+    accepted tokens or of rollbacks. Masks are computed once per place, for draft and target alike.
+    An error of the constraint ends its request alone: it is kept in `error`, and nothing is
+    restricted any more.
+
+    Args:
+        constraint: of the request.
+        eos: token ids that end the text.
+        vocab_size: length of the logits.
+    """
+
+    def __init__(self, constraint: Constraint, eos: frozenset[int], vocab_size: int) -> None:
+        self._vocab = vocab_size
+        self._matcher, self._eos = constraint.begin(), sorted(eos)
+        self._at: list[int] = []
+        self._text: list[int] = []
+        self._masks: dict[int, NDArray[np.bool_]] = {}
+        self.error: Exception | None = None
+
+    def restrict(self, logits: torch.Tensor, output: Sequence[int], draft: Sequence[int]) -> None:
+        """Exclude what may not be said, in place.
+
+        Args:
+            logits: `(n, V)`; position i follows the output and `draft[:i]`. Positions behind a
+                token that is not allowed, or beyond the draft, mean nothing and stay as they are.
+            output: tokens so far.
+            draft: tokens that follow.
+        """
+        for i in range(min(len(logits), len(draft) + 1)):
+            mask = self._mask([*output, *draft[:i]])
+            if mask is None:
+                return
+            logits[i].masked_fill_(torch.from_numpy(~mask).to(logits.device), -torch.inf)
+
+    def valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
+        """How many tokens of a draft are allowed, one after the other."""
+        for i, token in enumerate(draft):
+            mask = self._mask([*output, *draft[:i]])
+            if mask is None or not mask[token]:
+                return i
+        return len(draft)
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        """Tokens that must follow."""
+        try:
+            return list(self._matcher.forced()) if self._follow(output) else []
+        except Exception as error:
+            self.error = error
+            return []
+
+    def _mask(self, output: Sequence[int]) -> NDArray[np.bool_] | None:
+        """`(V,)` what may follow; None where the text has ended or is none."""
+        if self.error is not None or (output and output[-1] in self._eos):
+            return None
+        kept = common(self._text, list(output))
+        if kept < len(output):
+            self._masks = {n: mask for n, mask in self._masks.items() if n <= kept}
+            self._text = list(output)
+        mask = self._masks.get(len(output))
+        if mask is None:
+            try:
+                if not self._follow(output):
+                    return None
+                mask = self._masks[len(output)] = self._computed()
+            except Exception as error:  # of anybody's constraint
+                self.error = error
+                return None
+            if len(self._masks) > KEPT:
+                del self._masks[next(iter(self._masks))]
+        return mask
+
+    def _computed(self) -> NDArray[np.bool_]:
+        mask = np.zeros(self._vocab, dtype=np.bool_)
+        allowed = self._matcher.allowed()[: self._vocab]
+        mask[: len(allowed)] = allowed
+        mask[self._eos] |= self._matcher.complete()
+        return mask
+
+    def _follow(self, output: Sequence[int]) -> bool:
+        """Go to the place after a text; False if it is not allowed."""
+        kept = common(self._at, list(output))
+        if kept < len(self._at):
+            self._matcher.rollback(len(self._at) - kept)
+            del self._at[kept:]
+        for token in output[kept:]:
+            if not self._matcher.advance(token):
+                return False
+            self._at.append(token)
+        return True

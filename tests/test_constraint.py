@@ -1,0 +1,288 @@
+"""Constraints: the same mask on target and draft, and forced tokens for nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers.fixed import FixedLength
+from forerun.costs import Costs
+from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.model import ModelDrafter
+from forerun.drafters.none import NullDrafter
+from forerun.engine import Engine, Request, Sampling
+from forerun.engine.results import Origin
+from forerun.errors import SettingError
+from forerun.rules import RULES
+from forerun.testing import ScriptedModel, engine
+from forerun.types import Round
+
+V, EOS = 6, 5
+Moves = dict[int, dict[int, int]]
+LANGUAGE: Moves = {
+    0: {0: 1, 1: 4, 2: 0},
+    1: {3: 2}, 2: {4: 3}, 3: {0: 4},  # after 0 come 3 4 0
+    4: {1: 5, 4: 0, EOS: 9},
+    5: {2: 0, 3: 5},
+}  # fmt: skip
+"""Per state what may come next and where it leads; the text ends where EOS may come."""
+
+
+@dataclass
+class Walk:
+    """A place in an automaton."""
+
+    moves: Moves
+    forces: bool
+    states: list[int] = field(default_factory=lambda: [0])
+    asked: int = 0
+
+    def allowed(self) -> NDArray[np.bool_]:
+        self.asked += 1
+        mask = np.zeros(V, dtype=np.bool_)
+        mask[[token for token in self.moves[self.states[-1]] if token != EOS]] = True
+        return mask
+
+    def complete(self) -> bool:
+        return EOS in self.moves[self.states[-1]]
+
+    def advance(self, token: int) -> bool:
+        after = self.moves[self.states[-1]].get(token)
+        if after is None or token == EOS:
+            return False
+        self.states.append(after)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert 0 < count < len(self.states)
+        del self.states[-count:]
+
+    def forced(self) -> list[int]:
+        out: list[int] = []
+        state = self.states[-1]
+        while self.forces and len(moves := self.moves[state]) == 1:
+            ((token, state),) = moves.items()
+            out.append(token)
+        return out
+
+
+@dataclass(frozen=True)
+class Automaton:
+    forces: bool = True
+    moves: Any = field(default_factory=lambda: LANGUAGE)
+
+    def begin(self) -> Walk:
+        return Walk(self.moves, self.forces)
+
+
+@cache
+def chaotic(seed: int) -> Any:
+    @cache
+    def script(context: tuple[int, ...]) -> torch.Tensor:
+        key = hash((seed, len(context) % 5, *context[-3:])) % (1 << 31)
+        return torch.randn(V, generator=torch.Generator().manual_seed(key)) * 2
+
+    return script
+
+
+@cache
+def near(context: tuple[int, ...]) -> torch.Tensor:
+    return chaotic(1)(context) + 0.5 * chaotic(2)(context)
+
+
+def allowed(tokens: list[int]) -> bool:
+    walk = Automaton().begin()
+    return all(walk.advance(t) or (t == EOS and walk.complete()) for t in tokens)
+
+
+DRAFTERS = {
+    "model": lambda: ModelDrafter(ScriptedModel(near), V),
+    "lookup": lambda: LookupDrafter(2, 1),
+    "none": NullDrafter,
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("forces", [True, False])
+@pytest.mark.parametrize(
+    "spec", ["fixed(4)", "gammatune", "svip", "cm-asd(two_pass=True)", "auto", "sglang-ema"]
+)
+def test_greedy_equals_masked_plain_decoding(drafter: str, forces: bool, spec: str) -> None:
+    prompts = [[0], [3, 4, 3, 4], [1, 2], [2]]
+    how: dict[str, Any] = {"max_new_tokens": 24, "constraint": Automaton(forces)}
+    plain = engine(ScriptedModel(chaotic(1)), eos=[EOS])(prompts, controller="fixed(0)", **how)
+    target = ScriptedModel(chaotic(1))
+    done = engine(target, DRAFTERS[drafter](), eos=[EOS])(prompts, controller=spec, **how)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    assert all(allowed(c.tokens) for c in done)
+    assert any(c.finish_reason == "eos" for c in done)
+    forced = sum(p.origin is Origin.GRAMMAR for c in done for p in c.pieces)
+    assert (forced > 0) is forces
+    assert not any(p.origin is Origin.GRAMMAR for c in plain for p in c.pieces)
+
+
+@pytest.mark.parametrize(
+    ("rule", "more"), [("standard", {}), ("block", {}), ("standard", {"top_k": 2}),
+                       ("standard", {"frequency_penalty": 0.8})]
+)  # fmt: skip
+def test_sampled_text_has_the_masked_distribution(rule: str, more: dict[str, Any]) -> None:
+    """As in `test_engine`: false alarms below 3e-7 per case."""
+    draws, how = 1200, {"temperature": 1.3, "max_new_tokens": 5, **more}
+    run = engine(ScriptedModel(chaotic(1)), ScriptedModel(near), eos=[EOS], max_rows=250)
+    done = run([[0]] * draws, controller="fixed(1)", rule=rule, constraint=Automaton(), **how)
+    counts = Counter(tuple(c.tokens) for c in done)
+    exact = _exact(how)
+    assert counts.keys() <= exact.keys()
+    distance = 0.5 * sum(abs(counts[o] / draws - p) for o, p in exact.items())
+    assert distance < 0.5 * np.sqrt(len(exact) / draws) + 0.08
+    assert any(p.origin is Origin.GRAMMAR for c in done for p in c.pieces)
+
+
+def _exact(how: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    from types import SimpleNamespace
+
+    from forerun.engine.sampling import Sampler
+
+    sampler = Sampler([Sampling(**how)], [frozenset()])
+    out: dict[tuple[int, ...], float] = {}
+
+    def walk(tokens: tuple[int, ...], state: int, prob: float) -> None:
+        if len(tokens) == how["max_new_tokens"] or tokens[-1:] == (EOS,):
+            out[tokens] = prob
+            return
+        logits = torch.full((1, 1, V), -torch.inf)
+        raw = chaotic(1)((0, *tokens))
+        for token in LANGUAGE[state]:
+            logits[0, 0, token] = raw[token]
+        text: Any = SimpleNamespace(context=[0, *tokens], prompt=1)
+        probs = sampler.process(logits, [text], [[]])[0, 0].softmax(-1).tolist()
+        for token, after in LANGUAGE[state].items():
+            if probs[token]:
+                walk((*tokens, token), after, prob * probs[token])
+
+    walk((), 0, 1.0)
+    assert sum(out.values()) == pytest.approx(1)
+    return out
+
+
+@dataclass(frozen=True)
+class Noting(FixedLength):
+    """Keeps what it is told."""
+
+    seen: list[Round] = field(default_factory=list, hash=False, compare=False)
+
+    def observe(self, state: Any, costs: Costs, round: Round) -> Any:
+        self.seen.append(round)
+        return state
+
+
+def test_controllers_do_not_learn_from_forced_tokens() -> None:
+    noting: LengthController = Noting(2)
+    moves = {i: {(3 * i + 1) % EOS: i + 1} for i in range(40)} | {40: {}}
+    draft = ScriptedModel(near)
+    made = Engine(ScriptedModel(chaotic(1)), ModelDrafter(draft, V), eos=frozenset([EOS]))
+    sampling = Sampling(max_new_tokens=20, constraint=Automaton(True, moves))
+    made.submit(Request([0], sampling, noting, RULES.make("standard"), stream=True))
+    (done,) = [e.completion for e in made.run() if e.completion]
+    assert len(done.tokens) == 20
+    origins = [p.origin for p in done.pieces]
+    assert origins[0] is Origin.PLAIN
+    assert origins.count(Origin.GRAMMAR) == 18  # all that fit before the target's own
+    assert draft.passes == []  # no room was left for a draft
+    assert [r.drafted for r in noting.seen] == [0, 0]  # type: ignore[attr-defined]
+    assert done.rounds[1].counters["forced"] == done.rounds[1].accepted == 18
+
+
+def test_the_drafter_goes_on_behind_forced_tokens() -> None:
+    target, draft = ScriptedModel(chaotic(1)), ScriptedModel(chaotic(1))
+    noting: LengthController = Noting(2)
+    made = Engine(target, ModelDrafter(draft, V), eos=frozenset([EOS]))
+    sampling = Sampling(max_new_tokens=30, constraint=Automaton(), temperature=1.0, seed=3)
+    made.submit(Request([0], sampling, noting, RULES.make("standard")))
+    (done,) = [e.completion for e in made.run() if e.completion]
+    both = [r for r in done.rounds if 0 < r.counters.get("forced", 0) < r.drafted]
+    assert both
+    seen = noting.seen  # type: ignore[attr-defined]
+    assert sum(r.drafted for r in seen) + sum(
+        r.counters.get("forced", 0) for r in done.rounds
+    ) == sum(r.drafted for r in done.rounds)
+    assert all(len(r.accept_prob) == r.drafted for r in seen)
+
+
+def test_a_mask_is_computed_once_for_draft_and_target() -> None:
+    walks: list[Walk] = []
+
+    class Once(Automaton):
+        def begin(self) -> Walk:
+            walks.append(super().begin())
+            return walks[-1]
+
+    run = engine(ScriptedModel(chaotic(1)), ScriptedModel(chaotic(1)), eos=[EOS])
+    done = run([4], controller="fixed(4)", constraint=Once(False), max_new_tokens=24)
+    assert len(done.tokens) > 5
+    assert walks[0].asked <= len(done.tokens) + 1  # the same model drafts: nothing is rejected
+
+
+class Broken(Automaton):
+    """A constraint that fails on the way."""
+
+    def begin(self) -> Walk:
+        walk = super().begin()
+        walk.rollback = walk.advance = None  # type: ignore[assignment]
+        return walk
+
+
+def test_a_constraint_that_breaks_ends_its_request_alone() -> None:
+    made = Engine(
+        ScriptedModel(chaotic(1)), ModelDrafter(ScriptedModel(near), V), eos=frozenset([EOS])
+    )
+    ids = [
+        made.submit([0], Sampling(max_new_tokens=9, constraint=c), CONTROLLERS.make("fixed(3)"),
+                    RULES.make("standard"))
+        for c in (Broken(), None, Automaton())
+    ]  # fmt: skip
+    done = {e.request: e.completion for e in made.run() if e.completion}
+    assert done[ids[0]].finish_reason == "error"
+    assert "TypeError" in (done[ids[0]].error or "")
+    for i, constraint in ((1, None), (2, Automaton())):
+        alone = engine(ScriptedModel(chaotic(1)), eos=[EOS])(
+            [0], controller="fixed(0)", max_new_tokens=9, constraint=constraint
+        )
+        assert done[ids[i]].tokens == alone.tokens
+
+
+def test_a_prediction_is_followed_as_far_as_it_is_allowed() -> None:
+    constraint = Automaton(False)
+    run = engine(ScriptedModel(chaotic(1)), eos=[EOS])
+    plain = run([4], controller="fixed(0)", constraint=constraint, max_new_tokens=12)
+    wrong = [*plain.tokens[:6], 3, 3, 3, 3]
+    made = Engine(ScriptedModel(chaotic(1)), NullDrafter(), eos=frozenset([EOS]))
+    sampling = Sampling(max_new_tokens=12, constraint=constraint)
+    request = Request([4], sampling, CONTROLLERS.make("fixed(3)"), RULES.make("standard"),
+                      prediction=wrong)  # fmt: skip
+    made.submit(request)
+    (done,) = [e.completion for e in made.run() if e.completion]
+    assert done.tokens == plain.tokens
+    assert done.stats.accepted >= 3
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(SettingError, match="constraint must be"):
+        Sampling(constraint="json")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="ignore_eos"):
+        Sampling(constraint=Automaton(), ignore_eos=True)
+
+
+def test_a_dead_end_is_said_to_be_one() -> None:
+    run = engine(ScriptedModel(chaotic(1)), eos=[EOS])
+    done = run([[0]], constraint=Automaton(True, {0: {1: 1}, 1: {}}), max_new_tokens=5)[0]
+    assert done.finish_reason == "error"
+    assert "the constraint leave" in done.error
