@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import enum
+import typing
 
 import pytest
 
@@ -100,3 +102,19 @@ def test_many_at_once(shipped):
             )  # fmt: skip
 
     assert len({done.choices[0].text for done in asyncio.run(ask())}) == 1
+
+
+def test_structured_outputs(client):
+    pytest.importorskip("llguidance")
+    pydantic = pytest.importorskip("pydantic")
+    kinds = enum.Enum("Kind", {"CAT": "cat", "DOG": "dog"}, type=str)
+    Pet = pydantic.create_model(
+        "Pet", kind=(kinds, ...), age=(typing.Annotated[int, pydantic.Field(ge=0, le=20)], ...)
+    )
+    done = client.chat.completions.parse(
+        model="forerun", messages=TURNS, response_format=Pet, max_completion_tokens=40
+    )
+    pet = done.choices[0].message.parsed
+    assert isinstance(pet, Pet)
+    assert pet.kind.value in ("cat", "dog")
+    assert done.choices[0].finish_reason == "stop"

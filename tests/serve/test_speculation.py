@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -276,3 +278,59 @@ def test_copies_read_their_prompt_once(shipped):
     for i in range(3):
         alone = shipped.complete(story, **body | {"seed": 7 + i})
         assert many["choices"][i]["text"] == alone["choices"][0]["text"]
+
+
+COLOUR = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["colour", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "c", "schema": COLOUR},
+            }
+        },
+        {"structured_outputs": {"json": COLOUR}},
+        {"guided_json": json.dumps(COLOUR)},
+    ],
+    ids=["openai", "vllm", "flat"],
+)
+def test_json_of_a_schema(shipped, how):
+    pytest.importorskip("llguidance")
+    body = {"max_tokens": 40, "temperature": 0.8, "seed": 1, "prompt": "A ball:", **how}
+    done = shipped.complete(**body, speculative={"report": "rounds"})
+    made = json.loads(done["choices"][0]["text"])
+    assert made.keys() == COLOUR["properties"].keys()
+    assert made["colour"] in ("red", "green")
+    assert isinstance(made["size"], int)
+    assert done["forerun"]["origins"]["grammar"] >= 5
+    assert done["choices"][0]["finish_reason"] == "stop"
+    frames = shipped.stream("/v1/completions", **body)
+    assert "".join(f["choices"][0]["text"] for f in frames) == done["choices"][0]["text"]
+    plain = shipped.complete(**body, speculative=False)
+    assert json.loads(plain["choices"][0]["text"]).keys() == made.keys()
+
+
+def test_other_structures(shipped):
+    pytest.importorskip("llguidance")
+    ways = {
+        "guided_choice": (["yes", "no"], "yes|no"),
+        "guided_regex": ("[0-9]{3}-[a-f]{2}", "[0-9]{3}-[a-f]{2}"),
+        "guided_grammar": ('start: "<" /[a-z]{1,4}/ ">"', "<[a-z]{1,4}>"),
+    }
+    for field, (value, pattern) in ways.items():
+        text = shipped.complete("Say:", temperature=1.0, **{field: value})["choices"][0]["text"]
+        assert re.fullmatch(pattern, text)
+    body = {"messages": [{"role": "user", "content": "JSON"}], "max_tokens": 12}
+    done = shipped.post("/v1/chat/completions", **body, response_format={"type": "json_object"})
+    assert done.json()["choices"][0]["message"]["content"].startswith("{")

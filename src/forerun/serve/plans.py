@@ -8,10 +8,12 @@ from typing import Any
 
 from forerun.engine import Request, Sampling
 from forerun.errors import ForerunError
+from forerun.requests import Constraint
 from forerun.serve.config import Config
 from forerun.serve.errors import bad
 from forerun.serve.policy import Policies, Policy
 from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
+from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
 
 COMPLETION_TOKENS = 16
@@ -92,6 +94,7 @@ class Planner:
     def __init__(self, config: Config, facts: Facts, texts: Texts) -> None:
         self._config, self.facts, self._texts = config, facts, texts
         self.policies = Policies(config)
+        self._structures = Structures(texts.tokenizer, facts.vocab_size, facts.eos)
 
     def completion(self, request: CompletionRequest) -> Plan:
         """Read a completion request."""
@@ -143,7 +146,7 @@ class Planner:
             raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
         policy = self.policies.of(request)
         copies, stops = request.n or 1, _stops(request)
-        prediction = self._prediction(request, policy)
+        prediction, constraint = self._prediction(request, policy), self._structures.of(request)
         jobs = []
         for prompt in prompts:
             room = self.facts.limit - len(prompt)
@@ -156,7 +159,7 @@ class Planner:
                 )
             tokens = 1 if wanted == 0 else min(wanted or most or room, room)
             for copy in range(copies):
-                sampling = self._sampling(request, stops, tokens, copy)
+                sampling = self._sampling(request, stops, tokens, copy, constraint)
                 # A seed gives the same text streamed or not.
                 soon = bool(request.stream) or (request.seed is not None and not sampling.greedy)
                 jobs.append(
@@ -185,7 +188,12 @@ class Planner:
         return tuple(self._texts.encode(request.prediction.text, special=False))
 
     def _sampling(
-        self, request: Generation, stops: tuple[str, ...], tokens: int, copy: int
+        self,
+        request: Generation,
+        stops: tuple[str, ...],
+        tokens: int,
+        copy: int,
+        constraint: Constraint | None,
     ) -> Sampling:
         eos, ignore = _ends(request, self.facts.eos)
         given: dict[str, Any] = dict(self.facts.defaults)
@@ -205,6 +213,7 @@ class Planner:
                 stop=stops,
                 eos=eos,
                 ignore_eos=ignore,
+                constraint=constraint,
             )
         except ForerunError as error:
             raise bad(str(error)) from error

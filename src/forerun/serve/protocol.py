@@ -24,8 +24,7 @@ PASSING = frozenset(
      "use_beam_search", "length_penalty", "early_stopping", "skip_special_tokens",
      "spaces_between_special_tokens", "request_id", "priority", "cache_prompt", "function_call",
      "prompt_logprobs", "truncate_prompt_tokens", "best_of", "suffix", "tools", "tool_choice",
-     "functions", "response_format", "structured_outputs", "guided_json", "guided_regex",
-     "guided_choice", "guided_grammar", "audio", "chat_template", "documents"}
+     "functions", "audio", "chat_template", "documents"}
 )  # fmt: skip
 """Known fields that are no part of the models below."""
 
@@ -36,7 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "suffix": ("",),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "truncate_prompt_tokens": (-1,),
     "skip_special_tokens": (True,),
 }
@@ -45,12 +43,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 REFUSED = {
     "tools": "tools are",
     "functions": "functions are",
-    "response_format": "structured output is",
-    "structured_outputs": "structured output is",
-    "guided_json": "structured output is",
-    "guided_regex": "structured output is",
-    "guided_choice": "structured output is",
-    "guided_grammar": "structured output is",
     "audio": "audio is",
     "modalities": "output other than text is",
     "suffix": "inserting before a suffix is",
@@ -104,6 +96,35 @@ class Prediction(BaseModel):
         return "".join(part.text or "" for part in self.content)
 
 
+class JsonSchema(BaseModel):
+    """A schema with a name."""
+
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's: what the answer must be."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: what the answer must be, one of these."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="in Lark's notation, from a rule `start`")
+    json_object: bool | None = None
+
+
 class Generation(BaseModel):
     """Fields that both kinds of request have."""
 
@@ -132,6 +153,12 @@ class Generation(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     speculative: StrictBool | Speculative | None = None
     vllm_xargs: dict[str, Any] | None = None
 

@@ -1,0 +1,97 @@
+"""Structured output: what a request wants its text to be, as a constraint of its sampling."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from typing import Any
+
+from forerun.errors import ForerunError, MissingExtraError
+from forerun.requests import Constraint
+from forerun.serve.errors import bad, unsupported
+from forerun.serve.protocol import Generation
+
+KEPT = 32
+"""Constraints that are kept compiled: clients send the same one again and again."""
+LONGEST = 100_000
+"""Characters of a schema or grammar."""
+
+
+class Structures:
+    """Compiles what requests ask for. Its methods run in the thread of `texts`.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: of the model.
+        eos: its end-of-text ids.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
+        self._of = tokenizer, vocab_size, sorted(eos)
+        self._grammars: Any = None
+        self._kept: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
+
+    def of(self, request: Generation) -> Constraint | None:
+        """The constraint of a request, if it has one.
+
+        Raises:
+            ApiError: 400 for one that is wrong, or more than one; 501 without the extra.
+        """
+        asked = _asked(request)
+        if not asked:
+            return None
+        if len(asked) > 1:
+            raise bad(f"give one of {' and '.join(field for field, *_ in asked)}", asked[1][0])
+        ((field, kind, value),) = asked
+        key = kind, json.dumps(value)
+        if len(key[1]) > LONGEST:
+            raise bad(f"at most {LONGEST} characters of schema or grammar", field)
+        if key not in self._kept:
+            self._kept[key] = self._compiled(field, kind, value)
+        self._kept.move_to_end(key)
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def _compiled(self, field: str, kind: str, value: Any) -> Constraint:
+        from forerun.grammar import Grammars
+
+        try:
+            self._grammars = self._grammars or Grammars(*self._of)
+            made: Constraint = getattr(self._grammars, kind)(value)
+        except MissingExtraError as error:
+            raise unsupported(
+                "structured output without the extra forerun[grammar] is", field
+            ) from error
+        except ForerunError as error:
+            raise bad(str(error), field) from error
+        return made
+
+
+def _asked(request: Generation) -> list[tuple[str, str, Any]]:
+    """The field, what `Grammars` calls it, and what it says: of everything that was asked for."""
+    out: list[tuple[str, str, Any]] = []
+    if (form := request.response_format) is not None and form.type != "text":
+        schema = None
+        if form.type == "json_schema":
+            if form.json_schema is None:
+                raise bad(
+                    "response_format of type json_schema needs json_schema", "response_format"
+                )
+            schema = form.json_schema.json_schema
+        out.append(("response_format", "json", schema))
+    for kind, own in (
+        ("json", "json"),
+        ("regex", "regex"),
+        ("choice", "choice"),
+        ("grammar", "lark"),
+    ):
+        if (value := getattr(request, f"guided_{kind}")) is not None:
+            out.append((f"guided_{kind}", own, value))
+        if (nested := request.structured_outputs) is not None:
+            name = "json_schema" if kind == "json" else kind
+            if (value := getattr(nested, name)) is not None:
+                out.append(("structured_outputs", own, value))
+    if request.structured_outputs is not None and request.structured_outputs.json_object:
+        out.append(("structured_outputs", "json", None))
+    return out
