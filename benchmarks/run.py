@@ -16,6 +16,7 @@ from benchmarks import (
     overhead,
     plain,
     rules,
+    serve_load,
     shares,
     specbound,
     speedup,
@@ -170,6 +171,17 @@ def _ears(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", device: 
 def _ears_accuracy(problems: int = 250, dtype: Dtype = "float32", device: Device = "cpu"):
     """EARS over tolerance and temperature: accuracy and drift."""
     ears.accuracy(forerun.load(dtype=dtype, device=device), problems)
+
+
+@app.command("serve-load")
+def _serve_load(
+    part: list[str] = ["curve", "overload", "soak"],  # noqa: B006
+    prompts: int = 4,
+    tokens: int = 48,
+    seconds: float = 8.0,
+):
+    """`forerun serve` under load: a curve over clients, ten times too much, 2,000 requests."""
+    serve_load.main(forerun.load(), part, prompts, tokens, seconds)
 
 
 @app.command("all")
