@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -63,6 +63,9 @@ ERROR = {
             }
         }
     },
+}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
 ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     (400, 401, 403, 404, 413, 429, 500, 501, 503), ERROR
@@ -293,14 +296,14 @@ def _validation(error: RequestValidationError) -> ApiError:
 
 
 def _generation(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", responses=ERRORS)
+    @app.post("/v1/completions", responses=ERRORS | STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         server.check_model(body.model)
         plan = await server.texts.run(server.planner.completion, body)
         return await server.generate(request, plan)
 
-    @app.post("/v1/chat/completions", responses=ERRORS)
+    @app.post("/v1/chat/completions", responses=ERRORS | STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer the last message of a conversation."""
         server.check_model(body.model)
@@ -372,7 +375,7 @@ def _about(app: FastAPI, server: Server) -> None:
         """Of forerun."""
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(server.metrics.text(server.worker), media_type=CONTENT_TYPE)

@@ -109,7 +109,9 @@ class Planner:
                 self._texts.encode(p, special) if isinstance(p, str) else list(p)
                 for p in request.prompt
             ]
-        wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        wanted = request.max_tokens
+        if wanted is None:
+            wanted = min(COMPLETION_TOKENS, self._config.max_tokens or COMPLETION_TOKENS)
         return self._plan(request, prompts, wanted, request.logprobs, ignored)
 
     def chat(self, request: ChatRequest) -> Plan:
