@@ -32,13 +32,13 @@ class Row:
     text: Detokenizer
     stops: StopStrings
     prediction: Prediction | None
-    place: Place | None
-    """In its constraint, if it has one."""
     limit: int
     """Most tokens of context."""
     rests_first: bool
     """Whether its first token comes without a draft, as soon as plainly."""
     submitted: float
+    place: Place | None = None
+    """In its constraint, if it has one."""
     cached: int = 0
     """Tokens of its prompt that were not read, for their columns were there."""
     prefill: float = 0.0
