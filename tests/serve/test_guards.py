@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import forerun
+from forerun.checks import size
 from forerun.errors import SettingError
-from forerun.serve.config import Config, size
+from forerun.serve.config import Config
 from serve.conftest import Held, running
 
 GOOD = {"prompt": [3], "max_tokens": 1}
@@ -94,6 +95,9 @@ def test_the_operators_limit_of_tokens(guarded):
     )
     assert asked.status_code == 400
     assert "at most 5" in asked.json()["error"]["message"]
+    rest = {name: value for name, value in GOOD.items() if name != "max_tokens"}
+    default = guarded.http.post("/v1/completions", json=rest, headers=bearer("first")).json()
+    assert default["usage"]["completion_tokens"] == 5
 
 
 def test_text_without_a_tokenizer_is_refused(guarded):

@@ -266,12 +266,21 @@ def test_a_silent_stream_gets_comments(held):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_the_command_serves_and_leaves_on_sigterm():
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--port", "0"]
+    options = "--port 0 --runtime torch --memory 1GB --max-rows 2 --queue 1 --prefix-cache 9MB"
+    command = [sys.executable, "-m", "forerun.cli", "serve", "--api-key", "k", *options.split()]
+    key = {"authorization": "Bearer k"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         line = process.stderr.readline()
         url = line.split(" at ")[1].split("/v1")[0]
-        done = httpx2.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 2})
-        assert done.status_code == 200
+        body = {"prompt": "Once upon a time there was a fox. " * 5, "max_tokens": 2}
+        assert httpx2.post(f"{url}/v1/completions", json=body).status_code == 401
+        cached = []
+        for _ in range(2):
+            done = httpx2.post(f"{url}/v1/completions", json=body, headers=key)
+            cached.append(done.json()["timings"]["cache_n"])
+        assert cached[0] == 0 < cached[1]
+        many = httpx2.post(f"{url}/v1/completions", json=body | {"n": 4}, headers=key)
+        assert "at most 3" in many.json()["error"]["message"]
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         rest = process.stderr.read()
