@@ -175,7 +175,7 @@ def _ears_accuracy(problems: int = 250, dtype: Dtype = "float32", device: Device
 
 @app.command("serve-load")
 def _serve_load(
-    part: list[str] = ["curve", "overload", "soak"],  # noqa: B006
+    part: list[str] = ["curve", "prefix", "overload", "soak"],  # noqa: B006
     prompts: int = 4,
     tokens: int = 48,
     seconds: float = 8.0,

@@ -236,6 +236,27 @@ def soak(work: Sequence[Task], requests: int) -> dict[str, Any]:
     return {"requests": requests, "parts": parts, "rows_left": sum(map(float, left))}
 
 
+def prefix(model: forerun.Model, turns: int) -> dict[str, Any]:
+    """Long prompts sent twice: time to the first token when it was read before, and when not."""
+    pairs: list[tuple[float, float]] = []
+
+    async def twice(url: str, task: Task) -> None:
+        async with httpx2.AsyncClient(base_url=url, timeout=300) as http:
+            cold, warm = [await ask(http, 0, task, MODES["auto"]) for _ in range(2)]
+        assert cold.text == warm.text
+        pairs.append((1e3 * cold.first, 1e3 * warm.first))
+
+    story = model.encode("There was a dog who lived near a forest, and a cat. " * 60)[:700]
+    with serving() as server:
+        for turn in range(turns + 1):
+            asyncio.run(twice(server.url, Task("", [turn + 50, *story], 8)))
+    cold, warm = zip(*pairs[1:], strict=True)
+    out = {"prompt_tokens": len(story) + 1, "turns": turns}
+    for name, values in (("cold_ms", cold), ("warm_ms", warm)):
+        out[name] = {str(p): float(np.percentile(values, p)) for p in LATENCIES}  # type: ignore[assignment]
+    return out
+
+
 def main(
     model: forerun.Model, parts: Sequence[str], prompts: int, tokens: int, seconds: float
 ) -> None:
@@ -247,6 +268,8 @@ def main(
     made = provenance(model, prompts=prompts, tokens=tokens)
     if "curve" in parts:
         results["curve"] = {"made": made, **curve(work, (1, 4, 16, 64), seconds)}
+    if "prefix" in parts:
+        results["prefix"] = {"made": made, **prefix(model, 12)}
     if "overload" in parts:
         results["overload"] = {"made": made, **overload(model, work, 60.0)}
     if "soak" in parts:
@@ -273,6 +296,11 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
         ) + table(
             ["clients", "controller", "tokens/s", "of plain", "TTFT ms", "TPOT ms", "accepted"],
             rows,
+        )
+    if (part := results.get("prefix")) is not None:
+        yield (
+            f"A prompt of {part['prompt_tokens']} tokens sent twice, {part['turns']} times: TTFT p50 "
+            f"/ p99 {both(part, 'cold_ms')} ms, the second time {both(part, 'warm_ms')} ms."
         )
     if (part := results.get("overload")) is not None:
         refused = part["statuses"].get("429", 0)
