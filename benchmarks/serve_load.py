@@ -299,8 +299,8 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
         )
     if (part := results.get("prefix")) is not None:
         yield (
-            f"A prompt of {part['prompt_tokens']} tokens sent twice, {part['turns']} times: TTFT p50 "
-            f"/ p99 {both(part, 'cold_ms')} ms, the second time {both(part, 'warm_ms')} ms."
+            f"A prompt of {part['prompt_tokens']} tokens sent twice, {part['turns']} times: TTFT "
+            f"p50 / p99 {both(part, 'cold_ms')} ms, the second time {both(part, 'warm_ms')} ms."
         )
     if (part := results.get("overload")) is not None:
         refused = part["statuses"].get("429", 0)
