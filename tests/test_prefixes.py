@@ -237,6 +237,8 @@ def test_warm_is_cold_on_models(drafter: str, how: dict[str, Any]) -> None:
         got = warm.generate(prompt, **settings)
         assert got.tokens == cold.generate(prompt, **settings).tokens
     assert got.stats.cached_tokens == 36
+    warm.forget()
+    assert warm.generate(prompts[0], max_new_tokens=1).stats.cached_tokens == 0
 
 
 @pytest.mark.parametrize("runtime", ["torch", "openvino"])

@@ -188,6 +188,8 @@ class Model:
     def forget(self) -> None:
         """Start the next request as if it were the first; what rounds cost stays known."""
         self._memory.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (ids pass through); `PromptError` if it is none."""
