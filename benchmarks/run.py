@@ -178,10 +178,11 @@ def _serve_load(
     part: list[str] = ["curve", "prefix", "overload", "soak"],  # noqa: B006
     prompts: int = 4,
     tokens: int = 48,
-    seconds: float = 8.0,
+    seconds: float = 15.0,
+    clients: list[int] = [1, 4, 16, 64],  # noqa: B006
 ):
     """`forerun serve` under load: a curve over clients, ten times too much, 2,000 requests."""
-    serve_load.main(forerun.load(), part, prompts, tokens, seconds)
+    serve_load.main(forerun.load(), part, prompts, tokens, seconds, clients)
 
 
 @app.command("all")

@@ -153,8 +153,9 @@ def curve(work: Sequence[Task], clients: Sequence[int], seconds: float) -> dict[
             for name, mode in MODES.items():
                 console.print(f"{count} clients, {name}")
                 cell = asyncio.run(closed_loop(server.url, work, count, seconds, mode))
+                cell["seconds"] = seconds
                 cells.setdefault(str(count), {})[name] = cell
-    return {"seconds": seconds, "cells": cells}
+    return cells
 
 
 def overload(model: forerun.Model, work: Sequence[Task], seconds: float) -> dict[str, Any]:
@@ -258,7 +259,12 @@ def prefix(model: forerun.Model, turns: int) -> dict[str, Any]:
 
 
 def main(
-    model: forerun.Model, parts: Sequence[str], prompts: int, tokens: int, seconds: float
+    model: forerun.Model,
+    parts: Sequence[str],
+    prompts: int,
+    tokens: int,
+    seconds: float,
+    clients: Sequence[int],
 ) -> None:
     """Measure some parts; what is known of the others is kept."""
     work = tasks(model, "test", prompts, tokens)
@@ -267,7 +273,8 @@ def main(
     results: dict[str, Any] = json.loads(file.read_text())["results"] if file.is_file() else {}
     made = provenance(model, prompts=prompts, tokens=tokens)
     if "curve" in parts:
-        results["curve"] = {"made": made, **curve(work, (1, 4, 16, 64), seconds)}
+        cells = results.get("curve", {}).get("cells", {}) | curve(work, clients, seconds)
+        results["curve"] = {"made": made, "cells": dict(sorted(cells.items(), key=_clients))}
     if "prefix" in parts:
         results["prefix"] = {"made": made, **prefix(model, 12)}
     if "overload" in parts:
@@ -278,23 +285,37 @@ def main(
     save("serve-load", made, results, "\n\n".join(_texts(results)))
 
 
+def _clients(cell: tuple[str, Any]) -> int:
+    return int(cell[0])
+
+
 def _texts(results: dict[str, Any]) -> Iterator[str]:
     def both(cell: dict[str, Any], name: str) -> str:
         return " / ".join(f"{cell[name][str(p)]:.0f}" for p in LATENCIES)
 
     if (part := results.get("curve")) is not None:
         rows = [
-            [count, name, f"{cell['tokens_per_second']:.0f}",
+            [count, name, f"{cell['seconds']:.0f}", str(cell["requests"]), f"{cell['tokens_per_second']:.0f}",
              f"{cell['tokens_per_second'] / cells['plain']['tokens_per_second']:.2f}",
              both(cell, "ttft_ms"), both(cell, "tpot_ms"), f"{cell['acceptance']:.2f}"]
             for count, cells in part["cells"].items()
             for name, cell in cells.items()
         ]  # fmt: skip
         yield (
-            f"Closed loop over HTTP, {part['seconds']:.0f} s a cell, 16 rows, no prefix cache; "
-            "clients on the same machine; p50 / p99:\n\n"
+            "Closed loop over HTTP, 16 rows, no prefix cache; clients on the same machine; "
+            "p50 / p99:\n\n"
         ) + table(
-            ["clients", "controller", "tokens/s", "of plain", "TTFT ms", "TPOT ms", "accepted"],
+            [
+                "clients",
+                "controller",
+                "seconds",
+                "requests",
+                "tokens/s",
+                "of plain",
+                "TTFT ms",
+                "TPOT ms",
+                "accepted",
+            ],
             rows,
         )
     if (part := results.get("prefix")) is not None:
