@@ -295,7 +295,8 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
 
     if (part := results.get("curve")) is not None:
         rows = [
-            [count, name, f"{cell['seconds']:.0f}", str(cell["requests"]), f"{cell['tokens_per_second']:.0f}",
+            [count, name, f"{cell['seconds']:.0f}", str(cell["requests"]),
+             f"{cell['tokens_per_second']:.0f}",
              f"{cell['tokens_per_second'] / cells['plain']['tokens_per_second']:.2f}",
              both(cell, "ttft_ms"), both(cell, "tpot_ms"), f"{cell['acceptance']:.2f}"]
             for count, cells in part["cells"].items()
