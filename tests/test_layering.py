@@ -32,6 +32,7 @@ LAYERS = [
     ["engine"],
     ["testing", "training", "zoo", "settings"],
     ["model"],
+    ["grammar"],
     ["lab", "hosts", "serve"],
     ["cli"],
 ]
