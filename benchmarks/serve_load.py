@@ -220,7 +220,7 @@ def soak(work: Sequence[Task], requests: int) -> dict[str, Any]:
             await asyncio.gather(*(client() for _ in range(16)))
         return done
 
-    with serving("--prefix-cache", "20MB") as server:
+    with serving("--prefix-cache", "100MB") as server:
         for _ in range(10):
             done = asyncio.run(part(server.url, requests // 10))
             good = [a for a in done if a.status == 200]
@@ -280,7 +280,7 @@ def main(
     if "overload" in parts:
         results["overload"] = {"made": made, **overload(model, work, 60.0)}
     if "soak" in parts:
-        short = [Task(t.family, t.tokens, 8, t.repetition_penalty) for t in work]
+        short = [Task(t.family, t.tokens, 4, t.repetition_penalty) for t in work]
         results["soak"] = {"made": made, **soak(short, 2000)}
     save("serve-load", made, results, "\n\n".join(_texts(results)))
 
@@ -338,7 +338,7 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
         )
     if (part := results.get("soak")) is not None:
         yield (
-            f"Soak: {part['requests']} requests by 16 clients, `fixed(4)`, prefix cache of 20 MB; "
+            f"Soak: {part['requests']} requests by 16 clients, `fixed(4)`, prefix cache of 100 MB; "
             f"{part['rows_left']:.0f} rows left at its end. By tenths:\n\n"
         ) + table(
             ["", *(str(i + 1) for i in range(len(part["parts"])))],
