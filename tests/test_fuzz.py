@@ -176,6 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.undo()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @fuzz(0.25)
 @given(
     how=st.fixed_dictionaries(

@@ -239,7 +239,7 @@ def test_options_reach_sampling(generate):
             "temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01,
             "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2,
             "logit_bias": {"7": 2.5}, "seed": 4, "max_new_tokens": 5, "min_new_tokens": 2,
-            "stop": ["QQ", "RR"], "eos": None, "ignore_eos": True,
+            "stop": ["QQ", "RR"], "eos": None, "ignore_eos": True, "constraint": None,
         }
     ]  # fmt: skip
 

@@ -213,10 +213,9 @@ def bench(
         _add_shares(results, recorded, compared.controllers)
     cells = _finish(results)
     if as_json:
-        print_json(results.summary(cells))
-    else:
-        _show(results.document, cells)
-        note(stderr(), f"report: {folder / PAGE}")
+        return print_json(results.summary(cells))
+    _show(results.document, cells)
+    note(stderr(), f"report: {folder / PAGE}")
 
 
 app.command("compare")(compare)
