@@ -25,7 +25,7 @@ from forerun.runtime.exits import LayersExecutor, exit_rows, layers_of
 from forerun.runtime.heads import LightHeads, save_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
-from forerun.types import Draft, Target
+from forerun.types import Draft, Stop, Target
 from tiny import CONFIGS, LIMIT, VOCAB, build, texts
 
 TOLERANCE = 1e-5  # of the largest value compared: states here reach about 30, in fp32
@@ -87,8 +87,11 @@ class Gain:
         {"threshold": 1.01, "depth": 4},
         {"threshold": 0.35, "layers": 1, "depth": 4, "width": 5},
         {"threshold": 0.5, "layers": "1,3", "depth": 4, "anneal": 0.0},
+        {"threshold": 0.5, "layers": "1,3", "depth": LAYERS, "width": 5},
+        {"threshold": 0.35, "layers": 1, "depth": 4, "width": 3, "bonus": False},
+        {"threshold": 0.35, "layers": 1, "depth": LAYERS, "width": 3, "bonus": False},
     ],
-    ids=["always", "never", "sometimes", "few"],
+    ids=["always", "never", "sometimes", "few", "no bound", "no bonus", "neither"],
 )
 def test_greedy_equals_plain_in_every_family(family: str, how: dict[str, Any]) -> None:
     model, prompts = calm(family), texts(5, 1, 9, 14)
@@ -116,20 +119,21 @@ def test_greedy_equals_plain_with_every_kind_of_controller(controller: str) -> N
 @given(
     gains=st.lists(st.sampled_from([0.0, 0.5, 1.0, 5.0, 50.0]), min_size=1, max_size=9),
     threshold=st.sampled_from([0.2, 0.5, 0.9]),
-    layers=st.sets(st.integers(1, LAYERS - 1), min_size=1),
+    layers=st.sets(st.integers(1, LAYERS), min_size=1),
+    bonus=st.booleans(),
     width=st.integers(1, 5),
     limit=st.integers(0, 6),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     max_rows=st.integers(1, 3),
 )
 def test_greedy_equals_plain_whatever_the_exits(
-    gains: list[float], threshold: float, layers: set[int], width: int, limit: int,
+    gains: list[float], threshold: float, layers: set[int], bonus: bool, width: int, limit: int,
     lengths: list[int], max_rows: int,
 ) -> None:  # fmt: skip
     model, prompts = MODEL, texts(*lengths)
     rows = exit_rows(model)
     heads = Gain(layers_of(rows).access, gains)
-    drafter = SpecBoundDrafter(rows, heads, tuple(sorted(layers)), threshold, 0.5, width)
+    drafter = SpecBoundDrafter(rows, heads, tuple(sorted(layers)), threshold, 0.5, width, bonus)
     made = Engine(rows, drafter, max_rows=max_rows)
     fixed, standard = CONTROLLERS.make(f"fixed({limit})"), RULES.make("standard")
     contexts = {
@@ -142,7 +146,8 @@ def test_greedy_equals_plain_whatever_the_exits(
         before = layers_of(rows).work.passes
         for event in made.step():
             contexts[event.request] += [p.token for p in event.pieces]
-            fed += event.round.drafted + 1
+            ended = event.round.stopped_by == Stop.DIFFICULT or not event.round.drafted
+            fed += event.round.drafted + (bonus or ended)
             rounds += 1
             assert event.round.drafted <= min(width, limit)
             if event.completion:
@@ -153,7 +158,7 @@ def test_greedy_equals_plain_whatever_the_exits(
         check_cache(rows, alive)
         assert not any(layers_of(rows).pending)
     assert [done[i].tokens for i in order] == plainly(model, prompts, max_new_tokens=12)
-    assert set(heads.asked) <= layers
+    assert set(heads.asked) <= layers - {LAYERS}
 
 
 MODEL = calm()
@@ -290,6 +295,36 @@ def test_statistics_count_layer_passes_of_each_request(threshold: float) -> None
             assert r.to_json()["layer_passes"] == r.layer_passes
     plain = fast.generate(texts(7), plain=True, max_new_tokens=3)[0]
     assert plain.stats.layer_passes is None
+
+
+def test_without_a_depth_bound_no_token_is_difficult() -> None:
+    """One that no exit is sure of is decoded by all layers, and drafting goes on."""
+    prompts = texts(7)
+    fast = specbound(calm(), threshold=1.01, layers="2", depth=LAYERS, width=4)
+    (done,) = fast.generate(
+        prompts, controller="fixed(9)", max_new_tokens=11, ignore_eos=True
+    )
+    work = layers_of(fast.target).work
+    # One plain token, two full rounds; drafted tokens are the target's own, and judged by it again.
+    assert [(r.drafted, r.accepted) for r in done.rounds] == [(0, 0), (4, 4), (4, 4)]
+    assert set(done.stats.stopped_by) == {"budget", "exhausted"}
+    assert work.passes == work.draft_calls + work.verify_calls == LAYERS * 11
+    assert (work.exit_projections, work.projections) == (8, 8 + 11)
+    assert [c.tokens for c in (done,)] == plainly(calm(), prompts, max_new_tokens=11)
+
+
+def test_a_round_without_bonus_feeds_no_more_than_was_drafted() -> None:
+    prompts, how = texts(7), {"max_new_tokens": 13, "ignore_eos": True, "controller": "fixed(9)"}
+    settings = {"threshold": 1.01, "layers": "2", "depth": LAYERS, "width": 4}
+    fast = specbound(calm(), **settings, bonus=False)
+    (done,) = fast.generate(prompts, **how)
+    assert [r.committed for r in done.rounds] == [1, 4, 4, 3, 1]
+    assert layers_of(fast.target).work.passes == LAYERS * 13
+    assert [done.tokens] == plainly(calm(), prompts, max_new_tokens=13)
+    assert specbound(calm(), **settings).generate(prompts, **how)[0].stats.rounds == 4
+    # A difficult token was fed, and is decoded.
+    fast = specbound(calm(), threshold=1.01, depth=3, bonus=False)
+    assert fast.generate(prompts, **how)[0].stats.rounds == 13
 
 
 def test_a_known_token_may_be_climbed_again() -> None:
@@ -610,6 +645,7 @@ def test_an_error_in_the_middle_of_a_climb_leaves_the_model_usable() -> None:
         ("specbound(depth=0)", "specbound depth must be a whole number"),
         ("specbound(layers=0)", "specbound layers must be a whole number"),
         ("specbound(layers='2,x')", "specbound layers must be a whole number or text like"),
+        ("specbound(bonus=1)", "specbound bonus must be true or false"),
         ("specbound(exits=3)", "specbound exits must be a folder"),
         ("specbound(deepth=3)", "did you mean 'depth'"),
     ],
@@ -627,6 +663,8 @@ def test_settings_out_of_range(spec: str, message: str) -> None:
         ({"depth": 7, "layers": 3}, (1, 4, 7)),
         ({"layers": "5, 3,11"}, (3, 5)),
         ({"depth": 11, "layers": "11"}, (11,)),
+        ({"depth": 12, "layers": "5,8"}, (5, 8, 12)),
+        ({"depth": 12, "layers": 5}, (2, 7, 12)),
     ],
 )
 def test_exit_layers_of_twelve(how: dict[str, Any], layers: tuple[int, ...]) -> None:
@@ -634,14 +672,13 @@ def test_exit_layers_of_twelve(how: dict[str, Any], layers: tuple[int, ...]) -> 
 
 
 def test_exit_layers_that_are_not_there() -> None:
-    with pytest.raises(SettingError, match=r"depth must be between 1 and 4, below the target's 5"):
-        SpecBound(depth=5)._exits(5, (1, 2, 3, 4))
+    with pytest.raises(SettingError, match=r"depth must be between 1 and the target's 5 layers"):
+        SpecBound(depth=6)._exits(5, (1, 2, 3, 4))
     with pytest.raises(SettingError, match=r"no exit head at layers \[9\]"):
         SpecBound(layers="2,9")._exits(5, (1, 2, 3, 4))
     with pytest.raises(SettingError, match="no exit layer up to depth 2; raise depth"):
         SpecBound(layers="3", depth=2)._exits(5, (1, 2, 3, 4))
-    with pytest.raises(SettingError, match="between 1 and 0"):
-        SpecBound()._exits(1, ())
+    assert SpecBound()._exits(1, ()) == (1,)
     assert SpecBound(exits="somewhere")._exits(12, (1, 3, 5, 7)) == (1, 3, 5)
 
 

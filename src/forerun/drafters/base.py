@@ -94,6 +94,10 @@ class Drafter(ABC):
     paper: ClassVar[str]
     limit: int = 1 << 30
     """Most tokens of context this drafter can follow; beyond it, rows decode plainly."""
+    bonus: bool = True
+    """Whether a draft that is accepted whole is followed by a token of the target's own in the same
+    round. Without, the last drafted token is not fed; a row that stopped at a difficult token has
+    fed it, and goes on."""
     has_distribution: bool = True
     """Whether tokens come with a distribution; rules that read it need one."""
     seconds: float = 0.0

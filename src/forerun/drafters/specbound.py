@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import between, whole
+from forerun.checks import between, flag, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
@@ -38,10 +38,12 @@ class SpecBoundDrafter(Drafter):
     Args:
         rows: the target; it keeps the states, and the engine verifies with it.
         heads: what turns shallow hidden states into logits.
-        layers: exit layers in use, rising, each with a head.
+        layers: exit layers in use, rising, each with a head; the last may be all of the target's,
+            where a token leaves in any case and with the target's own logits.
         threshold: τ.
         anneal: a.
         width: W, tokens per round.
+        bonus: as in `SpecBound`.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class SpecBoundDrafter(Drafter):
         threshold: float,
         anneal: float,
         width: int,
+        bonus: bool = True,
     ) -> None:
         self.rows, self.executor = rows, layers_of(rows)
         self.target: Rows = rows
         self.heads, self.layers = heads, layers
         self._threshold, self._anneal, self._width = threshold, anneal, width
+        self.bonus = bonus
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -88,10 +92,13 @@ class SpecBoundDrafter(Drafter):
 
         def leave(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
             nonlocal out
-            logits = self.heads.logits(layer, hidden)
+            if layer == self.executor.access.layers:
+                logits, sure = self.executor.access.logits(hidden), [True] * len(rows)
+            else:
+                logits = self.heads.logits(layer, hidden)
+                sure = self._confident(layer, logits).tolist()
             if out is None:
                 out = logits.new_zeros(len(texts), self.rows.vocab_size)
-            sure: list[bool] = self._confident(layer, logits).tolist()
             here = [i for i, yes in enumerate(sure) if yes]
             out[[rows[i] for i in here]] = self._spread(logits[here])
             if layer == self.layers[-1]:
@@ -105,7 +112,7 @@ class SpecBoundDrafter(Drafter):
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """`(n, V)` logits: −inf for tokens that the heads cannot say."""
-        if self.heads.tokens is None:
+        if self.heads.tokens is None or logits.shape[-1] == self.rows.vocab_size:
             return logits
         everything = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
         everything[:, self.heads.tokens] = logits
@@ -140,7 +147,9 @@ class SpecBound(DrafterSpec):
             ours, for the paper's are not in its text: here 0.7.
         anneal: a, ≥ 0; the higher, the surer a shallow layer must be; 0 switches annealing off.
             Else 0.5.
-        depth: D, deepest layer a draft may reach, 1 ≤ D < L. Else half of the layers.
+        depth: D, deepest layer a draft may reach, 1 ≤ D ≤ L. Else half of the layers. D = L is no
+            bound: a token that no exit is sure of is decoded by all layers, which takes all drafted
+            before it along, and drafting goes on. No token is difficult then.
         width: W, most tokens drafted per round, ≥ 1. Else 6. It holds beside the length
             controller's limit; reaching it stops with "exhausted", as a bound of the drafter's and
             not the controller's decision, so controllers do not learn from it. `fixed(W)` leaves
@@ -151,14 +160,17 @@ class SpecBound(DrafterSpec):
         exits: a folder of trained exit heads; empty uses the target's own norm and unembedding at
             every layer (the logit lens). None: the folder `exits` in the target's own, as the
             shipped target has one; the logit lens, with a warning, if there is none.
+        bonus: whether verification also feeds the last drafted token, from the embedding up, so
+            that a draft accepted whole is followed by a token of the target's own; the paper's
+            round does without. A difficult token is decoded in any case.
 
     Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
-    decides where to exit. Verification also feeds the last drafted token, from the embedding up,
-    for the bonus token that the paper's round does without. With sampling, controllers that preview
-    (`cm-asd(two_pass=True)`) make the preview's work a loss, as with any drafter.
+    decides where to exit. With sampling, controllers that preview (`cm-asd(two_pass=True)`) make
+    the preview's work a loss, as with any drafter.
 
     Reference: Wen and Feng 2026, SpecBound: Adaptive Bounded Self-Speculation with Layer-wise
-    Confidence Calibration, sections 2.2 and 2.3.
+    Confidence Calibration, sections 2.2 and 2.3. Eq. 1 is blank in the text we have; it is
+    reconstructed from what the text says of it.
     """
 
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
@@ -169,6 +181,7 @@ class SpecBound(DrafterSpec):
     width: int | None = None
     layers: int | str | None = None
     exits: str | None = None
+    bonus: bool = True
 
     def __post_init__(self) -> None:
         if self.threshold is not None:
@@ -187,6 +200,7 @@ class SpecBound(DrafterSpec):
             self.exits is None or isinstance(self.exits, str),
             "specbound exits", self.exits, "a folder of exit heads, or none",
         )  # fmt: skip
+        flag("specbound bonus", self.bonus)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
@@ -221,7 +235,7 @@ class SpecBound(DrafterSpec):
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
-        return SpecBoundDrafter(rows, heads, layers, *settings)  # type: ignore[arg-type]
+        return SpecBoundDrafter(rows, heads, layers, *settings, self.bonus)  # type: ignore[arg-type]
 
     def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
         """These settings where given, those found for the exit heads elsewhere."""
@@ -237,8 +251,8 @@ class SpecBound(DrafterSpec):
         """Exit layers in use for a target of so many layers with heads at `heads`."""
         depth = max(1, layers // 2) if self.depth is None else self.depth
         require(
-            1 <= depth < layers, "specbound depth", depth, f"between 1 and {layers - 1}, below the "
-            f"target's {layers} layers",
+            1 <= depth <= layers, "specbound depth", depth, f"between 1 and the target's {layers} "
+            "layers",
         )  # fmt: skip
         chosen: tuple[int, ...]
         if isinstance(self.layers, str):
@@ -251,7 +265,8 @@ class SpecBound(DrafterSpec):
         else:
             every = 2 if self.layers is None else self.layers
             chosen = tuple(layer for layer in range(depth, 0, -every) if layer in heads)
-        used = tuple(sorted({layer for layer in chosen if layer <= depth}))
+        whole = {layers} if depth == layers else set()  # nothing is left to be difficult
+        used = tuple(sorted({layer for layer in chosen if layer <= depth} | whole))
         if not used:
             raise SettingError(
                 f"no exit layer up to depth {depth}; raise depth or name layers among "

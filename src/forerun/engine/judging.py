@@ -24,7 +24,7 @@ class Judged:
 
     accepted: int
     following: int | None
-    """The target's own token after it; None if it has none."""
+    """The target's own token after it; None if it has none, or the round ends without."""
     accept_prob: list[float]
     """Per drafted token the probability of keeping it given that all before it were kept."""
     drift: list[float] | None = None
@@ -38,17 +38,27 @@ Judgements = dict[int, Judged | Exception]
 
 
 def compare(
-    rows: Sequence[Row], drafts: Sequence[Sequence[int]], best: Best, judged: Sequence[int]
+    rows: Sequence[Row], drafts: Sequence[Sequence[int]], best: Best, wanted: Sequence[int]
 ) -> Judgements:
-    """The judgement where all rows are greedy and their rules only compare with the arg-max."""
+    """The judgement where all rows are greedy and their rules only compare with the arg-max.
+
+    Args:
+        rows: the batch.
+        drafts: per row.
+        best: the target's.
+        wanted: per row how many positions of the target's are known: none of a row that is not
+            judged, one more than drafted, or as many if the round ends without a bonus token.
+    """
     out: Judgements = {}
-    for row in judged:
+    for row in (row for row, n in enumerate(wanted) if n):
         draft, said, accepted = drafts[row], best.tokens[row], 0
         sound = best.sound[row]
         while accepted < len(draft) and draft[accepted] == said[accepted] and sound[accepted]:
             accepted += 1
         prob = [1.0] * accepted + [0.0] * (len(draft) - accepted)
-        if sound[accepted]:
+        if accepted == wanted[row]:
+            out[row] = Judged(accepted, None, prob)
+        elif sound[accepted]:
             out[row] = Judged(accepted, said[accepted], prob)
         else:
             out[row] = Judged(accepted, None, prob, error=_unsound(rows[row], accepted, False))
@@ -60,18 +70,20 @@ def judge(
     proposal: Proposal,
     logits: torch.Tensor,
     sampler: Sampler,
-    judged: Sequence[int],
+    wanted: Sequence[int],
 ) -> Judgements:
     """The judgement of some rows by each one's own rule, one call per distinct rule.
 
     Args:
         rows: the batch.
         proposal: what was drafted.
-        logits: `(rows, K + 1, V)` the target's raw logits.
+        logits: `(rows, max(wanted), V)` the target's raw logits.
         sampler: the rows' sampling.
-        judged: rows that have logits.
+        wanted: per row how many of these are its own; see `compare`.
     """
-    width = logits.shape[1] - 1
+    judged, width = [row for row, n in enumerate(wanted) if n], max(map(len, proposal.tokens))
+    # A bonus that nobody asked for is drawn from nothing, and left out.
+    logits = torch.nn.functional.pad(logits, (0, 0, 0, width + 1 - logits.shape[1]))
     target = Target(
         sampler.process(logits, rows, proposal.tokens), sampler.greedy, logits, _spent(rows)
     )
@@ -88,12 +100,12 @@ def judge(
                 verdict = rule.judge(draft, target, uniforms)
             else:
                 verdict = rule.judge(draft.take(members), target.take(members), uniforms[members])
-            out.update(_per_row(rows, verdict, members, proposal, logits))
+            out.update(_per_row(rows, verdict, members, proposal, logits, wanted))
         except Exception:  # one of them is to blame: each by itself
             for row in members:
                 try:
                     verdict = rule.judge(draft.take([row]), target.take([row]), uniforms[[row]])
-                    out.update(_per_row(rows, verdict, [row], proposal, logits))
+                    out.update(_per_row(rows, verdict, [row], proposal, logits, wanted))
                 except Exception as error:
                     out[row] = error
     return out
@@ -118,6 +130,7 @@ def _per_row(
     members: Sequence[int],
     proposal: Proposal,
     logits: torch.Tensor,
+    wanted: Sequence[int],
 ) -> Judgements:
     """A verdict on some members of the batch, row by row."""
     accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
@@ -129,7 +142,9 @@ def _per_row(
         n, kept = len(proposal.tokens[row]), accepted[i]
         lost = None if drift is None or rows[row].request.rule.lossless else drift[i][:n]
         out[row] = Judged(kept, following[i], probs[i][:n], lost)
-        if failed[i]:
+        if kept == wanted[row]:
+            out[row].following = None
+        elif failed[i]:
             excluded = bool(logits[row, kept].amax().isfinite())
             out[row].following, out[row].error = None, _unsound(rows[row], kept, excluded)
     return out

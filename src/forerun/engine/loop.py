@@ -130,8 +130,10 @@ class Engine:
             stops=StopStrings(how.stop),
             prediction=Prediction(request.prediction) if request.prediction else None,
             limit=self.target.limit,
-            # A target that drafts has read the prompt only after its first pass.
-            rests_first=request.stream or self.drafter.target is self.target,
+            # A target that drafts has read the prompt only after its first pass. Without a bonus
+            # every token shall be judged, the first one, too.
+            rests_first=(request.stream and request.rule.has_bonus)
+            or self.drafter.target is self.target,
             submitted=time.perf_counter(),
         )
         self._waiting.append(row)
@@ -270,28 +272,39 @@ class Engine:
     def _verify(self, passed: _Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""
         drafts, rows = proposal.tokens, self._rows
+        fed = [
+            tokens if self._has_bonus(row, proposal) else tokens[:-1]
+            for row, tokens in enumerate(drafts)
+        ]
         pieces = [
             [*row.context[covered:n], *tokens]
             for row, covered, n, tokens in zip(
-                rows, self.target.lengths, passed.upto, drafts, strict=True
+                rows, self.target.lengths, passed.upto, fed, strict=True
             )
         ]
         wanted = [
             len(tokens) + 1 if ready else 0
-            for tokens, ready in zip(drafts, passed.ready, strict=True)
+            for tokens, ready in zip(fed, passed.ready, strict=True)
         ]
         return self._judge(proposal, pieces, wanted)
 
+    def _has_bonus(self, i: int, proposal: Proposal) -> bool:
+        """Whether a row gets a token of the target's own if its draft is accepted whole."""
+        if not proposal.tokens[i] or i in proposal.predicted:
+            return True
+        decoded = self.drafter.bonus or proposal.stopped_by[i] == Stop.DIFFICULT
+        return decoded and self._rows[i].request.rule.has_bonus
+
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         """Feed the target, and judge the drafts of rows whose logits are wanted."""
-        rows, judged = self._rows, [row for row, n in enumerate(wanted) if n]
+        rows = self._rows
         if self._compares:
             best = self.target.best(pieces, wanted)
-            return compare(rows, proposal.tokens, best, judged)
+            return compare(rows, proposal.tokens, best, wanted)
         logits = self.target.feed(pieces, wanted)
-        if not judged:
+        if not any(wanted):
             return {}
-        out = judge(rows, proposal, logits, self._sampler, judged)
+        out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:
             scoring.note(rows, proposal, logits, out)
         return out
@@ -307,7 +320,8 @@ class Engine:
                 if isinstance(kept, Exception):
                     raise kept
                 self.drafter.rollback(i, len(row.context) + kept.accepted)
-                out[i] = row.commit(proposal.tokens[i], kept.accepted, kept.following)
+                count, reason = row.commit(proposal.tokens[i], kept.accepted, kept.following)
+                out[i] = count, reason or ("error" if kept.error else None)
                 self.target.rollback(i, len(row.context) - 1)
                 if row.request.stream:
                     row.pieces(row.produced)

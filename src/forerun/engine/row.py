@@ -56,10 +56,10 @@ class Row:
         return len(self.context) - self.prompt
 
     def room(self, drafter_limit: int) -> int:
-        """Most tokens worth drafting: one more is always committed, and all must fit."""
+        """Most tokens worth drafting: all must fit, with the target's own that follows."""
         if self.rests_first and not self.rounds:
             return 0
-        budget = self.sampling.max_new_tokens - self.produced - 1
+        budget = self.sampling.max_new_tokens - self.produced - self.request.rule.has_bonus
         context = min(self.limit - 1, drafter_limit) - len(self.context)
         return max(0, min(budget, context))
 
@@ -74,7 +74,7 @@ class Row:
         """Extend the text by the accepted tokens and the target's own, if any, up to where it ends.
 
         Returns:
-            Tokens committed, and why the text ended, if it did.
+            Tokens committed, and why they end the text, if they do.
         """
         own = Origin.BONUS if accepted == len(draft) else Origin.CORRECTION
         own = own if draft else Origin.PLAIN
@@ -87,7 +87,7 @@ class Row:
             reason = self._finished(token)
             if reason:
                 break
-        return self.produced - before, reason or ("error" if following is None else None)
+        return self.produced - before, reason
 
     def cut(self, produced: int) -> None:
         """Take back what was committed beyond so many tokens."""

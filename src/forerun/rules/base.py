@@ -36,6 +36,12 @@ class AcceptanceRule(ABC):
     """Whether requests that sample are refused."""
 
     @property
+    def has_bonus(self) -> bool:
+        """Whether a draft that is kept whole is followed by a token of the target's own in the same
+        round. Without, every token but a plain round's stands where the rule has judged."""
+        return True
+
+    @property
     def signals(self) -> frozenset[str]:
         """Signals of the draft (`types.SIGNALS`) that the rule reads; a drafter without a
         distribution has none and is refused."""

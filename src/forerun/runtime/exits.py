@@ -141,7 +141,8 @@ class LayersExecutor(TorchExecutor):
         Args:
             starts: per row the tokens that have passed all layers.
             contexts: per row all its tokens; None leaves the row alone.
-            depths: where it may leave, rising; beyond the last nothing goes.
+            depths: where it may leave, rising; beyond the last nothing goes. The last may be all
+                layers: such a token is decoded, and verification only judges it.
             leave: asked at each of these depths about the rows still climbing; see `Leave`.
 
         Raises:
@@ -161,7 +162,10 @@ class LayersExecutor(TorchExecutor):
             assert [span[0] for span in batch.spans] == rows
             ends = torch.tensor([count - 1 for *_, count in batch.spans], device=self.device)
             newest = batch.hidden[torch.arange(len(rows), device=self.device), ends]
-            self._count(rows, exits=1)
+            if depth < self.access.layers:
+                self._count(rows, exits=1)
+            else:
+                self.work.projections += len(rows)
             gone = leave(depth, rows, newest)
             rows = [row for row, left in zip(rows, gone, strict=True) if not left]
             if not rows:
@@ -189,17 +193,16 @@ class LayersExecutor(TorchExecutor):
             self._pending[row].cut(0)
             # Tokens whose logits nobody wants are a prompt's; they are not counted.
             self._count([row], verify=self.access.layers * (wanted[row] - len(pieces[row])))
-        batch, self._batch = self._batch, None
+        self._store()
         most = max(wanted, default=0)
         out = torch.zeros(len(pieces), most, self.facts.vocab_size, device=self.device)
-        if batch is not None and most:
-            # Everything went the last stretch together; a row's wanted tokens are its last.
+        if most:
+            # A row's wanted tokens are its last.
             index = [row for row, n in enumerate(wanted) for _ in range(n)]
             column = [j for n in wanted for j in range(n)]
-            place = {span[0]: i for i, span in enumerate(batch.spans)}
             skipped = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
             at = [skipped[row] + j for row, j in zip(index, column, strict=True)]
-            hidden = batch.hidden[[place[row] for row in index], at]
+            hidden = self._states[index, at]
             out = out.to(hidden.dtype)
             out[index, column] = self.access.logits(hidden)
         if self.device.type == "cuda":
