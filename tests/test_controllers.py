@@ -25,16 +25,30 @@ from forerun.types import CENSORING, Round, Stop, Token
 CASES = {
     "auto": ["auto", "auto(cost=4,slope=0.03,high=9)", "auto(cost=9)", "auto(high=1)"],
     "fixed": ["fixed", "fixed(length=0)", "fixed(length=3)"],
-    "hf-heuristic": ["hf-heuristic", "hf-heuristic(length=2,up=3,down=2,high=9)"],
-    "hf-threshold": ["hf-threshold", "hf-threshold(dynamic=True,length=6,history=8)"],
+    "hf-heuristic": [
+        "hf-heuristic",
+        "hf-heuristic(length=2,up=3,down=2,high=9)",
+        "hf-heuristic(persistent=True)",
+    ],
+    "hf-threshold": [
+        "hf-threshold",
+        "hf-threshold(dynamic=True,length=6,history=8)",
+        "hf-threshold(dynamic=True,length=6,history=8,persistent=True)",
+    ],
     "gammatune": [
         "gammatune",
         "gammatune(length=3,eta=0.5,delta=1,low=2,high=8)",
         "gammatune(literal=True)",
         "gammatune(early_stop='skip')",
         "gammatune(early_stop='expand')",
+        "gammatune(expand=next,delta=2.5,high=9)",
+        "gammatune(persistent=True)",
     ],
-    "gammatune+": ["gammatune+", "gammatune+(eta=0.7,threshold=0.6,keep=False)"],
+    "gammatune+": [
+        "gammatune+",
+        "gammatune+(eta=0.7,threshold=0.6,keep=False)",
+        "gammatune+(expand=next,early_stop=skip,persistent=True)",
+    ],
     "goodput": ["goodput", "goodput(cost=3,width_cost=0.05,high=6,damping=5,window=4)"],
     "bandit": [
         "bandit",
@@ -63,6 +77,7 @@ CASES = {
         "cm-asd",
         "cm-asd(two_pass=True)",
         "cm-asd(entropy=1,margin=0,softmax=0,literal=True,alpha=0.5,low=2,high=6)",
+        "cm-asd(entropy=0,margin=0,softmax=1,normalized=False)",
     ],
     "bounded": [
         "bounded(inner=fixed(length=20),high=8)",
@@ -74,7 +89,14 @@ BAD = {
     "auto": ["cost=0", "cost=-1", "cost='x'", "slope=-1", "slope=true", "high=0", "high=2.5"],
     "fixed": ["length=-1", "length=2.5", "length=true", "length='x'"],
     "hf-heuristic": ["length=0", "up=-1", "down=-1", "low=0", "high=5", "low=9,high=5,length=7"],
-    "hf-threshold": ["threshold=1.5", "threshold=-0.1", "dynamic=1", "length=-1", "history=5"],
+    "hf-threshold": [
+        "threshold=1.5",
+        "threshold=-0.1",
+        "dynamic=1",
+        "length=-1",
+        "history=5",
+        "persistent=1",
+    ],
     "gammatune": [
         "eta=0",
         "eta=1.1",
@@ -86,6 +108,8 @@ BAD = {
         "low=30",
         "literal=1",
         "early_stop=never",
+        "expand=always",
+        "persistent=1",
         "eta='x'",
     ],
     "gammatune+": ["eta=0", "threshold=2", "keep=0", "high=0"],

@@ -18,7 +18,8 @@ class Confidence:
 
     `C = λ1·C_ent + λ2·C_margin + λ3·C_soft`, with `C_ent = 1 − H / log |V|`,
     `C_margin = σ(β·(z1 − z2))` of the two highest logits, `C_soft = (P1 − P2) / P1` of the two
-    highest probabilities. A weight of 1 and two of 0 give one confidence alone.
+    highest probabilities, or `P1 − P2` if not `normalized`. A weight of 1 and two of 0 give one
+    confidence alone.
 
     Works on numpy arrays and torch tensors alike.
 
@@ -30,6 +31,7 @@ class Confidence:
     softmax: float = 1 / 3
     sharpness: float = 1.0
     literal: bool = False
+    normalized: bool = True
 
     def __post_init__(self) -> None:
         weights = {name: getattr(self, name) for name in PARTS}
@@ -41,11 +43,16 @@ class Confidence:
         good = _number(self.sharpness) and 0 < self.sharpness < math.inf
         require(good, "sharpness", self.sharpness, "a number > 0")
         require(isinstance(self.literal, bool), "literal", self.literal, "true or false")
+        good = isinstance(self.normalized, bool)
+        require(good, "normalized", self.normalized, "true or false")
 
     @property
     def reads(self) -> frozenset[str]:
         """The signals that count."""
-        return frozenset(field for name, field in PARTS.items() if getattr(self, name) > 0)
+        found = {field for name, field in PARTS.items() if getattr(self, name) > 0}
+        if self.softmax and not self.normalized:
+            found.add("top1")
+        return frozenset(found)
 
     def score(self, **signals: Any) -> Any:
         """`C` in [0, 1], an array like the signals.
@@ -62,7 +69,8 @@ class Confidence:
             odds = math.e ** (-self.sharpness * signals["logit_margin"])
             parts.append(self.margin / (1 + odds))
         if self.softmax:
-            parts.append(self.softmax * signals["softmax_margin"])
+            margin = signals["softmax_margin"]
+            parts.append(self.softmax * (margin if self.normalized else margin * signals["top1"]))
         return sum(parts[1:], start=parts[0])
 
 

@@ -42,7 +42,8 @@ class LengthController(ABC):
 
     Subclasses are frozen dataclasses: their fields are the settings, all state is in what `start`
     and `observe` return, and every method is pure (same input, same output, nothing changed in
-    place). What is kept is a rule's business: with a lossless one a controller only changes speed.
+    place). What is kept is a rule's business: with a lossless one a controller only changes speed;
+    with a lossy one the text may depend on it, for bonus and plain tokens are judged by nobody.
 
     Formulas are written once, for one request, with the functions of `elementwise`: live they run
     on Python's numbers, in a replay on arrays over prompts. What a controller can do is declared by

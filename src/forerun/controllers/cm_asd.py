@@ -52,6 +52,8 @@ class CMASD(Confidence, LengthController):
         softmax: λ3, weight of the softmax margin, in [0, 1]; the three sum to 1.
         sharpness: β of the logit margin's sigmoid, > 0 (ours).
         literal: let entropy count as confidence, as printed.
+        normalized: whether the softmax margin is `(P1 − P2) / P1`, or `P1 − P2`; the paper has
+            both.
 
     Deviations: as printed the entropy term grows with uncertainty while the text says confidence;
     `1 − H/log|V|` is used unless `literal`.

@@ -7,13 +7,14 @@ from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, choice, flag, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController
-from forerun.controllers.elementwise import ceil, clip, where
+from forerun.controllers.elementwise import ceil, clip, maximum, where
+from forerun.controllers.persistent import Persistent
 from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import Round, Stop
 
 EARLY_STOP = ("update", "expand", "skip")
+EXPAND = ("average", "next")
 _LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
 
 
@@ -22,10 +23,12 @@ class GammaTuneState(NamedTuple):
 
     window: float
     """γ̄, the smoothed window; γ is its ceiling."""
+    reach: float = 0.0
+    """γ of the next round where the last one expanded it alone, else 0."""
 
 
 @dataclass(frozen=True)
-class Window(LengthController):
+class Window(Persistent):
     """What `GammaTune` and `GammaTunePlus` do between rounds."""
 
     length: int = 7
@@ -35,6 +38,8 @@ class Window(LengthController):
     high: int = 24
     literal: bool = False
     early_stop: str = "expand"
+    expand: str = "average"
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         between("eta", self.eta, 0, 1)
@@ -47,14 +52,16 @@ class Window(LengthController):
         require(low <= self.length <= high, "length", self.length, f"in {low}..{high}")
         flag("literal", self.literal)
         choice("early_stop", self.early_stop, EARLY_STOP)
+        choice("expand", self.expand, EXPAND)
+        flag("persistent", self.persistent)
 
     def start(self) -> GammaTuneState:
         """The first window."""
         return GammaTuneState(float(self.length))
 
     def limit(self, state: GammaTuneState, costs: Costs) -> int:
-        """γ = ⌈γ̄⌉."""
-        gamma: int = ceil(state.window)
+        """γ = ⌈γ̄⌉, or what the last round reached for."""
+        gamma: int = ceil(maximum(state.window, state.reach))
         return gamma
 
     def observe(self, state: GammaTuneState, costs: Costs, round: Round) -> GammaTuneState:
@@ -65,10 +72,16 @@ class Window(LengthController):
             if self.early_stop == "skip":
                 learn = learn & (reached | (round.accepted < round.drafted))
             full = full & reached
-        accepted = round.accepted + (0 if self.literal else where(full, self.delta, 0))
+        further = round.accepted + where(full, self.delta, 0)
+        average = self.expand == "average" and not self.literal
+        accepted = further if average else round.accepted
         # (1 − η)·γ̄ + η·A, written so that A = γ̄ leaves γ̄ exactly where it is.
         moved = state.window + self.eta * (accepted - state.window)
-        return GammaTuneState(where(learn, clip(moved, self.low, self.high), state.window))
+        window = where(learn, clip(moved, self.low, self.high), state.window)
+        if average or self.literal:
+            return GammaTuneState(window)
+        reach = where(full, clip(further, self.low, self.high), 0.0)
+        return GammaTuneState(window, where(learn, reach, state.reach))
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,12 @@ class GammaTune(Window):
             in the sweep); `"update"`: `A` as it is, which is below γ and so pulls the window down
             (the algorithm taken at its word); `"skip"`: nothing, as a longer draft was never
             tried.
+        expand: what a fully accepted round lengthens. `"average"`: the A that enters γ̄, as §4.1
+            says; `"next"`: the next round's γ alone, which becomes `A + δ` (eq. 7), while γ̄ takes A
+            as it is.
+        persistent: whether a request starts from the window of the one that ended last
+            (`num_assistant_tokens_schedule="heuristic"` in `transformers`, the paper's code base),
+            instead of afresh. Requests with a seed that are sampled always start afresh.
 
     Deviations: the printed algorithm writes the expansion as `γ ← A + δ` and overwrites γ two
     lines later, so it has no effect; by default we follow the prose, which expands `A`

@@ -31,6 +31,8 @@ class GammaTunePlus(Window, Threshold):
         literal: run Algorithm 1 as printed (see `gammatune`).
         early_stop: what a fully accepted draft teaches that ended early: `"update"`, `"expand"`
             or `"skip"` (see `gammatune`).
+        expand: what a fully accepted round lengthens: `"average"` or `"next"` (see `gammatune`).
+        persistent: whether a request starts from the window of the one before (see `gammatune`).
         threshold: τ, a probability in [0, 1]; 0 never stops. The paper gives no value (its code
             base, `transformers`, has 0.4); ours, by a sweep over validation prompts
             (`benchmarks/results/sweep.md`).

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from forerun.checks import whole
+from forerun.checks import flag, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController
 from forerun.controllers.elementwise import maximum, minimum, where
+from forerun.controllers.persistent import Persistent
 from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import Round
@@ -22,7 +22,7 @@ class HFHeuristicState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HFHeuristic(LengthController):
+class HFHeuristic(Persistent):
     """Additive increase, additive decrease: the heuristic schedule of `transformers`.
 
     *Helps* when predictability comes in long stretches. *Hurts* after a change: γ moves by one
@@ -39,11 +39,13 @@ class HFHeuristic(LengthController):
         down: tokens taken off after a rejection, ≥ 0 (1 in `transformers`).
         low: smallest γ, ≥ 1 (1 in `transformers`; at 0 it could never learn again).
         high: largest γ (ours).
+        persistent: whether a request starts from the γ of the one that ended last (`heuristic` in
+            `transformers`), instead of afresh (`heuristic_transient`). Requests with a seed that
+            are sampled always start afresh.
 
     Deviations: `transformers` has no upper bound; here `high` keeps a perfect drafter from
     growing γ for ever, which would then take as many rejections to undo. Rounds cut short from
-    outside and rounds without a draft change nothing, and every request starts afresh
-    (`heuristic_transient`).
+    outside and rounds without a draft change nothing.
 
     Reference: Gante 2023 (`transformers` assisted generation), the baseline "HFHeuristic" of
     Gautam et al. 2025.
@@ -54,6 +56,7 @@ class HFHeuristic(LengthController):
     down: int = 1
     low: int = 1
     high: int = 64
+    persistent: bool = False
 
     summary: ClassVar[str] = "all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)"
     paper: ClassVar[str] = "Gante 2023 (transformers)"
@@ -67,6 +70,7 @@ class HFHeuristic(LengthController):
         require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
         inside = self.low <= self.length <= self.high
         require(inside, "length", self.length, f"between low={self.low} and high={self.high}")
+        flag("persistent", self.persistent)
 
     def start(self) -> HFHeuristicState:
         """The first length."""

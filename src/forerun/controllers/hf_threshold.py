@@ -10,6 +10,7 @@ import numpy as np
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
 from forerun.controllers.elementwise import anywhere, largest, where
+from forerun.controllers.persistent import Persistent
 from forerun.controllers.threshold import Threshold
 from forerun.costs import Costs
 from forerun.types import BoolArray, FloatArray, Round
@@ -30,7 +31,7 @@ class HFThresholdState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HFThreshold(Threshold):
+class HFThreshold(Persistent, Threshold):
     """Stop at the first drafted token whose probability is below a threshold.
 
     *Helps* when the drafter's confidence predicts acceptance: it sees difficulty coming, inside
@@ -51,12 +52,14 @@ class HFThreshold(Threshold):
             installed).
         length: the most tokens per round, ≥ 0 (`num_assistant_tokens`, 20 in `transformers`).
         history: samples kept per row by the dynamic form, newest first, > 5 (ours).
+        persistent: whether a request starts from the threshold and samples of the one that ended
+            last, instead of afresh. Requests with a seed that are sampled always start afresh.
 
     Deviations: `transformers` keeps all samples of all requests for ever, here each row keeps its
-    own last `history`. Fully accepted drafts that were cut short from outside are not learned
-    from. Costs are compared as exact integers, so ties always go to the highest threshold;
-    `transformers` decides them by rounding error. Confidence is taken at temperature 1,
-    `transformers` takes it after the logits processors.
+    own last `history`, and forgets them unless `persistent`. Fully accepted drafts that were cut
+    short from outside are not learned from. Costs are compared as exact integers, so ties always go
+    to the highest threshold; `transformers` decides them by rounding error. Confidence is taken at
+    temperature 1, `transformers` takes it after the logits processors.
 
     Reference: `ConfidenceCriteria` and `AssistedCandidateGenerator` in `transformers`; Mamou et
     al. 2024; the baseline "Assistant-Threshold" of Gautam et al. 2025.
@@ -66,6 +69,7 @@ class HFThreshold(Threshold):
     dynamic: bool = False
     length: int = 20
     history: int = 512
+    persistent: bool = False
 
     summary: ClassVar[str] = "stop when the drafted token's probability falls below a threshold"
     paper: ClassVar[str] = "Mamou et al. 2024; Gante 2023 (transformers)"
@@ -77,6 +81,7 @@ class HFThreshold(Threshold):
         flag("dynamic", self.dynamic)
         whole("length", self.length)
         whole("history", self.history, MORE_SAMPLES_THAN + 1)
+        flag("persistent", self.persistent)
 
     def start(self) -> HFThresholdState:
         """The first threshold and no samples."""
