@@ -44,7 +44,60 @@ class Counted(EASD):
             place = torch.arange(draft.tokens.shape[1])
             judged = place <= verdict.accepted.unsqueeze(-1)
             self.penalised[0] += int((self.fires(Odds(draft, target)) & judged).sum())
+        if verdict.bonus_drift is not None:
+            whole = verdict.accepted == draft.lengths
+            self.penalised[0] += int((whole & (verdict.bonus_drift > 0)).sum())
         return verdict
+
+
+DIRECT = {"temperature": 0.7, "top_p": 0.8, "plain": True, "seed": 0}
+"""The paper's direct generation."""
+BONUSES, LENGTHS = ("off", "tested", "untested"), (1, 4, 8)
+
+
+def bonus(model: forerun.Model, count: int, calibrated: float) -> None:
+    """Whether the output depends on γ, by what follows a whole draft; write `easd-bonus.json`."""
+    work = {cell: problems(cell, count) for cell in CELLS}
+    results: dict[str, Any] = {}
+    progress, task = bar("bonus", len(BONUSES) * len(LENGTHS) * len(CELLS))
+    with progress:
+        for cell, items in work.items():
+            solve(model, cell, items[:2], controller="fixed(1)", rule=EASD())
+            for reading in BONUSES:
+                texts: list[list[str]] = []
+                for length in LENGTHS:
+                    rule = Counted(entropy=calibrated, bonus=reading)
+                    rule.penalised[0] = 0
+                    found = solve(model, cell, items, controller=f"fixed({length})", rule=rule)
+                    texts.append(found.texts)
+                    results.setdefault(f"{reading}, γ = {length}", {})[cell] = {
+                        **found.to_json(),
+                        "tokens_per_round": found.tokens / found.rounds,
+                        "penalised": rule.penalised[0] / found.tokens,
+                        "untested": found.untested,
+                        "differs": sum(a != b for a, b in zip(texts[0], texts[-1], strict=True)),
+                    }
+                    progress.advance(task)
+    rows = [
+        [
+            name,
+            *[percent(cells[c]) for c in CELLS],
+            *[f"{100 * cells[c]['penalised']:.1f}" for c in CELLS],
+            f"{100 * np.mean([cells[c]['untested'] for c in CELLS]):.0f}",
+            f"{np.mean([cells[c]['tokens_per_round'] for c in CELLS]):.2f}",
+            " / ".join(str(cells[c]["differs"]) for c in CELLS),
+        ]
+        for name, cells in results.items()
+    ]
+    header = ["bonus", *CELLS, *[f"penalised %, {c}" for c in CELLS], "never tested %",
+              "tokens a round", "texts that differ from γ = 1"]  # fmt: skip
+    text = (
+        f"{count} new problems per cell, greedy, τ_H = {calibrated:.2f}; accuracy in percent with "
+        "a 95 % Wilson interval. Penalised and never tested (bonus and plain tokens that no rule "
+        "judged): shares of output tokens.\n\n" + table(header, rows)
+    )
+    made = provenance(model, problems=count, calibrated=calibrated)
+    save("easd-bonus", made, results, text)
 
 
 def main(model: forerun.Model, count: int, calibrated: float) -> None:
@@ -61,13 +114,17 @@ def main(model: forerun.Model, count: int, calibrated: float) -> None:
     draft = forerun.load(zoo.DRAFT, draft="none", dtype="float32", device=model.target.device)
     outcomes: dict[str, dict[str, Outcome]] = {}
     shares: dict[str, dict[str, float]] = {}
-    progress, task = bar("EASD", len(CELLS) * (4 + len(variants) + len(grid)))
+    progress, task = bar("EASD", len(CELLS) * (6 + len(variants) + len(grid)))
     with progress:
         for cell, items in work.items():
             found: dict[str, Outcome] = {}
             found["target"] = solve(model, cell, items, plain=True)
             progress.advance(task)
             found["draft"] = solve(draft, cell, items, plain=True)
+            progress.advance(task)
+            found["target, sampled"] = solve(model, cell, items, **DIRECT)
+            progress.advance(task)
+            found["draft, sampled"] = solve(draft, cell, items, **DIRECT)
             progress.advance(task)
             found["majority"] = _majority(draft, cell, items)
             progress.advance(task)
@@ -211,6 +268,8 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
     labels = {
         "target": "target alone",
         "draft": "draft alone",
+        "target, sampled": "target alone, T = 0.7, top-p 0.8",
+        "draft, sampled": "draft alone, T = 0.7, top-p 0.8",
         "majority": f"draft, majority of {VOTES}",
         "SD": "SD",
     }
@@ -223,6 +282,7 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
                 for c in CELLS
             ],
             f"{max(accuracy[c][name]['drift_mean'] for c in CELLS):.3f}",
+            *[f"{accuracy[c][name]['tokens'] / count:.1f}" for c in CELLS],
         ]
         for name in [*labels, *variants]
     ]
@@ -244,7 +304,9 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
         "interval. Penalised: share of output tokens. Drift: mean total-variation distance to the "
         "target per token, the worst cell. Ablations at the calibrated threshold (`forerun "
         "calibrate easd`, validation prompts).\n\n"
-        + table(["method", *CELLS, *shares, "drift"], rows)
+        + table(
+            ["method", *CELLS, *shares, "drift", *[f"tokens an answer, {c}" for c in CELLS]], rows
+        )
         + "\n\nGain over the target alone on the same problems, percentage points with a 95 % "
         "paired bootstrap interval (a gain is real where the interval excludes 0):\n\n"
         + table(["method", *CELLS], gains)

@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 import forerun
 from benchmarks.common import console
+from forerun.engine.results import Origin
 from forerun.zoo.evaluate import wilson
 from forerun.zoo.scoring import verdicts
 from forerun.zoo.tasks import FAMILIES, arithmetic
@@ -32,6 +33,8 @@ class Outcome:
     accepted: int
     drift: float
     seconds: float
+    untested: float = 0.0
+    """Share of its tokens that are the target's own without a rejection."""
 
     def to_json(self) -> dict[str, Any]:
         """Accuracy with a 95 % Wilson interval, and the counts."""
@@ -87,6 +90,8 @@ def solve(
         accepted=sum(s.accepted for s in stats),
         drift=sum((s.drift_mean or 0) * s.tokens for s in stats) / tokens,
         seconds=max(s.seconds for s in stats),
+        untested=sum(p.origin in (Origin.BONUS, Origin.PLAIN) for d in done for p in d.pieces)
+        / tokens,
     )
 
 

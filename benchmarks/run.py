@@ -144,6 +144,14 @@ def _easd(calibrated: float, problems: int = 500, dtype: Dtype = "float32", devi
     easd.main(forerun.load(dtype=dtype, device=device), problems, calibrated)
 
 
+@app.command("easd-bonus")
+def _easd_bonus(
+    calibrated: float, problems: int = 100, dtype: Dtype = "float32", device: Device = "cpu"
+):
+    """What follows a draft that is kept whole, and whether the output depends on γ."""
+    easd.bonus(forerun.load(dtype=dtype, device=device), problems, calibrated)
+
+
 @app.command("easd-speed")
 def _easd_speed(
     calibrated: float, problems: int = 40, dtype: Dtype = "float32", device: Device = "cpu"

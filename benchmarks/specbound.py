@@ -31,8 +31,8 @@ from forerun.cli import main as cli
 from forerun.lab.exits.speed_model import Shape, speedup
 from forerun.runtime.layers import LayerAccess
 
-EVERY = 11
-"""No depth bound: the last layer below the target's own head."""
+LAYERS = 12
+"""Of the shipped target: as the depth, no bound."""
 LONG = 64
 """No width bound: as many tokens as a text is long."""
 PEER = 4
@@ -53,8 +53,7 @@ def variants(tuned: dict[str, Any], lens: dict[str, Any]) -> dict[str, str]:
     def spec(**settings: Any) -> str:
         return "specbound(" + ",".join(f"{k}={v!r}" for k, v in settings.items()) + ")"
 
-    heads = "2,3,4,5,6,8,10"
-    loose = {"depth": EVERY, "layers": heads}
+    loose = {"depth": LAYERS, "layers": "2,3,4,5,6,8,10"}
     return {
         "SpecBound, light heads": spec(**tuned),
         "SpecBound, logit lens": spec(exits="", **lens),
@@ -64,8 +63,9 @@ def variants(tuned: dict[str, Any], lens: dict[str, Any]) -> dict[str, str]:
             if tuned["anneal"]
             else {"with ACT, a = 0.5": spec(**{**tuned, "anneal": 0.5})}
         ),
-        "without depth bound": spec(**{**tuned, **loose}),
+        "without depth bound": spec(**{**tuned, "depth": LAYERS}),
         "without width bound": spec(**{**tuned, "width": LONG}),
+        "without bonus token": spec(**{**tuned, "bonus": False}),
         "AdaDecode-like": spec(**{**tuned, **loose, "anneal": 0.0, "width": LONG}),
         "Kangaroo-like": spec(threshold=0.6, anneal=0.0, depth=3, layers="3", width=6),
     }

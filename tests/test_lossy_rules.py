@@ -100,7 +100,7 @@ def standard(place: Place, x: int) -> Outcome:
     return min(1.0, t[x] / d[x]), residual(t, d)
 
 
-def ears(beta: float) -> Reference:
+def ears(beta: float, correction="residual", excluded=False) -> Reference:
     """§3.2 and §3.3: R ≥ max(U − tolerance, 0), with the draft's probability guarded."""
 
     def outcome(place: Place, x: int) -> Outcome:
@@ -108,21 +108,26 @@ def ears(beta: float) -> Reference:
         tolerance = beta * (1 - max(t))
         ratio = t[x] / max(d[x], 1e-10)
         # U ≤ R + tolerance, or U ≤ tolerance and so R ≥ 0: the former includes the latter.
-        keep = min(1.0, ratio + tolerance) if t[x] > 0 else 0.0
-        return keep, residual(t, d)
+        keep = min(1.0, ratio + tolerance) if t[x] > 0 or excluded else 0.0
+        return keep, t if correction == "target" else residual(t, d)
 
     return outcome
 
 
-def easd(tau_h: float, tau_o: float, n: int, correction: str, draft_entropy=True) -> Reference:
+def easd(
+    tau_h: float, tau_o: float, n: int, correction: str, draft_entropy=True, penalty="drafted",
+    processed=False,
+) -> Reference:  # fmt: skip
     """Algorithm 1, lines 8 to 24, with `≥` for the overlap."""
 
     def outcome(place: Place, x: int) -> Outcome:
         p, d = softmax(place.logits), place.draft
         raw_d, raw_t = softmax(place.raw_draft), softmax(place.raw_target)
         overlap = len(set(best(raw_d, n)) & set(best(raw_t, n))) / n
-        unsure = entropy(raw_t) > tau_h and (not draft_entropy or entropy(raw_d) > tau_h)
-        others = [0.0 if v == x else z for v, z in enumerate(p)]
+        own = (place.target, d) if processed else (raw_t, raw_d)
+        unsure = entropy(own[0]) > tau_h and (not draft_entropy or entropy(own[1]) > tau_h)
+        struck = x if penalty == "drafted" else best(raw_d)[0]
+        others = [0.0 if v == struck else z for v, z in enumerate(p)]
         if unsure and overlap > tau_o - 1e-9 and math.fsum(others) > 0:
             p = normalised(others)
         t = certain(best(p)[0], len(p)) if place.greedy else p
@@ -147,13 +152,16 @@ def spec_verification(top: int, tau: float | Callable[[Place], float]) -> Refere
     return outcome
 
 
-def score(raw: list[float], weights=(1 / 3, 1 / 3, 1 / 3), sharpness=1.0, literal=False) -> float:
+def score(
+    raw: list[float], weights=(1 / 3, 1 / 3, 1 / 3), sharpness=1.0, literal=False, normalized=True
+) -> float:
     """CM-ASD, §III.B (1): how sure the draft is."""
     probs, logits = softmax(raw), sorted(raw, reverse=True)
     first, second = sorted(probs, reverse=True)[:2]
     doubt = entropy(probs) / math.log(len(raw))
     margin = 1 / (1 + math.exp(-sharpness * (logits[0] - logits[1])))
-    parts = (doubt if literal else 1 - doubt, margin, (first - second) / first)
+    gap = first - second
+    parts = (doubt if literal else 1 - doubt, margin, gap / first if normalized else gap)
     return math.fsum(w * c for w, c in zip(weights, parts, strict=True))
 
 
@@ -210,6 +218,10 @@ REFERENCES: dict[str, Reference] = {
     "ears(beta=0.1)": ears(0.1),
     "ears(beta=0.7)": ears(0.7),
     "ears(beta=1)": ears(1),
+    "ears(beta=0,correction=target)": ears(0, "target"),
+    "ears(beta=0.7,correction=target)": ears(0.7, "target"),
+    "ears(beta=0.7,excluded=true)": ears(0.7, excluded=True),
+    "ears(beta=0.7,correction=target,excluded=true)": ears(0.7, "target", excluded=True),
     "spec-verification": spec_verification(3, 0.3),
     "spec-verification(top=2,tau=2)": spec_verification(2, 2),
     "spec-verification(top=9,tau=100)": spec_verification(9, 100),
@@ -221,6 +233,9 @@ REFERENCES: dict[str, Reference] = {
     ),
     "cm-asd(top=5,gamma=2,entropy=1,margin=0,softmax=0,literal=true)": cm_asd(
         top=5, gamma=2, weights=(1, 0, 0), literal=True
+    ),
+    "cm-asd(top=5,gamma=2,entropy=0.5,margin=0,softmax=0.5,normalized=false)": cm_asd(
+        top=5, gamma=2, weights=(0.5, 0, 0.5), normalized=False
     ),
     "typical": typical(0.09, 0.3),
     "typical(epsilon=0.5,delta=0.6)": typical(0.5, 0.6),
@@ -239,6 +254,12 @@ for correction in ("target", "residual"):
             0.8, 0, 5, correction, False
         ),
         f"easd(entropy=0,overlap=0,correction={correction})": easd(0, 0, 5, correction),
+        f"easd(entropy=0.4,overlap=0.4,penalty=top,correction={correction})": easd(
+            0.4, 0.4, 5, correction, penalty="top"
+        ),
+        f"easd(entropy=0.4,overlap=0.4,processed=true,correction={correction})": easd(
+            0.4, 0.4, 5, correction, processed=True
+        ),
     }
 
 # --- the rule beside its reference --------------------------------------------------------------

@@ -18,6 +18,7 @@ RULES = Registry(
         "ensemble": "forerun.rules.ensemble:Ensemble",
         "fly": "forerun.rules.fly:FLy",
         "budget": "forerun.rules.budget:Budget",
+        "no-bonus": "forerun.rules.no_bonus:NoBonus",
     },
     AcceptanceRule,
 )

@@ -90,12 +90,13 @@ class PositionRule(AcceptanceRule):
         accept = torch.where(odds.inside, weighed.accept, 0)
         accepted = (uniforms[:, :width] < accept).cumprod(-1).sum(-1)
         probs = _following(odds, weighed, accepted)
+        lost = _bonus_drift(odds, weighed)
         drift = None if self.lossless else torch.zeros_like(accept)
         if drift is not None and weighed.drift is not None:
             drift = torch.where(odds.inside, weighed.drift.clamp(0, 1), 0)  # against rounding
         if odds.all_greedy:
-            return Verdict(accepted, probs.argmax(-1), accept, drift=drift)
-        return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)
+            return Verdict(accepted, probs.argmax(-1), accept, drift=drift, bonus_drift=lost)
+        return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift, lost)
 
 
 def _failed(verdict: Verdict, target: Target) -> torch.Tensor:
@@ -118,10 +119,13 @@ def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Te
     logits = odds.target.logits[row, accepted]
     at = accepted.clamp(max=max(odds.width - 1, 0))
     rejected = accepted < odds.lengths
-    if weighed.barred is not None:
-        token = draft.tokens[row, at].unsqueeze(-1)
-        struck = logits.scatter(-1, token, -torch.inf)
-        logits = torch.where((rejected & weighed.barred[row, at]).unsqueeze(-1), struck, logits)
+    if weighed.struck is not None:
+        token = weighed.struck[row, at].unsqueeze(-1)
+        struck = logits.scatter(-1, token.clamp(min=0), -torch.inf)
+        logits = torch.where(rejected.unsqueeze(-1) & (token >= 0), struck, logits)
+    if weighed.bonus is not None:
+        struck = logits.scatter(-1, logits.argmax(-1, keepdim=True), -torch.inf)
+        logits = torch.where((weighed.bonus & ~rejected).unsqueeze(-1), struck, logits)
     if odds.all_greedy:
         return logits
     probs = logits.softmax(-1, dtype=odds.dtype)
@@ -137,6 +141,16 @@ def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Te
     if odds.some_greedy:
         probs = torch.where(odds.greedy, one_hot(logits), probs)
     return probs
+
+
+def _bonus_drift(odds: Odds, weighed: Weighed) -> torch.Tensor | None:
+    """`(rows,)` what a struck bonus token had of the target's distribution."""
+    if weighed.bonus is None:
+        return None
+    row = torch.arange(len(odds.lengths), device=odds.lengths.device)
+    top = odds.target.logits[row, odds.lengths].softmax(-1, dtype=odds.dtype).amax(-1)
+    top = torch.where(odds.greedy.squeeze(-1), torch.ones_like(top), top)
+    return torch.where(weighed.bonus, top, torch.zeros_like(top))
 
 
 def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

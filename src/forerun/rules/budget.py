@@ -25,7 +25,7 @@ class Budget(PositionRule):
     Rule: at each drafted position, if the mean drift of the request's tokens up to and with this
     one would exceed the budget, the position is judged by `standard` (drift 0), else by the inner
     rule. The decision is made before anyone looks at which token was drafted, so such a position
-    is exact.
+    is exact. So is a bonus token, even if the inner rule tests it.
 
     Args:
         rule: the lossy rule; one that decides position by position (all of ours do).
@@ -55,6 +55,11 @@ class Budget(PositionRule):
         return self.rule.signals
 
     @property
+    def has_bonus(self) -> bool:
+        """As the inner rule."""
+        return self.rule.has_bonus
+
+    @property
     def ranks(self) -> int:
         """What the inner rule reads."""
         return self.rule.ranks
@@ -69,7 +74,7 @@ class Budget(PositionRule):
             torch.where(allowed, inner.accept, odds.ratio),
             torch.where(allowed, drift, torch.zeros_like(drift)),
             ~allowed | inner.residual,
-            None if inner.barred is None else inner.barred & allowed,
+            None if inner.struck is None else torch.where(allowed, inner.struck, -1),
         )
 
     def _allowed(self, odds: Odds, drift: torch.Tensor) -> torch.Tensor:

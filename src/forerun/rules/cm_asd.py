@@ -31,7 +31,12 @@ class CMASD(Confidence, PositionRule):
 
     With sampling the test is put to the processed target distribution and the replacement is
     drawn from it, while confidences are always those of temperature 1; lossy as well. The paper
-    defines greedy decoding only.
+    defines greedy decoding only. Confidences are of the draft's own logits, before penalties and
+    biases: how sure the drafter is of its token does not depend on what a request forbids. (Those
+    of the controller are after them: it wants to know what is drafted next.)
+
+    A bonus token is the target's own, so how far is drafted decides which tokens are judged
+    (`no-bonus` judges all).
 
     Args:
         mode: `prose` (lenient where sure) or `formula` (as printed).
@@ -43,6 +48,8 @@ class CMASD(Confidence, PositionRule):
         softmax: λ3, weight of the softmax margin, in [0, 1]; the three sum to 1.
         sharpness: β of the logit margin's sigmoid, > 0 (ours).
         literal: let entropy count as confidence, as printed.
+        normalized: whether the softmax margin is `(P1 − P2) / P1`, or `P1 − P2`; the paper has
+            both.
 
     Reference: CM-ASD, §III.B (c).
     """

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from forerun.checks import between
+from forerun.checks import between, choice, flag
 from forerun.citations import bibtex
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, View, Weighed
@@ -24,19 +24,27 @@ class EARS(PositionRule):
     says exactly how much); nothing is gained where the target is sure. Greedy requests are
     untouched: there is no uncertainty left.
 
-    Rule: accept `x` if `target(x)/draft(x) ≥ max(0, U − tol)`, `tol = β·(1 − max_v target(v))`;
-    corrections come from the standard residual. With β = 0 it is `standard`, coin by coin.
+    Rule: accept `x` if `target(x)/draft(x) ≥ max(0, U − tol)`, `tol = β·(1 − max_v target(v))`.
+    With β = 0 and the standard residual it is `standard`, coin by coin.
 
     Args:
         beta: β, in [0, 1]; the paper uses 0.05 to 0.2 and 0.1 by default.
+        correction: what replaces a rejected token: `residual` draws it from
+            `max(0, target − draft)`, as the authors' own port does; `target` from the target, as
+            §3.1 says (the target generates from the rejected position on), which is lossy even with
+            β = 0 and several times further from the target.
+        excluded: whether also tokens that the target excludes (top-k, bans) are kept where
+            `U < tol`, as printed. By default they never are: a ban would not be one.
 
-    Deviations: a token that the target excludes (top-k, bans) is never kept. The paper does not
-    say where a correction comes from; the standard residual is what its authors' own port uses.
+    Deviations: the default correction; see above. A bonus token is the target's own, so how far is
+    drafted decides which tokens are judged (`no-bonus` judges all).
 
-    Reference: EARS, §3.2 and §3.3; probabilities are those after the sampling transform.
+    Reference: EARS, §3.1 to §3.3; probabilities are those after the sampling transform.
     """
 
     beta: float = 0.1
+    correction: str = "residual"
+    excluded: bool = False
 
     summary: ClassVar[str] = "standard, with a tolerance where the target is unsure"
     paper: ClassVar[str] = "Sun et al. 2025 (EARS)"
@@ -45,15 +53,20 @@ class EARS(PositionRule):
 
     def __post_init__(self) -> None:
         between("beta", self.beta, 0, 1)
+        choice("correction", self.correction, ("residual", "target"))
+        flag("excluded", self.excluded)
 
     def weigh(self, odds: Odds) -> Weighed:
         """`min(1, target/draft + tol)`."""
-        if self.beta == 0:
+        residual = self.correction == "residual"
+        if self.beta == 0 and residual:
             return Weighed(odds.ratio)
         tolerance = self.beta * (1 - odds.top)
 
         def chance(view: View) -> torch.Tensor:
-            safe = view.target / view.draft.clamp(min=SMALLEST)
-            return (safe + tolerance) * (view.target > 0)
+            chance = view.target / view.draft.clamp(min=SMALLEST) + tolerance
+            return chance if self.excluded else chance * (view.target > 0)
 
-        return odds.relaxed(chance)
+        if residual:
+            return odds.relaxed(chance, self.excluded)
+        return odds.replaced(chance, self.excluded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from forerun.errors import require
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.signals import entropy, float_type
+from forerun.types import Target
 
 EMPTY = 1e-12
 """A residual of no more mass than this is rounding."""
@@ -47,10 +48,19 @@ class EASD(PositionRule):
             is lossless wherever no penalty fires. `target` is lossy even then, unless greedy.
         draft_entropy: whether `H_d` counts; without it and with `overlap=0` the target alone
             decides, and any drafter will do (the paper's ablations).
+        bonus: what follows a draft that is kept whole. `off`: nothing, as in Algorithm 1: every
+            token is tested, and a greedy text does not depend on how far was drafted (as long as
+            something was: a plain round is the target's own). `untested`: a token of the target's
+            own, which escapes the penalty. `tested`: likewise, but where `H_t > τ_H` its most
+            likely token is struck; the draft says nothing there. (With the draft's word as well it
+            would be `off` with one more drafted token: the same pass of the target.)
+        penalty: which token's probability is set to 0: the `drafted` one, as in the formula, or the
+            draft's `top` one, as the text says. They differ only when sampling.
+        processed: whether entropies are those after the sampling transform; then nothing is ever
+            penalised in greedy requests.
 
     Deviations: `≥` for the overlap (the formula prints `>`, but 4 of 5 at τ_O = 0.8 is meant and
-    Table 7 has penalties at 1.0). The bonus token after a fully accepted draft is emitted, the
-    pseudo-code leaves it out. The only token the target allows is not penalised.
+    Table 7 has penalties at 1.0). The only token the target allows is not penalised.
 
     Reference: Su et al. 2025 (EASD), §3 and Algorithm 1.
     """
@@ -60,6 +70,9 @@ class EASD(PositionRule):
     n: int = 5
     correction: str = "target"
     draft_entropy: bool = True
+    bonus: str = "off"
+    penalty: str = "drafted"
+    processed: bool = False
 
     summary: ClassVar[str] = "standard, but reject what both models are unsure of"
     paper: ClassVar[str] = "Su et al. 2025 (EASD)"
@@ -73,48 +86,98 @@ class EASD(PositionRule):
         whole("n", self.n, 1)
         choice("correction", self.correction, ("target", "residual"))
         flag("draft_entropy", self.draft_entropy)
+        choice("bonus", self.bonus, ("off", "untested", "tested"))
+        choice("penalty", self.penalty, ("drafted", "top"))
+        flag("processed", self.processed)
+
+    @property
+    def has_bonus(self) -> bool:
+        """Unless it is off."""
+        return self.bonus != "off"
 
     @property
     def signals(self) -> frozenset[str]:
         """The draft's entropy."""
-        return frozenset({"entropy"} if self.draft_entropy else ())
+        return frozenset({"entropy"} if self.draft_entropy and not self.processed else ())
 
     @property
     def ranks(self) -> int:
-        """The draft's n best tokens."""
-        return self.n if self.overlap else 0
+        """The draft's n best tokens, or its best."""
+        return self.n if self.overlap else int(self.penalty == "top")
 
     def weigh(self, odds: Odds) -> Weighed:
         """`min(1, target/draft)`, 0 where the penalty fires."""
         fires = self.fires(odds)
-        accept = torch.where(fires, torch.zeros_like(odds.ratio), odds.ratio)
         residual = self.correction == "residual"
         usual = None if residual else odds.replaced(lambda view: view.ratio).drift
-        drift = torch.zeros_like(accept) if usual is None else usual
+        drift = torch.zeros_like(odds.ratio) if usual is None else usual
+        accept, token = odds.ratio, odds.draft.tokens
+        if self.penalty == "top":
+            assert odds.draft.ranked is not None
+            token = odds.draft.ranked[..., 0]
         if fires.any():
-            drift = torch.where(fires, _penalised_drift(odds, fires, residual), drift)
-        return Weighed(accept, drift, residual, barred=fires)
+            if self.penalty == "top":
+                chance, penalised = _without(odds, token, residual)
+            else:
+                chance = torch.zeros_like(accept)
+                penalised = _penalised_drift(odds, fires, residual)
+            accept, drift = torch.where(fires, chance, accept), torch.where(fires, penalised, drift)
+        struck = torch.where(fires, token, -1)
+        bonus = self._fires_at_bonus(odds) if self.bonus == "tested" else None
+        return Weighed(accept, drift, residual, struck, bonus)
 
     def fires(self, odds: Odds) -> torch.Tensor:
         """`(rows, K)` bool: where the penalty applies."""
-        target = odds.target
-        raw = (target.logits if target.raw is None else target.raw)[:, : odds.width]
-        fires = entropy(raw.log_softmax(-1, dtype=float_type(raw))) > self.entropy
+        raw = _raw(odds.target)[:, : odds.width]
+        if self.processed:
+            fires = odds.target_entropy.squeeze(-1) > self.entropy
+        else:
+            fires = entropy(raw.log_softmax(-1, dtype=float_type(raw))) > self.entropy
         if self.draft_entropy:
-            fires &= odds.draft.signals["entropy"] > self.entropy
+            own = odds.draft_entropy if self.processed else odds.draft.signals["entropy"]
+            fires &= own > self.entropy
         if self.overlap:
             assert odds.draft.ranked is not None
             best = raw.topk(min(self.n, raw.shape[-1]), dim=-1).indices
             guess = odds.draft.ranked[..., : self.n]
             shared = (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
             fires &= shared >= math.ceil(self.overlap * self.n - 1e-9)
-        # Something must be left: the second best logit, or in sampling rows mass beside the best.
-        logits = odds.target.logits[:, : odds.width]
-        second = logits.topk(min(2, logits.shape[-1]), dim=-1).values[..., -1]
-        others = second > -torch.inf
-        if logits.shape[-1] == 1:
-            others = torch.zeros_like(others)
-        return fires & odds.inside & others
+        return fires & odds.inside & _has_others(odds.target.logits[:, : odds.width])
+
+    def _fires_at_bonus(self, odds: Odds) -> torch.Tensor:
+        """`(rows,)` bool: where the target alone is so unsure of what follows the whole draft."""
+        row = torch.arange(len(odds.lengths), device=odds.lengths.device)
+        own = odds.target.logits[row, odds.lengths]
+        logits = own if self.processed else _raw(odds.target)[row, odds.lengths]
+        fires = entropy(logits.log_softmax(-1, dtype=float_type(logits))) > self.entropy
+        if self.processed:
+            fires &= ~odds.greedy.squeeze(-1)
+        return fires & (odds.lengths > 0) & _has_others(own)
+
+
+def _raw(target: Target) -> torch.Tensor:
+    return target.logits if target.raw is None else target.raw
+
+
+def _has_others(logits: torch.Tensor) -> torch.Tensor:
+    """Whether a token may be struck: the target allows another one."""
+    if logits.shape[-1] == 1:
+        return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    return logits.topk(2, dim=-1).values[..., -1] > -torch.inf
+
+
+def _without(odds: Odds, token: torch.Tensor, residual: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chance of keeping what was drafted, and drift, `(rows, K)` each, by the usual test against
+    the target without some `(rows, K)` tokens."""
+    at = torch.nn.functional.pad(token, (0, 1)).unsqueeze(-1)
+    logits = odds.target.logits.scatter(-1, at, -torch.inf)
+    left = Odds(odds.draft, replace(odds.target, logits=logits))
+    if residual:
+        emitted = left.emitted
+    else:
+        kept = torch.minimum(odds.drawn, left.emitted)
+        emitted = kept + (1 - kept.sum(-1, keepdim=True)) * left.emitted
+    return left.ratio, (emitted - odds.emitted).abs().sum(-1) / 2
 
 
 def _penalised_drift(odds: Odds, fires: torch.Tensor, residual: bool) -> torch.Tensor:

@@ -28,7 +28,9 @@ class FLy(PositionRule):
     entropy there is at least θ, and the next W drafted tokens exist and all match.
 
     Sampling requests are judged by `standard` (lossless): whether to forgive depends on tokens
-    drafted later, and the paper's experiments decode greedily.
+    drafted later, and the paper's experiments decode greedily. A bonus token is the target's own,
+    and whether a mismatch is forgiven depends on the tokens drafted after it, so the text depends
+    on how far was drafted.
 
     Args:
         entropy: θ, in [0, 1], of the entropy over `log|V|` (0.3 in the paper).

@@ -41,8 +41,11 @@ class Weighed:
     residual: torch.Tensor | bool = True
     """Whether a rejected token is replaced from `max(0, target − draft)` or from the target:
     `(rows, K)` bool, or one for all."""
-    barred: torch.Tensor | None = None
-    """`(rows, K)` bool: the drafted token is struck out of the target's distribution first."""
+    struck: torch.Tensor | None = None
+    """`(rows, K)` token that is struck out of the target's distribution first, −1 for none."""
+    bonus: torch.Tensor | None = None
+    """`(rows,)` bool: after a draft that is kept whole, the target's most likely token is struck.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,33 +163,57 @@ class Odds:
         tiny = torch.finfo(self.dtype).tiny
         return View(target, draft, (target / draft.clamp(min=tiny)).clamp(max=1), logits)
 
-    def relaxed(self, chance: Chance) -> Weighed:
-        """A rule that accepts more than `ratio` and keeps the standard residual.
+    def relaxed(self, chance: Chance, excluded: bool = False) -> Weighed:
+        """A rule that accepts more than `ratio` and keeps the standard residual; where `excluded`,
+        also tokens that the target excludes.
 
         Where it accepts more, `draft > target` and the residual is 0, so the drift is just the
         mass it accepts besides: `Σ_v draft(v)·(chance(v) − ratio(v))`.
         """
-        accept = _kept(chance, self.tokens).squeeze(-1)
+        accept = _kept(chance, self.tokens, excluded).squeeze(-1)
         if self.draft.logits is None:
             return Weighed(accept, (accept - self.ratio).clamp(min=0))
         view = self.vocabulary
-        extra = (view.draft * (_kept(chance, view) - view.ratio)).sum(-1)
+        extra = (view.draft * (_kept(chance, view, excluded) - view.ratio)).sum(-1)
         return Weighed(accept, extra.clamp(min=0))
 
-    def replaced(self, chance: Chance) -> Weighed:
-        """A rule that replaces what it rejects by a draw from the target.
+    def replaced(self, chance: Chance, excluded: bool = False) -> Weighed:
+        """A rule that replaces what it rejects by a draw from the target; `excluded` as in
+        `relaxed`.
 
         With `kept(v) = draft(v)·chance(v)` of mass `m` it emits `kept + (1 − m)·target`, which is
         `½·Σ_v |kept(v) − m·target(v)|` away from the target.
         """
-        accept = _kept(chance, self.tokens).squeeze(-1)
+        accept = _kept(chance, self.tokens, excluded).squeeze(-1)
         if self.draft.logits is None:
             drift = accept * (1 - self.tokens.target.squeeze(-1))
         else:
             view = self.vocabulary
-            kept = view.draft * _kept(chance, view)
+            kept = view.draft * _kept(chance, view, excluded)
             drift = (kept - kept.sum(-1, keepdim=True) * view.target).abs().sum(-1) / 2
         return Weighed(accept, drift, residual=False)
+
+    @cached_property
+    def emitted(self) -> torch.Tensor:
+        """`(rows, K, V)` the target's distribution, one-hot in greedy rows."""
+        one = one_hot(self.target.logits[:, : self.width])
+        if self.all_greedy:
+            return one
+        return self._greedy_else(one, self._log_target.exp(), 3)
+
+    @cached_property
+    def drawn(self) -> torch.Tensor:
+        """`(rows, K, V)` the draft's distribution, one-hot where the tokens were certain."""
+        if self.draft.logits is not None:
+            return self._log_draft.exp()
+        return torch.zeros_like(self.emitted).scatter(-1, self.draft.tokens.unsqueeze(-1), 1)
+
+    @cached_property
+    def draft_entropy(self) -> torch.Tensor:
+        """`(rows, K)` entropy in nats of the draft's processed distribution; 0 if certain."""
+        if self.draft.logits is None:
+            return torch.zeros_like(self.ratio)
+        return entropy(self._log_draft)
 
     @cached_property
     def _best(self) -> torch.Tensor:
@@ -211,8 +238,9 @@ class Odds:
     def _log_draft_token(self) -> torch.Tensor:
         return self._log_draft.gather(-1, self.draft.tokens.unsqueeze(-1)).squeeze(-1)
 
-    def _greedy_else(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.greedy, one, other) if self.some_greedy else other
+    def _greedy_else(self, one: torch.Tensor, other: torch.Tensor, dims: int = 2) -> torch.Tensor:
+        greedy = self.greedy if dims == 2 else self.greedy.unsqueeze(-1)
+        return torch.where(greedy, one, other) if self.some_greedy else other
 
 
 def sound_length(lengths: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
@@ -240,6 +268,8 @@ def one_hot(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits, dtype=float_type(logits)).scatter_(-1, best, 1)
 
 
-def _kept(chance: Chance, view: View) -> torch.Tensor:
-    # No rule keeps a token that the target excludes (top-k, bans): a hard wish stays one.
-    return chance(view).clamp(0, 1) * (view.logits > -torch.inf)
+def _kept(chance: Chance, view: View, excluded: bool) -> torch.Tensor:
+    # Unless it is asked to, no rule keeps a token that the target excludes (top-k, bans): a hard
+    # wish stays one.
+    kept = chance(view).clamp(0, 1)
+    return kept if excluded else kept * (view.logits > -torch.inf)

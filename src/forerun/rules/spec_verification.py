@@ -28,6 +28,8 @@ class SpecVerification(PositionRule):
     With sampling the same test is put to the processed target distribution (the gap is divided by
     the temperature), and the replacement is drawn from that distribution: lossy as well. The draft
     is not consulted, so the drafts of sampled requests are kept whenever they look good.
+    A bonus token is the target's own, so how far is drafted decides which tokens are judged
+    (`no-bonus` judges all).
 
     Args:
         top: β, ranks that count, ≥ 1; ties count together (ours).
