@@ -154,6 +154,50 @@ def test_seeds() -> None:
     )
 
 
+def test_a_seed_makes_a_lossy_rules_text_repeatable() -> None:
+    """Whatever rounds cost, and whoever shares them."""
+    script = chaotic(8)
+
+    def texts(cost: float, rows: int, **how: Any) -> list[list[int]]:
+        made = Engine(
+            ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 9, 1.0)), V),
+            max_rows=rows, meter=Meter.given(Costs.synthetic(cost, 0.05)),
+        )  # fmt: skip
+        auto, rule = CONTROLLERS.make("auto"), RULES.make("spec-verification(tau=2)")
+        for prompt in ([1], [2, 3]):
+            made.submit(prompt, Sampling(max_new_tokens=40, **how), auto, rule)
+        done = {e.request: e.completion.tokens for e in made.run() if e.completion}
+        return [done[0], done[1]]
+
+    assert texts(1, 1, seed=3) == texts(30, 2, seed=3)
+    assert texts(1, 1) != texts(30, 1)
+
+
+@pytest.mark.parametrize(
+    "spec", ["no-bonus(cm-asd(tau=2))", "easd(entropy=0.5,overlap=0)", "no-bonus(ears(beta=1))"]
+)
+def test_without_a_bonus_greedy_text_is_the_same_however_far_is_drafted(spec: str) -> None:
+    script = chaotic(8)
+    run = engine(ScriptedModel(script), ScriptedModel(noisy(script, 9, 1.0)))
+    how: dict[str, Any] = {"max_new_tokens": 60}
+    texts = {
+        tuple(run([1], controller=c, rule=spec, **how).tokens)
+        for c in ("fixed(1)", "fixed(3)", "fixed(8)", "gammatune", "hf-threshold")
+    }
+    assert len(texts) == 1
+    done = run([1], controller="fixed(3)", rule=spec, **how)
+    assert any(r.accepted == r.drafted == 3 == r.committed for r in done.rounds)
+    assert (done.tokens != run([1], controller="fixed(0)", **how).tokens) == ("ears" not in spec)
+
+
+def test_a_tested_bonus_counts_its_drift() -> None:
+    script = chaotic(8)
+    run = engine(ScriptedModel(script), ScriptedModel(script))
+    spec = "easd(entropy=0,draft_entropy=false,overlap=1,n=7,bonus=tested)"
+    rounds = run([1], controller="fixed(2)", rule=spec, max_new_tokens=20).rounds
+    assert any(r.drift == [0.0, 0.0, 1.0] or r.drift == [1.0] for r in rounds)
+
+
 @dataclass(frozen=True)
 class Counting(LengthController):
     """Drafts as many tokens as requests came before."""

@@ -301,9 +301,7 @@ def test_without_a_depth_bound_no_token_is_difficult() -> None:
     """One that no exit is sure of is decoded by all layers, and drafting goes on."""
     prompts = texts(7)
     fast = specbound(calm(), threshold=1.01, layers="2", depth=LAYERS, width=4)
-    (done,) = fast.generate(
-        prompts, controller="fixed(9)", max_new_tokens=11, ignore_eos=True
-    )
+    (done,) = fast.generate(prompts, controller="fixed(9)", max_new_tokens=11, ignore_eos=True)
     work = layers_of(fast.target).work
     # One plain token, two full rounds; drafted tokens are the target's own, and judged by it again.
     assert [(r.drafted, r.accepted) for r in done.rounds] == [(0, 0), (4, 4), (4, 4)]

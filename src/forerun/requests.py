@@ -35,7 +35,8 @@ class Sampling:
         presence_penalty: subtracted from logits of tokens already in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: token id → added to its logit, at most 1e30; −inf bans it.
-        seed: of this request's own random stream; None draws one (it is in the result).
+        seed: of this request's own random stream; None draws one (it is in the result). With one,
+            sampled text, and text under a lossy rule, depends on neither clock nor neighbours.
         max_new_tokens: ≥ 1.
         min_new_tokens: no end of text before this many tokens.
         stop: a string or several at which the text ends (they are not part of it).

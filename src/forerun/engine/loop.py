@@ -204,9 +204,9 @@ class Engine:
         self.target.join(len(joining), longest + max(row.prompt for row in joining))
         self.drafter.join([row.context for row in joining], longest)
         for row in joining:
-            seeded = row.sampling.seed is not None and not row.sampling.greedy
-            given = None
-            if seeded:  # the same seed, the same text
+            given, request = None, row.request
+            changing = not row.sampling.greedy or not request.rule.lossless
+            if row.sampling.seed is not None and changing:  # the same seed, the same text
                 given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
             self._crew.join(row.request.controller, given)
         self._refresh()
@@ -283,8 +283,7 @@ class Engine:
             )
         ]
         wanted = [
-            len(tokens) + 1 if ready else 0
-            for tokens, ready in zip(fed, passed.ready, strict=True)
+            len(tokens) + 1 if ready else 0 for tokens, ready in zip(fed, passed.ready, strict=True)
         ]
         return self._judge(proposal, pieces, wanted)
 
@@ -416,8 +415,9 @@ class Engine:
         row, drafted = self._rows[i], len(proposal.tokens[i])
         drift = None
         if not row.request.rule.lossless:
-            # What was accepted and the first rejection; bonus and plain tokens add none.
-            drift = (kept.drift or [])[: min(drafted, committed)]
+            # What was accepted and the first rejection; bonus (unless it was tested) and plain
+            # tokens add none.
+            drift = (kept.drift or [])[:committed]
             row.drift = (row.drift or 0.0) + sum(drift)
         before = passed.counters[i]
         counted = {k: n - before.get(k, 0) for k, n in self.drafter.counters(i).items()}

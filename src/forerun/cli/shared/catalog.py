@@ -15,7 +15,8 @@ from forerun.registry import Registry, Spec, parse
 KINDS = ("controllers", "rules", "drafters")
 
 QUESTIONS = {
-    "controllers": "how far to run ahead? With a lossless rule it only changes speed.",
+    "controllers": "how far to run ahead? With a lossless rule it only changes speed; with a lossy "
+    "one it also decides which tokens are judged leniently.",
     "rules": "what to keep? It alone decides whether the output is lossless.",
     "drafters": "who runs ahead?",
 }
