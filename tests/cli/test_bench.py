@@ -9,9 +9,12 @@ import sys
 
 import pytest
 
+import forerun
 from forerun.cli.bench import app
 from forerun.cli.shared.bench_inputs import split_names
 from forerun.cli.shared.guard import guarded
+from forerun.cli.shared.inputs import Reader, Request
+from forerun.cli.shared.prompts import Found, Talk, all_turns, first_turns
 from forerun.lab.bench.methods import Ours
 
 from .conftest import Result
@@ -63,6 +66,45 @@ def bench(command, pair, prompts, tmp_path):
 )
 def test_names_are_split_outside_brackets(text, mark, parts):
     assert split_names(text, mark) == parts
+
+
+def test_conversations_in_spec_benchs_format(bench, tmp_path):
+    """Every turn is a prompt, behind the answers of plain decoding; figures are per category."""
+    path = tmp_path / "talks.jsonl"
+    talks = [
+        {"question_id": 81, "category": "writing", "turns": ["Hello", "Good day"]},
+        {"question_id": 82, "category": "qa", "turns": ["Once"], "reference": ["upon"]},
+        {"question_id": 83, "category": "qa", "turns": ["Hello " * 99, "Good"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, talks)))
+    result = bench("--prompt-file", str(path), "--skip-long")
+    assert result.code == 0, result.err
+    assert result.err.splitlines()[0].startswith("left out 1 of 3 prompts: longer than the context")
+    made = json.loads((tmp_path / "out" / "results.json").read_text())
+    samples = [s for s in made["samples"] if s["method"] == "svip"]
+    assert {(s["family"], *s["prompts"]) for s in samples} == {
+        ("writing", "81"), ("writing", "81.2"), ("qa", "82"),
+    }  # fmt: skip
+    assert all(all(s["identical"]) for s in samples)
+    refused = bench("--prompt-file", str(path), folder="other")
+    assert "line 3: the prompt has 594 tokens and the context holds 128" in refused.error
+    refused = bench("--prompt-file", str(path), "--skip-long", "--chat", folder="other")
+    assert "--chat needs a chat template, and this tokenizer has none" in refused.err
+    path.write_text('{"turns": ["Hello", 3]}')
+    assert "line 1: turns must be a list of texts" in bench("--prompt-file", str(path)).err
+
+
+def test_later_turns_follow_the_plain_answers(pair):
+    model = forerun.load(pair.target, pair.draft, dtype="float32")
+    reader, talk = Reader.of(model), Talk()
+    found = [Found("f", "a", Request("Hello", {"max_new_tokens": 5}, later=("Good day", "Once")))]
+    first = first_turns(reader, found, talk)
+    turns = all_turns(model, first, talk)
+    assert [t.id for t in turns] == ["a", "a.2", "a.3"]
+    said = ["Hello"]
+    for turn, text in zip(turns, ["Good day", "Once", ""], strict=True):
+        assert turn.ids == model.encode("\n".join(said))
+        said += [model.generate(turn.ids, plain=True, max_new_tokens=5).text, text]
 
 
 def test_results_report_and_plots(bench, tmp_path):

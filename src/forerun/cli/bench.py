@@ -105,11 +105,20 @@ def bench(
         str | None,
         option(
             "FILE",
-            "Your own prompts instead of the shipped ones, as for generate; - reads stdin. Of a "
-            "line's settings max_new_tokens and repetition_penalty count.",
+            "Your own prompts instead of the shipped ones, as for generate, or conversations "
+            "(turns), also in Spec-Bench's format; - reads stdin. Of a line's settings "
+            "max_new_tokens and repetition_penalty count.",
             panel=PROMPTS,
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        flag("--chat", "Prompts are what a user says: put the chat template around.", PROMPTS),
+    ] = False,
+    skip_long: Annotated[
+        bool,
+        flag("--skip-long", "Leave out prompts that do not fit the context.", PROMPTS),
+    ] = False,
     prompts: Annotated[int, options.limit()] = 20,
     split: options.Split = "test",
     max_new_tokens: options.MaxNewTokens = 64,
@@ -169,7 +178,7 @@ def bench(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}", rules, peers, pythons, temperature
     )
 
-    from forerun.cli.shared.prompts import tokenise
+    from forerun.cli.shared.prompts import Talk, all_turns, first_turns
     from forerun.cli.shared.run import Plan
 
     plan = Plan(
@@ -182,7 +191,13 @@ def bench(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, chosen = plan.open(lambda reader: tokenise(reader, found))
+    talk = Talk(chat, skip_long)
+    job, chosen = plan.open(lambda reader: first_turns(reader, found, talk))
+    if left := len(found) - len(chosen):
+        note(stderr(), f"left out {left} of {len(found)} prompts: longer than the context")
+    if any(prompt.later for prompt in chosen):
+        with status("answering the first turns"):
+            chosen = all_turns(job.model, chosen, talk)
     settings = {
         "target": model_name(job.about["target"]),
         "draft": model_name(job.about["draft"]),
@@ -190,6 +205,7 @@ def bench(
         "families": list(dict.fromkeys(prompt.family for prompt in chosen)),
         "prompts_per_family": prompts,
         "split": None if prompt_file else split,
+        "chat": chat,
         "batch": sizes,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

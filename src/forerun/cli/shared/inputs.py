@@ -25,6 +25,7 @@ class Request:
     """One prompt as it was asked for."""
 
     prompt: str | list[int]
+    """Of a conversation its first turn."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Sampling fields of its own."""
     where: str = ""
@@ -35,6 +36,8 @@ class Request:
     """What kind of prompt it is: figures are reported per family."""
     meta: Any = None
     """Anything else its owner wants to find beside the output."""
+    later: tuple[str, ...] = ()
+    """What its user says after each answer."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,17 @@ def _request(line: str, where: str) -> Request:
         return Request(value, where=where)
     if not isinstance(value, dict):
         raise SettingError(f"{where}: expected a string or an object, got {line.strip()[:40]}")
+    turns: Any = value.pop("turns", None)
+    later: tuple[str, ...] = ()
+    if turns is not None:
+        _as_spec_bench(value, turns, where)
+        later = tuple(turns[1:])
     prompt: Any = value.pop("prompt", None)
     tokens: Any = value.pop("tokens", None)
     if (prompt is None) == (tokens is None):
-        raise SettingError(f'{where}: give "prompt" (text) or "tokens" (a list of ids)')
+        raise SettingError(
+            f'{where}: give "prompt" (text), "tokens" (a list of ids) or "turns" (a list of texts)'
+        )
     if prompt is not None and not isinstance(prompt, str):
         raise SettingError(f"{where}: prompt must be a string, got {prompt!r}")
     if tokens is not None and not _ids(tokens):
@@ -150,7 +160,21 @@ def _request(line: str, where: str) -> Request:
     # "all" is the name of all families together.
     if not (family is None or (isinstance(family, str) and family not in ("", "all"))):
         raise SettingError(f"{where}: family must be text other than 'all', got {family!r}")
-    return Request(tokens if prompt is None else prompt, value, where, name, family, meta)
+    return Request(tokens if prompt is None else prompt, value, where, name, family, meta, later)
+
+
+def _as_spec_bench(value: dict[str, Any], turns: Any, where: str) -> None:
+    """The first of the turns as the prompt, and Spec-Bench's names of fields as ours."""
+    good = isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)
+    if not good or "prompt" in value or "tokens" in value:
+        raise SettingError(
+            f"{where}: turns must be a list of texts, instead of a prompt; got {turns!r}"
+        )
+    value["prompt"] = turns[0]
+    value.pop("reference", None)
+    for theirs, ours in (("question_id", "id"), ("category", "family")):
+        if theirs in value:
+            value.setdefault(ours, value.pop(theirs))
 
 
 def _ids(value: Any) -> bool:
@@ -181,7 +205,9 @@ def _prepare(reader: Reader, index: int, request: Request, common: Mapping[str, 
         raise UnknownNameError(f"{at}{error}") from error
     except SettingError as error:
         raise SettingError(f"{at}{error}") from error
-    if isinstance(request.prompt, str) and not _is_text(request.prompt):
+    if request.later:
+        raise PromptError(f"{at}several turns are for forerun bench; give one")
+    if isinstance(request.prompt, str) and not is_text(request.prompt):
         raise PromptError(f"{at}the prompt is not valid Unicode text")
     ids = reader.encode(request.prompt)
     if not ids:
@@ -197,7 +223,8 @@ def _prepare(reader: Reader, index: int, request: Request, common: Mapping[str, 
     return Row(text, ids, sampling, index, request.id, request.family, request.meta)
 
 
-def _is_text(prompt: str) -> bool:
+def is_text(prompt: str) -> bool:
+    """Whether it can be encoded (no lone surrogates)."""
     try:
         prompt.encode()
     except UnicodeEncodeError:

@@ -17,6 +17,7 @@ from forerun.errors import PromptError, SettingError, UnknownNameError, require
 if TYPE_CHECKING:
     from forerun.cli.shared.inputs import Reader, Request
     from forerun.engine import Sampling
+    from forerun.model import Model
 
 BUILTIN = "builtin"
 ALL = "all"
@@ -34,6 +35,36 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Talk:
+    """Conversations: how their texts become one prompt.
+
+    Args:
+        chat: whether the tokenizer's chat template is put around them, and around single prompts;
+            else they stand below each other.
+        skip_long: whether prompts that do not fit the context are left out.
+    """
+
+    chat: bool = False
+    skip_long: bool = False
+
+    def ids(self, reader: Reader, said: Sequence[str]) -> list[int]:
+        """Token ids of what user and assistant said in turns, up to where the assistant answers.
+
+        Raises:
+            SettingError: the tokenizer has no chat template.
+        """
+        if not self.chat:
+            return reader.encode("\n".join(said))
+        tokenizer = reader.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise SettingError("--chat needs a chat template, and this tokenizer has none")
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass(frozen=True)
 class LabPrompt:
     """A prompt ready to run."""
 
@@ -42,6 +73,8 @@ class LabPrompt:
     text: str
     ids: list[int]
     sampling: Sampling
+    later: tuple[str, ...] = ()
+    """What its user says after each answer."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -141,6 +174,59 @@ def tokenise(
         LabPrompt(f.family, f.id, row.text, row.ids, row.sampling)
         for f, row in zip(found, rows, strict=True)
     ]
+
+
+def first_turns(reader: Reader, found: Sequence[Found], talk: Talk) -> list[LabPrompt]:
+    """As `tokenise`, conversations by their first turn; too long ones left out if so wanted."""
+    from forerun.cli.shared.inputs import is_text
+
+    kept, rendered = [], []
+    for f in found:
+        request = f.request
+        if isinstance(request.prompt, str) and (request.later or talk != Talk()):
+            for text in (request.prompt, *request.later):
+                if not is_text(text):
+                    raise PromptError(f"{request.where}: a turn is not valid Unicode text")
+            request = replace(request, prompt=talk.ids(reader, [request.prompt]), later=())
+        if not talk.skip_long or len(request.prompt) < reader.limit:
+            kept.append(f)
+            rendered.append(replace(f, request=request))
+    if not kept:
+        raise PromptError(f"no prompt is shorter than the context of {reader.limit} tokens")
+    prompts = tokenise(reader, rendered)
+    return [
+        replace(p, text=f.request.prompt, later=f.request.later)
+        if isinstance(f.request.prompt, str)
+        else p
+        for f, p in zip(kept, prompts, strict=True)
+    ]
+
+
+def all_turns(
+    model: Model, prompts: Sequence[LabPrompt], talk: Talk, batch_size: int = 16
+) -> list[LabPrompt]:
+    """The prompts, and behind each those of its later turns, `ID.2` and so on.
+
+    The answers in between are those of plain, greedy decoding, so that all methods get the same
+    prompts. A conversation ends where it outgrows the context.
+    """
+    from forerun.cli.shared.inputs import Reader
+
+    reader, out = Reader.of(model), [[p] for p in prompts]
+    said = [[p.text] for p in prompts]
+    for turn in range(2, 2 + max((len(p.later) for p in prompts), default=0)):
+        going = [i for i, p in enumerate(prompts) if len(p.later) >= turn - 1 == len(out[i])]
+        answers = model.generate(
+            [out[i][-1].ids for i in going], plain=True, batch_size=batch_size,
+            sampling=[replace(out[i][-1].sampling, seed=None, temperature=0.0) for i in going],
+        )  # fmt: skip
+        for i, answer in zip(going, answers, strict=True):
+            said[i] += [answer.text, prompts[i].later[turn - 2]]
+            ids = talk.ids(reader, said[i])
+            if len(ids) < reader.limit:
+                last = replace(prompts[i], id=f"{prompts[i].id}.{turn}", text=said[i][-1], ids=ids)
+                out[i].append(last)
+    return [replace(p, later=()) for turns in out for p in turns]
 
 
 def _shipped(
