@@ -12,9 +12,12 @@ import sacrebleu
 import torch
 
 import forerun
-from benchmarks.common import PENALTY, interleaved, provenance, save, table
+from benchmarks.common import PENALTY, interleaved, provenance, recorded, save, table, tasks
+from benchmarks.overhead import WIDTHS, forward_costs
 from benchmarks.quality import bar
 from forerun import zoo
+from forerun.costs import Costs
+from forerun.lab.traces.replay import replay
 from forerun.zoo.promptset import Prompt
 
 FULL = "cm-asd"
@@ -23,12 +26,14 @@ ONE = {
     "margin": "entropy=0,margin=1,softmax=0",
     "softmax": "entropy=0,margin=0,softmax=1",
 }
+FIXED = (5, 8, 10, 25)
+"""Constant lengths: ours, the best one in hindsight on these families, and the paper's two."""
 METHODS: dict[str, tuple[str, str] | None] = {
     "plain greedy": None,
     "beam 5": None,
-    "blockwise (fixed k, exact)": ("fixed(5)", "standard"),
+    **{f"blockwise (k = {k}, exact)": (f"fixed({k})", "standard") for k in FIXED},
     "adaptive k, exact": (FULL, "standard"),
-    "w/o confidence (fixed k and τ)": ("fixed(5)", "spec-verification"),
+    **{f"w/o confidence (k = {k}, fixed τ)": (f"fixed({k})", "spec-verification") for k in FIXED},
     "w/o adaptive drafting (fixed k)": ("fixed(5)", FULL),
     "w/o adaptive verification (fixed τ)": (FULL, "spec-verification"),
     **{f"{name} only": (f"cm-asd({part})", f"cm-asd({part})") for name, part in ONE.items()},
@@ -137,10 +142,29 @@ def relative(texts: Sequence[str], greedy: Sequence[str]) -> float:
     return float(sacrebleu.corpus_bleu(list(texts), [list(greedy)]).score)
 
 
-def main(model: forerun.Model, singles: int, prompts: int, cap: int) -> None:
-    """Measure speed at batch 1 and 16; write `cm-asd.json`."""
+def tuned(model: forerun.Model, prompts: int, cap: int) -> int:
+    """The constant length that is fastest on validation prompts, by replay at measured costs."""
+    costs = forward_costs(model)
+    verify = tuple((w, costs["target"][str(w)] / 1e3) for w in WIDTHS)
+    trace = recorded(model, tasks(model, "val", prompts, cap))
+    speeds = {
+        k: replay(trace, f"fixed({k})", Costs(costs["draft"] / 1e3, verify)).speedup
+        for k in range(1, 25)
+    }
+    return max(speeds, key=lambda k: float(np.log(speeds[k]).mean()))
+
+
+def main(
+    model: forerun.Model, singles: int, prompts: int, cap: int, batches: Sequence[int] = (16,)
+) -> None:
+    """Measure speed at batch 1 and others; write `cm-asd.json`."""
     results: dict[str, Any] = {}
-    for size, count in ((1, singles), (16, prompts)):
+    best = tuned(model, singles, cap)
+    METHODS[f"blockwise (k = {best}, tuned)"] = (f"fixed({best})", "standard")
+    METHODS[f"w/o confidence (k = {best}, tuned, fixed τ)"] = (
+        f"fixed({best})", "spec-verification",
+    )  # fmt: skip
+    for size, count in ((1, singles), *((size, prompts) for size in batches)):
         work = [
             Batch(family, seed, part[i : i + size])
             for seed in range(SEEDS)
@@ -155,7 +179,9 @@ def main(model: forerun.Model, singles: int, prompts: int, cap: int) -> None:
             work, names, lambda batch, name: execute(model, batch, name, cap), f"batch {size}"
         )
         results[str(size)] = {name: _speed(work, runs, names.index(name)) for name in names}
-    made = provenance(model, singles=singles, prompts=prompts, cap=cap)
+    made = provenance(
+        model, singles=singles, prompts=prompts, cap=cap, tuned=best, batches=list(batches)
+    )
     save("cm-asd", made, results, _text(results, singles, prompts))
 
 
@@ -192,7 +218,7 @@ def _speed(work: Sequence[Batch], runs: Sequence[Sequence[Run]], index: int) -> 
     """Per seed: speed-ups as geometric means over batches; then mean and spread over seeds."""
     names = list(METHODS)
     columns: dict[str, list[float]] = {
-        k: [] for k in ("plain", "beam", "accepted", "draft_ms", "rollback", "drift")
+        k: [] for k in ("plain", "beam", "ms", "accepted", "draft_ms", "rollback", "drift")
     }
     for seed in range(SEEDS):
         rows = [r for b, r in zip(work, runs, strict=True) if b.seed == seed]
@@ -201,6 +227,7 @@ def _speed(work: Sequence[Batch], runs: Sequence[Sequence[Run]], index: int) -> 
         for column, base in (("plain", "plain greedy"), ("beam", "beam 5")):
             other = [r[names.index(base)].tokens / r[names.index(base)].seconds for r in rows]
             columns[column].append(float(np.exp(np.mean(np.log(np.array(pace) / other)))))
+        columns["ms"].append(1e3 * sum(r.seconds for r in ours) / sum(r.tokens for r in ours))
         rounds = max(sum(r.rounds for r in ours), 1)
         columns["accepted"].append(sum(r.accepted for r in ours) / rounds)
         columns["rollback"].append(sum(r.rejected for r in ours) / rounds)
@@ -227,16 +254,17 @@ def _text(results: dict[str, Any], singles: int, prompts: int) -> str:
                 ],
                 cell(m["plain"]),
                 cell(m["beam"]),
+                cell(m["ms"]),
                 cell(m["drift"], 3),
             ]
             for name, m in methods.items()
         ]
         header = ["variant", "accepted a round", "draft ms a round", "rollback rate",
-                  "speed-up over plain", "over beam 5", "drift"]  # fmt: skip
+                  "speed-up over plain", "over beam 5", "ms a token", "drift"]  # fmt: skip
         parts.append(f"Batch {size}:\n\n" + table(header, rows))
     return (
         f"Greedy; {SEEDS} seeds, each with its own test prompts of every family ({singles} of each "
-        f"one by one, {prompts} of each as a batch); mean ± standard deviation over seeds. "
+        f"one by one, {prompts} of each in batches); mean ± standard deviation over seeds. "
         "Speed-ups are of tokens per second, paired per prompt or batch, geometric means. Rollback "
         "rate: rounds in which a drafted token was rejected. Drift: share of tokens that are not "
         "the target's arg-max after the text before them. Quality: `cm-asd-quality`.\n\n"

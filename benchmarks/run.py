@@ -46,6 +46,12 @@ def _starting(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", devi
     starting_lengths.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
 
 
+@app.command("starting-lengths-replay")
+def _starting_replay(prompts: int = 6, tokens: int = 96, cost: float = 6, dtype: Dtype = "float32"):
+    """The same by replay, also with windows that persist from request to request."""
+    starting_lengths.replayed(forerun.load(dtype=dtype), prompts, tokens, cost)
+
+
 @app.command("plain")
 def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Plain decoding through the engine against transformers' own `generate`."""
@@ -117,11 +123,13 @@ def _cmasd(
     singles: int = 5,
     prompts: int = 16,
     tokens: int = 64,
+    batches: str = "16",
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
-    """CM-ASD's ablation (Table III) in kind: speed at batch 1 and 16, drift."""
-    cmasd.main(forerun.load(dtype=dtype, device=device), singles, prompts, tokens)
+    """CM-ASD's ablation (Table III) in kind: speed at batch 1 and others (Fig. 2), drift."""
+    sizes = [int(size) for size in batches.split(",")]
+    cmasd.main(forerun.load(dtype=dtype, device=device), singles, prompts, tokens, sizes)
 
 
 @app.command("cm-asd-quality")

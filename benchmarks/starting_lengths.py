@@ -2,57 +2,143 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import forerun
-from benchmarks.common import RESULTS, generate, interleaved, provenance, save, table, tasks
+from benchmarks.common import (
+    RESULTS,
+    generate,
+    interleaved,
+    provenance,
+    recorded,
+    save,
+    table,
+    tasks,
+)
+from forerun.costs import Costs
+from forerun.lab.traces.replay import stream
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
 METHODS = {
     "fixed": "fixed({n})",
     "hf-heuristic": "hf-heuristic(length={n})",
     "hf-threshold": "hf-threshold(length={n})",
+    "hf-threshold, dynamic": "hf-threshold(length={n},dynamic=true)",
     "gammatune": "gammatune(length={n})",
     "gammatune+": "gammatune+(length={n})",
 }
+PERSISTENT = {
+    f"{name}, persistent": f"{spec[:-1]},persistent=true)"
+    for name, spec in METHODS.items()
+    if name not in ("fixed", "hf-threshold")
+}
+NEXT = {
+    "gammatune, next": "gammatune(length={n},expand=next)",
+    "gammatune+, next": "gammatune+(length={n},expand=next)",
+}
+SLOPE, STREAMS = 0.03, 8
+"""Of replays: share of a plain pass that each further token of it costs; orders of the prompts."""
 
 
 def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     """Measure and write `starting-lengths.json` and a plot."""
-    cases = [(name, n) for n in LENGTHS for name in METHODS]
+    specs = METHODS | PERSISTENT
+    cases = [(name, n) for n in LENGTHS for name in specs]
     work = tasks(model, "test", prompts, tokens)
-    for name in METHODS:  # warm up
-        generate(model, work[0], METHODS[name].format(n=5))
-    run = lambda task, case: generate(model, task, METHODS[case[0]].format(n=case[1]))  # noqa: E731
+    for name in specs:  # warm up
+        generate(model, work[0], specs[name].format(n=5))
+    run = lambda task, case: generate(model, task, specs[case[0]].format(n=case[1]))  # noqa: E731
     runs = interleaved(work, cases, run, "starting lengths")
-    speed: dict[str, list[float]] = {}
+    counts: dict[str, list[Counts]] = {}
     for index, (name, _) in enumerate(cases):
-        done = [r[index].stats for r in runs]
-        rate = sum(s.tokens for s in done) / sum(s.seconds for s in done)
-        speed.setdefault(name, []).append(rate)
-    base = float(np.mean(speed["fixed"]))
-    results: dict[str, Any] = {
-        name: {
+        done = [r[index] for r in runs]
+        counts.setdefault(name, []).append(
+            Counts(
+                sum(c.stats.tokens for c in done) / sum(c.stats.seconds for c in done),
+                sum(c.stats.drafted for c in done),
+                sum(c.stats.accepted for c in done),
+                sum(c.stats.rounds for c in done),
+            )
+        )
+    results, rows = _summary(counts)
+    text = f"{INTRO} Greedy, batch 1, {len(work)} test prompts of all families.\n\n" + _table(rows)
+    save("starting-lengths", provenance(model, prompts=prompts, tokens=tokens), results, text)
+    speed = {name: [c.rate for c in found] for name, found in counts.items()}
+    _plot(speed, float(np.mean(speed["fixed"])))
+
+
+def replayed(model: forerun.Model, prompts: int, tokens: int, cost: float) -> None:
+    """The same by replay, free of the machine's noise; write `starting-lengths-replay.json`."""
+    work = tasks(model, "test", prompts, tokens)
+    trace, cell = recorded(model, work), Costs.synthetic(cost, SLOPE)
+    random = np.random.default_rng(0)
+    orders = np.stack([random.permutation(len(work)) for _ in range(STREAMS)])
+    counts: dict[str, list[Counts]] = {}
+    for name, spec in {**METHODS, **NEXT, **PERSISTENT}.items():
+        for n in LENGTHS:
+            done = stream(trace, spec.format(n=n), cell, orders)
+            counts.setdefault(name, []).append(
+                Counts(
+                    float(done.committed.sum() / done.seconds.sum()),
+                    int(done.drafted.sum()),
+                    int(done.accepted.sum()),
+                    int(done.rounds.sum()),
+                )
+            )
+    results, rows = _summary(counts)
+    text = (
+        f"{INTRO} Greedy, {len(work)} test prompts of all families one after another in {STREAMS} "
+        f"random orders, by replay: a target pass costs {cost:g} draft steps, and each further "
+        f"token of it {SLOPE:g} of a plain one.\n\n" + _table(rows)
+    )
+    made = provenance(model, prompts=prompts, tokens=tokens, cost=cost)
+    save("starting-lengths-replay", made, results, text)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """One method from one starting length."""
+
+    rate: float
+    """Tokens per second."""
+    drafted: int
+    accepted: int
+    rounds: int
+
+
+INTRO = (
+    "Throughput relative to fixed-length speculation's mean over the same twelve starting lengths: "
+    "mean ± standard deviation over the starting lengths, then each one. Acceptance: accepted over "
+    "drafted tokens; length: drafted tokens a round; both over all starting lengths."
+)
+
+
+def _summary(counts: dict[str, list[Counts]]) -> tuple[dict[str, Any], list[list[str]]]:
+    base = float(np.mean([c.rate for c in counts["fixed"]]))
+    results: dict[str, Any] = {}
+    rows = []
+    for name, found in counts.items():
+        rates = [c.rate for c in found]
+        r = results[name] = {
             "tokens_per_second": dict(zip(map(str, LENGTHS), rates, strict=True)),
             "mean": float(np.mean(rates)) / base,
             "std": float(np.std(rates)) / base,
+            "acceptance": sum(c.accepted for c in found) / sum(c.drafted for c in found),
+            "length": sum(c.drafted for c in found) / sum(c.rounds for c in found),
         }
-        for name, rates in speed.items()
-    }
-    rows = [
-        [name, f"{r['mean']:.2f} ± {r['std']:.2f}", *[f"{s / base:.2f}" for s in speed[name]]]
-        for name, r in results.items()
-    ]
-    text = (
-        "Throughput relative to fixed-length speculation's mean over the same twelve starting "
-        "lengths: mean ± standard deviation over the starting lengths, then each one. Greedy, "
-        f"batch 1, {len(work)} test prompts of all families.\n\n"
-        + table(["method", "mean ± std", *[f"γ₀={n}" for n in LENGTHS]], rows)
-    )
-    save("starting-lengths", provenance(model, prompts=prompts, tokens=tokens), results, text)
-    _plot(speed, base)
+        rows.append(
+            [name, f"{r['mean']:.3f} ± {r['std']:.3f}", f"{r['acceptance']:.2f}",
+             f"{r['length']:.1f}", *[f"{s / base:.2f}" for s in rates]]
+        )  # fmt: skip
+    return results, rows
+
+
+def _table(rows: list[list[str]]) -> str:
+    header = ["method", "mean ± std", "acceptance", "length", *[f"γ₀={n}" for n in LENGTHS]]
+    return table(header, rows)
 
 
 def _plot(speed: dict[str, list[float]], base: float) -> None:
@@ -63,6 +149,8 @@ def _plot(speed: dict[str, list[float]], base: float) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, rates in speed.items():
+        if name not in METHODS:
+            continue
         style = {"color": "0.6", "linestyle": "--"} if name == "fixed" else {}
         axes.plot(LENGTHS, np.array(rates) / base, marker="o", markersize=4, label=name, **style)
     axes.set(
