@@ -12,11 +12,11 @@ import torch
 from forerun.rules import RULES, AcceptanceRule
 from forerun.rules.odds import one_hot
 from forerun.signals import measure
-from forerun.types import SIGNALS, Draft, Target, Verdict
+from forerun.types import LIVE_SIGNALS, SIGNALS, Draft, Target, Verdict
 
 NEG = -math.inf
 LAST = 1 - 2**-53  # the highest coin
-EVERY_SIGNAL = frozenset(SIGNALS)
+EVERY_SIGNAL = frozenset((*SIGNALS, *LIVE_SIGNALS))
 
 
 def make(spec: str) -> AcceptanceRule:

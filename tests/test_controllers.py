@@ -78,6 +78,7 @@ CASES = {
         "cm-asd(two_pass=True)",
         "cm-asd(entropy=1,margin=0,softmax=0,literal=True,alpha=0.5,low=2,high=6)",
         "cm-asd(entropy=0,margin=0,softmax=1,normalized=False)",
+        "cm-asd(entropy=0,margin=0,softmax=0,variance=1)",
     ],
     "bounded": [
         "bounded(inner=fixed(length=20),high=8)",
@@ -203,7 +204,7 @@ def token(prob) -> Token:
     surprise = surprise if isinstance(prob, np.ndarray) else float(surprise)
     margin = 9 * prob
     softmax = -np.expm1(-margin) if isinstance(prob, np.ndarray) else -math.expm1(-margin)
-    return Token(1, (), prob, prob, surprise, surprise / -math.log(1e-9), margin, softmax)
+    return Token(1, (), prob, prob, surprise, surprise / -math.log(1e-9), margin, softmax, margin)
 
 
 def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> Round:

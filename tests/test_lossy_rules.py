@@ -153,7 +153,11 @@ def spec_verification(top: int, tau: float | Callable[[Place], float]) -> Refere
 
 
 def score(
-    raw: list[float], weights=(1 / 3, 1 / 3, 1 / 3), sharpness=1.0, literal=False, normalized=True
+    raw: list[float],
+    weights=(1 / 3, 1 / 3, 1 / 3, 0),
+    sharpness=1.0,
+    literal=False,
+    normalized=True,
 ) -> float:
     """CM-ASD, §III.B (1): how sure the draft is."""
     probs, logits = softmax(raw), sorted(raw, reverse=True)
@@ -161,7 +165,10 @@ def score(
     doubt = entropy(probs) / math.log(len(raw))
     margin = 1 / (1 + math.exp(-sharpness * (logits[0] - logits[1])))
     gap = first - second
-    parts = (doubt if literal else 1 - doubt, margin, gap / first if normalized else gap)
+    mean = math.fsum(raw) / len(raw)
+    spread = math.fsum((z - mean) ** 2 for z in raw) / len(raw)
+    parts = (doubt if literal else 1 - doubt, margin, gap / first if normalized else gap,
+             spread / (1 + spread))  # fmt: skip
     return math.fsum(w * c for w, c in zip(weights, parts, strict=True))
 
 
@@ -229,13 +236,16 @@ REFERENCES: dict[str, Reference] = {
     "cm-asd": cm_asd(),
     "cm-asd(mode=formula,tau=0,gamma=3)": cm_asd("formula", tau=0, gamma=3),
     "cm-asd(top=2,gamma=2,entropy=0.2,margin=0.3,softmax=0.5,sharpness=2.5)": cm_asd(
-        top=2, gamma=2, weights=(0.2, 0.3, 0.5), sharpness=2.5
+        top=2, gamma=2, weights=(0.2, 0.3, 0.5, 0), sharpness=2.5
+    ),
+    "cm-asd(top=3,gamma=2,entropy=0.2,margin=0.3,softmax=0,variance=0.5)": cm_asd(
+        top=3, gamma=2, weights=(0.2, 0.3, 0, 0.5)
     ),
     "cm-asd(top=5,gamma=2,entropy=1,margin=0,softmax=0,literal=true)": cm_asd(
-        top=5, gamma=2, weights=(1, 0, 0), literal=True
+        top=5, gamma=2, weights=(1, 0, 0, 0), literal=True
     ),
     "cm-asd(top=5,gamma=2,entropy=0.5,margin=0,softmax=0.5,normalized=false)": cm_asd(
-        top=5, gamma=2, weights=(0.5, 0, 0.5), normalized=False
+        top=5, gamma=2, weights=(0.5, 0, 0.5, 0), normalized=False
     ),
     "typical": typical(0.09, 0.3),
     "typical(epsilon=0.5,delta=0.6)": typical(0.5, 0.6),

@@ -275,7 +275,15 @@ def test_blocks() -> None:
 
 
 SIGNALS = frozenset(
-    ["top1", "chosen", "entropy", "normalized_entropy", "logit_margin", "softmax_margin"]
+    [
+        "top1",
+        "chosen",
+        "entropy",
+        "normalized_entropy",
+        "logit_margin",
+        "softmax_margin",
+        "logit_variance",
+    ]
 )
 
 

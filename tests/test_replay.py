@@ -35,9 +35,17 @@ NESTED = {
 SETTINGS = {
     "auto": ["auto(cost=4,slope=0.05)", "auto(slope=0.5,high=3)", "auto(cost=0.5)"],
     "fixed": ["fixed(0)", "fixed(1)", "fixed(40)"],
-    "hf-heuristic": ["hf-heuristic(length=2,high=5)"],
-    "hf-threshold": ["hf-threshold(threshold=0.7)", "hf-threshold(dynamic=true,history=20)"],
-    "gammatune": ["gammatune(literal=true)", "gammatune(length=20,eta=0.7)"],
+    "hf-heuristic": ["hf-heuristic(length=2,high=5)", "hf-heuristic(persistent=true)"],
+    "hf-threshold": [
+        "hf-threshold(threshold=0.7)",
+        "hf-threshold(dynamic=true,history=20)",
+        "hf-threshold(dynamic=true,history=20,persistent=true)",
+    ],
+    "gammatune": [
+        "gammatune(literal=true)",
+        "gammatune(length=20,eta=0.7)",
+        "gammatune(expand=next,persistent=true)",
+    ],
     "gammatune+": ["gammatune+(threshold=0.6,keep=false,early_stop=skip)"],
     "goodput": ["goodput(cost=20,width_cost=0)", "goodput(cost=1.2)"],
     "bandit": ["bandit(policy=thompson)"],
@@ -45,7 +53,11 @@ SETTINGS = {
     "adaedl": ["adaedl(keep=false,threshold=0.8)"],
     "exllama-ema": ["exllama-ema(skip_ema=2,probe_interval=3)"],
     "sglang-ema": ["sglang-ema(length=0,candidate_steps='0,2,6',warmup_batches=0)"],
-    "cm-asd": ["cm-asd(alpha=1,high=16)", "cm-asd(high=16,two_pass=true)"],
+    "cm-asd": [
+        "cm-asd(alpha=1,high=16)",
+        "cm-asd(high=16,two_pass=true)",
+        "cm-asd(entropy=0.5,margin=0,softmax=0.5,normalized=false)",
+    ],
 }
 SPECS = [
     spec
@@ -328,3 +340,8 @@ def test_summary_of_families(scripted: Any) -> None:
     assert groups["a"]["speedup"]["mean"] == pytest.approx(mean)
     twice = summarise(trace, found, batch=2)["all"]["tokens_per_second"]["mean"]
     assert twice == pytest.approx(2 * groups["all"]["tokens_per_second"]["mean"])
+
+
+def test_a_controller_that_reads_what_no_trace_holds_is_refused() -> None:
+    with pytest.raises(SettingError, match="in the trace; run it live"):
+        replay(trace_of([[True]]), "cm-asd(entropy=0,margin=0,softmax=0,variance=1)", CELL)

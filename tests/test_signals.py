@@ -16,7 +16,15 @@ from forerun.signals import entropy, measure
 
 NEG = -math.inf
 NAMES = frozenset(
-    {"top1", "chosen", "entropy", "normalized_entropy", "logit_margin", "softmax_margin"}
+    {
+        "top1",
+        "chosen",
+        "entropy",
+        "normalized_entropy",
+        "logit_margin",
+        "softmax_margin",
+        "logit_variance",
+    }
 )
 
 
@@ -36,6 +44,7 @@ def reference(logits: list[float], token: int) -> dict[str, float]:
         "normalized_entropy": nats / math.log(len(probs)) if len(probs) > 1 else 0.0,
         "logit_margin": first - second,
         "softmax_margin": 1 - (ranked[1] if len(ranked) > 1 else 0.0) / ranked[0],
+        "logit_variance": float(np.var([z for z in logits if z > NEG])),
     }
 
 
@@ -50,7 +59,8 @@ def check(logits: torch.Tensor, tokens: torch.Tensor, atol: float) -> None:
         want = torch.tensor([w[name] for w in wanted], dtype=torch.float64).view(tokens.shape)
         torch.testing.assert_close(values.double(), want, atol=atol, rtol=atol)
         assert (values >= 0).all()
-        assert name in ("entropy", "logit_margin") or (values <= 1).all()
+        unbounded = ("entropy", "logit_margin", "logit_variance")
+        assert name in unbounded or (values <= 1).all()
 
 
 DTYPES = [(torch.float64, 1e-12), *((d, 3e-6) for d in (torch.float32, torch.bfloat16, torch.half))]
@@ -82,6 +92,7 @@ def test_excluded_tokens_count_nothing(dtype, atol):
         "normalized_entropy": 0,
         "logit_margin": math.inf,
         "softmax_margin": 1,
+        "logit_variance": 0,
     }
 
 
@@ -114,7 +125,7 @@ def test_gives_what_is_asked_within_its_bounds(logits, names):
     for name, value in measured.items():
         assert torch.equal(value, everything[name])
         assert value.item() >= 0
-        assert name in ("entropy", "logit_margin") or value.item() <= 1
+        assert name in ("entropy", "logit_margin", "logit_variance") or value.item() <= 1
     assert everything["entropy"].item() <= math.log(len(logits)) + 1e-5
 
 
@@ -144,7 +155,7 @@ def signals(count=40, vocab=6):
     logits = 3 * torch.randn(count, vocab, generator=g, dtype=torch.float64)
     logits[0] = 0
     logits[1, 1:] = NEG
-    return measure(logits, torch.zeros(count).long(), frozenset(PARTS.values())), logits.tolist()
+    return measure(logits, torch.zeros(count).long(), NAMES), logits.tolist()
 
 
 CONFIDENCES = {
@@ -154,6 +165,8 @@ CONFIDENCES = {
     "literal entropy": Confidence(entropy=1, margin=0, softmax=0, literal=True),
     "margin": Confidence(entropy=0, margin=1, softmax=0, sharpness=0.3),
     "softmax": Confidence(entropy=0, margin=0, softmax=1),
+    "P1 - P2": Confidence(entropy=0, margin=0, softmax=1, normalized=False),
+    "variance": Confidence(entropy=0.5, margin=0, softmax=0, variance=0.5),
     "uneven": Confidence(entropy=0.2, margin=0.3, softmax=0.5, sharpness=4),
 }
 
@@ -170,7 +183,10 @@ def test_confidence_is_the_papers_sum(name):
         want = (
             confidence.entropy * (doubt if confidence.literal else 1 - doubt)
             + confidence.margin * sigmoid
-            + confidence.softmax * said["softmax_margin"]
+            + confidence.softmax
+            * said["softmax_margin"]
+            * (1 if confidence.normalized else said["top1"])
+            + confidence.variance * said["logit_variance"] / (1 + said["logit_variance"])
         )
         assert math.isclose(scores[i].item(), want, abs_tol=1e-12)
     assert ((scores >= 0) & (scores <= 1 + 1e-12)).all()
@@ -188,7 +204,9 @@ def test_numpy_and_torch_say_the_same(name):
 
 
 def test_reads_only_what_counts():
-    assert Confidence().reads == frozenset(PARTS.values())
+    assert Confidence().reads == frozenset(PARTS.values()) - {"logit_variance"}
+    plain = Confidence(entropy=0, margin=0, softmax=1, normalized=False)
+    assert plain.reads == {"softmax_margin", "top1"}
     for part, name in PARTS.items():
         alone = Confidence(**{p: float(p == part) for p in PARTS})
         assert alone.reads == {name}

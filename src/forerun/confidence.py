@@ -8,7 +8,12 @@ from typing import Any
 
 from forerun.errors import require
 
-PARTS = {"entropy": "normalized_entropy", "margin": "logit_margin", "softmax": "softmax_margin"}
+PARTS = {
+    "entropy": "normalized_entropy",
+    "margin": "logit_margin",
+    "softmax": "softmax_margin",
+    "variance": "logit_variance",
+}
 """Each weight and the signal it weighs."""
 
 
@@ -18,8 +23,9 @@ class Confidence:
 
     `C = λ1·C_ent + λ2·C_margin + λ3·C_soft`, with `C_ent = 1 − H / log |V|`,
     `C_margin = σ(β·(z1 − z2))` of the two highest logits, `C_soft = (P1 − P2) / P1` of the two
-    highest probabilities, or `P1 − P2` if not `normalized`. A weight of 1 and two of 0 give one
-    confidence alone.
+    highest probabilities, or `P1 − P2` if not `normalized`. A weight of 1 and others of 0 give
+    one confidence alone, also that of the logits' variance `s²`, which the paper names without a
+    formula (§III.A): here `s² / (1 + s²)`.
 
     Works on numpy arrays and torch tensors alike.
 
@@ -32,6 +38,7 @@ class Confidence:
     sharpness: float = 1.0
     literal: bool = False
     normalized: bool = True
+    variance: float = 0.0
 
     def __post_init__(self) -> None:
         weights = {name: getattr(self, name) for name in PARTS}
@@ -71,6 +78,9 @@ class Confidence:
         if self.softmax:
             margin = signals["softmax_margin"]
             parts.append(self.softmax * (margin if self.normalized else margin * signals["top1"]))
+        if self.variance:
+            spread = signals["logit_variance"]
+            parts.append(self.variance * (spread / (1 + spread)))
         return sum(parts[1:], start=parts[0])
 
 

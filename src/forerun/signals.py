@@ -9,7 +9,8 @@ import torch
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict[str, torch.Tensor]:
-    """Compute the named signals (`types.SIGNALS`) of one token per distribution.
+    """Compute the named signals (`types.SIGNALS`, `types.LIVE_SIGNALS`) of one token per
+    distribution.
 
     Args:
         logits: `(..., V)` logits at temperature 1, before truncation; −inf excludes a token.
@@ -41,6 +42,11 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict
             out["top1"] = top.exp()
     elif "top1" in names:
         out["top1"] = log.amax(-1).exp()
+    if "logit_variance" in names:
+        possible = log > -torch.inf  # a constant takes nothing from a variance
+        count = possible.sum(-1, keepdim=True)
+        mean = torch.where(possible, log, 0).sum(-1, keepdim=True) / count
+        out["logit_variance"] = (torch.where(possible, log - mean, 0) ** 2).sum(-1) / count[..., 0]
     return {name: out[name] for name in names}
 
 

@@ -50,7 +50,9 @@ _CENSORING = int(CENSORING[0])  # numpy is slow with enumerations
 SIGNALS = (
     "top1", "chosen", "entropy", "normalized_entropy", "logit_margin", "softmax_margin"
 )  # fmt: skip
-"""What a draft distribution says about a drafted token (fields of `Token`)."""
+"""What a draft distribution says about a drafted token (fields of `Token`); traces hold these."""
+LIVE_SIGNALS = ("logit_variance",)
+"""Likewise, but only while a model runs."""
 
 
 class Token(NamedTuple):
@@ -79,6 +81,8 @@ class Token(NamedTuple):
     possible)."""
     softmax_margin: Any = None
     """(P1 − P2) / P1 of the two highest probabilities, in [0, 1]."""
+    logit_variance: Any = None
+    """Variance of the logits of all tokens that are possible, ≥ 0; not in traces."""
 
 
 class Round(NamedTuple):

@@ -43,7 +43,7 @@ class AcceptanceRule(ABC):
 
     @property
     def signals(self) -> frozenset[str]:
-        """Signals of the draft (`types.SIGNALS`) that the rule reads; a drafter without a
+        """Signals of the draft (fields of `types.Token`) that the rule reads; a drafter without a
         distribution has none and is refused."""
         return frozenset()
 

@@ -21,7 +21,7 @@ from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
 from forerun.errors import require
 from forerun.lab.traces.costs import passes
 from forerun.lab.traces.trace import Trace
-from forerun.types import SIGNALS, FloatArray, IntArray, Round, Stop, Token
+from forerun.types import LIVE_SIGNALS, SIGNALS, FloatArray, IntArray, Round, Stop, Token
 
 RESAMPLES = 2000
 _, CONFIDENCE, _, EXHAUSTED, END_OF_TEXT, _ = map(int, Stop)  # numpy is slow with enums
@@ -271,6 +271,8 @@ class _Texts:
     def __init__(self, trace: Trace, controller: LengthController, cell: Costs) -> None:
         self._controller, self._cell, self._depth = controller, cell, trace.depth
         self.matches, self._ends = trace.matches.reshape(-1), trace.ends.reshape(-1)
+        live = sorted(controller.signals & frozenset(LIVE_SIGNALS))
+        require(not live, "signals of the controller", ", ".join(live), "in the trace; run it live")
         wanted = controller.signals & frozenset(SIGNALS)
         self._signals = {name: trace.signals[name].reshape(-1) for name in wanted}
         self._prob = trace.accept_prob.reshape(-1)

@@ -58,4 +58,6 @@ def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dic
             entropy = math.log(total) - float(weights @ below) / total
             out["entropy"] = entropy
             out["normalized_entropy"] = min(1.0, entropy / (math.log(len(row)) or 1.0))
+    if "logit_variance" in names:
+        out["logit_variance"] = float(row[row > -np.inf].var(dtype=np.float64))
     return {name: out[name] for name in names}
