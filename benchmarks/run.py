@@ -15,6 +15,7 @@ from benchmarks import (
     live,
     overhead,
     plain,
+    readings,
     rules,
     shares,
     specbound,
@@ -104,6 +105,12 @@ def _specbound_sweep(limit: int = 6, budget: int = 400):
 def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device: Device = "cpu"):
     """Choose GammaTune's defaults on validation prompts (replayed, so free of noise)."""
     sweep.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("readings")
+def _readings(prompts: int = 4, tokens: int = 48, dtype: Dtype = "float32"):
+    """Readings of EARS, EASD and CM-ASD on the same positions."""
+    readings.main(forerun.load(dtype=dtype), prompts, tokens)
 
 
 @app.command("rules")

@@ -54,7 +54,7 @@ class Settings:
             better than 1024 on the shipped target.
         rate: peak learning rate of AdamW for matrices; None is `0.25 / H`. A step changes an
             output by at most rate × inputs, so the rate must fall as they grow. At the paper's
-            `H` = 4096 that is 6e-5, near its 3e-5.
+            `H` = 4096 that is 6e-5; its own is blank in the text we have.
         seed: of the order of batches and of low-rank maps.
     """
 

@@ -1,7 +1,8 @@
 """How fast early exits can be: SpecBound's own model, and one that counts projections too.
 
-Wen and Feng 2026, SpecBound, appendix B. The paper counts decoder layers and nothing else: all
-tokens of a draft leave at the depth bound, and every draft is as long as the width bound.
+Wen and Feng 2026, SpecBound, section 2.4. The paper counts decoder layers and nothing else: all
+tokens of a draft leave at the depth bound, and every draft is as long as the width bound. Eqs. 3 to
+5 are blank in the text we have; they are reconstructed from what it says of them.
 """
 
 from __future__ import annotations
@@ -29,28 +30,31 @@ def round_passes(width: int, depth: int, layers: int) -> float:
     return width * depth / layers + (layers - depth) / layers
 
 
-def expected_tokens(rate: float, width: int) -> float:
-    """Tokens a round commits in the mean: `(1 − r^(w+1)) / (1 − r)` (eq. 4).
+def expected_tokens(rate: float, width: int, bonus: bool = True) -> float:
+    """Tokens a round commits in the mean (eq. 4): `(1 − r^(w+1)) / (1 − r)`, the "standard"
+    expression of Leviathan et al., or without a bonus token, as the paper's round is told,
+    `(1 − r^w) / (1 − r)`.
 
     Args:
         rate: r, probability that a drafted token is kept given that all before it were, in [0, 1].
-        width: w, tokens drafted, ≥ 0.
+        width: w, tokens drafted, ≥ 0; ≥ 1 without a bonus.
+        bonus: whether a draft that is kept whole is followed by the target's own token.
 
-    >>> expected_tokens(0.5, 2)
-    1.75
+    >>> expected_tokens(0.5, 2), expected_tokens(0.5, 2, bonus=False)
+    (1.75, 1.5)
     """
     between("rate", rate, 0.0, 1.0)
-    whole("width", width)
-    return float(sum(rate**i for i in range(width + 1)))
+    whole("width", width, 0 if bonus else 1)
+    return float(sum(rate**i for i in range(width + bonus)))
 
 
-def speedup(rate: float, width: int, depth: int, layers: int) -> float:
-    """Speed-up over plain decoding: eq. 4 over eq. 3 (eq. 5).
+def speedup(rate: float, width: int, depth: int, layers: int, bonus: bool = True) -> float:
+    """Speed-up over plain decoding: eq. 4 over eq. 3 (eq. 5), arguments as there.
 
     >>> round(speedup(0.9, width=6, depth=8, layers=32), 2)
     2.32
     """
-    return expected_tokens(rate, width) / round_passes(width, depth, layers)
+    return expected_tokens(rate, width, bonus) / round_passes(width, depth, layers)
 
 
 @dataclass(frozen=True)
