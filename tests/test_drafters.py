@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import Proposal
+from forerun.drafters.datastore import SORTED, Datastore
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
+from forerun.drafters.rest import REST, RESTDrafter
 from forerun.drafters.specbound import SpecBound
 from forerun.engine import Engine, Sampling
+from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.testing import ScriptedModel
@@ -24,6 +31,7 @@ from test_engine import V, chaotic, noisy
 from tiny import build, texts
 
 SCRIPT = chaotic(3)
+STORED = [[3, 4, 3, 4, 5, 1, 2], [6, 6, 6], [0, 1, 2, 3, 1, 2, 4, 1, 2, 4]]
 TINY = build("llama", num_hidden_layers=4, scale=0.2)
 
 
@@ -49,6 +57,7 @@ def early_exits() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
     "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
+    "rest": lambda: scripted(lambda: RESTDrafter(Datastore.build(STORED), 8, 1, 3)),
     "none": lambda: scripted(NullDrafter),
     "specbound": early_exits,
 }
@@ -148,3 +157,55 @@ def test_proposals_keep_to_their_rows_and_limits(name: str) -> None:
         fresh.target.read(contexts, 40)
     fresh.drafter.join(contexts, 40)
     assert again.tokens == fresh.drafter.propose(contexts, [3, 3, 3], guide).tokens
+
+
+# --- a datastore ----------------------------------------------------------------------------------
+
+
+def slowly(texts: list[list[int]], run: list[int]) -> list[tuple[int, ...]]:
+    """What follows every occurrence of a run, up to the end of its text."""
+    return sorted(
+        tuple(text[i + len(run) :])
+        for text in texts
+        for i in range(len(text) - len(run) + 1)
+        if text[i : i + len(run)] == run
+    )
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=5),
+    st.lists(st.integers(0, 3), min_size=1, max_size=SORTED),
+)
+def test_a_datastore_finds_every_occurrence(texts: list[list[int]], run: list[int]) -> None:
+    store = Datastore.build(texts)
+    found = [store.follow(np.array([place]), 99) for place in store.find(run)]
+    assert sorted(map(tuple, found)) == slowly(texts, run)
+    part = texts[0][:3]
+    assert len(store.find(part)) == len(slowly(texts, part)) >= 1
+
+
+def test_a_datastore_is_followed_where_most_go() -> None:
+    drafter = RESTDrafter(Datastore.build(STORED), n=8, least=2, most=9)
+    propose = lambda text, most: drafter.propose([text], [most], Greedy()).tokens[0]  # noqa: E731
+    assert propose([1, 2], 5) == [4, 1, 2, 4]  # twice 4, once 3; then the end of the text
+    assert propose([0, 1, 2], 2) == [3, 1]  # the longer run decides
+    assert propose([5, 6, 1], 3) == []
+
+
+def test_a_datastore_on_disk(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.safetensors")
+    Datastore.build(STORED).save(path)
+    target = Rows(ScriptedModel(SCRIPT))
+    drafter = REST(path, least=1).build(target, None)
+    assert drafter.propose([[1, 2]], [2], Greedy()).tokens == [[4, 1]]
+    Datastore.build([[V]]).save(path)
+    with pytest.raises(ModelError, match="made with another tokenizer"):
+        REST(path).build(target, None)
+    Path(path).write_text("x")
+    with pytest.raises(ModelError, match="is no datastore"):
+        REST(path).build(target, None)
+    for bad in ({"n": 33}, {"least": 0}, {"n": 2, "least": 3}, {"most": 0}, {"datastore": ""}):
+        with pytest.raises(SettingError, match="rest "):
+            REST(**{"datastore": path, **bad})
+    with pytest.raises(SettingError, match="at least one token"):
+        Datastore.build([[]])

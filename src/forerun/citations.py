@@ -141,6 +141,16 @@ BIBTEX: dict[str, str] = {
   url    = {https://github.com/apoorvumang/prompt-lookup-decoding}
 }
 """,
+    "rest2024": """\
+@inproceedings{he2024rest,
+  title     = {{REST}: Retrieval-Based Speculative Decoding},
+  author    = {He, Zhenyu and Zhong, Zexuan and Cai, Tianle and Lee, Jason D. and He, Di},
+  booktitle = {Proceedings of the 2024 Conference of the North American Chapter of the Association
+               for Computational Linguistics: Human Language Technologies},
+  pages     = {1582--1595},
+  year      = {2024}
+}
+""",
     "specdec2023": """\
 @inproceedings{xia2023specdec,
   title     = {Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq

@@ -13,6 +13,7 @@ import typer
 
 from forerun.cli.audit import audit
 from forerun.cli.bench import app as bench
+from forerun.cli.build_datastore import build_datastore
 from forerun.cli.calibrate import app as calibrate
 from forerun.cli.cite import cite
 from forerun.cli.costs import costs
@@ -76,6 +77,7 @@ app.add_typer(sweep, name="sweep")
 app.command("audit")(audit)
 app.add_typer(bench, name="bench")
 app.command("train-exits")(train_exits)
+app.command("build-datastore")(build_datastore)
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(zoo, name="zoo")
 

@@ -9,6 +9,7 @@ DRAFTERS = Registry(
     {
         "model": "forerun.drafters.model:ModelDraft",
         "lookup": "forerun.drafters.lookup:Lookup",
+        "rest": "forerun.drafters.rest:REST",
         "specbound": "forerun.drafters.specbound:SpecBound",
         "none": "forerun.drafters.none:NoDraft",
     },

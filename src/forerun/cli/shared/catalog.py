@@ -24,6 +24,7 @@ QUESTIONS = {
 _DRAFTER_PAPERS = {
     "model": ("leviathan2023", "chen2023"),
     "lookup": ("saxena2023",),
+    "rest": ("rest2024",),
     "specbound": ("specbound2026",),
 }
 

@@ -1,0 +1,105 @@
+"""Drafting from a datastore of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from forerun.checks import whole
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
+from forerun.drafters.datastore import SORTED, Datastore
+from forerun.errors import ModelError, require
+
+
+class RESTDrafter(Drafter):
+    """Proposes what most often follows the text's last tokens in a datastore.
+
+    Args:
+        store: the datastore.
+        n: longest run of last tokens that is looked up.
+        least: shortest.
+        most: occurrences that are counted.
+    """
+
+    has_distribution = False
+
+    def __init__(self, store: Datastore, n: int, least: int, most: int) -> None:
+        self._store, self._n, self._least, self._most = store, n, least, most
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """The most frequent continuation of the longest run that occurs."""
+        out = Proposal.none(len(texts))
+        for row, text in enumerate(texts):
+            if text is not None:
+                out.tokens[row] = self._store.follow(self._match(text), most[row])
+        return out
+
+    def _match(self, text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Places after the longest run of the last tokens that occurs, at most `most` of them."""
+        found = np.empty(0, dtype=np.int64)
+        low, high = self._least, min(self._n, len(text))
+        while low <= high:  # a run that occurs has shorter ones that do
+            middle = (low + high) // 2
+            places = self._store.find(text[len(text) - middle :])
+            if len(places):
+                found, low = places, middle + 1
+            else:
+                high = middle - 1
+        return found[:: -(-len(found) // self._most) or 1]
+
+
+@dataclass(frozen=True)
+class REST(DrafterSpec):
+    """Retrieval: continue the text as a datastore of texts most often does. No model.
+
+    When it helps: text like that of the datastore (code, a site's own answers, templates); it costs
+    next to nothing and needs no training. When it hurts: hardly ever; on other text its guesses are
+    short and wrong.
+
+    Rule: of the last `n` to `least` tokens the longest run that occurs in the datastore; of its
+    occurrences the most frequent next token, then the most frequent after that among those that
+    agree, and so on. The datastore is made by `forerun build-datastore`.
+
+    Args:
+        datastore: its file.
+        n: longest run to look up, tokens, `least ≤ n ≤ 32` (ours).
+        least: shortest, ≥ 1 (ours).
+        most: occurrences that are counted, evenly spaced among all, ≥ 1 (ours).
+
+    Deviations: the paper verifies a tree of continuations, here a draft is a chain.
+
+    Reference: He et al. 2024, REST: Retrieval-Based Speculative Decoding.
+    """
+
+    summary: ClassVar[str] = "continue as a datastore of texts most often does; no model"
+    paper: ClassVar[str] = "He et al. 2024 (REST)"
+
+    datastore: str
+    n: int = 16
+    least: int = 2
+    most: int = 2000
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.datastore, str) and bool(self.datastore)
+        require(good, "rest datastore", self.datastore, "the file of a datastore")
+        for name in ("n", "least", "most"):
+            whole(f"rest {name}", getattr(self, name), 1)
+        require(self.n <= SORTED, "rest n", self.n, f"at most {SORTED}")
+        require(self.least <= self.n, "rest least", self.least, f"at most n={self.n}")
+
+    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+        """Load the datastore.
+
+        Raises:
+            ModelError: it is none, or holds ids that the target does not have.
+        """
+        store = Datastore.load(self.datastore)
+        if target is not None and store.highest >= target.vocab_size:
+            raise ModelError(
+                f"{self.datastore} holds token ids up to {store.highest} and the target has "
+                f"{target.vocab_size}: it was made with another tokenizer; make one with this"
+            )
+        return RESTDrafter(store, self.n, self.least, self.most)
