@@ -875,3 +875,30 @@ def test_cm_asd_entropy_as_printed_runs_ahead_where_unsure():
     only = "entropy=1,margin=0,softmax=0"
     assert not goes(f"cm-asd({only})", normalized_entropy=[0.9])
     assert goes(f"cm-asd({only},literal=True)", normalized_entropy=[0.9])
+
+
+def test_gammatune_may_expand_the_next_round_alone():
+    """Eq. 7 at its word: γ becomes A + δ once, the average takes A as it is."""
+    controller = make("gammatune(length=3,eta=0.5,delta=2,high=6,expand=next)")
+    state, lengths = controller.start(), []
+    for drafted, accepted in ((3, 3), (5, 5), (6, 6), (6, 1), (3, 2)):
+        lengths.append(controller.limit(state, COSTS))
+        assert lengths[-1] == drafted
+        state = controller.observe(state, COSTS, outcome(drafted, accepted))
+    # γ̄: 3, 3, 4, 5, 3, 2.5; A + δ is cut off at γ_max.
+    assert lengths == [3, 5, 6, 6, 3]
+    assert (state.window, state.reach) == (2.5, 0.0)
+    cut = controller.observe(state, COSTS, outcome(3, 3, Stop.BUDGET))
+    assert cut == state
+
+
+@pytest.mark.parametrize(
+    "spec", ["gammatune", "gammatune+", "hf-heuristic", "hf-threshold(dynamic=True)"]
+)
+def test_a_persistent_controller_goes_on_where_the_last_request_ended(spec):
+    name, _, rest = spec.partition("(")
+    persistent = make(f"{name}(persistent=True{',' + rest if rest else ')'}")
+    _, last = history(persistent)
+    assert persistent.carries
+    assert persistent.carry(last) is last
+    assert not make(spec).carries

@@ -19,6 +19,10 @@ def test_closed_forms(rate: float, width: int) -> None:
     passes = round_passes(width, 8, 32)
     assert speedup(rate, width, 8, 32) == pytest.approx(expected_tokens(rate, width) / passes)
     assert expected_tokens(1.0, width) == width + 1
+    if width:  # the round of the paper's figures has no bonus token
+        without = expected_tokens(rate, width, bonus=False)
+        assert without == pytest.approx((1 - rate**width) / (1 - rate))
+        assert speedup(rate, width, 8, 32, bonus=False) == pytest.approx(without / passes)
 
 
 def test_nothing_drafted_and_the_full_depth() -> None:

@@ -79,7 +79,7 @@ class Window(Persistent):
         moved = state.window + self.eta * (accepted - state.window)
         window = where(learn, clip(moved, self.low, self.high), state.window)
         if average or self.literal:
-            return GammaTuneState(window)
+            return GammaTuneState(window, state.reach)
         reach = where(full, clip(further, self.low, self.high), 0.0)
         return GammaTuneState(window, where(learn, reach, state.reach))
 
