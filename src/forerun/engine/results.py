@@ -74,7 +74,8 @@ class Round(_Counted):
     accepted: int
     """Drafted tokens the rule kept."""
     committed: int
-    """Tokens that reached the output: accepted + 1, less what end of text or a stop cut off."""
+    """Tokens that reached the output: the accepted ones and the target's own (none after a draft
+    kept whole by a rule or drafter without a bonus), less what end of text or a stop cut off."""
     stopped_by: Stop
     """Why drafting stopped."""
     draft_seconds: float

@@ -28,7 +28,8 @@ class Ensemble(PositionRule):
             which has no default; ours).
 
     Deviations: a token that the target excludes (top-k, bans) is never kept. `transformers` also
-    compares greedy drafts with the arg-max of the mixture; here greedy is greedy.
+    compares greedy drafts with the arg-max of the mixture; here greedy is greedy. The bonus is not
+    from the mixture, so how far is drafted decides which tokens are (`no-bonus`: all).
 
     Reference: the static ensemble of Wang et al. 2026 (DIVERSED); `_speculative_sampling` in
     `transformers`.

@@ -31,7 +31,8 @@ class Typical(PositionRule):
         delta: δ, in [0, 1] (0.3 = √0.09, `posterior_alpha` in Medusa's code).
 
     Deviations: Medusa accepts the first token of a candidate always, since it was drawn from the
-    target; here every drafted token is the draft's, and is tested.
+    target; here every drafted token is the draft's, and is tested. A bonus token is the target's
+    own, so how far is drafted decides which tokens are judged (`no-bonus` judges all).
 
     Reference: Cai et al. 2024 (Medusa), §2.3.1.
     """
