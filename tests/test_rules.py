@@ -174,7 +174,7 @@ def test_is_a_frozen_dataclass_with_its_card(name):
         make(CASES[name][0]).anything = 1
     assert isinstance(cls.lossless, bool)
     assert len(cls.summary) < 80
-    assert cls.bibtex.startswith("@") if cls.paper else name == "budget"
+    assert cls.bibtex.startswith("@") if cls.paper else name in ("budget", "no-bonus")
     for part in ("Helps", "Hurts", "Rule", *(["Reference"] if cls.paper else [])):
         assert part in cls.__doc__
     for f in fields(cls):
@@ -405,9 +405,11 @@ def test_tokens_that_the_target_excludes_are_never_kept(spec):
         verdict = make(spec).judge(draft, Target(logits, torch.tensor([False])), coins)
         assert verdict.accepted.tolist() == [0]
         assert verdict.accept_prob.tolist() == [[0]]
-        torch.testing.assert_close(
-            verdict.next_probs, torch.tensor([[0.5, 0, 0.5]], dtype=torch.float64)
-        )
+        assert verdict.next_probs[0, 1] == 0
+        if "penalty=top" not in spec:  # which strikes another token
+            torch.testing.assert_close(
+                verdict.next_probs, torch.tensor([[0.5, 0, 0.5]], dtype=torch.float64)
+            )
         greedy = make(spec).judge(draft, Target(logits, torch.tensor([True])), coins)
         assert greedy.accepted.tolist() == [0]
         assert greedy.next_token.tolist() == [0]
