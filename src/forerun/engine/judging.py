@@ -83,8 +83,8 @@ def judge(
         wanted: per row how many of these are its own; see `compare`.
     """
     judged, width = [row for row, n in enumerate(wanted) if n], max(map(len, proposal.tokens))
-    # A bonus that nobody asked for is drawn from nothing, and left out.
-    logits = torch.nn.functional.pad(logits, (0, 0, 0, width + 1 - logits.shape[1]))
+    if logits.shape[1] <= width:  # a bonus that nobody wants is drawn from nothing
+        logits = torch.nn.functional.pad(logits, (0, 0, 0, width + 1 - logits.shape[1]))
     target = Target(
         sampler.process(logits, rows, proposal.tokens), sampler.greedy, logits, _spent(rows)
     )
