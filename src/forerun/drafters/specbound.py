@@ -239,11 +239,11 @@ class SpecBound(DrafterSpec):
             heads = trained = load_heads(exits, access)
             chosen = replace(self, exits=exits)._tuned(trained.about.get("settings") or {})
         layers = chosen._exits(access.layers, tuple(heads.layers))
-        settings = (
+        threshold, anneal, width = (
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
-        return SpecBoundDrafter(rows, heads, layers, *settings, self.bonus)  # type: ignore[arg-type]
+        return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), self.bonus)
 
     def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
         """These settings where given, those found for the exit heads elsewhere."""
