@@ -185,6 +185,10 @@ def test_without_a_bonus_greedy_text_is_the_same_however_far_is_drafted(spec: st
         for c in ("fixed(1)", "fixed(3)", "fixed(8)", "gammatune", "hf-threshold")
     }
     assert len(texts) == 1
+    # A drafter that has read its last token already (the next one was left out) reads it again.
+    kept = run([1], controller="gammatune+(threshold=0.5,keep=False)", rule=spec, **how)
+    assert kept.finish_reason == "length"
+    assert any(r.accepted == r.drafted == r.committed > 0 for r in kept.rounds)
     done = run([1], controller="fixed(3)", rule=spec, **how)
     assert any(r.accepted == r.drafted == 3 == r.committed for r in done.rounds)
     assert (done.tokens != run([1], controller="fixed(0)", **how).tokens) == ("ears" not in spec)

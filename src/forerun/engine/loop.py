@@ -318,7 +318,9 @@ class Engine:
             try:
                 if isinstance(kept, Exception):
                     raise kept
-                self.drafter.rollback(i, len(row.context) + kept.accepted)
+                # Its newest token is what the next round feeds the drafter.
+                old = kept.accepted if kept.following is not None else kept.accepted - 1
+                self.drafter.rollback(i, len(row.context) + max(old, 0))
                 count, reason = row.commit(proposal.tokens[i], kept.accepted, kept.following)
                 out[i] = count, reason or ("error" if kept.error else None)
                 self.target.rollback(i, len(row.context) - 1)
