@@ -106,13 +106,15 @@ def test_greedy_equals_plain_in_every_family(family: str, how: dict[str, Any]) -
 @pytest.mark.parametrize(
     "controller",
     ["fixed(0)", "fixed(2)", "gammatune+", "svip", "adaedl(keep=False)", "hf-threshold",
-     "cm-asd", "cm-asd(two_pass=True)", "goodput", "bandit"],
+     "cm-asd", "cm-asd(two_pass=True)", "goodput", "bandit", "gammatune+(keep=False)"],
 )  # fmt: skip
 def test_greedy_equals_plain_with_every_kind_of_controller(controller: str) -> None:
     model, prompts = calm(), texts(3, 8, 6)
-    fast = specbound(model, threshold=0.3, layers=1, depth=4, width=4)
-    done = fast.generate(prompts, controller=controller, max_new_tokens=30, ignore_eos=True)
-    assert [c.tokens for c in done] == plainly(model, prompts, max_new_tokens=30)
+    plain = plainly(model, prompts, max_new_tokens=30)
+    for bonus in (True, False):
+        fast = specbound(model, threshold=0.3, layers=1, depth=4, width=4, bonus=bonus)
+        done = fast.generate(prompts, controller=controller, max_new_tokens=30, ignore_eos=True)
+        assert [c.tokens for c in done] == plain
 
 
 @settings(max_examples=25, deadline=None)
