@@ -194,6 +194,17 @@ def test_without_a_bonus_greedy_text_is_the_same_however_far_is_drafted(spec: st
     assert (done.tokens != run([1], controller="fixed(0)", **how).tokens) == ("ears" not in spec)
 
 
+@pytest.mark.parametrize("bonus", ["untested", "tested"])
+def test_with_a_bonus_a_lossy_rules_text_depends_on_how_far_is_drafted(bonus: str) -> None:
+    script = chaotic(8)
+    run = engine(ScriptedModel(script), ScriptedModel(noisy(script, 9, 1.0)))
+    spec = f"easd(entropy=0.5,overlap=0,bonus={bonus})"
+    texts = [
+        run([1], controller=f"fixed({n})", rule=spec, max_new_tokens=60).tokens for n in (1, 3)
+    ]
+    assert texts[0] != texts[1]
+
+
 def test_a_tested_bonus_counts_its_drift() -> None:
     script = chaotic(8)
     run = engine(ScriptedModel(script), ScriptedModel(script))
