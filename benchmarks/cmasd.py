@@ -101,7 +101,8 @@ def execute(model: forerun.Model, batch: Batch, name: str, cap: int) -> Run:
 
 
 def _beam(model: forerun.Model, texts: Sequence[str], limit: int, penalty: float) -> Run:
-    tokenizer, hf = model.tokenizer, model.target.model  # type: ignore[attr-defined]
+    tokenizer: Any = model.tokenizer
+    hf: Any = model.target.executor.module()
     ids = [tokenizer.encode(t) for t in texts]
     width = max(map(len, ids))
     eos = min(model.eos)

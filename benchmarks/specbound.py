@@ -29,6 +29,7 @@ from benchmarks.common import (
 from forerun import zoo
 from forerun.cli import main as cli
 from forerun.lab.exits.speed_model import Shape, speedup
+from forerun.runtime.exits import layers_of
 from forerun.runtime.layers import LayerAccess
 
 LAYERS = 12
@@ -209,8 +210,7 @@ def swept(name: str) -> dict[str, Any]:
 
 def ours(model: forerun.Model, task: Task, **sampling: float) -> Run:
     """Through the engine; `fixed(64)` leaves the length to SpecBound."""
-    rows: Any = model.target
-    work = getattr(rows, "work", None)
+    work = getattr(model.target.executor, "work", None)
     before = _work(work)
     how = {"temperature": 0.0, **sampling}
     began = time.perf_counter()
@@ -238,7 +238,7 @@ def _work(work: Any) -> tuple[int, ...]:
 
 def peer(model: forerun.Model, task: Task, layer: int | None) -> Run:
     """`generate` of transformers, plainly or with the first layers as its assistant."""
-    hf: Any = model.target.model  # type: ignore[attr-defined]
+    hf: Any = model.target.executor.module()
     hf.generation_config.num_assistant_tokens = PEER
     hf.generation_config.num_assistant_tokens_schedule = "constant"
     ids = torch.tensor([task.tokens], device=model.target.device)
@@ -306,9 +306,9 @@ def counted(runs: list[Run], model: forerun.Model) -> dict[str, float]:
     For 7B, each exit stands at the same share of the layers and takes the same tokens: what the
     shipped target's counts would give where a projection is a smaller part.
     """
-    access: LayerAccess = model.target.access  # type: ignore[attr-defined]
+    access: LayerAccess = layers_of(model.target).access
     heads: Any = model.drafter.heads  # type: ignore[attr-defined]
-    config = model.target.model.config  # type: ignore[attr-defined]
+    config = model.target.executor.module().config
     stats = [r.completion.stats for r in runs if r.completion]
     size, rounds = sum(s.tokens for s in stats), sum(s.rounds for s in stats)
     calls, passes, projections, exits = (sum(r.calls[i] for r in runs) for i in range(4))
@@ -334,7 +334,7 @@ def text(results: dict[str, Any], work: int, plain: forerun.Model) -> str:
     """Tables."""
     families = (*zoo.families(), "all")
     greedy, light = results["greedy"], "SpecBound, light heads"
-    layers = LayerAccess(plain.target.model).layers  # type: ignore[attr-defined]
+    layers = LayerAccess(plain.target.executor.module()).layers
     tuned = results["settings"]["light"]
     depth = tuned["depth"]
     whole = greedy[light]["all"]
