@@ -328,8 +328,9 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
         refused = part["statuses"].get("429", 0)
         megabytes = " → ".join(f"{m:.0f}" for m in part["megabytes"])
         yield (
-            f"Overload: {part['offered']} requests in {part['seconds']:.0f} s, ten times what it "
-            f"serves. {part['statuses'].get('200', 0)} answered, {refused} got status 429, "
+            f"Overload: {part['offered']} requests in {part['seconds']:.0f} s, ten times what 16 "
+            f"clients in turn had answered before. {part['statuses'].get('200', 0)} answered, "
+            f"{refused} got status 429, "
             f"{part['offered'] - refused - part['statuses'].get('200', 0)} anything else; "
             f"{part['differing_from_plain']} of the answers differ from plain decoding alone. TTFT "
             f"p50 / p99 {both(part, 'ttft_ms')} ms. Tokens/s before and after: "
