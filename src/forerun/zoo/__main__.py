@@ -74,6 +74,25 @@ def train(
 
 
 @app.command()
+def translator(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint and log.")] = Path("translator"),
+    steps: Annotated[int | None, typer.Option(help="Stop at this step; default: never.")] = None,
+    decay: Annotated[
+        int | None,
+        typer.Option(help="Let the learning rate fall to zero over so many steps, then export."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides weights and data order.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+) -> None:
+    """Train the encoder-decoder translator; stop and resume it, and end it with --decay."""
+    from forerun.zoo.translator import train as run
+
+    with _errors():
+        run(data, out, steps=steps, decay=decay, seed=seed, resume=resume)
+
+
+@app.command()
 def finish(
     data: Data,
     run: Annotated[Path, typer.Option(help="Folder of a target's run; it stays as it is.")],

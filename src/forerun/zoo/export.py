@@ -22,7 +22,9 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
         path = Path(beside)
         model.generation_config.do_sample = False
         model.save_pretrained(path)
-        wrap(tokenizer).save_pretrained(path)
+        (tokenizer if hasattr(tokenizer, "save_pretrained") else wrap(tokenizer)).save_pretrained(
+            path
+        )
         _tidy(path / "config.json", drop=("_name_or_path",), dtype="bfloat16")
         # The class every transformers release knows, so that older hosts can load it too.
         _tidy(

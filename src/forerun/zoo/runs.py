@@ -37,7 +37,8 @@ class Run:
 
     model: Any
     optimizers: list[torch.optim.Optimizer]
-    recipe: Recipe
+    recipe: Any
+    """A `Recipe`, or one with the same rates and a model of another kind."""
     seed: int
     step: int = 0
     tokens: int = 0
@@ -49,7 +50,7 @@ class Run:
     @classmethod
     def new(
         cls,
-        recipe: Recipe,
+        recipe: Any,
         seed: int,
         role: str = "target",
         *,
@@ -68,12 +69,18 @@ class Run:
         return cls(model, optimizers([model], recipe), recipe, seed)
 
     @classmethod
-    def load(cls, path: Path, role: str = "target", device: str = "cpu") -> Run:
-        """A saved run, with the recipe it was begun with."""
+    def load(
+        cls,
+        path: Path,
+        role: str = "target",
+        device: str = "cpu",
+        read: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> Run:
+        """A saved run, with the recipe it was begun with, which ``read`` makes of its saved form."""
         if not path.exists():
             raise FileNotFoundError(f"nothing to resume: no {path}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        run = cls.new(recipe_of(state["recipe"]), state["seed"], role, device=device)
+        run = cls.new((read or recipe_of)(state["recipe"]), state["seed"], role, device=device)
         run.model.load_state_dict(state["model"])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
