@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 
 from forerun.runtime import base as base_module
 from forerun.runtime.base import Executor, Rows
+from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.exits import LayersExecutor
 from forerun.runtime.support import PROVEN
 from forerun.runtime.torch_executor import TorchExecutor
 from forerun.signals import measure
 from forerun.testing import ScriptedModel
+from sourced import OneSource
+from sourced import alone as alone_with
+from sourced import build as build_encoder_decoder
 from tiny import CONFIGS, LIMIT, VOCAB, build, texts
 
 TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers stays below 1e-5
@@ -33,6 +37,20 @@ class Case:
     make: Callable[[], Executor]
     alone: Callable[[Sequence[int]], torch.Tensor]
     """`(n, V)` logits after every token of a text."""
+    rows_of: Callable[[Executor], Rows] = Rows
+
+    def rows(self) -> Rows:
+        return self.rows_of(self.make())
+
+
+def of_encoder_decoder(family: str) -> Case:
+    """All rows have one source; `test_encoder_decoder` gives each its own."""
+    model = build_encoder_decoder(family)
+    return Case(
+        lambda: EncoderDecoderExecutor(model),
+        lambda tokens: alone_with(model, OneSource.SOURCE, tokens),
+        OneSource,
+    )
 
 
 def of_model(kind: Callable[[Any], Executor], family: str) -> Case:
@@ -67,6 +85,7 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
     **{f"openvino-{family}": lambda f=family: of_openvino(f) for family in ("llama", "gpt2")},
+    **{f"encoder-{f}": lambda f=f: of_encoder_decoder(f) for f in ("t5", "marian", "bart")},
     "scripted": of_script,
 }
 
@@ -94,7 +113,7 @@ def test_the_tested_families_are_the_proven_ones() -> None:
 
 def test_ragged_rows_equal_rows_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_module, "CHUNK", 5)
-    rows, prompts = Rows(case.make()), texts(5, 17, 1, 9)
+    rows, prompts = case.rows(), texts(5, 17, 1, 9)
     rows.read(prompts)
     assert rows.lengths == [4, 16, 0, 8]
     more = [[3, 4, 5][:i] for i in range(4)]
@@ -123,7 +142,7 @@ def test_ragged_rows_equal_rows_alone(case: Case, monkeypatch: pytest.MonkeyPatc
 
 def test_prompts_are_read_beside_rows_that_decode(case: Case) -> None:
     """Rows of one pass may read a prompt, judge a draft, decode a token, or do nothing."""
-    rows, (old, new, idle, late) = Rows(case.make()), texts(7, 50, 4, 40)
+    rows, (old, new, idle, late) = case.rows(), texts(7, 50, 4, 40)
     rows.read([old, idle])
     rows.join(2)
     got = rows.feed([[old[-1], 5, 6], [], new[:45], late], [3, 0, 0, 1])
@@ -136,7 +155,7 @@ def test_prompts_are_read_beside_rows_that_decode(case: Case) -> None:
 
 
 def test_a_row_may_be_kept_twice(case: Case) -> None:
-    rows, (first, second) = Rows(case.make()), texts(6, 9)
+    rows, (first, second) = case.rows(), texts(6, 9)
     rows.read([first, second])
     rows.keep([1, 0, 1])
     got = rows.feed([[second[-1], 5], [first[-1]], [second[-1], 6]], [1, 1, 1])[:, 0]
@@ -145,7 +164,7 @@ def test_a_row_may_be_kept_twice(case: Case) -> None:
 
 
 def test_nothing_is_fed_and_nothing_wanted(case: Case) -> None:
-    rows, prompts = Rows(case.make()), texts(4, 6)
+    rows, prompts = case.rows(), texts(4, 6)
     rows.read(prompts)
     assert rows.feed([[], []]).shape[:2] == (2, 0)
     rows.feed([prompts[0][-1:], []], [0, 0])
@@ -158,7 +177,7 @@ SIGNALS = frozenset({"top1", "chosen", "entropy", "logit_margin"})
 
 def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
     prompts = texts(5, 8, 3)
-    logits, best = Rows(case.make()), Rows(case.make())
+    logits, best = case.rows(), case.rows()
     for rows in (logits, best):
         rows.read(prompts)
     pieces = [[prompts[0][-1], 5, 9], [prompts[1][-1]], []]
@@ -177,12 +196,21 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize(
-    "name", ["torch-llama", "torch-gpt2", "layers-llama", "openvino-llama", "scripted"]
+    "name",
+    [
+        "torch-llama",
+        "torch-gpt2",
+        "layers-llama",
+        "openvino-llama",
+        "encoder-t5",
+        "encoder-marian",
+        "scripted",
+    ],
 )
 def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
     """Random joins, pieces, rollbacks, leaves and repetitions."""
     case = CASES[name]()
-    rows, contexts = Rows(case.make()), []
+    rows, contexts = case.rows(), []
     token = st.integers(3, VOCAB - 1)
     for _ in range(data.draw(st.integers(1, 6))):
         for _ in range(data.draw(st.integers(0, 2))):

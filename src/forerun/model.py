@@ -26,6 +26,7 @@ from forerun.engine.meter import Meter
 from forerun.engine.scoring import score_text
 from forerun.engine.shared import SharedEngine
 from forerun.errors import GenerationError, PromptError, SettingError, UnknownNameError, require
+from forerun.languages import Opening, opening
 from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
@@ -58,6 +59,8 @@ class Model:
         self.drafter, self.tokenizer = drafter, tokenizer
         self.settings = settings or Settings()
         self.eos = _end_of_text(self.target, tokenizer)
+        self.opening = Opening(self.target.facts.start)
+        """With an encoder: what its texts begin with, where a call asks for nothing else."""
         self._memory: Memory = {}
         self.meter = Meter()
         """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
@@ -74,7 +77,8 @@ class Model:
         """Generate for one prompt or a list of prompts (decoded as one ragged batch).
 
         Takes the settings of `stream`. A prompt is text or token ids (a list or a 1-D array of
-        integers); a list of ids on its own is one prompt.
+        integers); a list of ids on its own is one prompt. An encoder-decoder model's prompt is its
+        source: the text to translate or to sum up.
 
         Raises:
             GenerationError: the only prompt ended with an error in the middle of its text; of
@@ -104,6 +108,8 @@ class Model:
         plain: bool = False,
         logprobs: int | None = None,
         first_token_soon: bool = True,
+        language: str | None = None,
+        decoder_prompt: str | Sequence[int] | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """Generate, yielding an `Event` per request and round; a request's id is its place.
@@ -120,6 +126,8 @@ class Model:
             logprobs: report log-probabilities; see `Request`.
             first_token_soon: take the first token from the pass that reads the prompt, as soon as
                 plainly. Otherwise (in `generate`) the first draft rides along in that pass.
+            language: of encoder-decoder models: the one to write in, as their tokenizer names it.
+            decoder_prompt: of these: what the text shall begin with; not part of what comes back.
 
         Raises:
             PromptError: a prompt that is none, is empty, or does not fit the context.
@@ -143,11 +151,54 @@ class Model:
             drafter, length = self._plain, CONTROLLERS.make("fixed(0)")
         with self._shared.turns:  # tokenizers are not made for several threads
             ids = [self.encode(text) for text in prompts]
-        requests = [
-            Request(i, how, length, keep, stream=first_token_soon, logprobs=logprobs)
-            for i, how in zip(ids, samplings, strict=True)
-        ]
+            begin = self.open(language, decoder_prompt)
+        requests = []
+        for each, how in zip(ids, samplings, strict=True):
+            given, source = self.context(each, begin)
+            requests.append(
+                Request(given, how, length, keep, source, first_token_soon, logprobs=logprobs)
+            )
         yield from self._shared.stream(drafter, batch_size, requests)
+
+    def open(
+        self, language: str | None = None, decoder_prompt: str | Sequence[int] | None = None
+    ) -> Opening:
+        """What an encoder-decoder model's texts begin with; without arguments, `opening`.
+
+        Raises:
+            SettingError: the model has no encoder, or no such language.
+        """
+        if language is None and decoder_prompt is None:
+            return self.opening
+        if self.target.facts.source_limit is None:
+            raise SettingError(
+                "language and decoder_prompt are for encoder-decoder models; this one has no "
+                "encoder: write both into the prompt"
+            )
+        return opening(self.target.facts.start, self.tokenizer, language, decoder_prompt)
+
+    def context(
+        self, ids: Sequence[int], begin: Opening | None = None
+    ) -> tuple[list[int], list[int] | None]:
+        """A prompt's tokens as `Request` takes them: prompt, and source if there is an encoder."""
+        if self.target.facts.source_limit is None:
+            return list(ids), None
+        begin = begin or self.opening
+        return list(begin.prompt), [*begin.source, *ids]
+
+    def contexts(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[list[int]] | None]:
+        """`context` of several prompts, as `Rows.read` takes them; no sources without encoder."""
+        pairs = [self.context(ids) for ids in prompts]
+        sources = [source for _, source in pairs if source is not None]
+        return [prompt for prompt, _ in pairs], sources if sources else None
+
+    @property
+    def prompt_limit(self) -> int:
+        """Most tokens of a prompt: the context less one to write, or what the encoder reads."""
+        limit = self.target.facts.source_limit
+        return self.target.limit - 1 if limit is None else limit - len(self.opening.source)
 
     def _engine(self, drafter: Drafter, batch_size: int) -> Engine:
         if self.target.lengths:
@@ -171,6 +222,10 @@ class Model:
         Raises:
             PromptError: fewer than two tokens, or more than the context holds.
         """
+        if self.target.facts.source_limit is not None:
+            raise SettingError(
+                "an encoder-decoder model's text cannot be scored without its source"
+            )
         ids = self.encode(text)
         if not 2 <= len(ids) <= self.target.limit:
             raise PromptError(
@@ -204,6 +259,8 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    language: str | None = None,
+    decoder_prompt: str | Sequence[int] | None = None,
 ) -> Model:
     """Load a target and who runs ahead of it.
 
@@ -222,6 +279,8 @@ def load(
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
             plain output.
         trust_remote_code: run modelling code that comes with the checkpoint.
+        language: as for `Model.stream`, for all texts.
+        decoder_prompt: likewise.
 
     Raises:
         ModelError: a model that is missing, corrupt, unsupported, or a draft with another
@@ -248,7 +307,9 @@ def load(
     rows = runs.load(Source(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
-    return Model(drafter.target or rows, drafter, tokenizer, chosen)
+    model = Model(drafter.target or rows, drafter, tokenizer, chosen)
+    model.opening = model.open(language, decoder_prompt)
+    return model
 
 
 def _chosen(target: str | Path | None, settings: str | Path | Settings | None) -> Settings:

@@ -140,7 +140,14 @@ class Request:
     logprobs: int | None = None
     prediction: Sequence[int] = ()
 
-    def check(self, vocab_size: int, limit: int, has_tokenizer: bool, tells: bool) -> None:
+    def check(
+        self,
+        vocab_size: int,
+        limit: int,
+        has_tokenizer: bool,
+        tells: bool,
+        source_limit: int | None = None,
+    ) -> None:
         """Refuse what cannot be served, before anything runs.
 
         Args:
@@ -148,6 +155,7 @@ class Request:
             limit: most tokens of the target's context.
             has_tokenizer: whether text can be made.
             tells: whether the drafter has a distribution that rules can read.
+            source_limit: most tokens of a source; None if the target has no encoder.
 
         Raises:
             PromptError: the prompt is empty, holds unknown ids or leaves no room in the context.
@@ -171,8 +179,7 @@ class Request:
                     f"token id {token} in logit_bias or eos is outside the vocabulary of "
                     f"{vocab_size}"
                 )
-        if self.source is not None:
-            raise SettingError("a source is for encoder-decoder targets; this one has no encoder")
+        self._check_source(vocab_size, source_limit)
         if self.sampling.stop and not has_tokenizer:
             raise SettingError("stop strings need a tokenizer")
         if self.logprobs is not None:
@@ -188,6 +195,23 @@ class Request:
                 f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
                 "none; use a draft model, or rule 'standard'"
             )
+
+    def _check_source(self, vocab_size: int, limit: int | None) -> None:
+        source = self.source
+        if source is None and limit is None:
+            return
+        if limit is None:
+            raise SettingError("a source is for encoder-decoder targets; this one has no encoder")
+        if source is None:
+            raise SettingError("this target has an encoder: give the text that it reads as source")
+        if not source:
+            raise PromptError("the source is empty; give at least one token of text")
+        if len(source) > limit:
+            raise PromptError(
+                f"the source has {len(source)} tokens and the encoder reads {limit}; shorten it"
+            )
+        if not 0 <= min(source) <= max(source) < vocab_size:
+            raise PromptError(f"the source holds token ids outside the vocabulary of {vocab_size}")
 
     def _check_prediction(self, vocab_size: int) -> None:
         if not 0 <= min(self.prediction) <= max(self.prediction) < vocab_size:

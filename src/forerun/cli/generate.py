@@ -19,7 +19,11 @@ MANY_PROMPTS = "Many prompts"
 def generate(
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin."),
+        typer.Argument(
+            metavar="PROMPT",
+            help="The text to continue, or with an encoder-decoder model to translate or sum up; "
+            "- reads stdin.",
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -36,6 +40,18 @@ def generate(
             "DIR",
             "Exit heads for --draft specbound, made by train-exits. Default: the shipped ones for "
             "the shipped target, else the model's own head at every layer.",
+            panel=MODELS,
+        ),
+    ] = None,
+    language: Annotated[
+        str | None,
+        option("CODE", "Of translation models: the language to write in.", panel=MODELS),
+    ] = None,
+    decoder_prompt: Annotated[
+        str | None,
+        option(
+            "TEXT",
+            "Of encoder-decoder models: what the text shall begin with; not printed.",
             panel=MODELS,
         ),
     ] = None,
@@ -93,7 +109,8 @@ def generate(
         option(
             "FILE",
             "Many prompts, one JSON string or object per line "
-            '({"prompt": "...", "id": "a1", "temperature": 0.7}); - reads stdin. Each text has a '
+            '({"prompt": "...", "id": "a1", "temperature": 0.7}); - reads stdin. With an '
+            'encoder-decoder model "source" is another name of "prompt". Each text has a '
             "line ==> prompt 1 (a1) <== above; programs better read --jsonl.",
             panel=MANY_PROMPTS,
         ),
@@ -180,6 +197,8 @@ def generate(
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        language=language,
+        decoder_prompt=decoder_prompt,
     )
     job, rows = plan.open(lambda reader: prepare(reader, requests, common))
     watched = sys.stdout.isatty() and not (as_json or as_lines)

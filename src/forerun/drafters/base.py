@@ -122,8 +122,16 @@ class Drafter(ABC):
     def follow(self, texts: Texts) -> None:
         """Rows are reading a long prompt; a drafter with a cache may read along."""
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
-        """Rows were added at the end; each is expected to grow by `room` tokens."""
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Rows were added at the end; each is expected to grow by `room` tokens.
+
+        `sources` are what their target's encoder read; only of encoder-decoder targets.
+        """
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay, in this order; a row may be kept twice."""

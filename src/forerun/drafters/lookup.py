@@ -23,11 +23,19 @@ class LookupDrafter(Drafter):
         self._most, self._least = most, least
         self._index: list[dict[tuple[int, ...], int]] = []
         self._covered: list[int] = []
+        self._sources: list[list[int]] = []
+        """What stands before each row's text: the source, with an encoder."""
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
-        """Start an index per new row."""
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Start an index per new row, with its source in it."""
         self._index.extend({} for _ in prompts)
         self._covered.extend(0 for _ in prompts)
+        self._sources.extend(list(source) for source in sources or [()] * len(prompts))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Reorder."""
@@ -36,18 +44,21 @@ class LookupDrafter(Drafter):
             dict(index[row]) if row in rows[:i] else index[row] for i, row in enumerate(rows)
         ]
         self._covered = [self._covered[row] for row in rows]
+        self._sources = [self._sources[row] for row in rows]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
         """What followed the longest match."""
         out = Proposal.none(len(texts))
         for row, text in enumerate(texts):
-            place = None if text is None else self._match(row, text)
-            if text is None or place is None:
+            if text is None:
+                continue
+            whole = [*self._sources[row], *text] if self._sources[row] else text
+            if (place := self._match(row, whole)) is None:
                 continue
             # A continuation may run into the text it is itself drafting: periodic text goes on.
-            period = len(text) - place
+            period = len(whole) - place
             for i in range(most[row]):
-                out.tokens[row].append(text[place + i % period])
+                out.tokens[row].append(whole[place + i % period])
         return out
 
     def _match(self, row: int, context: Sequence[int]) -> int | None:
@@ -68,6 +79,9 @@ class LookupDrafter(Drafter):
 @dataclass(frozen=True)
 class Lookup(DrafterSpec):
     """Prompt lookup: continue the longest earlier match of the last tokens. No model, no cost.
+
+    With an encoder-decoder target the source stands before the text: what is copied from it is
+    drafted (summaries, post-editing; a translation copies names and numbers).
 
     When it helps: copying, rewriting, extraction, code, periodic text. When it hurts: hardly ever;
     where nothing repeats it proposes nothing (or short wrong guesses).

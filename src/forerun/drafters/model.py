@@ -47,9 +47,20 @@ class ModelDrafter(Drafter):
         sizes = target.facts.weights, self.rows.facts.weights
         return sizes[0] / sizes[1] if all(sizes) else 5.0
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
-        """Empty rows: a prompt is read when its row first drafts."""
-        self.rows.join(len(prompts), max(map(len, prompts)) + room)
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Empty rows: a prompt is read when its row first drafts; sources are encoded now."""
+        room += max(map(len, prompts))
+        self.rows.join(len(prompts), room, None if sources is None else self.readable(sources))
+
+    def readable(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Sources as far as the draft can read them."""
+        known, limit = self.rows.vocab_size, self.rows.facts.source_limit
+        return [[i if i < known else STAND_IN for i in source[:limit]] for source in sources]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Reorder the cache."""
@@ -143,7 +154,19 @@ class ModelDraft(DrafterSpec):
         if target_tokenizer is not None:
             tokenizer = load_tokenizer(self.path, self.trust_remote_code)
             check_same_tokenizer(target_tokenizer, tokenizer, self.path)
+        check_encoders(target, rows, self.path)
         return ModelDrafter(rows, target.vocab_size)
+
+
+def check_encoders(target: Rows, draft: Rows, name: str) -> None:
+    """Raise `ModelError` unless both models or neither of them read a source."""
+    sides = target.facts.source_limit is not None, draft.facts.source_limit is not None
+    if sides[0] != sides[1]:
+        kinds = ["an encoder-decoder model" if side else "a decoder-only one" for side in sides]
+        raise ModelError(
+            f"the target is {kinds[0]} and the draft {name!r} {kinds[1]}; use a draft of the same "
+            "kind, or the drafter lookup"
+        )
 
 
 SAMPLE = "Words, 123 words; äöü\n\tand MORE."

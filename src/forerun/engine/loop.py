@@ -148,6 +148,7 @@ class Engine:
             self.target.limit,
             self.tokenizer is not None,
             self.drafter.has_distribution,
+            self.target.facts.source_limit,
         )
 
     def run(self) -> Iterator[Event]:
@@ -199,8 +200,13 @@ class Engine:
         del self._waiting[: len(joining)]
         self._rows.extend(joining)
         longest = max(row.sampling.max_new_tokens for row in joining)
-        self.target.join(len(joining), longest + max(row.prompt for row in joining))
-        self.drafter.join([row.context for row in joining], longest)
+        room, before = longest + max(row.prompt for row in joining), self.target.encode_seconds
+        sources = [row.request.source for row in joining if row.request.source is not None]
+        read = {"sources": sources} if sources else {}
+        self.target.join(len(joining), room, **read)
+        self.drafter.join([row.context for row in joining], longest, **read)
+        for row in joining:
+            row.encode = self.target.encode_seconds - before
         for row in joining:
             seeded = row.sampling.seed is not None and not row.sampling.greedy
             given = None

@@ -136,6 +136,11 @@ class Stats(_Counted):
     """Likewise the largest of one token."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Of the rounds, summed up. `layer_passes` over `tokens` compares with the number of layers."""
+    source_tokens: int | None = None
+    """Tokens that the encoder read; None if the target has none."""
+    encode_seconds: float | None = None
+    """Reading them, together with the sources that joined at the same time; in `seconds` and
+    `first_token_seconds`, in none of the other times."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -158,9 +163,15 @@ class Stats(_Counted):
 
     @classmethod
     def of(
-        cls, rounds: list[Round], prompt_tokens: int, prefill: float, first: float, total: float
+        cls,
+        rounds: list[Round],
+        prompt_tokens: int,
+        prefill: float,
+        first: float,
+        total: float,
+        source: tuple[int, float] | None = None,
     ) -> Stats:
-        """Add up rounds."""
+        """Add up rounds; `source` is its tokens and the seconds to read it, if there is one."""
         reasons: dict[str, int] = {}
         for r in rounds:
             reasons[r.stopped_by.label] = reasons.get(r.stopped_by.label, 0) + 1
@@ -189,6 +200,8 @@ class Stats(_Counted):
             drift_mean=sum(drift) / max(tokens, 1) if lossy else None,
             drift_max=max(drift, default=0.0) if lossy else None,
             counters=dict(counters),
+            source_tokens=source[0] if source else None,
+            encode_seconds=source[1] if source else None,
         )
 
 

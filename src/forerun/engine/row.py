@@ -37,6 +37,8 @@ class Row:
     """Whether its first token comes without a draft, as soon as plainly."""
     submitted: float
     prefill: float = 0.0
+    encode: float = 0.0
+    """Seconds of reading the sources that joined with its own."""
     first_token: float = 0.0
     drift: float | None = None
     """Summed drift of the tokens so far; None under a lossless rule."""
@@ -117,7 +119,15 @@ class Row:
         """The finished generation."""
         total = time.perf_counter() - self.submitted
         tokens = self.context[self.prompt :]
-        stats = Stats.of(self.rounds, self.prompt, self.prefill, self.first_token, total)
+        source = self.request.source
+        stats = Stats.of(
+            self.rounds,
+            self.prompt,
+            self.prefill,
+            self.first_token,
+            total,
+            None if source is None else (len(source), self.encode),
+        )
         assert stats.tokens == len(tokens), "committed tokens must add up"
         if error is None:
             pieces = self.pieces(len(tokens))

@@ -115,10 +115,11 @@ def explain(
     right = b[at] if at < len(b) else None
     if left is None or right is None:  # one ended although the other went on: never a rounding
         return Difference(at, (left, right), inf, 0.0, False)
-    context = [*prompt, *a[:at]]
-    transform = _Transform(model, context, len(prompt), sampling or Sampling())
+    before, source = model.context(prompt) if hasattr(model, "context") else (list(prompt), None)
+    context = [*before, *a[:at]]
+    transform = _Transform(model, context, len(before), sampling or Sampling())
     raw = [
-        _logits(model.target, context, width, count).double()
+        _logits(model.target, context, width, count, source).double()
         for count in sorted({1, rows})
         for width in sorted({min(width, len(context)) for width in WIDTHS})
     ]
@@ -149,11 +150,14 @@ class _Transform:
 
 
 @torch.inference_mode()
-def _logits(target: Rows, context: list[int], width: int, rows: int = 1) -> torch.Tensor:
+def _logits(
+    target: Rows, context: list[int], width: int, rows: int = 1, source: list[int] | None = None
+) -> torch.Tensor:
     """The logits after `context` when its last `width` tokens are fed in one pass."""
     first = len(target.lengths)
     try:
-        target.read([context[: len(context) - width + 1]] * rows)
+        sources = None if source is None else [source] * rows
+        target.read([context[: len(context) - width + 1]] * rows, sources=sources)
         piece = context[target.lengths[first] :]
         pieces = [*[[]] * first, *[piece] * rows]
         return target.feed(pieces, [min(len(p), 1) for p in pieces])[first, 0]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -182,8 +182,12 @@ def quantile(ranked: Sequence[float], q: float) -> float:
     return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
 
 
-Text = tuple[list[int], list[int]]
-"""Token ids of a prompt and of its output."""
+class Text(NamedTuple):
+    """Token ids of a prompt, of its output, and of what an encoder reads, if there is one."""
+
+    prompt: list[int]
+    output: list[int]
+    source: list[int] | None
 
 
 def _decode(
@@ -204,7 +208,11 @@ def _decode(
         if event.completion is not None:
             outputs[event.request] = event.completion.tokens
             tell("decoding", len(outputs))
-    return [(prompt, outputs[i]) for prompt, i in zip(ids, sorted(outputs), strict=True)]
+    out = []
+    for given, i in zip(ids, sorted(outputs), strict=True):
+        prompt, source = model.context(given)
+        out.append(Text(prompt, outputs[i], source))
+    return out
 
 
 def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
@@ -217,12 +225,12 @@ def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
 @torch.inference_mode()
 def _of_target(target: Rows, texts: list[Text]) -> torch.Tensor:
     """Float64 entropies after the prompt and after each output token but the last, text by text."""
-    pieces = [[prompt[-1], *output[:-1]] for prompt, output in texts]
+    pieces = [[text.prompt[-1], *text.output[:-1]] for text in texts]
     longest = max(map(len, pieces))
     width = max(1, ELEMENTS // (len(texts) * target.vocab_size))
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     try:
-        target.read([prompt for prompt, _ in texts], longest)
+        target.read([text.prompt for text in texts], longest, _sources(texts))
         for start in range(0, longest, width):
             parts = [piece[start : start + width] for piece in pieces]
             logits = target.feed(parts)
@@ -236,16 +244,18 @@ def _of_target(target: Rows, texts: list[Text]) -> torch.Tensor:
 @torch.inference_mode()
 def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
     """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
-    longest = max(len(output) for _, output in texts)
+    longest = max(len(text.output) for text in texts)
+    sources = _sources(texts)
     found = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
     try:
-        drafter.join([prompt for prompt, _ in texts], longest)
+        read = {} if sources is None else {"sources": sources}
+        drafter.join([text.prompt for text in texts], longest, **read)
         for step in range(longest):
             contexts = [
-                [*prompt, *output[:step]]
-                if step < len(output) and len(prompt) + step < drafter.limit
+                [*text.prompt, *text.output[:step]]
+                if step < len(text.output) and len(text.prompt) + step < drafter.limit
                 else None
-                for prompt, output in texts
+                for text in texts
             ]
             rows = [row for row, context in enumerate(contexts) if context is not None]
             if not rows:
@@ -255,7 +265,11 @@ def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
             found[rows, step] = _entropy(logits[rows])
     finally:
         drafter.keep([])
-    return torch.cat([found[row, : len(output)] for row, (_, output) in enumerate(texts)])
+    return torch.cat([found[row, : len(text.output)] for row, text in enumerate(texts)])
+
+
+def _sources(texts: list[Text]) -> list[list[int]] | None:
+    return [text.source for text in texts if text.source is not None] or None
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forerun.errors import PromptError
+from forerun.errors import PromptError, SettingError
 from forerun.signals import measure
 
 Pieces = Sequence[Sequence[int]]
@@ -39,6 +39,11 @@ class Facts:
     """Which one runs it, as `--runtime` names it."""
     name: str = ""
     """Folder or Hugging Face id; empty if it was made in memory."""
+    source_limit: int | None = None
+    """Most tokens that its encoder reads; None: it has none and takes no source."""
+    start: tuple[int, ...] = ()
+    """With an encoder, what the decoder's text begins with: then the prompt is this, and what a
+    user calls the prompt is the source."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,18 @@ class Executor(ABC):
         """The Hugging Face module behind it, or None."""
         return None
 
+    @property
+    def encode_seconds(self) -> float:
+        """Wall time of reading sources so far."""
+        return 0.0
+
+    def attend(self, sources: Pieces) -> None:
+        """Read the sources of the rows that join next, before their first pass.
+
+        Only of executors whose facts have a `source_limit`; `keep` keeps sources, too.
+        """
+        raise SettingError("a source is for encoder-decoder models; this one has no encoder")
+
 
 def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     """The arg-max of `(rows, n, V)` logits, with one transfer to the host."""
@@ -133,8 +150,27 @@ class Rows:
         """Wall time spent in passes so far."""
         self.passes = 0
 
-    def join(self, count: int, room: int = 0) -> None:
-        """Add empty rows at the end; `room` tokens are expected of each."""
+    @property
+    def encode_seconds(self) -> float:
+        """Wall time spent reading sources so far; not part of `seconds`."""
+        return self.executor.encode_seconds
+
+    def join(self, count: int, room: int = 0, sources: Pieces | None = None) -> None:
+        """Add empty rows at the end; `room` tokens are expected of each.
+
+        Args:
+            count: rows.
+            room: tokens.
+            sources: one per row, for models with an encoder.
+        """
+        if (sources is None) != (self.facts.source_limit is None) and count:
+            raise SettingError(
+                "this model has an encoder: a row joins with a source"
+                if sources is None
+                else "a source is for encoder-decoder models; this one has no encoder"
+            )
+        if sources:
+            self.executor.attend(sources)
         self.executor.reserve(len(self.lengths) + count, min(room, self.limit) + 1)
         self.lengths.extend([0] * count)
 
@@ -174,10 +210,10 @@ class Rows:
         self._covered(counts, began)
         return best
 
-    def read(self, texts: Pieces, room: int = 0) -> None:
+    def read(self, texts: Pieces, room: int = 0, sources: Pieces | None = None) -> None:
         """Add a row per text, and cover all of it but for its last token, in chunks."""
         first = len(self.lengths)
-        self.join(len(texts), max(map(len, texts), default=0) + room)
+        self.join(len(texts), max(map(len, texts), default=0) + room, sources)
         none = [0] * len(self.lengths)
         while any(len(t) - 1 > n for t, n in zip(texts, self.lengths[first:], strict=True)):
             starts = self.lengths[first:]

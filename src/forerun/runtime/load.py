@@ -53,7 +53,7 @@ def load_model(
     trust_remote_code: bool = False,
     windows: bool = False,
 ) -> Any:
-    """Load a causal language model from a folder or a Hugging Face id (safetensors only).
+    """Load a language model from a folder or a Hugging Face id (safetensors only).
 
     Args:
         name: the folder or id.
@@ -63,14 +63,13 @@ def load_model(
         windows: whether it may have sliding windows (see `support.refusal`).
 
     Raises:
-        ModelError: missing, corrupt, incomplete, or not a causal language model; one line says
-            which.
+        ModelError: missing, corrupt, incomplete, or none that writes text; one line says which.
 
     Warns:
         ForerunWarning: the checkpoint holds tensors that the model has no place for.
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging as transformers_logging
 
     from forerun.runtime.support import refusal
@@ -81,10 +80,12 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(str(name), **options)
-        if reason := refusal(config, windows):
+        if reason := refusal(config, windows, encoders=not windows):
             raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
         _check_generation_config(name)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        encodes = getattr(config, "is_encoder_decoder", False)
+        kind = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
+        model, report = kind.from_pretrained(
             str(name),
             dtype=wanted,
             use_safetensors=True,
@@ -95,7 +96,8 @@ def load_model(
         _check_complete(name, report)
         model = model.to(where).eval()
         with torch.inference_mode():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=where))
+            one = torch.zeros(1, 1, dtype=torch.long, device=where)
+            model(input_ids=one, **({"decoder_input_ids": one} if encodes else {}))
     except ModelError:
         raise
     except SafetensorError as error:

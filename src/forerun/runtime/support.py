@@ -12,14 +12,56 @@ from forerun.runtime.base import Rows
 PROVEN = frozenset({"gemma", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Model types whose rows are tested against the model run alone; others are probed when loaded."""
 
+PROVEN_ENCODER_DECODER = frozenset(
+    {
+        "bart",
+        "blenderbot",
+        "blenderbot-small",
+        "m2m_100",
+        "marian",
+        "mbart",
+        "mt5",
+        "pegasus",
+        "plbart",
+        "t5",
+        "umt5",
+    }
+)
+"""Likewise of encoder-decoder models."""
+
+_MIXTURE = "its experts have a capacity that all rows share, so that rows influence each other"
+_WINDOWS = "its encoder attends in windows padded to a fixed size"
+_SPEECH = "its source is sound, not text"
+REFUSED_ENCODER_DECODER = {
+    "switch_transformers": _MIXTURE,
+    "nllb-moe": _MIXTURE,
+    "led": _WINDOWS,
+    "longt5": _WINDOWS,
+    "bigbird_pegasus": _WINDOWS,
+    "pegasus_x": _WINDOWS,
+    "prophetnet": "its decoder predicts several tokens with streams of their own",
+    "xlm-prophetnet": "its decoder predicts several tokens with streams of their own",
+    "whisper": _SPEECH,
+    "speech_to_text": _SPEECH,
+    "speecht5": _SPEECH,
+    "moonshine": _SPEECH,
+    "seamless_m4t": _SPEECH,
+    "seamless_m4t_v2": _SPEECH,
+}
+
 PROBE_TOLERANCE = 2e-3
 """Largest difference of logits, relative to their range, that a probe forgives in fp32."""
 
 
-def check_supported(model: Any) -> None:
-    """Raise `UnsupportedModelError` with the reason if the configuration rules rows out."""
+def check_supported(model: Any, encoders: bool = False) -> None:
+    """Raise `UnsupportedModelError` with the reason if the configuration rules rows out.
+
+    Args:
+        model: of Hugging Face.
+        encoders: whether the executor is for encoder-decoder models.
+    """
     config = model.config
-    if reason := refusal(config):
+    if reason := refusal(config, encoders=encoders):
         raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         raise UnsupportedModelError(
@@ -27,19 +69,22 @@ def check_supported(model: Any) -> None:
         )
 
 
-def refusal(config: Any, windows: bool = False) -> str | None:
+def refusal(config: Any, windows: bool = False, encoders: bool = False) -> str | None:
     """The reason a configuration cannot be served, or None.
 
     Args:
         config: of the whole model.
         windows: whether the executor only hides what lies outside a sliding window.
+        encoders: whether the executor serves encoder-decoder models.
     """
     for part in ("vision", "audio"):
         if hasattr(config, f"{part}_config"):
             return f"{part}-language models are not supported; use a model of text alone"
     whole, config = config, config.get_text_config(decoder=True)
     if getattr(whole, "is_encoder_decoder", False):
-        return "encoder-decoder models are not supported yet; use a decoder-only model"
+        if not encoders:
+            return "this executor serves no encoder-decoder models; use runtime torch"
+        return REFUSED_ENCODER_DECODER.get(whole.model_type)
     if config.model_type in ("bert", "roberta", "electra", "distilbert", "albert", "deberta-v2"):
         return "encoder-only models do not generate text; use a decoder-only model"
     layers = set(getattr(config, "layer_types", None) or ())
@@ -80,6 +125,49 @@ def context_limit(config: Any) -> int:
     return int(limit)
 
 
+def decoder_limit(config: Any) -> int:
+    """Most tokens of a decoder's context by its configuration; T5's has no end."""
+    limit = getattr(config, "max_position_embeddings", None) or 1 << 20
+    if not isinstance(limit, int) or limit < 2:
+        raise ModelError(f"max_position_embeddings must be a whole number above 1, got {limit!r}")
+    return limit
+
+
+@torch.inference_mode()
+def probe_sources(rows: Rows, model: Any) -> None:
+    """Prove an encoder-decoder model outside `PROVEN_ENCODER_DECODER`, like `probe`.
+
+    Args:
+        rows: the runtime around the model, without rows.
+        model: the model itself.
+
+    Raises:
+        UnsupportedModelError: rows with sources of their own differ from the model run alone, or
+            the model cannot be stepped at all.
+    """
+    kind = model.config.model_type
+    failed = f"{kind} models are not proven here, and a probe of this one failed"
+    sources = [[(5 * i + 3) % rows.vocab_size for i in range(n)] for n in (6, 11)]
+    more = [[(7 * i + 3) % rows.vocab_size for i in range(n)] for n in (8, 3)]
+    texts = [[*rows.facts.start, *text] for text in more]
+    try:
+        rows.read(texts, sources=sources)
+        got = rows.feed([t[-1:] for t in texts])[:, 0]
+        alone = [
+            model(
+                input_ids=torch.tensor([source], device=rows.device),
+                decoder_input_ids=torch.tensor([text], device=rows.device),
+                use_cache=False,
+            ).logits[0, -1]
+            for source, text in zip(sources, texts, strict=True)
+        ]
+        rows.keep([])
+    except Exception as error:  # whatever it is, this model cannot be stepped
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedModelError(f"{failed}: {line}") from error
+    _same(got, torch.stack(alone), failed)
+
+
 @torch.inference_mode()
 def probe(rows: Rows, model: Any) -> None:
     """Prove a model type outside `PROVEN`: two ragged rows against the model run alone.
@@ -104,9 +192,14 @@ def probe(rows: Rows, model: Any) -> None:
     except Exception as error:  # whatever it is, this model cannot be stepped
         line = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModelError(f"{failed}: {line}") from error
-    wanted = torch.stack(alone)
-    worst = float(((got - wanted).abs().max() / (wanted.abs().max() + 1e-6)).float())
-    if not worst <= (PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1):
+    _same(got, torch.stack(alone), failed)
+
+
+def _same(got: torch.Tensor, wanted: torch.Tensor, failed: str) -> None:
+    banned = got.isneginf()
+    differing = (got - wanted).masked_fill(banned, 0.0).abs().max()
+    worst = float((differing / (wanted.abs().max() + 1e-6)).float())
+    if not worst <= (PROBE_TOLERANCE if got.dtype == torch.float32 else 0.1):
         raise UnsupportedModelError(
             f"{failed}: a row in a batch differs from the row alone by {worst:.1e} (relative)"
         )

@@ -125,6 +125,10 @@ class TorchExecutor(Executor):
 
 def torch_rows(model: Any) -> Rows:
     """Rows of a Hugging Face model, run by PyTorch."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
+
+        return Rows(EncoderDecoderExecutor(model))
     return Rows(TorchExecutor(model))
 
 

@@ -88,6 +88,8 @@ class Server:
             model.target.vocab_size,
             model.eos,
             sampling_defaults(generation),
+            model.target.facts.source_limit,
+            model.context,
         )
         self.texts = Texts(model.tokenizer, model.target.vocab_size)
         self.planner = Planner(config, self.facts, self.texts)

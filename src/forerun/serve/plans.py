@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ class Facts:
     eos: frozenset[int]
     defaults: dict[str, float]
     """Sampling settings of requests that do not say."""
+    source_limit: int | None = None
+    """Most tokens that an encoder reads: then the prompt is the source."""
+    context: Callable[[list[int]], tuple[list[int], list[int] | None]] = lambda ids: (ids, None)
+    """Prompt and source of a prompt's tokens; see `Model.context`."""
 
 
 def sampling_defaults(generation_config: Any) -> dict[str, float]:
@@ -112,6 +116,8 @@ class Planner:
         ignored = request.ignored()
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+        if self.facts.source_limit is not None:
+            raise bad("this model has an encoder and no chat; use /v1/completions", "messages")
         both = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(both) > 1:
             raise bad(
@@ -144,7 +150,8 @@ class Planner:
         prediction = self._prediction(request, policy)
         jobs = []
         for prompt in prompts:
-            room = self.facts.limit - len(prompt)
+            given, source = self.facts.context(prompt)
+            room = self.facts.limit - len(given)
             if room < 1:
                 raise bad(
                     f"the prompt has {len(prompt)} tokens and the context holds "
@@ -159,7 +166,7 @@ class Planner:
                 soon = bool(request.stream) or (request.seed is not None and not sampling.greedy)
                 jobs.append(
                     Request(
-                        tuple(prompt), sampling, policy.controller, policy.rule,
+                        tuple(given), sampling, policy.controller, policy.rule, source,
                         stream=soon, logprobs=top, prediction=prediction,
                     )
                 )  # fmt: skip

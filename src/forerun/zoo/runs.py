@@ -76,7 +76,7 @@ class Run:
         device: str = "cpu",
         read: Callable[[dict[str, Any]], Any] | None = None,
     ) -> Run:
-        """A saved run, with the recipe it was begun with, which ``read`` makes of its saved form."""
+        """A saved run, with the recipe it was begun with; ``read`` makes it of its saved form."""
         if not path.exists():
             raise FileNotFoundError(f"nothing to resume: no {path}")
         state = torch.load(path, map_location="cpu", weights_only=True)

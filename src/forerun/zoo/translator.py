@@ -142,7 +142,9 @@ class Texts:
     def __init__(self, data: Path, split: str, tokenizer: Any, recipe: TranslatorRecipe) -> None:
         pairs = read_pairs(data / "tatoeba" / f"{split}.tsv.gz")
         flat = [(english, german) for english, several in pairs for german in several]
-        sides = [[e.ids for e in tokenizer.encode_batch(list(side))] for side in zip(*flat, strict=True)]
+        sides = [
+            [e.ids for e in tokenizer.encode_batch(list(side))] for side in zip(*flat, strict=True)
+        ]
         self.pairs: list[Pair] = list(zip(*sides, strict=True))
         self.recipe = recipe
 
@@ -160,7 +162,7 @@ class Texts:
     def batches(self, rng: random.Random) -> list[list[Pair]]:
         """`texts` in batches of alike lengths, in random order."""
         drawn = self.texts(rng)
-        drawn.sort(key=lambda pair: (max(map(len, pair)) + rng.random() * 2))
+        drawn.sort(key=lambda pair: max(map(len, pair)) + rng.random() * 2)
         out: list[list[Pair]] = [[]]
         for pair in drawn:
             if out[-1] and max(map(len, pair)) * (len(out[-1]) + 1) > self.recipe.step_tokens:

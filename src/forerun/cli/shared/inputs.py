@@ -35,6 +35,8 @@ class Request:
     """What kind of prompt it is: figures are reported per family."""
     meta: Any = None
     """Anything else its owner wants to find beside the output."""
+    source: bool = False
+    """Whether the prompt was called a source, which needs a model with an encoder."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,15 @@ class Reader:
     limit: int
     """Most tokens of context."""
     encode: Callable[[str | list[int]], list[int]]
+    encodes: bool = False
+    """Whether prompts are sources, for an encoder, which has the limit then."""
 
     @classmethod
     def of(cls, model: Model) -> Reader:
         """That of a loaded model."""
-        return cls(model.tokenizer, model.target.limit, model.encode)
+        encodes = model.target.facts.source_limit is not None
+        limit = model.prompt_limit + 1 if encodes else model.target.limit
+        return cls(model.tokenizer, limit, model.encode, encodes)
 
     @classmethod
     def open(cls, target: str | Path, trust_remote_code: bool = False) -> Reader | None:
@@ -88,7 +94,8 @@ class Reader:
         def encode(prompt: str | list[int]) -> list[int]:
             return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-        return cls(tokenizer, limit, encode)
+        encodes = bool(getattr(config, "is_encoder_decoder", False))
+        return cls(tokenizer, limit + encodes, encode, encodes)
 
 
 def read_requests(prompt: str | None, prompt_file: str | None) -> list[Request]:
@@ -137,6 +144,10 @@ def _request(line: str, where: str) -> Request:
     if not isinstance(value, dict):
         raise SettingError(f"{where}: expected a string or an object, got {line.strip()[:40]}")
     prompt: Any = value.pop("prompt", None)
+    source: Any = value.pop("source", None)
+    if source is not None and prompt is not None:
+        raise SettingError(f'{where}: "source" is another name of "prompt"; give one of them')
+    prompt = source if prompt is None else prompt
     tokens: Any = value.pop("tokens", None)
     if (prompt is None) == (tokens is None):
         raise SettingError(f'{where}: give "prompt" (text) or "tokens" (a list of ids)')
@@ -150,7 +161,8 @@ def _request(line: str, where: str) -> Request:
     # "all" is the name of all families together.
     if not (family is None or (isinstance(family, str) and family not in ("", "all"))):
         raise SettingError(f"{where}: family must be text other than 'all', got {family!r}")
-    return Request(tokens if prompt is None else prompt, value, where, name, family, meta)
+    given = tokens if prompt is None else prompt
+    return Request(given, value, where, name, family, meta, source is not None)
 
 
 def _ids(value: Any) -> bool:
@@ -183,13 +195,20 @@ def _prepare(reader: Reader, index: int, request: Request, common: Mapping[str, 
         raise SettingError(f"{at}{error}") from error
     if isinstance(request.prompt, str) and not _is_text(request.prompt):
         raise PromptError(f"{at}the prompt is not valid Unicode text")
+    if request.source and not reader.encodes:
+        raise SettingError(f'{at}"source" is for models with an encoder; write "prompt"')
     ids = reader.encode(request.prompt)
     if not ids:
         raise PromptError(f"{at}the prompt is empty; give at least one token of text")
     if len(ids) >= reader.limit:
         raise PromptError(
-            f"{at}the prompt has {len(ids)} tokens and the context holds {reader.limit}; "
-            "shorten the prompt"
+            f"{at}the prompt has {len(ids)} tokens and the "
+            + (
+                f"encoder reads {reader.limit - 1}"
+                if reader.encodes
+                else f"context holds {reader.limit}"
+            )
+            + "; shorten the prompt"
         )
     text = request.prompt
     if not isinstance(text, str):

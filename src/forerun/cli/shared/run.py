@@ -75,6 +75,8 @@ class Plan:
     device: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
+    language: str | None = None
+    decoder_prompt: str | None = None
 
     @classmethod
     def alone(
@@ -154,6 +156,8 @@ class Plan:
             device=self.device,
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
+            language=self.language,
+            decoder_prompt=self.decoder_prompt,
         )
         default = "shipped" if self.target is None else "lookup"
         about = {

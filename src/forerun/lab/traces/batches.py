@@ -100,7 +100,12 @@ class _Recorded(Drafter):
         self._begins: list[int] = []
         self.steps = np.zeros(trace.prompts, np.int64)
 
-    def join(self, prompts: Sequence[Sequence[int]], room: int) -> None:
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self._prompts.extend(next(self._next) for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:

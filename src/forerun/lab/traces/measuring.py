@@ -86,6 +86,9 @@ def cells(
     whole("repeats", repeats, 1)
     longest, room = max(contexts), min(model.target.limit, drafter.limit)
     more = max(wide[-1], LIVE_TOKENS) + 1
+    if model.target.facts.source_limit is not None:  # an encoder reads the context
+        require(longest < model.prompt_limit, "context", longest, f"below {model.prompt_limit}")
+        longest = len(model.opening.prompt)
     if longest + more > room:
         raise SettingError(
             f"a context of {longest} and {more} tokens more do not fit the models' {room}; use a "
@@ -121,7 +124,7 @@ def _cells(
 
     for batch, context in wanted:
         prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
-        turns = _passes(model.target, prompts, widths, repeats, tell)
+        turns = _passes(model.target, *model.contexts(prompts), widths, repeats, tell)
         draft, passes, other = _live(model, prompts)
         verify = _as_live(turns, passes)
         # Rounds without a draft, whose work is less by more than a token's, fit no line of others.
@@ -151,6 +154,7 @@ def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
 def _passes(
     target: Rows,
     prompts: Sequence[Sequence[int]],
+    sources: Sequence[Sequence[int]] | None,
     widths: Sequence[int],
     repeats: int,
     tell: Callable[[], None],
@@ -159,7 +163,7 @@ def _passes(
     found: dict[int, list[float]] = {width: [] for width in widths}
     covered = len(prompts[0]) - 1
     try:
-        target.read(prompts, widths[-1])
+        target.read(prompts, widths[-1], sources)
         for turn in range(WARM + repeats):
             for width in widths:
                 before = target.seconds

@@ -116,13 +116,13 @@ def parts(
     if not tasks:
         raise PromptError("no prompts to record")
     for task in tasks:
-        wanted = len(task.tokens) + _budget(model, task)
+        wanted = len(model.context(task.tokens)[0]) + _budget(model, task)
         if wanted > drafter.limit:
             raise PromptError(
                 f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
                 f"draft's context holds {drafter.limit}; lower max_new_tokens"
             )
-    return _parts(model, drafter.rows, tasks, depth, batch_size)
+    return _parts(model, drafter, tasks, depth, batch_size)
 
 
 def finish(
@@ -185,7 +185,9 @@ def _drafter(model: Model) -> ModelDrafter:
 
 def _budget(model: Model, task: Task) -> int:
     """Most tokens the text may have: as many as allowed that fit the target's context."""
-    return min(task.sampling.max_new_tokens, model.target.limit - len(task.tokens))
+    return min(
+        task.sampling.max_new_tokens, model.target.limit - len(model.context(task.tokens)[0])
+    )
 
 
 @dataclass
@@ -203,6 +205,8 @@ class _Text:
     coins: FloatArray
     """`(n + 1, K + 1)`: per position one for the hit, one for the token after a miss, the tail's.
     Position n is the end of the text, where the target says nothing any more."""
+    source: list[int] | None = None
+    """What an encoder reads."""
 
     def upto(self, place: int) -> list[int]:
         """The prompt and the first tokens of the output."""
@@ -226,7 +230,7 @@ class _Said:
 
 
 def _parts(
-    model: Model, rows: Rows, tasks: Sequence[Task], depth: int, batch_size: int
+    model: Model, drafter: ModelDrafter, tasks: Sequence[Task], depth: int, batch_size: int
 ) -> Iterator[Part]:
     for start in range(0, len(tasks), batch_size):
         batch, began = tasks[start : start + batch_size], time.perf_counter()
@@ -240,7 +244,7 @@ def _parts(
         texts = [
             _text(model, task, done, depth) for task, done in zip(batch, completions, strict=True)
         ]
-        said = _listen(model.target, rows, texts, depth)
+        said = _listen(model.target, drafter, texts, depth)
         some = [_trace(model, text, one, depth) for text, one in zip(texts, said, strict=True)]
         trace = concatenate(some)
         yield Part(trace, wrote - began, time.perf_counter() - began)
@@ -253,16 +257,19 @@ def _text(model: Model, task: Task, done: Completion, depth: int) -> _Text:
     random = np.random.default_rng([done.seed, 1])
     coins = random.random((len(done.tokens) + 1, depth + 1))
     ends: frozenset[int] = frozenset() if how.ignore_eos else eos
-    return _Text(task, list(task.tokens), len(task.tokens), done.tokens, ends, coins)
+    prompt, source = model.context(task.tokens)
+    return _Text(task, prompt, len(prompt), done.tokens, ends, coins, source)
 
 
 @torch.inference_mode()
-def _listen(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Said]:
+def _listen(target: Rows, drafter: ModelDrafter, texts: list[_Text], depth: int) -> list[_Said]:
     """Both models over the texts, then the tails."""
+    rows = drafter.rows
     prompts, longest = [text.context for text in texts], max(len(t.tokens) for t in texts)
+    sources = [text.source for text in texts if text.source is not None]
     try:
-        target.read(prompts, longest)
-        rows.read(prompts, longest + depth)
+        target.read(prompts, longest, sources or None)
+        rows.read(prompts, longest + depth, drafter.readable(sources) or None)
         said = _heads(target, rows, texts, depth)
         target.keep([])
         _tails(rows, texts, said, depth, target.vocab_size)

@@ -1,0 +1,309 @@
+"""An encoder-decoder Hugging Face model stepped over ragged rows by PyTorch, as it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from forerun.errors import ForerunWarning, UnsupportedModelError
+from forerun.runtime.base import Executor, Facts, Pieces, Rows
+from forerun.runtime.cache import RowCache
+from forerun.runtime.placement import additive, placement_of
+from forerun.runtime.sources import Encoder, SourceCache
+from forerun.runtime.support import (
+    PROVEN_ENCODER_DECODER,
+    check_supported,
+    decoder_limit,
+    probe_sources,
+)
+
+
+class OwnCache(RowCache):
+    """A row cache that says no token precedes: hooks place the tokens instead.
+
+    The module of positions still looks up places from 0 on before its hook replaces them; from the
+    true length on, padding could point past the end of a learned table.
+    """
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0, whatever it holds."""
+        return 0
+
+
+class EncoderDecoderExecutor(Executor):
+    """Runs the decoder of an encoder-decoder model over rows that each have a source.
+
+    The encoder reads a source once, when its row joins; the cross-attention's keys are made then
+    and kept. All lengths, limits and rollbacks are the decoder's.
+
+    Args:
+        model: any supported model, on its device, in its dtype.
+        encoder: that of another executor, whose states this model's decoder attends to.
+        quiet: leave out the warning about generation settings.
+
+    Raises:
+        UnsupportedModelError: this architecture cannot be served; says why.
+
+    Warns:
+        ForerunWarning: the model's generation settings hold what is not applied here.
+    """
+
+    def __init__(self, model: Any, encoder: Encoder | None = None, quiet: bool = False) -> None:
+        check_supported(model, encoders=True)
+        self.model = model.eval()
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.encoder = encoder or Encoder(model)
+        self.encoder.shared |= encoder is not None
+        decoder = model.get_decoder()
+        self.placement = placement_of(decoder, decoder_limit(model.config))
+        self.facts = facts_of(model, self.placement.limit)
+        self.cross = [_cross_attention(layer) for layer in _layers(decoder)]
+        self.cache, self.sources = OwnCache(), SourceCache(len(self.cross))
+        self._both = EncoderDecoderCache(self.cache, self.sources)
+        self._both.is_updated = dict.fromkeys(range(len(self.cross)), True)
+        # Not None, so that layers attend to the source; never read, as the keys are cached.
+        unread = torch.zeros(1, 1, model.config.d_model, device=self.device, dtype=self.dtype)
+        self._unread = BaseModelOutput(last_hidden_state=unread)
+        self._head = model.get_output_embeddings()
+        self._banned = _banned(model, self.facts.vocab_size)
+        self._across: tuple[list[int], torch.Tensor] | None = None
+        if not quiet and (settings := not_applied(model)):
+            warnings.warn(
+                f"the model's generation settings hold what is not applied here: {settings}; its "
+                "text differs from transformers' unless they are switched off there",
+                ForerunWarning,
+                stacklevel=3,
+            )
+        if encoder is None and model.config.model_type not in PROVEN_ENCODER_DECODER:
+            probe_sources(Rows(self), model)
+
+    def module(self) -> Any:
+        """The model."""
+        return self.model
+
+    @property
+    def encode_seconds(self) -> float:
+        """Wall time in the encoder."""
+        return self.encoder.seconds
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow the cache once for what is expected."""
+        self.cache.reserve(rows, columns)
+
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Reorder both caches."""
+        self.cache.keep(rows, max(lengths, default=0))
+        self.sources.keep(rows)
+        self._across = None
+
+    def attend(self, sources: Sequence[Sequence[int]]) -> None:
+        """Read the sources of the rows that join next, and make their keys."""
+        first = len(self.sources.lengths)
+        states = self.encoder.read(sources)
+        self.sources.lengths.extend(map(len, sources))
+        self._across = None
+        with torch.inference_mode():
+            for some in states:
+                rows = [first + place for place in some.places]
+                for layer, (key, value, size) in enumerate(self.cross):
+                    shape = (*some.values.shape[:2], -1, size)
+                    pair = [p(some.values).view(shape).transpose(1, 2) for p in (key, value)]
+                    self.sources.write(rows, layer, pair[0], pair[1])
+
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """One padded pass of the rows with something to feed."""
+        rows = [row for row, piece in enumerate(pieces) if piece]
+        most = max(wanted, default=0)
+        shape = len(pieces), most, self.facts.vocab_size
+        if not rows:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        logits = self._pass(
+            rows,
+            [starts[row] for row in rows],
+            [pieces[row] for row in rows],
+            [wanted[row] for row in rows],
+        )
+        if self._banned is not None:
+            logits = logits.index_fill(-1, self._banned, -torch.inf)
+        if len(rows) == len(pieces):
+            return logits
+        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        out[rows] = logits
+        return out
+
+    def _pass(
+        self, rows: list[int], starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+    ) -> torch.Tensor:
+        """One forward of these rows, whose other arguments come in their order."""
+        counts = [len(piece) for piece in pieces]
+        width, most = max(counts), max(wanted)
+        columns = self.cache.open(rows, starts, width, self.device)
+        begin = torch.tensor(starts, device=self.device)[:, None]
+        queries = begin + torch.arange(width, device=self.device)
+        keys = torch.arange(columns, device=self.device)[None]
+        hidden = keys[:, None] > queries[:, :, None]
+        padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
+        across = self._open_sources(rows)
+        with self.placement.placed(queries, keys, hidden) as mask, self._picked(counts, wanted):
+            logits: torch.Tensor = self.model(
+                encoder_outputs=self._unread,
+                attention_mask=across,
+                decoder_input_ids=torch.tensor(padded, device=self.device),
+                decoder_attention_mask=mask,
+                past_key_values=self._both,
+                use_cache=True,
+            ).logits
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the caller reads the result at once anyway
+        return logits[:, :most]
+
+    def _open_sources(self, rows: list[int]) -> torch.Tensor:
+        """Show these rows' sources; the additive mask `(rows, 1, 1, columns)` over them."""
+        columns = self.sources.show(rows)
+        if self._across is None or self._across[0] != rows:
+            lengths = torch.tensor([self.sources.lengths[row] for row in rows], device=self.device)
+            beyond = torch.arange(columns, device=self.device) >= lengths[:, None]
+            self._across = rows, additive(beyond, self.dtype)[:, None, None]
+        return self._across[1]
+
+    @contextmanager
+    def _picked(self, counts: Sequence[int], wanted: Sequence[int]) -> Iterator[None]:
+        """Let the head see only the wanted columns: these classes have no `logits_to_keep`."""
+        most = max(wanted)
+        skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
+        at = torch.tensor(skipped, device=self.device)[:, None]
+        at = at + torch.arange(most, device=self.device)
+        row = torch.arange(len(counts), device=self.device)[:, None]
+
+        def pick(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden = args[0]
+            if min(skipped) == max(skipped):
+                return (hidden[:, skipped[0] : skipped[0] + most], *args[1:])
+            return (hidden[row, at.clamp(max=hidden.shape[1] - 1)], *args[1:])
+
+        handle = self._head.register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _layers(decoder: Any) -> Any:
+    return decoder.block if hasattr(decoder, "block") else decoder.layers
+
+
+def _cross_attention(layer: Any) -> tuple[Any, Any, int]:
+    """Key and value projections of a layer's cross-attention, and the size of a head."""
+    attention = getattr(layer, "encoder_attn", None)
+    if attention is not None:
+        return attention.k_proj, attention.v_proj, attention.head_dim
+    try:
+        attention = layer.layer[1].EncDecAttention
+        return attention.k, attention.v, attention.key_value_proj_dim
+    except (AttributeError, IndexError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"nobody knows where a {type(layer).__name__} attends to the source"
+        ) from error
+
+
+def facts_of(model: Any, limit: int) -> Facts:
+    """What an encoder-decoder model says of itself; a pass is one of its decoder."""
+    config, decoder = model.config, model.get_decoder()
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    cross = {
+        p for layer in _layers(decoder) for m in _cross_attention(layer)[:2] for p in m.parameters()
+    }
+    read = {*decoder.parameters(), head} - {table} - cross
+    layers = len(_layers(decoder))
+    heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+    width = getattr(config, "d_kv", None) or config.d_model // heads
+    ends = _settings(model).get("eos_token_id")
+    if ends is not None:
+        ends = frozenset(ends if isinstance(ends, (list, tuple)) else [ends])
+    return Facts(
+        vocab_size=int(head.shape[0]),
+        limit=limit,
+        layers=layers,
+        weights=sum(p.numel() for p in read | {head}),
+        token_bytes=2 * layers * heads * width * model.dtype.itemsize,
+        eos=ends,
+        precision=str(model.dtype).removeprefix("torch."),
+        executor="torch",
+        name=str(getattr(model, "name_or_path", "") or ""),
+        source_limit=source_limit(model, limit),
+        start=start_of(model),
+    )
+
+
+def source_limit(model: Any, limit: int) -> int:
+    """Most tokens of a source."""
+    positions = getattr(model.get_encoder(), "embed_positions", None)
+    weights = getattr(positions, "weights", getattr(positions, "weight", None))
+    if weights is None:
+        return limit
+    skipped = getattr(positions, "offset", 0)
+    return min(limit, len(weights) - int(skipped))
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    """The model's generation settings that say anything."""
+    generation = getattr(model, "generation_config", None)
+    given = {} if generation is None else generation.to_dict()
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def start_of(model: Any) -> tuple[int, ...]:
+    """What every text of the decoder begins with: its start token, and a forced first one."""
+    given = _settings(model)
+    start = given.get(
+        "decoder_start_token_id", getattr(model.config, "decoder_start_token_id", None)
+    )
+    if start is None:
+        start = given.get("bos_token_id", getattr(model.config, "bos_token_id", None))
+    if start is None:
+        raise UnsupportedModelError(
+            "its config.json and generation_config.json name no decoder_start_token_id"
+        )
+    starts = list(start) if isinstance(start, (list, tuple)) else [start]
+    forced = given.get("forced_bos_token_id")
+    return (int(starts[0]),) if forced is None else (int(starts[0]), int(forced))
+
+
+def _banned(model: Any, vocab_size: int) -> torch.Tensor | None:
+    """Tokens that the model's generation settings rule out everywhere."""
+    given = _settings(model)
+    words = [word[0] for word in given.get("bad_words_ids", ()) if len(word) == 1]
+    ids = sorted({i for i in (*words, *given.get("suppress_tokens", ())) if i < vocab_size})
+    return torch.tensor(ids, device=model.device) if ids else None
+
+
+_DEFAULTS: dict[str, Any] = {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "length_penalty": 1.0,
+    "repetition_penalty": 1.0,
+    "do_sample": False,
+    "begin_suppress_tokens": None,
+}
+
+
+def not_applied(model: Any) -> str:
+    """Generation settings of the model that change its text elsewhere and not here."""
+    given = _settings(model)
+    odd = {k: given[k] for k, off in _DEFAULTS.items() if k in given and given[k] != off}
+    if odd.get("num_beams", 1) == 1:
+        odd.pop("length_penalty", None)
+    several = [word for word in given.get("bad_words_ids", ()) if len(word) > 1]
+    if several:
+        odd["bad_words_ids"] = f"{len(several)} of several tokens"
+    return ", ".join(f"{name}={value}" for name, value in odd.items())

@@ -1,0 +1,136 @@
+"""Where a decoder's tokens stand: rows of their own places, in models that take none.
+
+No encoder-decoder family takes positions from outside. What places the tokens is one module, and
+for one pass at a time its answer is replaced: by a forward hook on the table of positions, or in
+T5 by an attribute that hides the method which makes the relative bias. The model is left as it
+was given, also when the pass fails.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from forerun.errors import UnsupportedModelError
+
+
+class Placement(ABC):
+    """Places the tokens of one decoder."""
+
+    limit: int
+    """Places that it knows."""
+
+    @abstractmethod
+    @contextmanager
+    def placed(
+        self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Place the tokens of the passes within.
+
+        Args:
+            queries: `(rows, width)` places of the tokens that are fed.
+            keys: `(rows or 1, columns)` places of what they attend to.
+            hidden: `(rows, width, columns)` what each must not see.
+
+        Yields:
+            The additive mask to hand to the decoder, 4-D.
+        """
+
+
+class Table(Placement):
+    """A table of positions, learned or not: all families but T5's."""
+
+    def __init__(self, decoder: Any, limit: int) -> None:
+        self._module = decoder.embed_positions
+        self._device, self._dtype = decoder.device, decoder.dtype
+        self.limit = min(limit, len(self._table()))
+
+    def _table(self) -> torch.Tensor:
+        positions = self._module
+        if hasattr(positions, "weights"):  # M2M100: a buffer
+            return positions.weights[positions.padding_idx + 1 :]
+        return positions.weight[getattr(positions, "offset", 0) :]  # BART skips two rows
+
+    @contextmanager
+    def placed(
+        self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Replace what the module looks up."""
+        # Padding may point past the end.
+        places = self._table()[queries.clamp(max=self.limit - 1)]
+        handle = self._module.register_forward_hook(lambda module, args, out: places.to(out.dtype))
+        try:
+            yield additive(hidden, self._dtype)[:, None]
+        finally:
+            handle.remove()
+
+
+class RelativeBias(Placement):
+    """T5's biases by distance: one table for all layers, or in umT5 one per layer."""
+
+    def __init__(self, decoder: Any, limit: int) -> None:
+        attentions = [block.layer[0].SelfAttention for block in decoder.block]
+        self._attentions = [a for a in attentions if a.has_relative_attention_bias]
+        self._dtype, self._device = decoder.dtype, decoder.device
+        self._tables: list[torch.Tensor] = []
+        self._open = torch.zeros(1, 1, 1, 1, device=self._device, dtype=self._dtype)
+        self.limit = limit
+
+    @contextmanager
+    def placed(
+        self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Hide the method that makes the bias, which also adds the mask."""
+        distance = (queries[:, :, None] - keys[:, None, :]).clamp(min=0)
+        mask = additive(hidden, self._dtype)[:, None]
+        self._grow(int(distance.shape[-1]) + int(distance.shape[-2]))
+        try:
+            for attention, table in zip(self._attentions, self._tables, strict=True):
+                bias = table[distance].permute(0, 3, 1, 2) + mask
+                attention.compute_bias = _always(bias)
+            yield self._open
+        finally:
+            for attention in self._attentions:
+                attention.__dict__.pop("compute_bias", None)
+
+    def _grow(self, need: int) -> None:
+        """Tables `(distance, heads)` out of the model's own bias of its newest token."""
+        if self._tables and len(self._tables[0]) >= need:
+            return
+        room = 2 * need + 64
+        rows = [
+            attention.compute_bias(1, room, device=self._device, past_seen_tokens=room - 1)
+            for attention in self._attentions
+        ]
+        self._tables = [row[0, :, 0].flip(-1).t().contiguous() for row in rows]
+
+
+def _always(bias: torch.Tensor) -> Callable[..., torch.Tensor]:
+    return lambda *_, **__: bias
+
+
+def placement_of(decoder: Any, limit: int) -> Placement:
+    """What places the tokens of a decoder that knows `limit` places at most.
+
+    Raises:
+        UnsupportedModelError: it is none of the known ways.
+    """
+    if hasattr(decoder, "embed_positions"):
+        return Table(decoder, limit)
+    blocks = getattr(decoder, "block", None)
+    if blocks and hasattr(blocks[0].layer[0], "SelfAttention"):
+        return RelativeBias(decoder, limit)
+    raise UnsupportedModelError(
+        "nobody knows how this decoder places its tokens: it has neither a table of positions nor "
+        "a relative bias"
+    )
+
+
+def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where something is seen, the most negative number where it is hidden."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
