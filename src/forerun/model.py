@@ -223,9 +223,7 @@ class Model:
             PromptError: fewer than two tokens, or more than the context holds.
         """
         if self.target.facts.source_limit is not None:
-            raise SettingError(
-                "an encoder-decoder model's text cannot be scored without its source"
-            )
+            raise SettingError("an encoder-decoder model scores no text without its source")
         ids = self.encode(text)
         if not 2 <= len(ids) <= self.target.limit:
             raise PromptError(

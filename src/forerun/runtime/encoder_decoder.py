@@ -72,7 +72,8 @@ class EncoderDecoderExecutor(Executor):
         unread = torch.zeros(1, 1, model.config.d_model, device=self.device, dtype=self.dtype)
         self._unread = BaseModelOutput(last_hidden_state=unread)
         self._head = model.get_output_embeddings()
-        self._banned = _banned(model, self.facts.vocab_size)
+        self.banned = _banned(model, self.facts.vocab_size)
+        """Tokens that the model's generation settings rule out; their logits are −inf."""
         self._across: tuple[list[int], torch.Tensor] | None = None
         if not quiet and (settings := not_applied(model)):
             warnings.warn(
@@ -130,8 +131,9 @@ class EncoderDecoderExecutor(Executor):
             [pieces[row] for row in rows],
             [wanted[row] for row in rows],
         )
-        if self._banned is not None:
-            logits = logits.index_fill(-1, self._banned, -torch.inf)
+        if self.banned:
+            banned = torch.tensor(self.banned, device=self.device)
+            logits = logits.index_fill(-1, banned, -torch.inf)
         if len(rows) == len(pieces):
             return logits
         out = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -276,12 +278,10 @@ def start_of(model: Any) -> tuple[int, ...]:
     return (int(starts[0]),) if forced is None else (int(starts[0]), int(forced))
 
 
-def _banned(model: Any, vocab_size: int) -> torch.Tensor | None:
-    """Tokens that the model's generation settings rule out everywhere."""
+def _banned(model: Any, vocab_size: int) -> list[int]:
     given = _settings(model)
     words = [word[0] for word in given.get("bad_words_ids", ()) if len(word) == 1]
-    ids = sorted({i for i in (*words, *given.get("suppress_tokens", ())) if i < vocab_size})
-    return torch.tensor(ids, device=model.device) if ids else None
+    return sorted({i for i in (*words, *given.get("suppress_tokens", ())) if i < vocab_size})
 
 
 _DEFAULTS: dict[str, Any] = {

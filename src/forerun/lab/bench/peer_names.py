@@ -10,6 +10,7 @@ from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.bench.peers import (
     Peer,
     TransformersAssisted,
+    TransformersBeam,
     TransformersEarlyExit,
     TransformersPlain,
 )
@@ -30,6 +31,7 @@ ASSISTED = (
 NAMES = (
     "transformers",
     "transformers-assisted",
+    "transformers-beam",
     "transformers-early-exit",
     "vllm",
     "vllm-draft",
@@ -65,6 +67,8 @@ def make(
     """
     if spec.name == "transformers":
         return [(_build(TransformersPlain, spec, model), None)]
+    if spec.name == "transformers-beam":
+        return [(_build(TransformersBeam, spec, model), None)]
     if spec.name == "transformers-early-exit":
         return [(_build(TransformersEarlyExit, spec, model), 1)]
     if spec.name == "transformers-assisted":

@@ -71,6 +71,9 @@ class TransformersPlain(Peer):
         self._hf: Any = model.target.executor.module()
         self._eos = sorted(model.eos)
         self._limit = model.target.limit
+        self._encodes = model.target.facts.source_limit is not None
+        self._start = list(model.opening.prompt)
+        self._banned = sorted(getattr(model.target.executor, "banned", ()))
 
     def available(self) -> str | None:
         """Any target that is a transformers model will do."""
@@ -95,34 +98,76 @@ class TransformersPlain(Peer):
         own: Any = None,
         draft: Any = None,
         early_exit: int | None = None,
+        beams: int = 1,
     ) -> PeerOutput:
         """`own` is the generation configuration the target has meanwhile."""
-        longest = max(map(len, prompts))
-        pad = [longest - len(p) for p in prompts]
-        ids = torch.tensor([[0] * n + list(p) for n, p in zip(pad, prompts, strict=True)])
-        mask = torch.tensor([[0] * n + [1] * len(p) for n, p in zip(pad, prompts, strict=True)])
+        ids, mask = self._padded(prompts)
+        begin = len(self._start) if self._encodes else ids.shape[1]
         config = _config(
-            max_new_tokens=min(budget, self._limit - longest),
+            max_new_tokens=min(budget, self._limit - begin),
             do_sample=False,
+            num_beams=beams,
             repetition_penalty=penalty,
             eos_token_id=self._eos or None,
             pad_token_id=self._eos[0] if self._eos else 0,
+            suppress_tokens=self._banned or None,
+            decoder_start_token_id=self._start[0] if self._encodes else None,
             assistant_early_exit=early_exit,
         )
-        ids, mask = ids.to(self._hf.device), mask.to(self._hf.device)
+        more = {}
+        if self._encodes:
+            more["decoder_input_ids"] = torch.tensor([self._start] * len(ids), device=ids.device)
         with _quiet(), _configured(self._hf, own or _config()):
             began = time.perf_counter()
             out = self._hf.generate(
-                ids, attention_mask=mask, generation_config=config, assistant_model=draft
+                ids, attention_mask=mask, generation_config=config, assistant_model=draft, **more
             )
-            rows = out[:, longest:].tolist()
+            rows = out[:, begin:].tolist()
             seconds = time.perf_counter() - began
         return PeerOutput([self._trim(row) for row in rows], seconds)
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and mask `(prompts, longest)`: prompts padded on the left, sources on the right."""
+        longest, filler = max(map(len, prompts)), 0
+        if self._encodes:  # some encoders tell padding by its id
+            filler = self._hf.config.pad_token_id or 0
+        ids, mask = [], []
+        for prompt in prompts:
+            pad, ones = [filler] * (longest - len(prompt)), [1] * len(prompt)
+            none = [0] * len(pad)
+            ids.append([*prompt, *pad] if self._encodes else [*pad, *prompt])
+            mask.append([*ones, *none] if self._encodes else [*none, *ones])
+        device = self._hf.device
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _trim(self, tokens: list[int]) -> list[int]:
         """Without the padding behind an end of text."""
         ends = [i for i, token in enumerate(tokens) if token in self._eos]
         return tokens[: ends[0] + 1] if ends else tokens
+
+
+class TransformersBeam(TransformersPlain):
+    """Beam search of transformers, the usual baseline of translation; other texts than greedy ones.
+
+    Args:
+        model: the target; its drafter does not matter.
+        beams: ≥ 2.
+    """
+
+    def __init__(self, model: Model, beams: int = 5) -> None:
+        super().__init__(model)
+        require(beams >= 2, "beams", beams, "≥ 2")
+        self._beams = beams
+        self.name = f"transformers-beam({beams})"
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        repetition_penalty: float = 1.0,
+    ) -> PeerOutput:
+        """All prompts in one batch."""
+        return self._generate(prompts, max_new_tokens, repetition_penalty, beams=self._beams)
 
 
 class _OneByOne(TransformersPlain):

@@ -1,0 +1,190 @@
+"""Requests with a source, at every door, on a tiny Marian with a tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import forerun
+from forerun.controllers import CONTROLLERS
+from forerun.costs import Costs
+from forerun.engine import Engine, Request, Sampling
+from forerun.errors import ModelError, PromptError, SettingError, UnknownNameError
+from forerun.lab.audit import Kind, audit
+from forerun.lab.bench.peers import TransformersBeam, transformers_peers
+from forerun.lab.calibrate import easd
+from forerun.lab.record import Task, record
+from forerun.lab.replay import replay
+from forerun.lab.traces import measuring
+from forerun.model import Model
+from forerun.rules import RULES
+from forerun.zoo.export import export_model
+from forerun.zoo.translator import MarianArchitecture, train_tokenizer, wrap
+from tiny import build as build_decoder
+
+WORDS = "the cat sat on a mat and saw five dogs in the old town by the green sea".split()  # noqa: SIM905
+TEXTS = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
+SOURCES = ["the cat sat on a mat", "five dogs", "a green town by the old sea and the mat"]
+
+
+@dataclass(frozen=True)
+class Folders:
+    target: str
+    draft: str
+    decoder: str
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    path = tmp_path_factory.mktemp("pair")
+    tokenizer = wrap(train_tokenizer(TEXTS, 330))
+    for seed, (name, layers) in enumerate([("target", 2), ("draft", 1)]):
+        torch.manual_seed(seed)
+        model = MarianArchitecture(layers, 32, 2, 48).build(len(tokenizer)).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1 and weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.25)
+        export_model(model.float(), tokenizer, path / name)
+    other = build_decoder("llama", vocab_size=len(tokenizer))
+    export_model(other, tokenizer, path / "decoder")
+    return Folders(*(str(path / name) for name in ("target", "draft", "decoder")))
+
+
+@pytest.fixture(scope="module")
+def model(folders: Folders) -> Model:
+    return forerun.load(folders.target, folders.draft, device="cpu", dtype="float32")
+
+
+def of_transformers(model: Model, source: str, most: int) -> list[int]:
+    ids = torch.tensor([model.encode(source)])
+    out = model.target.executor.module().generate(
+        ids, num_beams=1, do_sample=False, max_new_tokens=most
+    )
+    return out[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("controller", ["fixed(3)", "auto", "cm-asd", "cm-asd(two_pass=True)"])
+def test_greedy_text_is_that_of_transformers(model: Model, controller: str) -> None:
+    done = model.generate(SOURCES, controller=controller, max_new_tokens=20)
+    plain = model.generate(SOURCES, plain=True, max_new_tokens=20)
+    for source, spoken, alone in zip(SOURCES, done, plain, strict=True):
+        assert spoken.tokens == alone.tokens == of_transformers(model, source, 20)
+        assert spoken.text == model.tokenizer.decode(spoken.tokens, skip_special_tokens=True)
+        assert spoken.stats.source_tokens == len(model.encode(source))
+        assert 0 < spoken.stats.encode_seconds < spoken.stats.seconds
+        assert spoken.stats.prompt_tokens == 1
+
+
+def test_lookup_drafts_from_the_source(folders: Folders) -> None:
+    """A model that copies: what it wrote stands in the source."""
+    model = forerun.load(folders.target, "lookup(n=2,least=1)", dtype="float32")
+    plain = model.generate("the cat", plain=True, max_new_tokens=12)
+    source = [*model.encode("five dogs"), *plain.tokens]
+    done = model.generate([source], controller="fixed(4)", max_new_tokens=12, ignore_eos=True)[0]
+    alone = model.generate([source], plain=True, max_new_tokens=12, ignore_eos=True)[0]
+    assert done.tokens == alone.tokens
+    assert done.rounds[0].drafted == 0 or done.stats.drafted > 0
+
+
+def test_sampled_text_does_not_depend_on_the_neighbours(model: Model) -> None:
+    how: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_new_tokens": 12}
+    together = model.generate(SOURCES, **how)
+    for source, done in zip(SOURCES, together, strict=True):
+        assert model.generate(source, **how).tokens == done.tokens
+
+
+def test_a_decoder_prompt_is_what_the_text_begins_with(model: Model) -> None:
+    plain = model.generate(SOURCES[0], max_new_tokens=10, ignore_eos=True)
+    begin = model.generate(
+        SOURCES[0], decoder_prompt=plain.tokens[:4], max_new_tokens=6, ignore_eos=True
+    )
+    assert begin.tokens == plain.tokens[4:]
+    assert begin.stats.prompt_tokens == 5
+    text = model.generate(SOURCES[0], decoder_prompt="the cat", max_new_tokens=3)
+    words = model.tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    assert text.stats.prompt_tokens == 1 + len(words)
+
+
+def test_languages_are_tokens_of_the_tokenizer(folders: Folders) -> None:
+    model = forerun.load(folders.target, "none", dtype="float32")
+    with pytest.raises(SettingError, match="no tokens for languages"):
+        model.generate("the cat", language="de")
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["de_DE", "fr_XX", "__it__"]})
+    known = model.tokenizer.get_vocab()
+    assert model.open("de").prompt == (0, known["de_DE"])
+    assert model.open("it").prompt == (0, known["__it__"])
+    with pytest.raises(UnknownNameError, match="did you mean 'fr_XX'"):
+        model.open("fr_X")
+    model.tokenizer.add_tokens([">>es<<"])
+    opened = model.open("es")
+    assert opened.prompt == (0,)
+    assert opened.source == (model.tokenizer.get_vocab()[">>es<<"],)
+    assert model.context([5, 6], opened) == ([0], [*opened.source, 5, 6])
+
+
+def test_what_does_not_fit_is_refused(folders: Folders, model: Model) -> None:
+    with pytest.raises(PromptError, match="the source is empty"):
+        model.generate([[]])
+    with pytest.raises(PromptError, match=r"the source has 600 tokens and the encoder reads 512"):
+        model.generate([[5] * 600])
+    with pytest.raises(PromptError, match="outside the vocabulary"):
+        model.generate([[5000]])
+    with pytest.raises(SettingError, match="scores no text without its source"):
+        model.score("the cat")
+    with pytest.raises(ModelError, match=r"the draft .* a decoder-only one"):
+        forerun.load(folders.target, folders.decoder)
+    with pytest.raises(ModelError, match="the target is a decoder-only one"):
+        forerun.load(folders.decoder, folders.draft)
+    decoder = forerun.load(folders.decoder, "none")
+    with pytest.raises(SettingError, match="are for encoder-decoder models"):
+        decoder.generate("the cat", language="de")
+    how = (Sampling(), CONTROLLERS.make("fixed(2)"), RULES.make("standard"))
+    with pytest.raises(SettingError, match="this one has no encoder"):
+        Engine(decoder.target, decoder.drafter).submit(Request([5], *how, source=[5]))
+    with pytest.raises(SettingError, match="give the text that it reads as source"):
+        Engine(model.target, model.drafter).submit(Request([0], *how))
+
+
+def test_specbound_is_refused_with_the_reason(folders: Folders) -> None:
+    with pytest.raises(ModelError, match="marian models have no layer-by-layer access"):
+        forerun.load(folders.target, "specbound(exits='')")
+
+
+def test_a_trace_replays_as_live(model: Model) -> None:
+    how = Sampling(max_new_tokens=16)
+    tasks = [Task("any", str(i), model.encode(s), how) for i, s in enumerate(SOURCES)]
+    trace = record(model, tasks, depth=5)
+    live = model.generate(SOURCES, controller="fixed(3)", max_new_tokens=16)
+    played = replay(trace, "fixed(3)", Costs.synthetic(4.0, 0.1))
+    assert played.rounds.tolist() == [done.stats.rounds for done in live]
+    assert trace.prompt_tokens.tolist() == [1, 1, 1]
+
+
+def test_the_audit_is_clean_beside_transformers(model: Model) -> None:
+    """Its plain and its assisted generation, the same texts; a batch of ours, too."""
+    ids = [model.encode(source) for source in SOURCES]
+    how = [Sampling(max_new_tokens=16)] * len(ids)
+    peers = transformers_peers(model)
+    assert [peer.available() for peer in peers] == [None] * 3
+    found = list(audit(model, ids, how, batch_size=3, peers=peers))
+    assert {c.kind for c in found} <= {Kind.IDENTICAL, Kind.NEAR_TIE}
+    assert len(found) > 20
+
+
+def test_beam_search_is_a_peer(model: Model) -> None:
+    ids = [model.encode(source) for source in SOURCES]
+    done = TransformersBeam(model, 3).generate(ids, 8)
+    out = model.target.executor.module().generate(
+        torch.tensor([ids[0]]), num_beams=3, do_sample=False, max_new_tokens=8
+    )
+    assert done.tokens[0] == out[0, 1 : 1 + len(done.tokens[0])].tolist()
+
+
+def test_calibrate_and_costs_read_sources(model: Model) -> None:
+    found = easd(model, SOURCES, sampling=Sampling(max_new_tokens=8))
+    assert found.target.steps == found.draft.steps > 0
+    table = measuring.measure(model, batches=(1, 2), contexts=(6,), widths=(1, 3), repeats=1)
+    assert [cell.batch for cell in table.cells] == [1, 2]
