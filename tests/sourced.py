@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
 
 from forerun.runtime.base import Pieces, Rows
+from forerun.zoo.export import export_model
+from forerun.zoo.translator import MarianArchitecture, train_tokenizer, wrap
 from tiny import LIMIT, VOCAB
+from tiny import build as build_decoder
 
 _BART: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3,
@@ -82,3 +87,33 @@ class OneSource(Rows):
 
     def join(self, count: int, room: int = 0, sources: Pieces | None = None) -> None:
         super().join(count, room, [self.SOURCE] * count)
+
+
+WORDS = "the cat sat on a mat and saw five dogs in the old town by the green sea".split()  # noqa: SIM905
+TEXTS = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
+SOURCES = ["the cat sat on a mat", "five dogs", "a green town by the old sea and the mat"]
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Models of one tokenizer on disk."""
+
+    target: str
+    draft: str
+    decoder: str
+    """A decoder-only model."""
+
+
+def save_folders(path: Path) -> Folders:
+    """Two tiny Marian models and a Llama."""
+    tokenizer = wrap(train_tokenizer(TEXTS, 330))
+    for seed, (name, layers) in enumerate([("target", 2), ("draft", 1)]):
+        torch.manual_seed(seed)
+        model = MarianArchitecture(layers, 32, 2, 48).build(len(tokenizer)).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1 and weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.25)
+        export_model(model.float(), tokenizer, path / name)
+    other = build_decoder("llama", vocab_size=len(tokenizer))
+    export_model(other, tokenizer, path / "decoder")
+    return Folders(*(str(path / name) for name in ("target", "draft", "decoder")))

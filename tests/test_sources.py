@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,36 +20,12 @@ from forerun.lab.replay import replay
 from forerun.lab.traces import measuring
 from forerun.model import Model
 from forerun.rules import RULES
-from forerun.zoo.export import export_model
-from forerun.zoo.translator import MarianArchitecture, train_tokenizer, wrap
-from tiny import build as build_decoder
-
-WORDS = "the cat sat on a mat and saw five dogs in the old town by the green sea".split()  # noqa: SIM905
-TEXTS = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
-SOURCES = ["the cat sat on a mat", "five dogs", "a green town by the old sea and the mat"]
-
-
-@dataclass(frozen=True)
-class Folders:
-    target: str
-    draft: str
-    decoder: str
+from sourced import SOURCES, Folders, save_folders
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    path = tmp_path_factory.mktemp("pair")
-    tokenizer = wrap(train_tokenizer(TEXTS, 330))
-    for seed, (name, layers) in enumerate([("target", 2), ("draft", 1)]):
-        torch.manual_seed(seed)
-        model = MarianArchitecture(layers, 32, 2, 48).build(len(tokenizer)).eval()
-        for weight in model.parameters():
-            if weight.dim() > 1 and weight.requires_grad:
-                torch.nn.init.normal_(weight, std=0.25)
-        export_model(model.float(), tokenizer, path / name)
-    other = build_decoder("llama", vocab_size=len(tokenizer))
-    export_model(other, tokenizer, path / "decoder")
-    return Folders(*(str(path / name) for name in ("target", "draft", "decoder")))
+    return save_folders(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

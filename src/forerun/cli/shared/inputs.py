@@ -213,6 +213,8 @@ def _prepare(reader: Reader, index: int, request: Request, common: Mapping[str, 
     text = request.prompt
     if not isinstance(text, str):
         text = str(reader.tokenizer.decode(ids)) if reader.tokenizer is not None else str(ids)
+    if reader.encodes:
+        text = f"{text}\n"  # what is written does not go on from it
     return Row(text, ids, sampling, index, request.id, request.family, request.meta)
 
 

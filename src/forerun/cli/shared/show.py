@@ -165,6 +165,8 @@ class Tally:
     draft: float = 0.0
     verify: float = 0.0
     other: float = 0.0
+    encode: float | None = None
+    """With an encoder."""
     drift: float | None = None
     """Under a lossy rule."""
     drift_max: float = 0.0
@@ -191,6 +193,8 @@ class Tally:
         self.draft += stats.draft_seconds
         self.verify += stats.verify_seconds
         self.other += stats.other_seconds
+        if stats.encode_seconds is not None:
+            self.encode = (self.encode or 0.0) + stats.encode_seconds
         if stats.drift_mean is not None:
             self.drift = (self.drift or 0.0) + stats.drift_mean * stats.tokens
             self.drift_max = max(self.drift_max, stats.drift_max or 0.0)
@@ -210,6 +214,7 @@ def summary(tally: Tally, seconds: float | None = None) -> Text:
         f"{tally.tokens / took:.0f} tokens/s" if took > 0 else "",
         drift(tally),
         shares(tally),
+        "" if tally.encode is None else f"encoding {1e3 * tally.encode:.0f} ms",
         f"ended by {ENDED[tally.ended]}" if one else "",
     ]
     return Text(" · ".join(p for p in parts if p), "bold")

@@ -1,0 +1,102 @@
+"""Every command on a tiny encoder-decoder pair: the prompt is the source."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from sourced import SOURCES, Folders, save_folders
+
+pytest.importorskip("pyarrow")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Folders:
+    return save_folders(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def models(folders):
+    return ["--target", folders.target, "--draft", folders.draft, "--device", "cpu"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [{"source": SOURCES[0], "id": "a"}, {"prompt": SOURCES[1], "id": "b"}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+@pytest.fixture
+def trace(forerun, models, prompts, tmp_path):
+    path = str(tmp_path / "trace.parquet")
+    done = forerun("record", *models, "--prompts", prompts, "--max-new-tokens", "8", "-o", path)
+    assert done.code == 0, done.err
+    return path
+
+
+def test_generate(forerun, models):
+    done = forerun("generate", *models, SOURCES[0], "--max-new-tokens", "8", "--json", "--compare")
+    assert done.code == 0, done.err
+    stats = done.json["completions"][0]["stats"]
+    assert stats["source_tokens"] > 1
+    assert stats["encode_seconds"] > 0
+    assert done.json["compare"]["identical"]
+    shown = forerun("generate", *models, SOURCES[0], "--max-new-tokens", "8")
+    assert shown.out == done.json["completions"][0]["text"] + "\n"
+    assert re.search(r"encoding \d+ ms", shown.err)
+
+
+def test_a_file_of_sources_and_a_decoder_prompt(forerun, models, prompts, folders):
+    done = forerun("generate", *models, "--prompt-file", prompts, "--jsonl", "--decoder-prompt",
+                   "the cat", "--max-new-tokens", "6")  # fmt: skip
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert sorted(line["id"] for line in lines) == ["a", "b"]
+    assert all(line["stats"]["prompt_tokens"] > 1 for line in lines)
+    refused = forerun("generate", "--target", folders.decoder, "--draft", "none", "--prompt-file",
+                      prompts)  # fmt: skip
+    assert refused.code == 2
+    assert 'line 1: "source" is for models with an encoder; write "prompt"' in refused.err
+
+
+def test_languages_are_refused_where_there_are_none(forerun, models):
+    refused = forerun("generate", *models, SOURCES[0], "--language", "de")
+    assert refused.code == 2
+    assert "no tokens for languages" in refused.error
+
+
+def test_record_replay_and_tune(forerun, trace, tmp_path):
+    costs = ["--costs", "c=4,slope=0.1"]
+    done = forerun("replay", trace, *costs, "--controller", "fixed(2)", "--json")
+    assert done.code == 0, done.err
+    found = forerun("tune", trace, *costs, "--budget", "4", "-o", str(tmp_path / "best.json"))
+    assert found.code == 0, found.err
+
+
+def test_audit_calibrate_and_costs(forerun, models, prompts):
+    done = forerun("audit", *models, "--prompts", prompts, "--max-new-tokens", "8", "--batch-size", "2",
+                   "--json")  # fmt: skip
+    assert done.code == 0, done.err
+    found = forerun("calibrate", "easd", *models, "--data", prompts, "--max-new-tokens", "6")
+    assert found.code == 0, found.err
+    took = forerun("costs", *models, "--context", "6", "--batch", "1", "--repeats", "1", "--json")
+    assert took.code == 0, took.err
+
+
+def test_bench_with_beam_search(forerun, models, prompts, tmp_path):
+    done = forerun("bench", *models, "--prompt-file", prompts, "--max-new-tokens", "6",
+                   "--controllers", "fixed(2)", "--peers", "transformers-beam(3),transformers",
+                   "-o", str(tmp_path / "out"))  # fmt: skip
+    assert done.code == 0, done.err
+    assert "transformers-beam(3)" in done.out
+
+
+def test_early_exits_are_refused(forerun, folders, tmp_path):
+    refused = forerun("sweep", "specbound", "--target", folders.target, "--prompts", "builtin",
+                      "-o", str(tmp_path / "s.json"))  # fmt: skip
+    assert refused.code == 1
+    assert "marian models have no layer-by-layer access" in refused.error
