@@ -17,8 +17,10 @@ from forerun.checks import flag, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
+from forerun.drafters.block import BlockDraft
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
+from forerun.drafters.shared import SharedDraft
 from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
@@ -31,6 +33,7 @@ from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
+from forerun.runtime.grafts import ABOUT, read_about
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import DEFAULT_RUNTIME, RUNTIMES, RuntimeSpec, Source
 from forerun.settings import Settings, resolve
@@ -327,6 +330,8 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     good = isinstance(draft, (str, Path))
     require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
+    if _exists(text) and (Path(text) / ABOUT).is_file():
+        return {"shared": SharedDraft, "block": BlockDraft}[read_about(text).kind](text)
     if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:

@@ -9,6 +9,8 @@ DRAFTERS = Registry(
     {
         "model": "forerun.drafters.model:ModelDraft",
         "lookup": "forerun.drafters.lookup:Lookup",
+        "shared": "forerun.drafters.shared:SharedDraft",
+        "block": "forerun.drafters.block:BlockDraft",
         "specbound": "forerun.drafters.specbound:SpecBound",
         "none": "forerun.drafters.none:NoDraft",
     },

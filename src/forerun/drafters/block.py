@@ -1,0 +1,164 @@
+"""A shallow decoder proposes a whole block in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from forerun.checks import whole
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.stepping import step_by_step
+from forerun.errors import require
+from forerun.runtime.base import CHUNK, Rows
+from forerun.runtime.grafts import graft_rows, load_graft, model_of
+
+
+class BlockDrafter(Drafter):
+    """Feeds each text and, behind it, queries in the places that follow; made by `BlockDraft`.
+
+    Args:
+        rows: the shallow decoder, which reads ids from `vocab_size` on as queries.
+        vocab_size: the target's vocabulary.
+        width: tokens it proposes at most.
+    """
+
+    def __init__(self, rows: Rows, vocab_size: int, width: int) -> None:
+        self.rows, self.width, self._vocab = rows, width, vocab_size
+        self.limit = rows.limit - width
+        self._said: list[tuple[list[int], torch.Tensor] | None] = []
+        """Per row the text it was last asked about and `(n, V)` logits of what follows."""
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Wall time in its passes."""
+        return self.rows.seconds
+
+    def ratio(self, target: Rows) -> float:
+        """Target passes over the share of a pass that a proposed token takes."""
+        sizes = target.facts.weights, self.rows.facts.weights
+        return self.width * sizes[0] / sizes[1] if all(sizes) else 5.0
+
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Empty rows on the target's encoder states."""
+        self.rows.join(len(prompts), max(map(len, prompts)) + room + self.width, sources)
+        self._said.extend([None] * len(prompts))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Reorder."""
+        self.rows.keep(rows)
+        self._said = [self._said[row] for row in rows]
+
+    def rollback(self, row: int, length: int) -> None:
+        """Move the row's length."""
+        self.rows.rollback(row, length)
+
+    def follow(self, texts: Texts) -> None:
+        """Read along with the target."""
+        while True:
+            lengths = self.rows.lengths
+            pieces = [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]
+            if not any(pieces):
+                return
+            self.rows.feed([piece[:CHUNK] for piece in pieces], [0] * len(pieces))
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """One pass for all places, then a token of each as far as the controllers want."""
+        most = [min(n, self.width) for n in most]
+        self._ask(texts, max(most))
+        return step_by_step(_Columns(self._said, texts), texts, most, guide)
+
+    def _ask(self, texts: Texts, count: int) -> None:
+        """Logits of the next `count` places, for texts that they are not known of yet."""
+        new: list[list[int] | None] = []
+        for text, said in zip(texts, self._said, strict=True):
+            known = said is not None and said[0] == text and len(said[1]) >= count
+            new.append(None if known else text)
+        if all(text is None for text in new):
+            return
+        behind = [[] if t is None else t[n:] for t, n in zip(new, self.rows.lengths, strict=True)]
+        if max(map(len, behind)) > CHUNK:
+            self.follow([None if t is None else t[:-1] for t in new])
+        for row, text in enumerate(new):  # its last token says what comes first
+            if text is not None:
+                self.rows.rollback(row, len(text) - 1)
+        queries = range(self._vocab, self._vocab + count - 1)
+        lengths = self.rows.lengths
+        pieces = [
+            [] if t is None else [*t[n:], *queries] for t, n in zip(new, lengths, strict=True)
+        ]
+        logits = self.rows.feed(pieces, [count if piece else 0 for piece in pieces])
+        for row, text in enumerate(new):
+            if text is not None:
+                self.rows.rollback(row, len(text))
+                self._said[row] = list(text), logits[row]
+
+
+class _Columns:
+    """What a pass said, place by place."""
+
+    def __init__(
+        self, said: Sequence[tuple[list[int], torch.Tensor] | None], texts: Texts
+    ) -> None:
+        known = [one[1] for one in said if one is not None]
+        blank = torch.zeros_like(known[0][:1])
+        self._rows = [
+            one[1] if one is not None and text is not None else blank
+            for one, text in zip(said, texts, strict=True)
+        ]
+        self._place = -1
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """The next place of every row."""
+        self._place += 1
+        at = [row[min(self._place, len(row) - 1)] for row in self._rows]
+        return Step(torch.stack(at))
+
+
+@dataclass(frozen=True)
+class BlockDraft(DrafterSpec):
+    """A shallow decoder that proposes a block of tokens in one parallel pass.
+
+    Behind the text it reads learned queries in the places of the next tokens, on the states of the
+    target's encoder, and says what may stand in each: distributions of all places, independent of
+    each other given the text. So a draft of any length costs one pass, and the confidences that
+    CM-ASD's length reads before it drafts (`cm-asd(two_pass=True)`) cost nothing, as in the paper.
+
+    When it helps: where the source says most of what follows (translation, summaries), at small
+    batches. When it hurts: places further on cannot see which words were chosen before them, so
+    long drafts agree less than those of `shared`.
+
+    Args:
+        path: a folder of `forerun train-draft --kind block`, trained for this target.
+        width: tokens proposed at most, ≥ 1; None: as many as it was trained for.
+
+    Reference: Xia et al. 2023, Speculative Decoding: Exploiting Speculative Execution for
+    Accelerating Seq2seq Generation (SpecDec); CM-ASD drafts so, too.
+
+    Deviations: the drafter has no encoder of its own, is causal and takes the text so far from a
+    cache, where SpecDec's reads source and text anew and looks both ways.
+    """
+
+    summary: ClassVar[str] = "a shallow decoder proposes a block in one pass; made by train-draft"
+    paper: ClassVar[str] = "Xia et al. 2023 (SpecDec); CM-ASD"
+
+    path: str
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "block path", self.path, "a folder of forerun train-draft")
+        if self.width is not None:
+            whole("block width", self.width, 1)
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """The drafter, beside a target with an encoder."""
+        made, about = load_graft(model_of(target, "block"), self.path, "block")
+        width = about.width if self.width is None else min(self.width, about.width)
+        return BlockDrafter(graft_rows(target, made), target.vocab_size, width)

@@ -1,0 +1,44 @@
+"""A shallow decoder on the target's own encoder drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.drafters.base import Drafter, DrafterSpec
+from forerun.drafters.model import ModelDrafter
+from forerun.errors import require
+from forerun.runtime.base import Rows
+from forerun.runtime.grafts import graft_rows, load_graft, model_of
+
+
+@dataclass(frozen=True)
+class SharedDraft(DrafterSpec):
+    """One or two decoder layers on the states of an encoder-decoder target's encoder.
+
+    The source is read once, by the target. The draft shares its embeddings and head, has its own
+    layers and keys, and drafts token by token.
+
+    When it helps: translation and summaries, where the encoder already knows what is to be said;
+    nothing is encoded twice. When it hurts: as any draft, where it disagrees; its step costs its
+    share of the decoder's layers and one whole projection to the vocabulary.
+
+    Args:
+        path: a folder of `forerun train-draft --kind shared`, trained for this target.
+
+    Reference: after the shared encoders of distil-Whisper (Gandhi et al. 2023) and the reduced
+    decoder of CM-ASD's drafter.
+    """
+
+    summary: ClassVar[str] = "a shallow decoder on the target's encoder drafts; made by train-draft"
+    paper: ClassVar[str] = "CM-ASD; Gandhi et al. 2023 (distil-Whisper)"
+
+    path: str
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "shared path", self.path, "a folder of forerun train-draft")
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """The drafter, beside a target with an encoder."""
+        made, _ = load_graft(model_of(target, "shared"), self.path, "shared")
+        return ModelDrafter(graft_rows(target, made), target.vocab_size)
