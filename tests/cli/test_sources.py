@@ -78,8 +78,8 @@ def test_record_replay_and_tune(forerun, trace, tmp_path):
 
 
 def test_audit_calibrate_and_costs(forerun, models, prompts):
-    done = forerun("audit", *models, "--prompts", prompts, "--max-new-tokens", "8", "--batch-size", "2",
-                   "--json")  # fmt: skip
+    done = forerun("audit", *models, "--prompts", prompts, "--max-new-tokens", "8",
+                   "--batch-size", "2", "--json")  # fmt: skip
     assert done.code == 0, done.err
     found = forerun("calibrate", "easd", *models, "--data", prompts, "--max-new-tokens", "6")
     assert found.code == 0, found.err

@@ -25,6 +25,7 @@ from forerun.cli.replay import replay
 from forerun.cli.serve import serve
 from forerun.cli.shared.guard import guarded
 from forerun.cli.sweep import app as sweep
+from forerun.cli.train_draft import train_draft
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
 from forerun.cli.zoo import app as zoo
@@ -76,6 +77,7 @@ app.add_typer(sweep, name="sweep")
 app.command("audit")(audit)
 app.add_typer(bench, name="bench")
 app.command("train-exits")(train_exits)
+app.command("train-draft")(train_draft)
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(zoo, name="zoo")
 

@@ -104,9 +104,7 @@ class BlockDrafter(Drafter):
 class _Columns:
     """What a pass said, place by place."""
 
-    def __init__(
-        self, said: Sequence[tuple[list[int], torch.Tensor] | None], texts: Texts
-    ) -> None:
+    def __init__(self, said: Sequence[tuple[list[int], torch.Tensor] | None], texts: Texts) -> None:
         known = [one[1] for one in said if one is not None]
         blank = torch.zeros_like(known[0][:1])
         self._rows = [

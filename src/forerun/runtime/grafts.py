@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.errors import ModelError, SettingError, UnsupportedModelError
+from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime.base import Rows
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 
@@ -111,17 +112,13 @@ def graft(target: Any, layers: int, width: int = 1) -> Any:
     made.generation_config = copy.deepcopy(target.generation_config)
     for module in (own, own.embed_tokens):
         module.to(target.device, target.dtype)
-    for parameter in made.parameters():
-        parameter.requires_grad_(False)
-    for parameter in own_parameters(made).values():
-        parameter.requires_grad_(True)
     return made.eval()
 
 
 def _begin(own: Any, theirs: Any, layers: int, depth: int) -> None:
     """Copy what the decoder does not share; layer i from its share of the target's depth."""
     stack = "block" if hasattr(theirs, "block") else "layers"
-    source = {name: value for name, value in theirs.state_dict().items()}
+    source = theirs.state_dict()
     begun = {}
     for name in own.state_dict():
         parts = name.split(".")
@@ -180,10 +177,15 @@ def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
     """The graft of a folder, on its target.
 
     Raises:
-        ModelError: it is missing, damaged, of another kind, or was trained for another target.
+        ModelError: it is missing, damaged, of another kind, or does not fit the target.
+
+    Warns:
+        ForerunWarning: it was trained for another target of the same sizes.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
+
+    from forerun.training.features import fingerprint
 
     about = read_about(folder)
     if about.kind != kind:
@@ -201,6 +203,13 @@ def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
         raise ModelError(
             f"the draft decoder in {str(folder)!r} does not fit this target; it was trained for "
             f"another one (fingerprint {about.target})"
+        )
+    if fingerprint(target) != about.target:
+        warnings.warn(
+            f"the draft decoder in {str(folder)!r} was trained for another target (or for this one "
+            "in another precision); where it agrees less, drafts are shorter",
+            ForerunWarning,
+            stacklevel=4,
         )
     with torch.no_grad():
         for name, value in weights.items():

@@ -159,7 +159,7 @@ def prepare_tokenizer(out: Path, pool: Pool, recipe: Recipe, seed: int) -> Any:
 
 
 def keep(
-    run: Run,
+    run: Any,
     records: Iterator[dict[str, Any]],
     out: Path,
     name: str,
@@ -167,7 +167,7 @@ def keep(
     until: int | None = None,
     seconds: float = 240,
 ) -> None:
-    """Writes every record to the log, says how far the run is, and saves ``out``/``name``.
+    """Writes every record of a `Run` or the like to the log, tells progress, saves ``name``.
 
     Saves every ``seconds``, at step ``until``, on SIGTERM or SIGINT, and when there are no more
     records.

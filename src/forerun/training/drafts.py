@@ -1,0 +1,392 @@
+"""Training of the draft decoders that sit on a target's encoder: `shared` and `block`.
+
+The target is frozen. Both learn its distributions (forward KL) at every place of the texts; the
+block drafter besides at the places of its queries, behind texts cut off at random.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+
+from forerun.checks import whole
+from forerun.errors import ModelError, PromptError, SettingError, require
+from forerun.model import Model
+from forerun.runtime.grafts import About, graft, model_of, own_parameters, save_graft
+from forerun.runtime.placement import placement_of
+from forerun.runtime.support import decoder_limit
+from forerun.training.features import fingerprint
+
+CHECKPOINT = "training.pt"
+LOG = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a draft decoder is trained.
+
+    Args:
+        kind: "shared" (token by token) or "block" (a block in one pass).
+        layers: of the draft's decoder, ≥ 1.
+        width: of block: tokens proposed in a pass, ≥ 2.
+        steps: optimiser steps, ≥ 1.
+        batch: texts per step, ≥ 1.
+        lr: peak learning rate; rises over a twentieth of the steps, falls to zero over all.
+        anchors: of block: places per text behind which a block is learned, ≥ 1.
+        seed: decides order and anchors.
+    """
+
+    kind: str = "shared"
+    layers: int = 1
+    width: int = 8
+    steps: int = 1000
+    batch: int = 32
+    lr: float = 1e-3
+    anchors: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.kind in ("shared", "block"), "kind", self.kind, "shared or block")
+        for name in ("layers", "steps", "batch", "anchors"):
+            whole(name, getattr(self, name), 1)
+        whole("width", self.width, 2)
+        require(0 < self.lr < 1, "lr", self.lr, "between 0 and 1")
+
+    @property
+    def block(self) -> int:
+        """Tokens proposed in a pass."""
+        return self.width if self.kind == "block" else 1
+
+
+@dataclass(frozen=True)
+class Text:
+    """A source and what the target's decoder says or shall say of it, as token ids."""
+
+    source: list[int]
+    opening: list[int]
+    """What the decoder begins with."""
+    output: list[int]
+    """Its text, with the end."""
+
+
+def read_pairs(path: Path, model: Model) -> list[Text]:
+    """Pairs of texts: lines SOURCE TAB TARGET, or JSON objects with "source" and "target".
+
+    Pairs that do not fit the model are left out.
+
+    Raises:
+        PromptError: a line is neither, or nothing is left.
+    """
+    if model.tokenizer is None:
+        raise SettingError("training reads text, and this model has no tokenizer")
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        source, target = _pair(line, f"{path}, line {number}")
+        prompt, ids = model.context(model.encode(source))
+        output = model.tokenizer(text_target=target, add_special_tokens=False)["input_ids"]
+        output = [*output, *sorted(model.eos)[:1]]
+        if ids and len(ids) <= (model.target.facts.source_limit or 0) and output:
+            texts.append(Text(ids, prompt, output[: model.target.limit - len(prompt)]))
+    if len(texts) < 2:
+        raise PromptError(f"{path} holds {len(texts)} usable pairs; give at least 2")
+    return texts
+
+
+def _pair(line: str, where: str) -> tuple[str, str]:
+    if line.lstrip().startswith("{"):
+        try:
+            value = json.loads(line)
+            pair = value["source"], value["target"]
+        except (ValueError, KeyError) as error:
+            raise PromptError(f'{where}: give "source" and "target" ({error})') from error
+    else:
+        pair = tuple(line.rstrip("\r").split("\t")[:2])  # type: ignore[assignment]
+    if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+        raise PromptError(f"{where}: expected SOURCE, a tab, TARGET; got {line[:40]!r}")
+    return pair
+
+
+def own_texts(model: Model, texts: Sequence[Text], most: int, batch: int = 32) -> list[Text]:
+    """The texts with the target's own greedy output of at most `most` tokens instead of theirs."""
+    done = model.generate(
+        [text.source[len(model.opening.source) :] for text in texts],
+        plain=True,
+        batch_size=batch,
+        max_new_tokens=most,
+    )
+    pairs = zip(texts, done, strict=True)
+    return [Text(text.source, text.opening, c.tokens) for text, c in pairs if c.tokens]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Texts side by side, `(rows, width)` each; padded on the right."""
+
+    states: BaseModelOutput
+    read: torch.Tensor
+    """`(rows, source)` 1 for a token of the source."""
+    fed: torch.Tensor
+    """What the decoder is fed: opening and output but its last token."""
+    taught: torch.Tensor
+    """`(rows, width, V)` the target's log-probabilities after each."""
+    scored: torch.Tensor
+    """Whether what follows is part of the output."""
+    lengths: list[int]
+
+
+class Trainer:
+    """A draft decoder in training; `save` and `load` keep all of it.
+
+    Args:
+        model: the target; its parameters no longer take gradients.
+        settings: how.
+    """
+
+    def __init__(self, model: Model, settings: Settings) -> None:
+        self.settings = settings
+        self.target = model_of(model.target, f"of kind {settings.kind}")
+        self.identity = fingerprint(self.target)
+        torch.manual_seed(settings.seed)
+        self.draft = graft(self.target, settings.layers, settings.block)
+        self.target.requires_grad_(False)
+        self.own = own_parameters(self.draft)
+        self.optimizer = torch.optim.AdamW(self.own.values(), lr=settings.lr, betas=(0.9, 0.98))
+        decoder = self.draft.get_decoder()
+        self._placement = placement_of(decoder, decoder_limit(self.target.config))
+        self._vocab = model.target.vocab_size
+        self.step, self.tokens, self.elapsed = 0, 0, 0.0
+
+    def train(self, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
+        """Steps to the end of the settings; a record of each."""
+        while self.step < self.settings.steps:
+            began = time.perf_counter()
+            rng = random.Random(f"{self.settings.seed}/{self.step}")
+            some = rng.sample(list(texts), min(self.settings.batch, len(texts)))
+            torch.manual_seed(rng.getrandbits(32))  # of dropout
+            self.draft.get_decoder().train()  # all else is the target's
+            loss = self._loss(self._batch(some), rng)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.own.values(), 1.0)
+            self.optimizer.param_groups[0]["lr"] = self.settings.lr * self._rate()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            took, count = time.perf_counter() - began, sum(len(text.output) for text in some)
+            self.step, self.tokens = self.step + 1, self.tokens + count
+            self.elapsed += took
+            yield {
+                "step": self.step,
+                "tokens": self.tokens,
+                "loss": round(float(loss.detach()), 4),
+                "tokens_per_second": round(count / took),
+                "elapsed": round(self.elapsed, 1),
+            }
+
+    def _rate(self) -> float:
+        share = (self.step + 1) / self.settings.steps
+        return min(1.0, 20 * share) * max(0.0, 1 - share) ** 0.5
+
+    @torch.no_grad()
+    def _batch(self, texts: Sequence[Text]) -> _Batch:
+        device = self.target.device
+        pad = self.target.config.pad_token_id or 0
+        source, read = _padded([text.source for text in texts], pad)
+        fed = [[*text.opening, *text.output[:-1]] for text in texts]
+        ids, there = _padded(fed, pad)
+        for row, text in enumerate(texts):
+            there[row, : len(text.opening) - 1] = False
+        source, read, ids = source.to(device), read.long().to(device), ids.to(device)
+        states = self.target.get_encoder()(input_ids=source, attention_mask=read)
+        known = BaseModelOutput(last_hidden_state=states.last_hidden_state)
+        logits = self.target(
+            encoder_outputs=known, attention_mask=read, decoder_input_ids=ids, use_cache=False
+        ).logits
+        taught = logits.float().log_softmax(-1)
+        return _Batch(known, read, ids, taught, there.to(device), list(map(len, fed)))
+
+    def _loss(self, batch: _Batch, rng: random.Random) -> torch.Tensor:
+        """Forward KL per place."""
+        if self.settings.block == 1:
+            said = self._say(batch, batch.fed, None)
+            return _kl(said[batch.scored], batch.taught[batch.scored])
+        starts = self._anchors(batch, rng)
+        said, taught, scored = self._blocks(batch, starts)
+        return _kl(said[scored], taught[scored])
+
+    def _anchors(self, batch: _Batch, rng: random.Random) -> list[list[int]]:
+        """Per text the places behind which blocks are learned."""
+        out = []
+        for row, length in enumerate(batch.lengths):
+            first = length - int(batch.scored[row].sum())
+            places = range(first, length)
+            out.append([rng.choice(places) for _ in range(self.settings.anchors)])
+        return out
+
+    def _blocks(
+        self, batch: _Batch, starts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is said at every token and at the queries behind each anchor; what is taught there.
+
+        A query sees the text up to its anchor, and the queries of its block before it.
+        """
+        rows, width = batch.fed.shape
+        queries, count = self.settings.block - 1, len(starts[0])
+        device = batch.fed.device
+        asked = torch.arange(self._vocab, self._vocab + queries, device=device).repeat(rows, count)
+        anchors = torch.tensor(starts, device=device)
+        ahead = torch.arange(1, queries + 1, device=device)
+        behind = (anchors[:, :, None] + ahead).flatten(1)  # places of the queries
+        own = torch.arange(width, device=device).expand(rows, -1)
+        places = torch.cat([own, behind], 1)
+        block = torch.arange(count, device=device).repeat_interleave(queries)
+        group = torch.cat([torch.full((width,), -1, device=device), block])
+        upto = torch.cat([own, anchors.repeat_interleave(queries, 1)], 1)
+        # A column is seen if it is text up to where a row's own text ends, or of the same block.
+        text = (group < 0)[None, None] & (places[:, None] <= upto[:, :, None])
+        same = (group[:, None] == group[None])[None] & (group >= 0)[None, None]
+        seen = text | (same & (places[:, None] <= places[:, :, None]))
+        said = self._say(batch, torch.cat([batch.fed, asked], 1), (places, ~seen))
+        inside = behind < torch.tensor(batch.lengths, device=device)[:, None]
+        index = behind.clamp(max=width - 1)
+        taught = batch.taught.gather(1, index[:, :, None].expand(-1, -1, self._vocab))
+        return (
+            said,
+            torch.cat([batch.taught, taught], 1),
+            torch.cat([batch.scored, inside], 1),
+        )
+
+    def _say(
+        self,
+        batch: _Batch,
+        ids: torch.Tensor,
+        layout: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """`(rows, width, V)` logits of the draft; `layout` is places and what is hidden."""
+        placed: AbstractContextManager[Any] = nullcontext(None)
+        if layout is not None:
+            places, hidden = layout
+            placed = self._placement.placed(places, places, hidden)
+        with placed as mask:
+            return self.draft(
+                encoder_outputs=batch.states,
+                attention_mask=batch.read,
+                decoder_input_ids=ids,
+                decoder_attention_mask=mask,
+                use_cache=False,
+            ).logits.float()
+
+    @torch.no_grad()
+    def agreement(self, texts: Sequence[Text]) -> dict[str, Any]:
+        """How often the draft's most likely token is the target's, over held-out texts.
+
+        Returns:
+            "top1", at one token ahead; for blocks also "by_depth" and "accepted", the mean number
+            of a block's tokens before the first that differs.
+        """
+        self.draft.get_decoder().eval()
+        rng, hits, runs = random.Random(1), [], []
+        for first in range(0, len(texts), self.settings.batch):
+            batch = self._batch(texts[first : first + self.settings.batch])
+            best = batch.taught.argmax(-1)
+            if self.settings.block == 1:
+                same = self._say(batch, batch.fed, None).argmax(-1) == best
+                hits.append(same[batch.scored])
+                continue
+            starts = self._anchors(batch, rng)
+            said = self._blocks(batch, starts)[0]
+            width = batch.fed.shape[1]
+            top = said.argmax(-1)
+            for row, anchors in enumerate(starts):
+                for i, at in enumerate(anchors):
+                    begin = width + i * (self.settings.block - 1)
+                    places = [at, *range(begin, begin + self.settings.block - 1)]
+                    goal = [at + depth for depth in range(self.settings.block)]
+                    inside = [g < batch.lengths[row] for g in goal]
+                    runs.append(
+                        [
+                            float(top[row, p] == best[row, g]) if ok else float("nan")
+                            for p, g, ok in zip(places, goal, inside, strict=True)
+                        ]
+                    )
+        if self.settings.block == 1:
+            return {"top1": round(float(torch.cat(hits).double().mean()), 4)}
+        table = torch.tensor(runs, dtype=torch.float64)
+        depths = [round(float(v), 4) for v in table.nanmean(0)]
+        kept = table.nan_to_num(0.0).cumprod(1).sum(1).mean()
+        return {"top1": depths[0], "by_depth": depths, "accepted": round(float(kept), 3)}
+
+    def save(self, path: Path) -> None:
+        """Write beside, then rename: a killed run never leaves half a checkpoint."""
+        state = {
+            "settings": asdict(self.settings),
+            "target": self.identity,
+            "own": {name: p.detach() for name, p in self.own.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "counts": [self.step, self.tokens, self.elapsed],
+        }
+        beside = path.with_suffix(".tmp")
+        torch.save(state, beside)
+        os.replace(beside, path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            SettingError: it was begun with other settings (but for `steps`) or another target.
+        """
+        try:
+            state = torch.load(path, map_location=self.target.device, weights_only=True)
+        except Exception as error:  # whatever a torn file raises
+            raise ModelError(f"cannot read the checkpoint {path}: {error}") from error
+        mine, theirs = (
+            {k: v for k, v in s.items() if k != "steps"}
+            for s in (asdict(self.settings), state["settings"])
+        )
+        if state["target"] != self.identity or mine != theirs:
+            raise SettingError(
+                f"{path} was begun with other settings or another target: {state['settings']}; "
+                "use these, or another folder"
+            )
+        with torch.no_grad():
+            for name, value in state["own"].items():
+                self.own[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.elapsed = state["counts"]
+
+    def export(self, folder: Path, texts: int, found: dict[str, Any]) -> About:
+        """Write the draft as it is, with what was measured of it."""
+        trained = {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "texts": texts,
+            "seconds": round(self.elapsed, 1),
+            "held_out": found,
+        }
+        made = About(
+            self.settings.kind, self.settings.layers, self.settings.block, self.identity, trained
+        )
+        save_graft(self.draft, made, folder)
+        return made
+
+
+def _kl(said: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+    return F.kl_div(said.log_softmax(-1), taught, reduction="batchmean", log_target=True)
+
+
+def _padded(texts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(rows, longest)` ids and whether each is a token."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts])
+    return ids, torch.tensor([[True] * len(t) + [False] * (width - len(t)) for t in texts])
