@@ -64,7 +64,8 @@ def test_learning_helps_and_goes_on(train, tmp_path):
     on = train(*slow, "--steps", "60", "--json")
     assert "going on at step 2" in on.err
     assert len(on.json["held_out"]["by_depth"]) == 3
-    log = [json.loads(line) for line in (tmp_path / "draft" / "log.jsonl").open()]
+    text = (tmp_path / "draft" / "log.jsonl").read_text()
+    log = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in log] == list(range(1, 61))
     assert log[-1]["loss"] < log[2]["loss"] / 2
     other = train("--kind", "shared", "--steps", "70")
