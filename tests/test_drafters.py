@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import Proposal
+from forerun.drafters.block import BlockDrafter
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.drafters.specbound import SpecBound
-from forerun.engine import Engine, Sampling
+from forerun.engine import Engine, Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
+from forerun.runtime.grafts import graft, graft_rows
 from forerun.testing import ScriptedModel
 from forerun.types import Stop
+from sourced import build as build_encoder_decoder
 from test_engine import V, chaotic, noisy
 from tiny import build, texts
 
@@ -34,6 +38,11 @@ class Case:
     target: Rows
     drafter: Drafter
     prompts: list[list[int]]
+    sources: list[list[int]] | None = None
+    """With an encoder."""
+
+    def joining(self, rows: list[int]) -> dict[str, Any]:
+        return {} if self.sources is None else {"sources": [self.sources[row] for row in rows]}
 
 
 def scripted(drafter: Callable[[], Drafter]) -> Case:
@@ -46,11 +55,27 @@ def early_exits() -> Case:
     return Case(drafter.target, drafter, texts(1, 9, 4, 6))
 
 
+ENCODES = build_encoder_decoder("marian", decoder_layers=3)
+SOURCES = [[5, 6, 7, 8], [9], [11, 12, 13, 14, 15, 16], [40, 3, 40]]
+
+
+def on_the_encoder(kind: str, width: int) -> Case:
+    """A draft decoder as it begins, near enough to the target to agree now and then."""
+    target = torch_rows(ENCODES)
+    torch.manual_seed(1)
+    rows = graft_rows(target, graft(ENCODES, 2, width))
+    drafter = ModelDrafter(rows, 97) if kind == "shared" else BlockDrafter(rows, 97, width)
+    prompts = [[96], [96, 5, 8], [96, 7], [96, 4, 9, 12]]
+    return Case(target, drafter, prompts, SOURCES)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
     "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
     "none": lambda: scripted(NullDrafter),
     "specbound": early_exits,
+    "shared": lambda: on_the_encoder("shared", 1),
+    "block": lambda: on_the_encoder("block", 4),
 }
 CONTROLLED = ["fixed(3)", "gammatune+", "hf-threshold", "cm-asd", "cm-asd(two_pass=True)", "auto"]
 
@@ -58,16 +83,18 @@ CONTROLLED = ["fixed(3)", "gammatune+", "hf-threshold", "cm-asd", "cm-asd(two_pa
 def written(case: Case, controller: str, max_rows: int = 4, **how: Any) -> list[list[int]]:
     made = Engine(case.target, case.drafter, max_rows=max_rows)
     length, rule = CONTROLLERS.make(controller), RULES.make("standard")
+    sources = case.sources or [None] * len(case.prompts)
     ids = [
-        made.submit(p, Sampling(max_new_tokens=12 + 3 * i, **how), length, rule)
-        for i, p in enumerate(case.prompts)
+        made.submit(Request(p, Sampling(max_new_tokens=12 + 3 * i, **how), length, rule, source))
+        for i, (p, source) in enumerate(zip(case.prompts, sources, strict=True))
     ]
     done = {e.request: e.completion for e in made.run() if e.completion}
     return [done[i].tokens for i in ids]
 
 
 def plainly(case: Case, **how: Any) -> list[list[int]]:
-    return written(Case(case.target, NullDrafter(), case.prompts), "fixed(0)", **how)
+    alone = Case(case.target, NullDrafter(), case.prompts, case.sources)
+    return written(alone, "fixed(0)", **how)
 
 
 def test_every_drafter_is_in_the_table() -> None:
@@ -121,7 +148,9 @@ def test_proposals_keep_to_their_rows_and_limits(name: str) -> None:
 
     if drafter.target is not None:
         case.target.join(len(contexts), 40)
-    drafter.join(contexts, 40)
+    if drafter.target is None and case.sources is not None:  # what it shares is read already
+        case.target.join(len(contexts), 40, case.sources)
+    drafter.join(contexts, 40, **case.joining([0, 1, 2, 3]))
     covered()
     most = [3, 0, 1, 4]
     asked = [list(c) if n else None for c, n in zip(contexts, most, strict=True)]
@@ -146,5 +175,5 @@ def test_proposals_keep_to_their_rows_and_limits(name: str) -> None:
     fresh = CASES[name]()
     if fresh.drafter.target is not None:
         fresh.target.read(contexts, 40)
-    fresh.drafter.join(contexts, 40)
+    fresh.drafter.join(contexts, 40, **case.joining(order))
     assert again.tokens == fresh.drafter.propose(contexts, [3, 3, 3], guide).tokens

@@ -10,6 +10,7 @@ import torch
 import forerun
 from forerun.controllers import CONTROLLERS
 from forerun.costs import Costs
+from forerun.drafters.model import ModelDrafter
 from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, PromptError, SettingError, UnknownNameError
 from forerun.lab.audit import Kind, audit
@@ -20,7 +21,9 @@ from forerun.lab.replay import replay
 from forerun.lab.traces import measuring
 from forerun.model import Model
 from forerun.rules import RULES
+from forerun.testing import ScriptedModel
 from sourced import SOURCES, Folders, save_folders
+from test_engine import chaotic
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +166,49 @@ def test_calibrate_and_costs_read_sources(model: Model) -> None:
     assert found.target.steps == found.draft.steps > 0
     table = measuring.measure(model, batches=(1, 2), contexts=(6,), widths=(1, 3), repeats=1)
     assert [cell.batch for cell in table.cells] == [1, 2]
+
+
+def scripted(seed: int) -> ScriptedModel:
+    return ScriptedModel(chaotic(seed, 4), source_limit=8)
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_sampled_texts_have_the_targets_distribution(rule: str) -> None:
+    """χ² over all texts of two tokens, each source its own; one false alarm in 10⁴ a source."""
+    script, sources, count = chaotic(3, 4), [[1, 2], [3], [2, 0, 1]], 700
+    made = Engine(scripted(3), ModelDrafter(scripted(8), 4), max_rows=5)
+    how = CONTROLLERS.make("fixed(2)"), RULES.make(rule)
+    ids = [
+        made.submit(Request([0], Sampling(1.0, seed=i * 3 + s, max_new_tokens=2), *how, source))
+        for i in range(count)
+        for s, source in enumerate(sources)
+    ]
+    done = {e.request: e.completion.tokens for e in made.run() if e.completion}
+    for s, source in enumerate(sources):
+        texts = [tuple(done[i]) for i in ids[s :: len(sources)]]
+        chi = 0.0
+        for first in range(4):
+            before = (*source, 0)
+            a = script(before).softmax(-1)[first]
+            for second in range(4):
+                wanted = count * float(a * script((*before, first)).softmax(-1)[second])
+                chi += (texts.count((first, second)) - wanted) ** 2 / wanted
+        assert chi < 44.3  # 15 degrees of freedom
+
+
+def test_every_row_keeps_its_source() -> None:
+    """Greedy texts of many sources, ragged, joining and leaving: those of each alone."""
+    made = Engine(scripted(5), ModelDrafter(scripted(6), 4), max_rows=3)
+    how = CONTROLLERS.make("fixed(3)"), RULES.make("standard")
+    sources = [[i % 4, (i * i) % 4, i // 4][: 1 + i % 3] for i in range(12)]
+    ids = [
+        made.submit(Request([0], Sampling(max_new_tokens=3 + i), *how, source))
+        for i, source in enumerate(sources)
+    ]
+    done = {e.request: e.completion.tokens for e in made.run() if e.completion}
+    script = chaotic(5, 4)
+    for i, source in zip(ids, sources, strict=True):
+        text = [0]
+        while len(text) <= len(done[i]):
+            text.append(int(script((*source, *text)).argmax()))
+        assert done[i] == text[1:]

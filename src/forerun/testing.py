@@ -33,12 +33,20 @@ class ScriptedModel(Executor):
         script: `(V, V)` logits of the next token given the last one, or a function from the whole
             context (a tuple of ids) to `(V,)` logits.
         limit: its context length in tokens.
+        source_limit: of a model with an encoder, the most tokens of a source: the script is then
+            given the source and, behind it, the context.
     """
 
-    def __init__(self, script: Script, limit: int = 1 << 20) -> None:
+    def __init__(
+        self, script: Script, limit: int = 1 << 20, source_limit: int | None = None
+    ) -> None:
         self._script = script
         vocab = int(self._logits((0,)).shape[-1])
-        self.facts = Facts(vocab_size=vocab, limit=limit, executor="scripted")
+        self.facts = Facts(
+            vocab_size=vocab, limit=limit, executor="scripted", source_limit=source_limit
+        )
+        self.sources: list[list[int]] = []
+        """What each row's encoder read."""
         self.device = torch.device("cpu")
         self.history: list[list[int]] = []
         """Tokens each row holds: what the engine really fed."""
@@ -60,6 +68,14 @@ class ScriptedModel(Executor):
         """Keep these rows, in this order."""
         self._grow(max(rows, default=-1) + 1)
         self.history = [self.history[r][:n] for r, n in zip(rows, lengths, strict=True)]
+        if self.facts.source_limit is not None:
+            self.sources = [self.sources[r] for r in rows]
+
+    def attend(self, sources: Sequence[Sequence[int]]) -> None:
+        """Hold the sources of the rows that join."""
+        if self.facts.source_limit is None:
+            super().attend(sources)
+        self.sources.extend(map(list, sources))
 
     def _grow(self, rows: int) -> None:
         self.history.extend([] for _ in range(rows - len(self.history)))
@@ -73,13 +89,14 @@ class ScriptedModel(Executor):
         out = torch.full((len(pieces), max(wanted, default=0), self.vocab_size), torch.nan)
         for row, (start, piece, count) in enumerate(zip(starts, pieces, wanted, strict=True)):
             held = self.history[row]
+            source = self.sources[row] if self.sources else []
             assert start <= len(held), "fed beyond what the row holds"
             del held[start:]
             for place, token in enumerate(piece, start=count - len(piece)):
                 held.append(token)
                 assert len(held) <= self.facts.limit, "fed beyond the context"
                 if place >= 0:
-                    out[row, place] = self._logits(tuple(held))
+                    out[row, place] = self._logits((*source, *held))
         return out
 
 

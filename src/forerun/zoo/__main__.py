@@ -93,6 +93,19 @@ def translator(
 
 
 @app.command()
+def bleu(
+    model: Annotated[Path, typer.Argument(help="Folder of an exported translator.")],
+    data: Data,
+    limit: Annotated[int, typer.Option(help="Test sentences.")] = 300,
+) -> None:
+    """Measure a translator's SacreBLEU on held-out sentences and short texts; needs sacrebleu."""
+    from forerun.zoo.translator import evaluate as measure
+
+    with _errors():
+        print(json.dumps(measure(model, data, limit)))
+
+
+@app.command()
 def finish(
     data: Data,
     run: Annotated[Path, typer.Option(help="Folder of a target's run; it stays as it is.")],

@@ -289,6 +289,37 @@ def train(
     return run
 
 
+def evaluate(folder: Path, data: Path, count: int = 300) -> dict[str, Any]:
+    """SacreBLEU of greedy translations, of test sentences alone and of joined short texts.
+
+    Args:
+        folder: an exported translator.
+        data: the data folder.
+        count: sentences; as many in twos to sixes make up the texts.
+
+    Returns:
+        "sentences" (all known translations are references) and "texts" (one reference).
+    """
+    import sacrebleu
+
+    import forerun
+
+    model = forerun.load(folder, "none", device="cpu", dtype="float32")
+    pairs = read_pairs(data / "tatoeba" / "test.tsv.gz")[:count]
+    rng, joined = random.Random(7), []
+    for first in range(0, len(pairs), 4):
+        some = pairs[first : first + rng.randint(2, 6)]
+        joined.append((" ".join(e for e, _ in some), (" ".join(g[0] for _, g in some),)))
+    found = {}
+    for name, rows in (("sentences", pairs), ("texts", joined)):
+        done = model.generate([english for english, _ in rows], plain=True, max_new_tokens=160)
+        most = max(len(german) for _, german in rows)
+        references = [[(*german, *[None] * most)[i] for _, german in rows] for i in range(most)]
+        score = sacrebleu.corpus_bleu([c.text for c in done], references)
+        found[name] = {"bleu": round(score.score, 2), "count": len(rows)}
+    return found
+
+
 def export(model: Any, tokenizer: Any, folder: Path) -> None:
     """Saves a copy in bfloat16, with its tokenizer, to ``folder``."""
     from forerun.zoo.export import export_model
