@@ -23,6 +23,8 @@ QUESTIONS = {
 _DRAFTER_PAPERS = {
     "model": ("leviathan2023", "chen2023"),
     "lookup": ("saxena2023",),
+    "shared": ("cmasd2025",),
+    "block": ("specdec2023", "cmasd2025"),
     "specbound": ("specbound2026",),
 }
 
