@@ -24,6 +24,7 @@ LAYERS = [
         "confidence",
         "costs",
         "prompts",
+        "languages",
     ],
     ["controllers", "rules"],
     ["requests"],
@@ -40,7 +41,10 @@ ALLOWED: dict[str, set[str]] = {}
 for layer in LAYERS:
     ALLOWED.update(dict.fromkeys(layer, set(ALLOWED) - {"testing"}))
 ALLOWED.update(
-    {name: {"errors"} for name in ("types", "registry", "checks", "confidence", "prompts")}
+    {
+        name: {"errors"}
+        for name in ("types", "registry", "checks", "confidence", "prompts", "languages")
+    }
 )
 ALLOWED.update(signals={"errors", "types"}, costs={"errors", "checks"})
 

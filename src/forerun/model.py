@@ -111,8 +111,6 @@ class Model:
         plain: bool = False,
         logprobs: int | None = None,
         first_token_soon: bool = True,
-        language: str | None = None,
-        decoder_prompt: str | Sequence[int] | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """Generate, yielding an `Event` per request and round; a request's id is its place.
@@ -129,8 +127,8 @@ class Model:
             logprobs: report log-probabilities; see `Request`.
             first_token_soon: take the first token from the pass that reads the prompt, as soon as
                 plainly. Otherwise (in `generate`) the first draft rides along in that pass.
-            language: of encoder-decoder models: the one to write in, as their tokenizer names it.
-            decoder_prompt: of these: what the text shall begin with; not part of what comes back.
+            settings: fields of `Sampling`, and for encoder-decoder models those of `open`:
+                `language`, and `decoder_prompt`.
 
         Raises:
             PromptError: a prompt that is none, is empty, or does not fit the context.
@@ -143,6 +141,7 @@ class Model:
         prompts, _ = split(prompt)
         whole("batch_size", batch_size, 1)
         flag("plain", plain)
+        opened = {k: settings.pop(k) for k in ("language", "decoder_prompt") if k in settings}
         samplings = _samplings(sampling, settings, len(prompts))
         if controller is None:
             controller = self.settings.controller or DEFAULT_CONTROLLER
@@ -154,19 +153,22 @@ class Model:
             drafter, length = self._plain, CONTROLLERS.make("fixed(0)")
         with self._shared.turns:  # tokenizers are not made for several threads
             ids = [self.encode(text) for text in prompts]
-            begin = self.open(language, decoder_prompt)
-        requests = []
-        for each, how in zip(ids, samplings, strict=True):
-            given, source = self.context(each, begin)
-            requests.append(
-                Request(given, how, length, keep, source, first_token_soon, logprobs=logprobs)
-            )
+            begin = self.open(**opened)
+        contexts = [self.context(each, begin) for each in ids]
+        requests = [
+            Request(given, how, length, keep, source, first_token_soon, logprobs)
+            for (given, source), how in zip(contexts, samplings, strict=True)
+        ]
         yield from self._shared.stream(drafter, batch_size, requests)
 
     def open(
         self, language: str | None = None, decoder_prompt: str | Sequence[int] | None = None
     ) -> Opening:
         """What an encoder-decoder model's texts begin with; without arguments, `opening`.
+
+        Args:
+            language: the one to write in, as the model's tokenizer names it.
+            decoder_prompt: what the text shall begin with; not part of what comes back.
 
         Raises:
             SettingError: the model has no encoder, or no such language.
@@ -260,8 +262,6 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
-    language: str | None = None,
-    decoder_prompt: str | Sequence[int] | None = None,
 ) -> Model:
     """Load a target and who runs ahead of it.
 
@@ -280,8 +280,6 @@ def load(
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
             plain output.
         trust_remote_code: run modelling code that comes with the checkpoint.
-        language: as for `Model.stream`, for all texts.
-        decoder_prompt: likewise.
 
     Raises:
         ModelError: a model that is missing, corrupt, unsupported, or a draft with another
@@ -308,9 +306,7 @@ def load(
     rows = runs.load(Source(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
-    model = Model(drafter.target or rows, drafter, tokenizer, chosen)
-    model.opening = model.open(language, decoder_prompt)
-    return model
+    return Model(drafter.target or rows, drafter, tokenizer, chosen)
 
 
 def _chosen(target: str | Path | None, settings: str | Path | Settings | None) -> Settings:

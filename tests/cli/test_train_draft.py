@@ -78,11 +78,12 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(kind, folders, pairs, tmp_path
     import torch
 
     import forerun
-    from forerun.training.drafts import Settings, Trainer, read_pairs
+    from forerun.cli.shared.pair_texts import read_pairs
+    from forerun.training.drafts import Settings, Trainer
 
     model = forerun.load(folders.target, "none", device="cpu", dtype="float32")
     texts, settings = read_pairs(Path(pairs), model), Settings(kind, width=3, steps=4, batch=3)
-    whole, first, rest = (Trainer(model, settings) for _ in range(3))
+    whole, first, rest = (Trainer(model.target, settings) for _ in range(3))
     assert len(list(whole.train(texts))) == 4
     for record in first.train(texts):
         if record["step"] == 2:

@@ -71,11 +71,12 @@ def train_draft(
 
     settings = Settings(kind, layers, width, steps, batch, lr, seed=seed)
 
+    from forerun.cli.shared.pair_texts import own_texts, read_pairs
     from forerun.cli.shared.run import Plan
-    from forerun.training.drafts import CHECKPOINT, Trainer, own_texts, read_pairs
+    from forerun.training.drafts import CHECKPOINT, Trainer
 
     model = Plan.alone(target, device, dtype, trust_remote_code, batch).load().model
-    trainer = Trainer(model, settings)
+    trainer = Trainer(model.target, settings)
     with status("reading texts"):
         texts = read_pairs(Path(pairs), model)
     if own:

@@ -20,6 +20,7 @@ import torch
 from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime.base import Rows
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
+from forerun.runtime.fingerprints import fingerprint
 
 ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
 FORMAT = "forerun draft decoder 1"
@@ -184,8 +185,6 @@ def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-
-    from forerun.training.features import fingerprint
 
     about = read_about(folder)
     if about.kind != kind:

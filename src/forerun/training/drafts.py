@@ -6,7 +6,6 @@ block drafter besides at the places of its queries, behind texts cut off at rand
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -21,12 +20,12 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.checks import whole
-from forerun.errors import ModelError, PromptError, SettingError, require
-from forerun.model import Model
+from forerun.errors import ModelError, SettingError, require
+from forerun.runtime.base import Rows
+from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.grafts import About, graft, model_of, own_parameters, save_graft
 from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
-from forerun.training.features import fingerprint
 
 CHECKPOINT = "training.pt"
 LOG = "log.jsonl"
@@ -80,57 +79,6 @@ class Text:
     """Its text, with the end."""
 
 
-def read_pairs(path: Path, model: Model) -> list[Text]:
-    """Pairs of texts: lines SOURCE TAB TARGET, or JSON objects with "source" and "target".
-
-    Pairs that do not fit the model are left out.
-
-    Raises:
-        PromptError: a line is neither, or nothing is left.
-    """
-    if model.tokenizer is None:
-        raise SettingError("training reads text, and this model has no tokenizer")
-    texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
-        if not line.strip():
-            continue
-        source, target = _pair(line, f"{path}, line {number}")
-        prompt, ids = model.context(model.encode(source))
-        output = model.tokenizer(text_target=target, add_special_tokens=False)["input_ids"]
-        output = [*output, *sorted(model.eos)[:1]]
-        if ids and len(ids) <= (model.target.facts.source_limit or 0) and output:
-            texts.append(Text(ids, prompt, output[: model.target.limit - len(prompt)]))
-    if len(texts) < 2:
-        raise PromptError(f"{path} holds {len(texts)} usable pairs; give at least 2")
-    return texts
-
-
-def _pair(line: str, where: str) -> tuple[str, str]:
-    if line.lstrip().startswith("{"):
-        try:
-            value = json.loads(line)
-            pair = value["source"], value["target"]
-        except (ValueError, KeyError) as error:
-            raise PromptError(f'{where}: give "source" and "target" ({error})') from error
-    else:
-        pair = tuple(line.rstrip("\r").split("\t")[:2])  # type: ignore[assignment]
-    if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
-        raise PromptError(f"{where}: expected SOURCE, a tab, TARGET; got {line[:40]!r}")
-    return pair
-
-
-def own_texts(model: Model, texts: Sequence[Text], most: int, batch: int = 32) -> list[Text]:
-    """The texts with the target's own greedy output of at most `most` tokens instead of theirs."""
-    done = model.generate(
-        [text.source[len(model.opening.source) :] for text in texts],
-        plain=True,
-        batch_size=batch,
-        max_new_tokens=most,
-    )
-    pairs = zip(texts, done, strict=True)
-    return [Text(text.source, text.opening, c.tokens) for text, c in pairs if c.tokens]
-
-
 @dataclass(frozen=True)
 class _Batch:
     """Texts side by side, `(rows, width)` each; padded on the right."""
@@ -151,13 +99,13 @@ class Trainer:
     """A draft decoder in training; `save` and `load` keep all of it.
 
     Args:
-        model: the target; its parameters no longer take gradients.
+        target: the model to draft for; its parameters no longer take gradients.
         settings: how.
     """
 
-    def __init__(self, model: Model, settings: Settings) -> None:
+    def __init__(self, target: Rows, settings: Settings) -> None:
         self.settings = settings
-        self.target = model_of(model.target, f"of kind {settings.kind}")
+        self.target = model_of(target, f"of kind {settings.kind}")
         self.identity = fingerprint(self.target)
         torch.manual_seed(settings.seed)
         self.draft = graft(self.target, settings.layers, settings.block)
@@ -166,7 +114,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.own.values(), lr=settings.lr, betas=(0.9, 0.98))
         decoder = self.draft.get_decoder()
         self._placement = placement_of(decoder, decoder_limit(self.target.config))
-        self._vocab = model.target.vocab_size
+        self._vocab = target.vocab_size
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
 
     def train(self, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from forerun.errors import SettingError
+from forerun.runtime.fingerprints import fingerprint as fingerprint
 from forerun.runtime.layers import LayerAccess
 
 STATE = "cache.json"
@@ -67,19 +68,6 @@ def cache_bytes(positions: int, layers: int, width: int) -> int:
     384.4
     """
     return positions * ((layers + 1) * width * 2 + 4)
-
-
-def fingerprint(model: Any) -> str:
-    """A name for a model's configuration and weights, from a sample of every tensor."""
-    config = model.config.to_dict()
-    for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        config.pop(key, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // 64)][:64].double().cpu()
-        digest.update(f"{name}{tuple(tensor.shape)}{some.tolist()}".encode())
-    return digest.hexdigest()[:16]
 
 
 def collect(

@@ -156,9 +156,8 @@ class Plan:
             device=self.device,
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
-            language=self.language,
-            decoder_prompt=self.decoder_prompt,
         )
+        model.opening = model.open(self.language, self.decoder_prompt)
         default = "shipped" if self.target is None else "lookup"
         about = {
             "target": self.target or "shipped",
