@@ -68,15 +68,17 @@ def _parts(kind: str, brief: bool) -> Table:
 
 def _models() -> Table:
     from forerun import zoo
-    from forerun.runtime.support import PROVEN
+    from forerun.runtime.support import PROVEN, PROVEN_ENCODER_DECODER
 
     table = _table(
-        "models: any decoder-only Hugging Face model with full attention", "name", "what"
+        "models: any Hugging Face model with full attention that writes text", "name", "what"
     )
     table.add_row(Text("(shipped target)", "bold"), Text(_shipped(zoo.TARGET)))
     table.add_row(Text("(shipped draft)", "bold"), Text(_shipped(zoo.DRAFT)))
     for kind in sorted(PROVEN):
         table.add_row(Text(kind, "bold"), Text("architecture tested row by row"))
+    for kind in sorted(PROVEN_ENCODER_DECODER):
+        table.add_row(Text(kind, "bold"), Text("encoder-decoder, likewise"))
     return table
 
 

@@ -200,13 +200,13 @@ class Engine:
         del self._waiting[: len(joining)]
         self._rows.extend(joining)
         longest = max(row.sampling.max_new_tokens for row in joining)
-        room, before = longest + max(row.prompt for row in joining), self.target.encode_seconds
+        room, began = longest + max(row.prompt for row in joining), time.perf_counter()
         sources = [row.request.source for row in joining if row.request.source is not None]
         read = {"sources": sources} if sources else {}
         self.target.join(len(joining), room, **read)
         self.drafter.join([row.context for row in joining], longest, **read)
         for row in joining:
-            row.encode = self.target.encode_seconds - before
+            row.encode = time.perf_counter() - began
         for row in joining:
             seeded = row.sampling.seed is not None and not row.sampling.greedy
             given = None

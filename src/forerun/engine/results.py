@@ -139,8 +139,8 @@ class Stats(_Counted):
     source_tokens: int | None = None
     """Tokens that the encoder read; None if the target has none."""
     encode_seconds: float | None = None
-    """Reading them, together with the sources that joined at the same time; in `seconds` and
-    `first_token_seconds`, in none of the other times."""
+    """Reading them, by the target and by a draft with an encoder of its own, together with the
+    sources that joined at the same time; in `seconds` and `first_token_seconds`, in no other."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -38,7 +38,7 @@ class Row:
     submitted: float
     prefill: float = 0.0
     encode: float = 0.0
-    """Seconds of reading the sources that joined with its own."""
+    """Seconds of joining, in which target and draft read its source and those beside it."""
     first_token: float = 0.0
     drift: float | None = None
     """Summed drift of the tokens so far; None under a lossless rule."""

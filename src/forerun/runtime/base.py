@@ -104,11 +104,6 @@ class Executor(ABC):
         """The Hugging Face module behind it, or None."""
         return None
 
-    @property
-    def encode_seconds(self) -> float:
-        """Wall time of reading sources so far."""
-        return 0.0
-
     def attend(self, sources: Pieces) -> None:
         """Read the sources of the rows that join next, before their first pass.
 
@@ -149,11 +144,6 @@ class Rows:
         self.seconds = 0.0
         """Wall time spent in passes so far."""
         self.passes = 0
-
-    @property
-    def encode_seconds(self) -> float:
-        """Wall time spent reading sources so far; not part of `seconds`."""
-        return self.executor.encode_seconds
 
     def join(self, count: int, room: int = 0, sources: Pieces | None = None) -> None:
         """Add empty rows at the end; `room` tokens are expected of each.

@@ -89,11 +89,6 @@ class EncoderDecoderExecutor(Executor):
         """The model."""
         return self.model
 
-    @property
-    def encode_seconds(self) -> float:
-        """Wall time in the encoder."""
-        return self.encoder.seconds
-
     def reserve(self, rows: int, columns: int) -> None:
         """Grow the cache once for what is expected."""
         self.cache.reserve(rows, columns)

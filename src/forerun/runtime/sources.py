@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -41,8 +40,6 @@ class Encoder:
         self._pad = model.config.pad_token_id or 0
         self.shared = False
         """Whether somebody else asks for the states of the same sources."""
-        self.seconds = 0.0
-        """Wall time in it so far."""
         self._last: tuple[list[list[int]], list[States]] | None = None
 
     @torch.inference_mode()
@@ -51,7 +48,7 @@ class Encoder:
         wanted = [list(source) for source in sources]
         if self._last is not None and self._last[0] == wanted:
             return self._last[1]
-        began, out = time.perf_counter(), []
+        out = []
         for places in _groups([len(source) for source in wanted]):
             some = [wanted[place] for place in places]
             lengths = [len(source) for source in some]
@@ -65,7 +62,6 @@ class Encoder:
             out.append(States(places, lengths, states))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.seconds += time.perf_counter() - began
         self._last = (wanted, out) if self.shared else None
         return out
 
