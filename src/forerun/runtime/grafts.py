@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -149,6 +150,7 @@ def save_graft(graft: Any, about: About, folder: Path) -> None:
     own = own_parameters(graft)
     weights = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in own.items()}
     save_file(weights, str(folder / WEIGHTS))
+    os.chmod(folder / WEIGHTS, 0o644)
     text = json.dumps({"format": FORMAT, **asdict(about)}, indent=2, ensure_ascii=False)
     (folder / ABOUT).write_text(text + "\n", encoding="utf-8")
 
