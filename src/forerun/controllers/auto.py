@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from forerun.checks import between, whole
 from forerun.controllers import auto_survival as survival
 from forerun.controllers.auto_survival import LogOdds, Survival
+from forerun.controllers.auto_table import Table
 from forerun.controllers.base import LengthController, Opening
 from forerun.controllers.elementwise import anywhere, maximum, minimum, select, sigmoid, where
 from forerun.costs import Costs
@@ -47,6 +48,8 @@ class AutoState(NamedTuple):
     """tokens they drafted, and"""
     committed: float = 0.0
     """tokens they committed."""
+    table: Table = Table()
+    """Tokens the draft errs at."""
 
 
 class Drafting(NamedTuple):
@@ -146,8 +149,8 @@ class Auto(LengthController):
 
     @property
     def signals(self) -> frozenset[str]:
-        """The margin, and the probability of the drafted token."""
-        return frozenset({"logit_margin", "chosen"})
+        """The margin, the probability of the drafted token, and which it is after which."""
+        return frozenset({"logit_margin", "chosen", "id", "previous"})
 
     @property
     def asks(self) -> bool:
@@ -184,6 +187,7 @@ class Auto(LengthController):
             drafts=CARRIED * state.drafts,
             drafted=CARRIED * state.drafted,
             committed=CARRIED * state.committed,
+            table=state.table,
         )
 
     def limit(self, state: AutoState, costs: Costs) -> int:
@@ -210,7 +214,7 @@ class Auto(LengthController):
     def fold(self, state: AutoState, memo: Drafting, token: Token) -> Drafting:
         """One more drafted token."""
         by, useful, price, drafted = memo
-        return Drafting(by, useful, price, survival.extended(drafted, by, token))
+        return Drafting(by, useful, price, survival.extended(drafted, by, state.table, token))
 
     def worth(self, state: AutoState, costs: Costs, memo: Drafting) -> float:
         """The chance that the next token is kept, less its price."""
@@ -228,14 +232,16 @@ class Auto(LengthController):
             return state._replace(rested=rested)
         learn = round.teaches
         paid = learn | (width > round.drafted)  # others drafted, and this request had no room
+        learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
         return AutoState(
-            select(learn, survival.judged(state.learned, round), state.learned),
+            select(learn, learned, state.learned),
             where(learn, 0, rested),
             where(learn, where(state.rested > 0, longer, PROBE_INTERVAL), state.interval),
             where(paid, FADE * state.drafts + 1, state.drafts),
             where(paid, FADE * state.drafted + width, state.drafted),
             where(paid, FADE * state.committed + round.accepted + 1, state.committed),
+            table,
         )
 
     def _further(self, costs: Costs) -> float:

@@ -11,7 +11,7 @@ replay every leaf has one more axis, the last: the prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,21 @@ def floor(x: Any) -> Any:
 def picked(values: tuple[Any, ...], index: Any) -> Any:
     """One of some constants, by its place."""
     return np.array(values)[index] if isinstance(index, _Array) else values[index]
+
+
+def entry(table: Any, place: Any) -> Any:
+    """One entry of a table `(size,)`, or one per request of `(size, prompts)`."""
+    if isinstance(place, _Array):
+        return table[place, np.arange(len(place))]
+    return table.item(place)
+
+
+def added(table: Any, amounts: Iterable[tuple[Any, Any]]) -> Any:
+    """A copy of such a table, with amounts added at places."""
+    out = table.copy()
+    for place, amount in amounts:
+        out[(place, np.arange(len(place))) if isinstance(place, _Array) else place] += amount
+    return out
 
 
 def anywhere(condition: Any) -> bool:
