@@ -83,10 +83,12 @@ class Auto(LengthController):
     round starts with a draft while λ is at least 0.95 of the rate of plain decoding: near it a
     draft costs next to nothing, and teaches.
 
-    - `S_i = (1 − u)·Π_j σ(b + a·z_j)`: `z` is linear in the logit margin (greedy requests) or in
-      the probability of the drafted token (sampled ones), fitted once to many texts; what is kept
-      tells which of the two a request is. `(b, a)`, from (0, 1), follow its judged tokens by one
-      Newton step of ridge logistic regression a round.
+    - `S_i = (1 − u)·Π_j σ(b + a·z_j + t_j)`: `z` is linear in the logit margin (greedy requests) or
+      in the probability of the drafted token (sampled ones), fitted once to many texts; what is
+      kept tells which of the two a request is. `(b, a)`, from (0, 1), follow its judged tokens by
+      one Newton step of ridge logistic regression a round. `t` is what a table has learned so, in
+      this request and those before, of the drafted token and of its pair with the one before it:
+      a draft errs at some tokens more often than its confidence says (`auto_table`).
     - `ŝ_{i+1} = σ(z' + b')`: z' is linear in the newest margin and the mean margin of the round,
       fitted likewise, with a constant for the first token; b' follows the request. u is the
       probability that the draft is of no use at all, by the likelihood of what was kept. A request
@@ -116,7 +118,8 @@ class Auto(LengthController):
     Deviations: the rule is the best one if survival only falls, as when the next tokens are alike;
     a doubtful token followed by certain ones is worth a little more than it says. With `cost`
     given, a request decides for itself whoever shares its pass, so in a large batch it can be
-    slower than plain decoding. The starting values were fitted to the texts of the shipped pair.
+    slower than plain decoding. The starting values were fitted to the texts of the shipped pair,
+    those of sampled requests to another's, too.
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forerun.controllers.elementwise import added, entry
+from forerun.controllers.elementwise import at, entry
 from forerun.types import Token
 
 SLOTS = 1021
@@ -46,10 +46,12 @@ class Table(NamedTuple):
 
     def learned(self, judged: list[tuple[Token, float, float]]) -> Table:
         """After some tokens: each with its weight `w`, and the chance it was short of."""
-        places = [(place, w, miss) for token, w, miss in judged for place in _places(token)]
-        weights = added(self.weights, [(place, w) for place, w, _ in places])
-        steps = [(p, miss / (entry(weights, p) + PRIOR_WEIGHT)) for p, _, miss in places]
-        return Table(added(self.corrections, steps), weights)
+        corrections, weights = self.corrections.copy(), self.weights.copy()
+        for token, weight, miss in judged:
+            for place in map(at, _places(token)):
+                weights[place] += weight
+                corrections[place] += miss / (weights[place] + PRIOR_WEIGHT)
+        return Table(corrections, weights)
 
 
 def _places(token: Token) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ replay every leaf has one more axis, the last: the prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -79,17 +79,12 @@ def picked(values: tuple[Any, ...], index: Any) -> Any:
 
 def entry(table: Any, place: Any) -> Any:
     """One entry of a table `(size,)`, or one per request of `(size, prompts)`."""
-    if isinstance(place, _Array):
-        return table[place, np.arange(len(place))]
-    return table.item(place)
+    return table[at(place)] if isinstance(place, _Array) else table.item(place)
 
 
-def added(table: Any, amounts: Iterable[tuple[Any, Any]]) -> Any:
-    """A copy of such a table, with amounts added at places."""
-    out = table.copy()
-    for place, amount in amounts:
-        out[(place, np.arange(len(place))) if isinstance(place, _Array) else place] += amount
-    return out
+def at(place: Any) -> Any:
+    """The index of that entry."""
+    return (place, np.arange(len(place))) if isinstance(place, _Array) else place
 
 
 def anywhere(condition: Any) -> bool:
