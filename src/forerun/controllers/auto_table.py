@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forerun.controllers.elementwise import at, entry
+from forerun.controllers.elementwise import at, entry, minimum
 from forerun.types import Token
 
 SLOTS = 1021
@@ -22,6 +22,8 @@ HASH, HASH_BEFORE = 31_337, 1_000_003
 """Factors of the drafted token and the one before it."""
 PRIOR_WEIGHT = 2.0
 """Prior weight of a correction of 0, in `Σ w`."""
+MOST_WEIGHT = 50.0
+"""Most of it that counts, so that a correction never stops to follow."""
 
 
 def _empty() -> Any:
@@ -49,7 +51,7 @@ class Table(NamedTuple):
         corrections, weights = self.corrections.copy(), self.weights.copy()
         for token, weight, miss in judged:
             for place in map(at, _places(token)):
-                weights[place] += weight
+                weights[place] = minimum(weights[place] + weight, MOST_WEIGHT)
                 corrections[place] += miss / (weights[place] + PRIOR_WEIGHT)
         return Table(corrections, weights)
 
