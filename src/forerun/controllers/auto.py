@@ -73,8 +73,9 @@ class Auto(LengthController):
     tokens are to be kept is read off the drafter's confidence and corrected by what is kept; what
     they cost is measured. Where speculation does not pay it decodes plainly and tries again now and
     then. *Hurts* a little in the first rounds, before anything was timed, and while a request is
-    unlike what the starting values expect. What it drafts depends on the costs measured unless
-    `cost` is given.
+    unlike what the starting values expect, as sampled ones of a weak draft are (a fixed length that
+    fits was up to 1 % ahead there). What it drafts depends on the costs measured, and on earlier
+    requests, unless `cost` is given.
 
     Rule: drafting is a renewal process, so the most tokens per second come from drafting on
     exactly while `S_i·ŝ_{i+1} > λ·(d + v·V)`, with `S_i` the probability that the i tokens drafted
