@@ -1,21 +1,22 @@
 """Fit what `auto` expects of a draft before a row has said anything.
 
-    python -m benchmarks.auto_prior GREEDY.parquet SAMPLED.parquet
+    python -m benchmarks.auto_prior GREEDY.parquet[,...] SAMPLED.parquet[,...]
 
-From a trace of greedy and one of sampled texts, validation prompts of all families. What is fitted
-are the tokens that rounds would judge that draft on to the first rejection, one round after
-another; every family weighs the same. Prints the two rows of numbers that `auto_survival` ships,
-and for each signal how well it predicts families it was not fitted to.
+From traces of greedy and of sampled texts, one or more pairs' each, validation prompts of all
+families. What is fitted are the tokens that rounds would judge that draft on to the first
+rejection, one round after another; every pair weighs the same, and in it every family. Prints the
+two rows of numbers that `auto_survival` ships, and for each signal how well it predicts families it
+was not fitted to.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.controllers.auto_survival import CAP
+from forerun.controllers.auto_survival import MOST_MARGIN
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 
@@ -24,7 +25,9 @@ from forerun.types import FloatArray, IntArray
 class Judged:
     """Judged tokens, one array element each."""
 
+    pair: IntArray
     family: IntArray
+    """Of all pairs."""
     depth: IntArray
     """Tokens drafted before it in its round."""
     hit: FloatArray
@@ -37,8 +40,7 @@ class Judged:
 
 def judged(trace: Trace) -> Judged:
     """The tokens judged by rounds that end with the first rejection, the text or its draft."""
-    names, family = np.unique(trace.families, return_inverse=True)
-    assert len(names) > 1, "one family cannot be left out"
+    family = np.unique(trace.families, return_inverse=True)[1]
     rows, place = np.arange(trace.prompts), np.zeros(trace.prompts, dtype=np.int64)
     parts: list[Judged] = []
     column = np.arange(trace.depth)
@@ -49,11 +51,12 @@ def judged(trace: Trace) -> Judged:
         )
         row, depth = np.nonzero(column < count[:, None])
         said = {name: values[rows, place] for name, values in trace.signals.items()}
-        margin = np.minimum(said["logit_margin"], CAP)
+        margin = np.minimum(said["logit_margin"], MOST_MARGIN)
         before = np.maximum(depth - 1, 0)
         mean = margin.cumsum(1)[row, before] / np.maximum(depth, 1)
         parts.append(
             Judged(
+                np.zeros_like(row),
                 family[rows[row]],
                 depth,
                 trace.accept_prob[rows, place][row, depth],
@@ -65,8 +68,14 @@ def judged(trace: Trace) -> Judged:
         place = place + match + 1
         going = place < trace.sizes[rows]
         rows, place = rows[going], place[going]
+    return joined(parts)
+
+
+def joined(parts: list[Judged]) -> Judged:
+    """The tokens of all."""
     join = np.concatenate
     return Judged(
+        join([p.pair for p in parts]),
         join([p.family for p in parts]),
         join([p.depth for p in parts]),
         join([p.hit for p in parts]),
@@ -74,6 +83,16 @@ def judged(trace: Trace) -> Judged:
         join([p.newest for p in parts]),
         join([p.mean for p in parts]),
     )
+
+
+def of_pairs(paths: str) -> Judged:
+    """The judged tokens of traces of some pairs, their names separated by commas."""
+    parts: list[Judged] = []
+    for pair, path in enumerate(paths.split(",")):
+        one = judged(Trace.read(path))
+        families = 1 + max((int(p.family.max()) for p in parts), default=-1)
+        parts.append(replace(one, pair=one.pair + pair, family=one.family + families))
+    return joined(parts)
 
 
 def fitted(x: FloatArray, hit: FloatArray, weight: FloatArray) -> FloatArray:
@@ -89,9 +108,10 @@ def fitted(x: FloatArray, hit: FloatArray, weight: FloatArray) -> FloatArray:
     return b
 
 
-def even(family: IntArray) -> FloatArray:
-    """Weights by which every family counts the same."""
-    weights: FloatArray = (1 / np.bincount(family))[family]
+def even(pair: IntArray, family: IntArray) -> FloatArray:
+    """Weights by which every pair counts the same, and every family of it."""
+    weights: FloatArray = (1 / np.maximum(np.bincount(family), 1))[family]
+    weights = weights / np.bincount(pair, weights)[pair]
     return weights / weights.mean()
 
 
@@ -105,9 +125,7 @@ def left_out(x: FloatArray, told: Judged) -> float:
     losses = []
     for family in np.unique(told.family):
         out = told.family == family
-        b = fitted(
-            x[~out], told.hit[~out], even(np.unique(told.family[~out], return_inverse=True)[1])
-        )
+        b = fitted(x[~out], told.hit[~out], even(told.pair[~out], told.family[~out]))
         z = x[out] @ b
         losses.append((np.logaddexp(0, z) - told.hit[out] * z).mean())
     return float(np.mean(losses))
@@ -115,8 +133,8 @@ def left_out(x: FloatArray, told: Judged) -> float:
 
 def prior(told: Judged, signal: str) -> list[float]:
     """The numbers of one row: token by margin or chosen, first token, next token."""
-    weight = even(told.family)
-    margin = np.minimum(told.signals["logit_margin"], CAP)
+    weight = even(told.pair, told.family)
+    margin = np.minimum(told.signals["logit_margin"], MOST_MARGIN)
     of = {"logit_margin": margin, "chosen": told.signals["chosen"]}[signal]
     constant, slope = fitted(with_one(of), told.hit, weight)
     kept = [constant, slope, 0.0] if signal == "logit_margin" else [constant, 0.0, slope]
@@ -131,10 +149,10 @@ def main(paths: list[str]) -> None:
     for name, path, signal in zip(
         ("GREEDY", "SAMPLED"), paths, ("logit_margin", "chosen"), strict=True
     ):
-        told = judged(Trace.read(path))
+        told = of_pairs(path)
         print(f"{name} = ({', '.join(f'{b:.2f}' for b in prior(told, signal))})")
         for field, values in told.signals.items():
-            x = with_one(np.minimum(values, CAP) if field == "logit_margin" else values)
+            x = with_one(np.minimum(values, MOST_MARGIN) if field == "logit_margin" else values)
             print(f"  {field:20s} log-loss on families left out {left_out(x, told):.4f}")
 
 

@@ -17,6 +17,7 @@ from forerun.controllers.auto_survival import (
     Survival,
     in_force,
 )
+from forerun.controllers.auto_table import PRIOR_WEIGHT, Table
 from forerun.costs import Costs
 from forerun.engine import meter as metering
 from forerun.engine.crew import Crew
@@ -219,7 +220,36 @@ def test_nothing_behind_a_rejection_teaches():
     state = controller.start()
     one = seen(4, 1, [5.0, 1.0, 0.1, 7.0], prob=[1.0, 0.0, 0.0, 0.0])
     two = seen(4, 1, [5.0, 1.0, 6.0, 0.2], prob=[1.0, 0.0, 1.0, 0.5])
-    assert controller.observe(state, COSTS, one) == controller.observe(state, COSTS, two)
+    one, two = (controller.observe(state, COSTS, shown) for shown in (one, two))
+    assert one[:-1] == two[:-1]
+    assert np.array_equal(one.table, two.table)
+
+
+def test_the_table_learns_what_confidence_leaves_unexplained_by_hand():
+    hits = [Token(7, 3, chosen=0.5, logit_margin=2.0), Token(5, 7, chosen=0.5, logit_margin=1.0)]
+    table = Table().learned([(hits[0], 0.2, 0.3), (hits[1], 0.25, -0.5)])
+    # A Newton step each for the token and for the pair, from a correction of 0.
+    assert table(hits[0]) == pytest.approx(2 * 0.3 / (0.2 + PRIOR_WEIGHT))
+    assert table(hits[1]) == pytest.approx(2 * -0.5 / (0.25 + PRIOR_WEIGHT))
+    assert table(hits[0]._replace(previous=4)) == pytest.approx(table(hits[0]) / 2)
+    assert table(Token(8, 3)) == Table()(hits[0]) == 0
+
+
+def test_a_token_that_is_never_kept_ends_drafts_whatever_its_confidence():
+    auto, costs = Auto(), Costs.synthetic(8, slope=0.02)
+
+    def goes(state, token):
+        return auto.keep_going(state, costs, auto.fold(state, auto.open(state, costs).memo, token))
+
+    good, bad = (Token(which, 1, logit_margin=2.0, chosen=0.6) for which in (2, 3))
+    state = auto.start()
+    for _ in range(20):
+        assert auto.open(state, costs).worth > 0
+        state = auto.observe(state, costs, Round(2, 1, [1.0, 0.0], 0, [good, bad]))
+        state = auto.carry(state)
+    assert goes(auto.start(), bad)
+    assert goes(state, good)
+    assert not goes(state, bad)
 
 
 def test_it_tells_greedy_from_sampled():

@@ -204,7 +204,10 @@ def token(prob) -> Token:
     surprise = surprise if isinstance(prob, np.ndarray) else float(surprise)
     margin = 9 * prob
     softmax = -np.expm1(-margin) if isinstance(prob, np.ndarray) else -math.expm1(-margin)
-    return Token(1, (), prob, prob, surprise, surprise / -math.log(1e-9), margin, softmax, margin)
+    which = 100 * prob
+    which = which.astype(int) if isinstance(prob, np.ndarray) else int(which)
+    said = (prob, prob, surprise, surprise / -math.log(1e-9), margin, softmax, margin)
+    return Token(which, which // 3, *said)
 
 
 def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> Round:
@@ -515,7 +518,7 @@ def test_learns_nothing_without_a_draft(spec, stop):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("tokens", [[], [Token(1, (2,)), Token(3, (2, 1))]])
+@pytest.mark.parametrize("tokens", [[], [Token(1, 2), Token(3, 1)]])
 def test_drafters_without_a_distribution(spec, tokens):
     controller = make(spec)
     state = controller.start()

@@ -532,8 +532,7 @@ def test_signals_know_the_penalties() -> None:
 
     run = engine(target=ScriptedModel(table), draft=ScriptedModel(table))
     run([0], max_new_tokens=3, controller=Hearing(2), logit_bias={2: -100.0})
-    assert seen[0].previous == (0,)
-    assert seen[1].previous == (0, seen[0].id)
+    assert [token.previous for token in seen] == [-1, seen[0].id]
     np.testing.assert_allclose(seen[0].chosen, 1 / 3, rtol=1e-4)  # three equal tokens are left
     np.testing.assert_allclose(seen[0].top1, 1 / 3, rtol=1e-4)
 

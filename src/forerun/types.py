@@ -66,8 +66,8 @@ class Token(NamedTuple):
     """
 
     id: Any = -1
-    previous: tuple[Any, ...] = ()
-    """Ids of the last three tokens of the text before it, the newest last."""
+    previous: Any = -1
+    """Id of the token before it, drafted or committed; -1 of the first one behind the prompt."""
     top1: Any = None
     """Probability of the most likely token, in (0, 1]."""
     chosen: Any = None

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from forerun.checks import between, whole
 from forerun.controllers import auto_survival as survival
 from forerun.controllers.auto_survival import LogOdds, Survival
+from forerun.controllers.auto_table import Table
 from forerun.controllers.base import LengthController, Opening
 from forerun.controllers.elementwise import anywhere, maximum, minimum, select, sigmoid, where
 from forerun.costs import Costs
@@ -47,6 +48,8 @@ class AutoState(NamedTuple):
     """tokens they drafted, and"""
     committed: float = 0.0
     """tokens they committed."""
+    table: Table = Table()
+    """Tokens the draft errs at."""
 
 
 class Drafting(NamedTuple):
@@ -70,8 +73,9 @@ class Auto(LengthController):
     tokens are to be kept is read off the drafter's confidence and corrected by what is kept; what
     they cost is measured. Where speculation does not pay it decodes plainly and tries again now and
     then. *Hurts* a little in the first rounds, before anything was timed, and while a request is
-    unlike what the starting values expect. What it drafts depends on the costs measured unless
-    `cost` is given.
+    unlike what the starting values expect, as sampled ones of a weak draft are (a fixed length that
+    fits was up to 1 % ahead there). What it drafts depends on the costs measured, and on earlier
+    requests, unless `cost` is given.
 
     Rule: drafting is a renewal process, so the most tokens per second come from drafting on
     exactly while `S_i·ŝ_{i+1} > λ·(d + v·V)`, with `S_i` the probability that the i tokens drafted
@@ -80,10 +84,12 @@ class Auto(LengthController):
     round starts with a draft while λ is at least 0.95 of the rate of plain decoding: near it a
     draft costs next to nothing, and teaches.
 
-    - `S_i = (1 − u)·Π_j σ(b + a·z_j)`: `z` is linear in the logit margin (greedy requests) or in
-      the probability of the drafted token (sampled ones), fitted once to many texts; what is kept
-      tells which of the two a request is. `(b, a)`, from (0, 1), follow its judged tokens by one
-      Newton step of ridge logistic regression a round.
+    - `S_i = (1 − u)·Π_j σ(b + a·z_j + t_j)`: `z` is linear in the logit margin (greedy requests) or
+      in the probability of the drafted token (sampled ones), fitted once to many texts; what is
+      kept tells which of the two a request is. `(b, a)`, from (0, 1), follow its judged tokens by
+      one Newton step of ridge logistic regression a round. `t` is what a table has learned so, in
+      this request and those before, of the drafted token and of its pair with the one before it:
+      a draft errs at some tokens more often than its confidence says (`auto_table`).
     - `ŝ_{i+1} = σ(z' + b')`: z' is linear in the newest margin and the mean margin of the round,
       fitted likewise, with a constant for the first token; b' follows the request. u is the
       probability that the draft is of no use at all, by the likelihood of what was kept. A request
@@ -146,8 +152,8 @@ class Auto(LengthController):
 
     @property
     def signals(self) -> frozenset[str]:
-        """The margin, and the probability of the drafted token."""
-        return frozenset({"logit_margin", "chosen"})
+        """The margin, the probability of the drafted token, and which it is after which."""
+        return frozenset({"logit_margin", "chosen", "id", "previous"})
 
     @property
     def asks(self) -> bool:
@@ -184,6 +190,7 @@ class Auto(LengthController):
             drafts=CARRIED * state.drafts,
             drafted=CARRIED * state.drafted,
             committed=CARRIED * state.committed,
+            table=state.table,
         )
 
     def limit(self, state: AutoState, costs: Costs) -> int:
@@ -210,7 +217,7 @@ class Auto(LengthController):
     def fold(self, state: AutoState, memo: Drafting, token: Token) -> Drafting:
         """One more drafted token."""
         by, useful, price, drafted = memo
-        return Drafting(by, useful, price, survival.extended(drafted, by, token))
+        return Drafting(by, useful, price, survival.extended(drafted, by, state.table, token))
 
     def worth(self, state: AutoState, costs: Costs, memo: Drafting) -> float:
         """The chance that the next token is kept, less its price."""
@@ -228,14 +235,16 @@ class Auto(LengthController):
             return state._replace(rested=rested)
         learn = round.teaches
         paid = learn | (width > round.drafted)  # others drafted, and this request had no room
+        learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
         return AutoState(
-            select(learn, survival.judged(state.learned, round), state.learned),
+            select(learn, learned, state.learned),
             where(learn, 0, rested),
             where(learn, where(state.rested > 0, longer, PROBE_INTERVAL), state.interval),
             where(paid, FADE * state.drafts + 1, state.drafts),
             where(paid, FADE * state.drafted + width, state.drafted),
             where(paid, FADE * state.committed + round.accepted + 1, state.committed),
+            table,
         )
 
     def _further(self, costs: Costs) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from forerun.controllers.auto_table import Table
 from forerun.controllers.elementwise import clip, largest, log, minimum, sigmoid, where
 from forerun.types import Round, Token
 
@@ -127,12 +128,13 @@ def corrected(by: LogOdds, learned: Survival) -> LogOdds:
     )
 
 
-def extended(drafted: Drafted | None, by: LogOdds, token: Token) -> Drafted | None:
+def extended(drafted: Drafted | None, by: LogOdds, table: Table, token: Token) -> Drafted | None:
     """With one more token; None if tokens say nothing."""
     if token.chosen is None:
         return drafted
     margin = minimum(token.logit_margin, MOST_MARGIN)
-    kept = sigmoid(by.constant + by.per_margin * margin + by.per_chosen * token.chosen)
+    z = by.constant + by.per_margin * margin + by.per_chosen * token.chosen
+    kept = sigmoid(z + table(token))
     if drafted is None:
         return Drafted(kept, 1, margin, margin)
     survival, count, _, total = drafted
@@ -176,23 +178,23 @@ def carried(learned: Survival, share: float) -> Survival:
     )
 
 
-def judged(learned: Survival, round: Round) -> Survival:
+def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Table]:
     """After the judged tokens of a round: the accepted ones and the first rejected one."""
     count = round.judged
     most = largest(count)
     if not round.shows("chosen"):
-        return _judged_blind(learned, round, most)
+        return _judged_blind(learned, round, most), table
     coins = sum(where(i < count, _sampled_step(round.accept_prob[i]), 0.0) for i in range(most))
     sampled = clip(learned.sampled + coins, -MOST_SAMPLED, MOST_SAMPLED)
     expected = prior(sampled)
-    line, steps = _Line(learned), _Steps(learned)
+    line, steps, unexplained = _Line(learned), _Steps(learned), []
     total = newest = 0.0
     for i in range(most):
         token, hit = round.tokens[i], round.accept_prob[i]
         inside = where(i < count, 1.0, 0.0)
         margin = minimum(token.logit_margin, MOST_MARGIN)
         z = expected.constant + expected.per_margin * margin + expected.per_chosen * token.chosen
-        line.add(inside, z, hit)
+        unexplained.append((token, *line.add(inside, z, table(token), hit)))
         if i:
             guess = expected.next_constant + expected.next_newest * newest
             steps.add(inside, guess + expected.next_mean * (total / i), hit)
@@ -201,10 +203,11 @@ def judged(learned: Survival, round: Round) -> Survival:
         newest, total = margin, total + margin
     constant, slope = line.solved()
     useless = clip(learned.useless + steps.useless, USELESS_START, -USELESS_START)
-    return Survival(
+    after = Survival(
         sampled, constant, slope, line.weight, line.weight_z, line.weight_zz,
         steps.solved(), steps.weight, useless, learned.useless_before, learned.blind,
     )  # fmt: skip
+    return after, table.learned(unexplained)
 
 
 def _judged_blind(learned: Survival, round: Round, most: int) -> Survival:
@@ -237,9 +240,10 @@ class _Line:
         self._miss: Any = 0.0
         self._miss_z: Any = 0.0
 
-    def add(self, inside: float, z: float, hit: float) -> None:
-        """One token, if it counts."""
-        chance = sigmoid(self._constant + self._slope * z)
+    def add(self, inside: float, z: float, more: float, hit: float) -> tuple[float, float]:
+        """One token, if it counts, with `more` log-odds than the line says; its weight, and the
+        chance it was short of."""
+        chance = sigmoid(self._constant + self._slope * z + more)
         weight, miss = inside * chance * (1 - chance), inside * (hit - chance)
         slanted = weight * z
         self.weight = self.weight + weight
@@ -247,6 +251,7 @@ class _Line:
         self.weight_zz = self.weight_zz + slanted * z
         self._miss = self._miss + miss
         self._miss_z = self._miss_z + miss * z
+        return weight, miss
 
     def solved(self) -> tuple[float, float]:
         """Constant and slope."""

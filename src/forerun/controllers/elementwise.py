@@ -77,6 +77,16 @@ def picked(values: tuple[Any, ...], index: Any) -> Any:
     return np.array(values)[index] if isinstance(index, _Array) else values[index]
 
 
+def entry(table: Any, place: Any) -> Any:
+    """One entry of a table `(size,)`, or one per request of `(size, prompts)`."""
+    return table[at(place)] if isinstance(place, _Array) else table.item(place)
+
+
+def at(place: Any) -> Any:
+    """The index of that entry."""
+    return (place, np.arange(len(place))) if isinstance(place, _Array) else place
+
+
 def anywhere(condition: Any) -> bool:
     """Whether it holds for any request."""
     return bool(condition.any() if isinstance(condition, _Array) else condition)

@@ -9,7 +9,7 @@ from typing import Any
 from forerun.controllers.base import LengthController, Memo
 from forerun.costs import Costs
 from forerun.engine.meter import Meter
-from forerun.types import Round, Token
+from forerun.types import SIGNALS, Round, Token
 
 MOST_UNTIMED = 12
 """Most tokens to draft by a controller that weighs costs before any were measured."""
@@ -83,8 +83,9 @@ class Crew:
 
     def _changed(self) -> None:
         controllers = [member.controller for member in self._members]
-        self.signals: frozenset[str] = frozenset().union(*(c.signals for c in controllers))
-        """Everything any row's controller reads."""
+        signals = frozenset().union(*(c.signals for c in controllers))
+        self.signals: frozenset[str] = signals & frozenset(SIGNALS)
+        """Everything any row's controller reads of the draft's distribution."""
         self.asks = any(c.asks for c in controllers)
         """Whether any may end a draft early."""
         self.previews = [c.previews for c in controllers]

@@ -61,7 +61,8 @@ class Guide:
             text = texts[row]
             assert text is not None
             of_token = {name: values[row] for name, values in said.items()}
-            proposal.shown[row].append(Token(tokens[row], tuple(text[-3:]), **of_token))
+            before = text[-1] if len(text) > self._rows[row].prompt else -1
+            proposal.shown[row].append(Token(tokens[row], before, **of_token))
             out[row] = tokens[row]
         return out
 

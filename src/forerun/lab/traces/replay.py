@@ -276,6 +276,10 @@ class _Texts:
         wanted = controller.signals & frozenset(SIGNALS)
         self._signals = {name: trace.signals[name].reshape(-1) for name in wanted}
         self._prob = trace.accept_prob.reshape(-1)
+        self._tokens = trace.draft_tokens.reshape(-1)
+        self._before = np.pad(trace.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1].reshape(
+            -1
+        )
         if controller.previews:  # a sampled one is thrown away
             prob = trace.accept_prob
             sampled = ((prob > 0) & (prob < 1)).any((1, 2))
@@ -285,7 +289,8 @@ class _Texts:
         """The draft's signals of its token at a depth of the run."""
         index = here * self._depth + depth
         said: dict[str, Any] = {name: values.take(index) for name, values in self._signals.items()}
-        return Token(**said)
+        before = self._tokens.take(index - 1) if depth else self._before.take(here)
+        return Token(self._tokens.take(index), before, **said)
 
     def seen(self, here: IntArray, drafted: _Drafted, accepted: IntArray) -> Round:
         """The round as the controller sees it, its fields looked up when they are read."""
