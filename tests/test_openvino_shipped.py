@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Executor, Executor]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))  # of subprocesses, too
         yield from_name(zoo.TARGET), from_name(zoo.DRAFT)
 
 
@@ -72,3 +74,18 @@ def test_greedy_text_is_torchs(
     drafter = NoDraft().build(None, None) if plain else ModelDrafter(draft, target.facts.vocab_size)
     assert texts(target, drafter, prompts, controller, rows) == reference
     assert target._blocks.free == target._blocks.total
+
+
+def test_a_stored_graph_starts_without_what_compiles_torch_models(pair: Any) -> None:
+    """Imports are most of the time to the first token; nearly a half of them are not needed."""
+    lines = [
+        "import sys, forerun, forerun.cli.shared.inputs as inputs",
+        "inputs.Reader.open(forerun.zoo.TARGET)",
+        "model = forerun.load(runtime='openvino')",
+        "assert len(model.generate('Once', max_new_tokens=2).tokens) == 2",
+        "heavy = ('torch._dynamo', 'torch.distributed.tensor', 'transformers.models.llama')",
+        "print([name for name in heavy if name in sys.modules])",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
