@@ -27,7 +27,8 @@ from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.blocks import Blocks  # noqa: E402
 from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
-from forerun.runtime.openvino.export import Attention  # noqa: E402
+from forerun.runtime.openvino.export import Attention, export  # noqa: E402
+from forerun.runtime.openvino.fuse import fuse  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
@@ -461,6 +462,24 @@ def test_precisions(model: Any) -> None:
         assert executor.facts.precision == name
         off = (executor.run([0], [text], [20])[0] - exact).abs().max() / exact.abs().max()
         assert 1e-4 < off < 0.1  # another model, but a near one
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), [("llama", 2), ("qwen2", 0), ("gpt2", 0), ("qwen3_moe", 2)]
+)
+def test_queries_keys_and_values_are_one_product(family: str, fused: int) -> None:
+    """But for Qwen2, whose biases follow, and GPT-2, which has one product already."""
+    model = tiny(family)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)  # biases of 0 are left out of the graph
+    graph = export(model)
+
+    def products() -> int:
+        return sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
+
+    before = products()
+    assert fuse(graph) == fused
+    assert products() == before - 2 * fused
 
 
 @pytest.mark.parametrize(

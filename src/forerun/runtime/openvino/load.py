@@ -14,6 +14,7 @@ from forerun.runtime.load import load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import export, in_fp32, reason
+from forerun.runtime.openvino.fuse import fuse
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import probe, reference
 from forerun.runtime.openvino.weights import compress
@@ -125,6 +126,7 @@ def _export(model: Any, options: _Options) -> store.Stored:
     model = in_fp32(model)
     facts = replace(facts_of(model), executor="openvino")
     graph = export(model)
+    fuse(graph)
     if options.precision == "int8":
         compress(graph)
     return store.Stored(graph, facts, reference(model, facts.limit))
