@@ -16,6 +16,7 @@ from benchmarks import (
     overhead,
     plain,
     rules,
+    runtimes,
     shares,
     specbound,
     speedup,
@@ -50,6 +51,12 @@ def _starting(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", devi
 def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Plain decoding through the engine against transformers' own `generate`."""
     plain.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("runtimes")
+def _runtimes(prompts: int = 2, tokens: int = 32, batch: str = "1,16", threads: int = 1):
+    """Whole generations of the shipped pair on torch and OpenVINO."""
+    runtimes.main(prompts, tokens, [int(size) for size in batch.split(",")], threads)
 
 
 @app.command("overhead")

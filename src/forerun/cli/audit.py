@@ -56,6 +56,14 @@ def audit(
             "Also compare generate of transformers, plain and assisted by the draft.",
         ),
     ] = None,
+    precision: Annotated[
+        str | None,
+        option(
+            "bf16|int8",
+            "Instead, compare plain texts in this precision with those in float32: how often they "
+            "differ, and how close the two best tokens were there. int8 needs --runtime openvino.",
+        ),
+    ] = None,
     as_json: options.Json = False,
     runtime: options.Runtime = None,
     device: options.Device = None,
@@ -77,6 +85,15 @@ def audit(
     where = given_or_shipped(prompts, target)
     limit = FEW if prompts is None and limit is None else limit
     found = find_prompts(where, split, limit, max_new_tokens)
+
+    if precision is not None:
+        from forerun.cli.audit_precision import precision_audit
+
+        models = Plan(target, runtime=runtime, device=device, trust_remote_code=trust_remote_code)
+        settings = {"prompts": where, "split": split, "limit": limit}
+        settings["max_new_tokens"] = max_new_tokens
+        precision_audit(models, precision, found, settings, as_json)
+        return
 
     from forerun.lab import audit as lab
     from forerun.lab.audit_report import document

@@ -116,7 +116,7 @@ def explain(
     if left is None or right is None:  # one ended although the other went on: never a rounding
         return Difference(at, (left, right), inf, 0.0, False)
     context = [*prompt, *a[:at]]
-    transform = _Transform(model, context, len(prompt), sampling or Sampling())
+    transform = Transform(model, context, len(prompt), sampling or Sampling())
     raw = [
         _logits(model.target, context, width, count).double()
         for count in sorted({1, rows})
@@ -136,7 +136,7 @@ def explain(
     return Difference(at, (left, right), margin, bound, near, spread, ceiling)
 
 
-class _Transform:
+class Transform:
     """A request's penalties and biases at one place."""
 
     def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
@@ -145,6 +145,7 @@ class _Transform:
         self._sampler = Sampler([replace(sampling, temperature=0.0)], [frozenset(eos)])
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(V,)` logits as the request judges them."""
         return self._sampler.process(logits.view(1, 1, -1), [self], [[]])[0, 0]
 
 
