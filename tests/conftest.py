@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # see runtime/openvino
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 

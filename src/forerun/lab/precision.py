@@ -79,7 +79,11 @@ def summary(texts: Sequence[Text]) -> dict[str, Any]:
     """Counts, quantiles of how far logits moved, and gaps where another token was best."""
     moved = [x for text in texts for x in text.moved]
     parted = sorted(text.gaps[at] for text in texts for at in text.other)
-    first = [text.gaps[text.first] for text in texts if _has_gap(text)]
+    first = [
+        text.gaps[text.first]
+        for text in texts
+        if text.first is not None and text.first < len(text.gaps)
+    ]
     return {
         "texts": len(texts),
         "texts_differ": sum(text.first is not None for text in texts),
@@ -90,10 +94,6 @@ def summary(texts: Sequence[Text]) -> dict[str, Any]:
         "gaps_where_best_differs": _quantiles(parted),
         "gaps_where_texts_part": _quantiles(first),
     }
-
-
-def _has_gap(text: Text) -> bool:
-    return text.first is not None and text.first < len(text.gaps)
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float] | None:

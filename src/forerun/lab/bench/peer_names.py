@@ -116,6 +116,7 @@ def _remote(
 
 def _for_genai(first: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The models as GenAI reads them."""
+    import forerun.runtime.openvino  # noqa: F401 - first: it keeps openvino's telemetry off
     from forerun.lab.bench.genai_model import write
 
     roles = [role for role in ("model", "draft") if first[role] is not None]

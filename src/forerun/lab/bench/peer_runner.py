@@ -28,6 +28,7 @@ class VLLM:
 
     def __init__(self, first: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # faster for single texts
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self.vllm: Any = importlib.import_module("vllm")
         settings: dict[str, Any] = {
             "model": first["model"],
@@ -64,6 +65,7 @@ class GenAI:
     """
 
     def __init__(self, first: dict[str, Any]) -> None:
+        sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
         self.genai: Any = importlib.import_module("openvino_genai")
         self.ov: Any = importlib.import_module("openvino")
         self.numpy: Any = importlib.import_module("numpy")
