@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.errors import SettingError
 from forerun.runtime import base as base_module
 from forerun.runtime.base import Executor, Rows
+from forerun.runtime.compiled import CompiledExecutor, check_compiler
 from forerun.runtime.exits import LayersExecutor
 from forerun.runtime.support import PROVEN
 from forerun.runtime.torch_executor import TorchExecutor
@@ -56,6 +58,11 @@ def of_script() -> Case:
     )
 
 
+def of_compiled(family: str, compiler: Any = lambda step: step) -> Case:
+    """Without a compiler: its shapes and its cache, at once."""
+    return of_model(lambda model: CompiledExecutor(model, compiler), family)
+
+
 def of_openvino(family: str) -> Case:
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino.load import from_model
@@ -67,8 +74,33 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
     **{f"openvino-{family}": lambda f=family: of_openvino(f) for family in ("llama", "gpt2")},
+    **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
     "scripted": of_script,
 }
+
+
+@pytest.mark.slow
+def test_compiled_passes_equal_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler."""
+    monkeypatch.setattr(base_module, "CHUNK", 32)
+    case, prompts = of_compiled("llama", None), texts(5, 40)
+    rows = Rows(case.make())
+    rows.read(prompts)
+    pieces = [[prompts[0][-1], 5, 9], prompts[1][-1:]]
+    got = rows.feed(pieces)
+    close(got[0, :3], case.alone([*prompts[0], 5, 9])[-3:])
+    close(got[1, :1], case.alone(prompts[1])[-1:])
+    rows.rollback(0, 5)
+    rows.keep([1, 0])
+    got = rows.feed([[7], [8]])[:, 0]
+    close(got[1], case.alone([*prompts[0], 8])[-1])
+    close(got[0], case.alone([*prompts[1], 7])[-1])
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SettingError, match="install g\\+\\+, or use --runtime torch"):
+        check_compiler(torch.device("cpu"))
 
 
 @pytest.fixture(params=CASES)
@@ -177,7 +209,8 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize(
-    "name", ["torch-llama", "torch-gpt2", "layers-llama", "openvino-llama", "scripted"]
+    "name",
+    ["torch-llama", "torch-gpt2", "layers-llama", "openvino-llama", "compiled-llama", "scripted"],
 )
 def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
     """Random joins, pieces, rollbacks, leaves and repetitions."""

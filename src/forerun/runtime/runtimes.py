@@ -89,6 +89,24 @@ class OpenVINORuntime(RuntimeSpec):
 
 
 @dataclass(frozen=True)
+class CompiledRuntime(RuntimeSpec):
+    """`torch.compile` over passes of few shapes, CUDA graphs on a GPU. Experimental.
+
+    Every shape is compiled when it first occurs, for seconds to minutes.
+    """
+
+    summary: ClassVar[str] = "torch.compile and CUDA graphs, passes of few shapes; experimental"
+
+    def load(self, source: Source) -> Rows:
+        """Load it; passes are compiled when they first occur."""
+        from forerun.runtime.compiled import CompiledExecutor, check_compiler
+
+        check_compiler(resolve_device(source.device))
+        model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
+        return Rows(CompiledExecutor(model))
+
+
+@dataclass(frozen=True)
 class AutoRuntime(RuntimeSpec):
     """OpenVINO where it is installed, serves the model and is faster; else PyTorch.
 
@@ -118,6 +136,7 @@ RUNTIMES = Registry(
         "auto": "forerun.runtime.runtimes:AutoRuntime",
         "torch": "forerun.runtime.runtimes:TorchRuntime",
         "openvino": "forerun.runtime.runtimes:OpenVINORuntime",
+        "compiled": "forerun.runtime.runtimes:CompiledRuntime",
     },
     RuntimeSpec,
 )
