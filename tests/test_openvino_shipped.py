@@ -19,6 +19,7 @@ from forerun.drafters import Drafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NoDraft
 from forerun.engine import Engine
+from forerun.model import load
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime import Executor, load_model, load_tokenizer
@@ -74,6 +75,16 @@ def test_greedy_text_is_torchs(
     drafter = NoDraft().build(None, None) if plain else ModelDrafter(draft, target.facts.vocab_size)
     assert texts(target, drafter, prompts, controller, rows) == reference
     assert target._blocks.free == target._blocks.total
+
+
+def test_early_exits_write_torchs_text(
+    pair: Any, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    """The layers between two exits are graphs of their own, over the same cache."""
+    model = load(draft="specbound", runtime="openvino")
+    done = model.generate(prompts[:2], max_new_tokens=TOKENS, controller="fixed(6)")
+    assert [completion.tokens for completion in done] == reference[:2]
+    assert sum(completion.stats.accepted for completion in done) > 0
 
 
 def test_a_stored_graph_starts_without_what_compiles_torch_models(pair: Any) -> None:

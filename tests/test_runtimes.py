@@ -70,11 +70,20 @@ def of_openvino(family: str) -> Case:
     return of_model(from_model, family)
 
 
+def of_openvino_layers(family: str) -> Case:
+    pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+    from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
+    from forerun.runtime.openvino.load import from_model
+
+    return of_model(lambda model: OpenVINOLayersExecutor(model, from_model(model), [1]), family)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
     **{f"openvino-{family}": lambda f=family: of_openvino(f) for family in ("llama", "gpt2")},
     **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
+    "openvino-layers-llama": lambda: of_openvino_layers("llama"),
     "scripted": of_script,
 }
 
