@@ -80,11 +80,11 @@ def from_name(
     def torch_model() -> Any:
         return load_model(name, "cpu", "fp32", trust_remote_code, windows=True)
 
-    if files := _files(name):
-        entry = store.key(store.of_files(files), _form(precision))
+    if here := files(name):
+        entry = store.key(store.of_files(here), _form(precision))
         return _made(entry, torch_model, str(name), options)
     model = torch_model()  # not on this machine until now
-    entry = store.key(store.of_files(_files(name)), _form(precision))
+    entry = store.key(store.of_files(files(name)), _form(precision))
     return _made(entry, lambda: model, str(name), options)
 
 
@@ -144,7 +144,7 @@ def _executor(stored: store.Stored, name: str, options: _Options) -> OpenVINOExe
     return executor
 
 
-def _files(name: str | Path) -> list[Path]:
+def files(name: str | Path) -> list[Path]:
     """Configuration and weights of a model that is on this machine, else nothing."""
     here = Path(name).expanduser()
     if not here.is_dir():
