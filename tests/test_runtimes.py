@@ -108,7 +108,7 @@ def test_compiled_passes_equal_rows_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(SettingError, match="install g\\+\\+, or use --runtime torch"):
+    with pytest.raises(SettingError, match="install g\\+\\+, or the runtime torch"):
         check_compiler(torch.device("cpu"))
 
 

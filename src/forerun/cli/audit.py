@@ -122,16 +122,7 @@ def audit(
         peers=peers,
     )
     planned = lab.checks(batch_size, peers)
-    done: list[Comparison] = []
-    interrupted = False
-    try:
-        with progress("comparing", len(rows) * len(planned), "texts") as tell:
-            for comparison in run:
-                done.append(comparison)
-                tell("comparing", len(done))
-    except KeyboardInterrupt:
-        interrupted = True
-        note(stderr(), "interrupted; this is what was compared")
+    done, interrupted = _collected(run, len(rows) * len(planned))
     if as_json:
         settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
         settings = {**job.about, **settings, "max_new_tokens": max_new_tokens}
@@ -142,6 +133,20 @@ def audit(
         raise KeyboardInterrupt
     if any(c.kind == "bug" for c in done):
         raise typer.Exit(1)
+
+
+def _collected(run: Iterator[Comparison], total: int) -> tuple[list[Comparison], bool]:
+    """What was compared, and whether that was interrupted."""
+    done: list[Comparison] = []
+    try:
+        with progress("comparing", total, "texts") as tell:
+            for comparison in run:
+                done.append(comparison)
+                tell("comparing", len(done))
+    except KeyboardInterrupt:
+        note(stderr(), "interrupted; this is what was compared")
+        return done, True
+    return done, False
 
 
 def _peers(model: Model) -> list[Peer]:

@@ -36,7 +36,7 @@ def check_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
         raise SettingError(
             f"runtime compiled needs a C++ compiler ({', '.join(COMPILERS)}), and none is on the "
-            "PATH; install g++, or use --runtime torch"
+            "PATH; install g++, or the runtime torch"
         )
 
 
@@ -192,7 +192,7 @@ class CompiledExecutor(Executor):
         except Exception as error:  # dynamo and its back ends raise whatever they like
             line = next((s for s in str(error).splitlines() if s.strip()), type(error).__name__)
             raise ModelError(
-                f"the model cannot be compiled ({line}); use --runtime torch"
+                f"the model cannot be compiled ({line}); use the runtime torch"
             ) from error
 
     def _eager(self, ids: torch.Tensor, places: torch.Tensor, kept: int) -> torch.Tensor:

@@ -145,7 +145,7 @@ def _exportable(source: Source) -> bool:
     if size and free is not None and EXPORT_BYTES * size > free:
         line = f"an export needs up to {EXPORT_BYTES * size >> 20:,} MiB, {free >> 20:,} are free"
         warnings.warn(
-            f"runtime torch: {line}; --runtime openvino tries", ForerunWarning, stacklevel=3
+            f"runtime torch: {line}; name the runtime openvino to try", ForerunWarning, stacklevel=3
         )
         return False
     return size > 0

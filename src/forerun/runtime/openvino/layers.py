@@ -45,7 +45,7 @@ class OpenVINOLayersExecutor(LayersExecutor):
         if whole.facts.precision != "float32":
             raise SettingError(
                 f"specbound runs on openvino in fp32 only, got {whole.facts.precision}; leave the "
-                "precision out, or use --runtime torch"
+                "precision out, or the runtime torch"
             )
         super().__init__(in_fp32(model))
         self.facts, self.whole = replace(self.facts, executor="openvino"), whole
