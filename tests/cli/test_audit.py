@@ -165,6 +165,15 @@ def test_another_precision(audit):
     assert f"{found['texts_differ']} of 3 texts differ" in shown
 
 
+def test_int8_is_compared_on_openvino(audit, monkeypatch, tmp_path):
+    pytest.importorskip("openvino")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    result = audit("--precision", "int8", "--runtime", "openvino(threads=1)", "--json")
+    found = json.loads(result.out)
+    assert found["settings"]["precision"] == "int8"
+    assert found["moved"]["median"] > 0
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -31,14 +31,20 @@ def plans(plan: Plan, precision: str) -> tuple[Plan, Plan]:
         SettingError: an unknown precision, or one that the runtime does not have.
     """
     require(precision in PRECISIONS, "--precision", precision, " or ".join(PRECISIONS))
-    name = (plan.runtime or "torch").strip()
-    exact = replace(plan, draft="none", controller="fixed(0)", runtime=name, dtype="float32")
-    if name == "openvino":
-        return exact, replace(exact, runtime=f"openvino(precision='{precision}')")
-    if name != "torch":
-        raise SettingError(f"--precision compares on torch or openvino, got --runtime {name}")
+    from forerun.runtime.runtimes import RUNTIMES, OpenVINORuntime, TorchRuntime
+
+    runtime = RUNTIMES.make(plan.runtime or "torch")
+    exact = replace(plan, draft="none", controller="fixed(0)", dtype="float32")
+    if isinstance(runtime, OpenVINORuntime):
+        names = [RUNTIMES.text(replace(runtime, precision=p)) for p in ("fp32", precision)]
+        return replace(exact, runtime=names[0]), replace(exact, runtime=names[1])
+    if not isinstance(runtime, TorchRuntime):
+        raise SettingError(
+            f"--precision compares on torch or openvino, got --runtime {plan.runtime}"
+        )
     if precision == "int8":
         raise SettingError("torch has no int8 weights here; add --runtime openvino")
+    exact = replace(exact, runtime="torch")
     return exact, replace(exact, dtype="bfloat16")
 
 
