@@ -89,6 +89,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 def test_compiled_passes_equal_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiler."""
     monkeypatch.setattr(base_module, "CHUNK", 32)
