@@ -76,6 +76,8 @@ def main(sizes: Sequence[str], precisions: Sequence[str], threads: int, trace: P
                 cells[f"{size} {precision}"] = json.loads(done.stdout.splitlines()[-1])
     replayed = _replayed(cells, Trace.read(trace)) if trace else {}
     made = provenance(forerun.load(), context=CONTEXT, repeats=REPEATS, runtime="openvino")
+    if trace:
+        made["command"] = made["command"].replace(str(trace), trace.name)
     made["versions"]["openvino"] = version("openvino")
     save("shapes", made, {"cells": cells, "replayed": replayed}, _text(cells, replayed))
 
@@ -146,7 +148,7 @@ def measure(folder: Path, precision: str, threads: int) -> dict[str, Any]:
 
 
 def _floor(size: int) -> float:
-    """Least seconds that reading so many bytes took, by as many threads as torch has."""
+    """Least seconds that a sum over so many bytes took, by as many threads as torch has."""
     block = torch.ones(min(size, 1 << 30) // 4)
     taken = []
     for _ in range(REPEATS):
@@ -193,8 +195,9 @@ def _text(cells: dict[str, Any], replayed: dict[str, Any]) -> str:
                 f"{cell['peak_mib'] / 1024:.1f}",
             ]
         )
-    head = ["model", "GB", "floor, ms", *(f"1×{w}" for w in WIDTHS), "1×1 / floor"]
-    text = f"Milliseconds of a pass after {CONTEXT} tokens; floor: reading as many bytes.\n\n"
+    head = ["model", "GB", "sum, ms", *(f"1×{w}" for w in WIDTHS), "1×1 / sum"]
+    text = f"Milliseconds of a pass after {CONTEXT} tokens (medians of {REPEATS}), and of torch's "
+    text += "sum over as many bytes (the least of as many): what reading them takes, about.\n\n"
     text += table([*head, "start, s", "peak, GiB"], rows)
     if replayed:
         lines = [
