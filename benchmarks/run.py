@@ -17,7 +17,9 @@ from benchmarks import (
     plain,
     readings,
     rules,
+    runtimes,
     serve_load,
+    shapes,
     shares,
     specbound,
     speedup,
@@ -58,6 +60,23 @@ def _starting_replay(prompts: int = 6, tokens: int = 96, cost: float = 6, dtype:
 def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Plain decoding through the engine against transformers' own `generate`."""
     plain.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("runtimes")
+def _runtimes(prompts: int = 2, tokens: int = 32, batch: str = "1,16", threads: int = 1):
+    """Whole generations of the shipped pair on torch and OpenVINO."""
+    runtimes.main(prompts, tokens, [int(size) for size in batch.split(",")], threads)
+
+
+@app.command("shapes")
+def _shapes(
+    sizes: str = "0.1B,0.5B,1.5B",
+    precisions: str = "fp32,bf16,int8",
+    threads: int = 2,
+    trace: Path | None = None,
+):
+    """Passes of random models of real shapes, and a trace replayed at these costs."""
+    shapes.main(sizes.split(","), precisions.split(","), threads, trace)
 
 
 @app.command("overhead")

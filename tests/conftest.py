@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# Hundreds of tiny models, most for one test: exporting each would take minutes.
+os.environ["FORERUN_RUNTIME"] = "torch"
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # see runtime/openvino
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 

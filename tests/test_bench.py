@@ -443,6 +443,7 @@ class TestRemote:
 
         def start(model="m", draft=None, tokens=5, python=sys.executable):
             first = {
+                "engine": "vllm",
                 "model": model,
                 "draft": draft,
                 "tokens": tokens,
@@ -500,6 +501,10 @@ class TestPeerNames:
         assert "constant" in one
         assert "tokens=7" in one
         assert self.peers(model, "vllm-draft(tokens=3)") == ["vllm-draft(tokens=3)"]
+        assert self.peers(model, "vllm") == ["vllm"]
+        assert self.peers(model, "openvino-genai-draft") == ["openvino-genai-draft(tokens=4)"]
+        (most,) = (n for _, n in make(check("llama-cpp(rows=4)", {}), model, "t", "d", {}))
+        assert most == 4
 
     @pytest.mark.parametrize(
         ("text", "words"),

@@ -16,11 +16,13 @@ from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 import forerun
+from forerun import zoo
 from forerun.drafters.model import check_same_tokenizer
 from forerun.drafters.specbound import SpecBound
 from forerun.errors import ForerunError, ForerunWarning, ModelError, UnsupportedModelError
 from forerun.runtime import load_model, load_tokenizer, torch_rows
-from forerun.runtime.support import refusal
+from forerun.runtime.load import read_config
+from forerun.runtime.support import context_limit, refusal
 from tiny import VOCAB, build
 
 TOKENIZER = (
@@ -138,6 +140,24 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot load the tokenizer") as caught:
         load_tokenizer(tmp_path)
     assert not str(caught.value).endswith(":")
+
+
+def test_the_shipped_tokenizer_is_what_transformers_would_load() -> None:
+    ours, theirs = load_tokenizer(zoo.TARGET), hf.AutoTokenizer.from_pretrained(zoo.TARGET)
+    assert type(ours) is type(theirs)
+    text = "A  b\n12 Übel <|endoftext|> x"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.init_kwargs == theirs.init_kwargs
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert context_limit(read_config(zoo.TARGET)) == context_limit(
+        hf.AutoConfig.from_pretrained(zoo.TARGET)
+    )
+
+
+def test_limits_and_tokenizers_of_other_models_are_read_by_transformers(tmp_path: Path) -> None:
+    folder = save(build("gpt2"), tmp_path)
+    assert context_limit(read_config(folder)) == build("gpt2").config.n_positions
+    assert load_tokenizer(folder).encode("a") == [0]
 
 
 VISION = [

@@ -17,6 +17,7 @@ import transformers as hf
 from forerun.errors import MissingExtraError, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import Rows
 from forerun.runtime.base import best_of
+from forerun.runtime.exits import LayersExecutor, layers_of
 from tiny import build, texts
 
 ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
@@ -27,8 +28,11 @@ from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.blocks import Blocks  # noqa: E402
 from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
-from forerun.runtime.openvino.export import Attention  # noqa: E402
+from forerun.runtime.openvino.export import Attention, export  # noqa: E402
+from forerun.runtime.openvino.fuse import fuse  # noqa: E402
+from forerun.runtime.openvino.layers import OpenVINOLayersExecutor  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
+from forerun.runtime.openvino.weights import compress  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
 WINDOW = 8
@@ -472,6 +476,37 @@ def test_precisions(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "fused"), [("llama", 2), ("qwen2", 0), ("gpt2", 0), ("qwen3_moe", 2)]
+)
+def test_queries_keys_and_values_are_one_product(family: str, fused: int) -> None:
+    """But for Qwen2, whose biases follow, and GPT-2, which has one product already."""
+    model = tiny(family)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)  # biases of 0 are left out of the graph
+    graph = export(model)
+
+    def products() -> int:
+        return sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
+
+    before = products()
+    assert fuse(graph) == fused
+    assert products() == before - 2 * fused
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_rounded_to_8_bits_like_everything_else(family: str) -> None:
+    model = tiny(family)
+    graph = export(model)
+    every = sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
+    assert compress(graph) == every
+    text = texts(20)[0]
+    exact = alone(model, text)
+    got = from_model(model, "int8", cached=False).run([0], [text], [20])[0]
+    # Where rounding sends a token to another expert, its logits are others altogether.
+    assert (got - exact).abs().median() / exact.abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
     ("precision", "line"),
     [("bf16", "at least 2 threads .* got 1; use fp32"), ("fp8", "must be one of .*got 'fp8'")],
 )
@@ -494,3 +529,58 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(MissingExtraError, match=r"forerun\[openvino\]"):
         _ = package.OpenVINOExecutor
+
+
+def test_early_exits_are_those_of_torch() -> None:
+    """Tokens that leave at different depths, come again, go deeper, and are verified."""
+    model = build("llama")
+    whole = from_model(model, cached=False)
+    pair = [Rows(LayersExecutor(model)), Rows(OpenVINOLayersExecutor(model, whole, [1, 2]))]
+    prompts = texts(6, 40)
+    seen: list[list[torch.Tensor]] = [[], []]
+    for rows, states in zip(pair, seen, strict=True):
+        rows.read(prompts)
+        executor, contexts = layers_of(rows), [list(prompt) for prompt in prompts]
+        for turn, drafted in enumerate(([5, 7], [9, 11], [3, 4])):
+
+            def leave(
+                depth: int,
+                here: list[int],
+                hidden: torch.Tensor,
+                into: list[torch.Tensor] = states,
+                turn: int = turn,
+            ) -> list[bool]:
+                into.append(hidden.clone())
+                return [depth > (row + turn) % 2 for row in here]
+
+            executor.climb(rows.lengths, contexts, [1, 2], leave)
+            for context, token in zip(contexts, drafted, strict=True):
+                context.append(token)
+        assert [len(row) for row in executor.pending] == [3, 3]
+        fed = [c[n:] for c, n in zip(contexts, rows.lengths, strict=True)]
+        states.append(rows.feed(fed))
+        rows.rollback(0, len(prompts[0]))
+        rows.keep([1, 0])
+        states.append(rows.feed([[8, 3], [6, 2]]))
+    assert len(seen[0]) == len(seen[1]) > 4
+    for ours, torchs in zip(seen[1], seen[0], strict=True):
+        torch.testing.assert_close(ours, torchs, atol=TOLERANCE, rtol=0)
+    assert layers_of(pair[0]).work == layers_of(pair[1]).work
+    close(seen[1][-1][1, 1:], alone(model, [*prompts[0], 6, 2])[-1:])
+
+
+def test_early_exits_in_int8_are_refused(model: Any) -> None:
+    with pytest.raises(SettingError, match="specbound runs on openvino in fp32 only, got int8"):
+        OpenVINOLayersExecutor(model, from_model(model, "int8"), [1])
+
+
+def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_path: Path) -> None:
+    """An executor that keeps no module cannot say them."""
+    from forerun.serve.plans import sampling_defaults, saved_generation_config
+
+    model = copy.deepcopy(model)
+    model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.9)
+    model.save_pretrained(tmp_path)
+    found = sampling_defaults(saved_generation_config(str(tmp_path)))
+    assert (found["temperature"], found["top_p"]) == (0.7, 0.9)
+    assert saved_generation_config("") is saved_generation_config(str(tmp_path / "no")) is None

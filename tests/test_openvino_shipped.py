@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from forerun.drafters import Drafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NoDraft
 from forerun.engine import Engine
+from forerun.model import load
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime import Executor, load_model, load_tokenizer
@@ -30,7 +33,7 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Executor, Executor]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))  # of subprocesses, too
         yield from_name(zoo.TARGET), from_name(zoo.DRAFT)
 
 
@@ -72,3 +75,29 @@ def test_greedy_text_is_torchs(
     drafter = NoDraft().build(None, None) if plain else ModelDrafter(draft, target.facts.vocab_size)
     assert texts(target, drafter, prompts, controller, rows) == reference
     assert target._blocks.free == target._blocks.total
+
+
+def test_early_exits_write_torchs_text(
+    pair: Any, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    """The layers between two exits are graphs of their own, over the same cache."""
+    model = load(draft="specbound", runtime="openvino")
+    done = model.generate(prompts[:2], max_new_tokens=TOKENS, controller="fixed(6)")
+    assert [completion.tokens for completion in done] == reference[:2]
+    assert sum(completion.stats.accepted for completion in done) > 0
+
+
+def test_a_stored_graph_starts_without_what_compiles_torch_models(pair: Any) -> None:
+    """Imports are most of the time to the first token; nearly a half of them are not needed."""
+    lines = [
+        "import sys, forerun, forerun.cli.shared.inputs as inputs",
+        "inputs.Reader.open(forerun.zoo.TARGET)",
+        "model = forerun.load(runtime='openvino')",
+        "assert len(model.generate('Once', max_new_tokens=2).tokens) == 2",
+        "heavy = ('torch._dynamo', 'torch.distributed.tensor', 'transformers.models.llama')",
+        "sends = ('openvino_telemetry',)",  # an event at every start, from a fork
+        "print([name for name in heavy + sends if sys.modules.get(name)])",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.errors import SettingError
 from forerun.runtime import base as base_module
 from forerun.runtime.base import Executor, Rows
+from forerun.runtime.compiled import CompiledExecutor, check_compiler
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.exits import LayersExecutor
 from forerun.runtime.support import PROVEN
@@ -74,6 +76,11 @@ def of_script() -> Case:
     )
 
 
+def of_compiled(family: str, compiler: Any = lambda step: step) -> Case:
+    """Without a compiler: its shapes and its cache, at once."""
+    return of_model(lambda model: CompiledExecutor(model, compiler), family)
+
+
 def of_openvino(family: str) -> Case:
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino.load import from_model
@@ -81,13 +88,48 @@ def of_openvino(family: str) -> Case:
     return of_model(from_model, family)
 
 
+def of_openvino_layers(family: str) -> Case:
+    pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+    from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
+    from forerun.runtime.openvino.load import from_model
+
+    return of_model(lambda model: OpenVINOLayersExecutor(model, from_model(model), [1]), family)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
     **{f"openvino-{family}": lambda f=family: of_openvino(f) for family in ("llama", "gpt2")},
     **{f"encoder-{f}": lambda f=f: of_encoder_decoder(f) for f in ("t5", "marian", "bart")},
+    **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
+    "openvino-layers-llama": lambda: of_openvino_layers("llama"),
     "scripted": of_script,
 }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
+def test_compiled_passes_equal_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler."""
+    monkeypatch.setattr(base_module, "CHUNK", 32)
+    case, prompts = of_compiled("llama", None), texts(5, 40)
+    rows = Rows(case.make())
+    rows.read(prompts)
+    pieces = [[prompts[0][-1], 5, 9], prompts[1][-1:]]
+    got = rows.feed(pieces)
+    close(got[0, :3], case.alone([*prompts[0], 5, 9])[-3:])
+    close(got[1, :1], case.alone(prompts[1])[-1:])
+    rows.rollback(0, 5)
+    rows.keep([1, 0])
+    got = rows.feed([[7], [8]])[:, 0]
+    close(got[1], case.alone([*prompts[0], 8])[-1])
+    close(got[0], case.alone([*prompts[1], 7])[-1])
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SettingError, match="install g\\+\\+, or the runtime torch"):
+        check_compiler(torch.device("cpu"))
 
 
 @pytest.fixture(params=CASES)
@@ -202,6 +244,7 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
         "torch-gpt2",
         "layers-llama",
         "openvino-llama",
+        "compiled-llama",
         "encoder-t5",
         "encoder-marian",
         "scripted",

@@ -21,7 +21,7 @@ from forerun.drafters.block import BlockDraft
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.shared import SharedDraft
-from forerun.drafters.specbound import with_exits
+from forerun.drafters.specbound import SpecBound, with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
 from forerun.engine.meter import Meter
@@ -36,7 +36,7 @@ from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
 from forerun.runtime.grafts import ABOUT, read_about
 from forerun.runtime.load import resolve_device
-from forerun.runtime.runtimes import DEFAULT_RUNTIME, RUNTIMES, RuntimeSpec, Source
+from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runtime
 from forerun.settings import Settings, resolve
 
 DEFAULT_CONTROLLER = "auto"
@@ -281,8 +281,9 @@ def load(
             target, `lookup` otherwise.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
-        runtime: what runs the models: "torch" (the default), "openvino", "auto", or a spec like
-            ``"openvino(precision='int8')"``; see docs/runtimes.md.
+        runtime: what runs the models: "torch", "openvino", "compiled", a spec like
+            ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for `specbound`);
+            see docs/runtimes.md.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
@@ -308,7 +309,9 @@ def load(
         raise TypeError(f"load has no argument {min(deprecated)!r}")
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
-    runs = RUNTIMES.make(runtime or DEFAULT_RUNTIME)
+    # Graphs for early exits are made anew at every start: only for those who ask.
+    usual = "torch" if isinstance(spec, SpecBound) else default_runtime()
+    runs = RUNTIMES.make(runtime or usual)
     if isinstance(spec, ModelDraft):
         spec = replace(
             spec, trust_remote_code=spec.trust_remote_code or trust_remote_code, runtime=runs

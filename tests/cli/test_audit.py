@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -149,6 +150,42 @@ def test_mistakes_are_one_line(audit, argv, code, words):
     result = audit(*argv)
     assert (result.code, result.out) == (code, "")
     assert words in result.error
+
+
+def test_another_precision(audit):
+    result = audit("--precision", "bf16", "--json")
+    assert (result.code, result.err) == (0, "")
+    found = json.loads(result.out)
+    assert found["texts"] == 3
+    assert found["positions"] == 8 + 3 + 8
+    assert 0 < found["moved"]["median"] < found["moved"]["largest"] < 1
+    assert found["settings"]["precision"] == "bfloat16"
+    shown = audit("--precision", "bf16").out
+    assert "bfloat16 against float32" in shown
+    assert f"{found['texts_differ']} of 3 texts differ" in shown
+
+
+def test_int8_is_compared_on_openvino(audit, monkeypatch, tmp_path):
+    pytest.importorskip("openvino")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    result = audit("--precision", "int8", "--runtime", "openvino(threads=1)", "--json")
+    found = json.loads(result.out)
+    assert found["settings"]["precision"] == "int8"
+    assert found["moved"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--precision", "fp8"], "bf16 or int8"),
+        (["--precision", "int8"], "add --runtime openvino"),
+        (["--precision", "bf16", "--runtime", "auto"], "torch or openvino, got --runtime auto"),
+    ],
+)
+def test_precisions_that_are_not_there(audit, argv, words):
+    result = audit(*argv)
+    assert result.code == 2
+    assert words in result.err
 
 
 def test_own_models_want_own_prompts(forerun, pair):

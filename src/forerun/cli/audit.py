@@ -56,6 +56,14 @@ def audit(
             "Also compare generate of transformers, plain and assisted by the draft.",
         ),
     ] = None,
+    precision: Annotated[
+        str | None,
+        option(
+            "bf16|int8",
+            "Instead, compare plain texts in this precision with those in float32: how often they "
+            "differ, and how close the two best tokens were there. int8 needs --runtime openvino.",
+        ),
+    ] = None,
     as_json: options.Json = False,
     runtime: options.Runtime = None,
     device: options.Device = None,
@@ -77,6 +85,15 @@ def audit(
     where = prompt_source(prompts, target)
     limit = SHIPPED_LIMIT if prompts is None and limit is None else limit
     found = find_prompts(where, split, limit, max_new_tokens)
+
+    if precision is not None:
+        from forerun.cli.audit_precision import precision_audit
+
+        models = Plan(target, runtime=runtime, device=device, trust_remote_code=trust_remote_code)
+        settings = {"prompts": where, "split": split, "limit": limit}
+        settings["max_new_tokens"] = max_new_tokens
+        precision_audit(models, precision, found, settings, as_json)
+        return
 
     from forerun.lab import audit as lab
     from forerun.lab.audit_report import document
@@ -105,16 +122,7 @@ def audit(
         peers=peers,
     )
     planned = lab.checks(batch_size, peers)
-    done: list[Comparison] = []
-    interrupted = False
-    try:
-        with progress("comparing", len(rows) * len(planned), "texts") as tell:
-            for comparison in run:
-                done.append(comparison)
-                tell("comparing", len(done))
-    except KeyboardInterrupt:
-        interrupted = True
-        note(stderr(), "interrupted; this is what was compared")
+    done, interrupted = _collected(run, len(rows) * len(planned))
     if as_json:
         settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
         settings = {**job.about, **settings, "max_new_tokens": max_new_tokens}
@@ -125,6 +133,20 @@ def audit(
         raise KeyboardInterrupt
     if any(c.kind == "bug" for c in done):
         raise typer.Exit(1)
+
+
+def _collected(run: Iterator[Comparison], total: int) -> tuple[list[Comparison], bool]:
+    """What was compared, and whether that was interrupted."""
+    done: list[Comparison] = []
+    try:
+        with progress("comparing", total, "texts") as tell:
+            for comparison in run:
+                done.append(comparison)
+                tell("comparing", len(done))
+    except KeyboardInterrupt:
+        note(stderr(), "interrupted; this is what was compared")
+        return done, True
+    return done, False
 
 
 def _peers(model: Model) -> list[Peer]:

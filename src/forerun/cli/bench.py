@@ -77,8 +77,8 @@ def bench(
         option(
             "NAME,NAME...",
             "transformers, transformers-assisted, transformers-early-exit(layer=4), vllm, "
-            "vllm-draft(tokens=5), with settings if you like. Greedy; one that is missing is "
-            "skipped and the report says why.",
+            "openvino-genai, llama-cpp, and of these three with -draft (tokens=5), with settings "
+            "if you like. Greedy; one that is missing is skipped and the report says why.",
             panel=METHODS,
         ),
     ] = "",
@@ -86,7 +86,8 @@ def bench(
         list[str] | None,
         option(
             "vllm=PATH",
-            "The Python of a peer that has an environment of its own.",
+            "The Python of a peer that has an environment of its own: vllm, openvino-genai, "
+            "llama-cpp.",
             panel=METHODS,
         ),
     ] = None,

@@ -18,6 +18,7 @@ from forerun.registry import parse
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import ExitHeads, LogitLens
+from forerun.runtime.load import load_model
 from forerun.types import Stop
 
 NAME = "specbound"
@@ -217,7 +218,11 @@ class SpecBound(DrafterSpec):
             UnsupportedModelError: the target's family has no layer-by-layer access.
             SettingError: depth or exit layers that the target or the heads do not have.
         """
-        model = target.executor.module()
+        on_openvino = target.facts.executor == "openvino"
+        if on_openvino and target.facts.name:  # it has dropped the weights that exits read
+            model = load_model(target.facts.name, "cpu", "fp32")
+        else:
+            model = target.executor.module()
         if model is None:
             raise SettingError("specbound needs a target that is a Hugging Face model")
         exits = own_heads(target.facts.name) if self.exits is None else self.exits
@@ -243,6 +248,10 @@ class SpecBound(DrafterSpec):
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
+        if on_openvino:
+            from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
+
+            rows = Rows(OpenVINOLayersExecutor(model, target.executor, layers))  # type: ignore[arg-type]
         return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), self.bonus)
 
     def _tuned(self, found: Mapping[str, Any]) -> SpecBound:

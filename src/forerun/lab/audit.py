@@ -117,7 +117,7 @@ def explain(
         return Difference(at, (left, right), inf, 0.0, False)
     before, source = model.context(prompt) if hasattr(model, "context") else (list(prompt), None)
     context = [*before, *a[:at]]
-    transform = _Transform(model, context, len(before), sampling or Sampling())
+    transform = Transform(model, context, len(before), sampling or Sampling())
     raw = [
         _logits(model.target, context, width, count, source).double()
         for count in sorted({1, rows})
@@ -137,7 +137,7 @@ def explain(
     return Difference(at, (left, right), margin, bound, near, spread, ceiling)
 
 
-class _Transform:
+class Transform:
     """A request's penalties and biases at one place."""
 
     def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
@@ -146,6 +146,7 @@ class _Transform:
         self._sampler = Sampler([replace(sampling, temperature=0.0)], [frozenset(eos)])
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(V,)` logits as the request judges them."""
         return self._sampler.process(logits.view(1, 1, -1), [self], [[]])[0, 0]
 
 

@@ -19,17 +19,20 @@ HASHED = 4 << 30
 """Weights files of more bytes than this are not read in full to name a model."""
 
 
-def machine(runtime: Any) -> dict[str, Any]:
+def machine(runtime: Rows) -> dict[str, Any]:
     """Date, device, dtype, CPU, threads and versions."""
+    libraries = ["forerun", "torch", "transformers"]
+    if runtime.facts.executor == "openvino":
+        libraries.append("openvino")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": str(runtime.device),
-        "dtype": str(getattr(runtime, "dtype", "")).removeprefix("torch."),
+        "dtype": runtime.facts.precision,
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("forerun", "torch", "transformers")},
+            **{name: version(name) for name in libraries},
         },
     }
 

@@ -61,7 +61,7 @@ Span = tuple[int, int, int]
 
 
 @dataclass
-class _Batch:
+class Batch:
     """Hidden states on their way through the layers together."""
 
     spans: list[Span]
@@ -102,7 +102,7 @@ class LayersExecutor(TorchExecutor):
         shallow layers turned into logits."""
         self._pending: list[_Pending] = []
         self._starts: Sequence[int] = ()
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         super().__init__(model)
         self._states = torch.empty(0, 0, self.access.width, dtype=self.dtype, device=self.device)
 
@@ -119,6 +119,9 @@ class LayersExecutor(TorchExecutor):
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Reorder the cache; pending tokens are dropped (between rounds: none)."""
         super().keep(rows, lengths)
+        self._keep_pending(rows)
+
+    def _keep_pending(self, rows: Sequence[int]) -> None:
         self._grow(max(rows, default=-1) + 1)
         self._pending = [_Pending() for _ in rows]
         self.counts = [self.counts[row] for row in rows]
@@ -185,7 +188,7 @@ class LayersExecutor(TorchExecutor):
             for row, count in enumerate(wanted):
                 self._count([row], verify=self.access.layers * count)
             self.work.verify_calls += self.access.layers * any(wanted)
-            return super().run(starts, pieces, wanted)
+            return self._whole(starts, pieces, wanted)
         self._take(list(range(len(pieces))), [list(piece) for piece in pieces])
         rows = [row for row, pending in enumerate(self._pending) if pending.tokens]
         self._sweep(rows, 0, self.access.layers, drafting=False)
@@ -246,9 +249,7 @@ class LayersExecutor(TorchExecutor):
                 until = min([until, *(depth for depth in depths if depth > at)])
             if spans:
                 batch = self._gather(spans, at)
-                batch.hidden = self.access.run(
-                    batch.hidden, at, until, batch.mask, batch.positions, self.cache
-                )
+                batch.hidden = self._through(batch, at, until)
                 layers = until - at
                 for row, begin, count in spans:
                     depths = self._pending[row].depths
@@ -268,7 +269,7 @@ class LayersExecutor(TorchExecutor):
         self.work.verify_passes += verify * len(rows)
         self.work.exit_projections += exits * len(rows)
 
-    def _gather(self, spans: list[Span], depth: int) -> _Batch:
+    def _gather(self, spans: list[Span], depth: int) -> Batch:
         """The batch of these tokens at `depth`: the one under way if it is the same, else new."""
         if self._batch is not None and self._batch.spans == spans:
             return self._batch
@@ -277,7 +278,7 @@ class LayersExecutor(TorchExecutor):
         width = max(counts)
         self._reserve(max(begins) + width)
         starts = [self._starts[row] + begin for row, begin in zip(rows, begins, strict=True)]
-        columns = self.cache.open(rows, starts, width, self.device)
+        mask = self._enter(rows, starts, counts)
         slots = torch.tensor(begins, device=self.device).unsqueeze(1)
         index = (
             torch.tensor(rows, device=self.device).unsqueeze(1),
@@ -298,8 +299,22 @@ class LayersExecutor(TorchExecutor):
                 ends = torch.tensor(counts, device=self.device).view(-1, 1, 1)
                 beyond = torch.arange(width, device=self.device).view(1, -1, 1) >= ends
                 hidden = hidden.masked_fill(beyond, 0.0)
-        self._batch = _Batch(spans, positions, self._mask(starts, width, columns), index, hidden)
+        self._batch = Batch(spans, positions, mask, index, hidden)
         return self._batch
+
+    def _whole(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """A pass of the whole model, while nothing is pending."""
+        return super().run(starts, pieces, wanted)
+
+    def _enter(self, rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
+        """Make room for so many tokens from these places on; the mask of a padded batch of them."""
+        width = max(counts)
+        columns = self.cache.open(rows, starts, width, self.device)
+        return self._mask(starts, width, columns)
+
+    def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
+        """Hidden states of a batch at depth `last`, from those it has at depth `first`."""
+        return self.access.run(batch.hidden, first, last, batch.mask, batch.positions, self.cache)
 
     def _store(self) -> None:
         """Put the states under way back into the table."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -89,10 +90,29 @@ class OpenVINORuntime(RuntimeSpec):
 
 
 @dataclass(frozen=True)
+class CompiledRuntime(RuntimeSpec):
+    """`torch.compile` over passes of few shapes, CUDA graphs on a GPU. Experimental.
+
+    Every shape is compiled when it first occurs, for seconds to minutes.
+    """
+
+    summary: ClassVar[str] = "torch.compile and CUDA graphs, passes of few shapes; experimental"
+
+    def load(self, source: Source) -> Rows:
+        """Load it; passes are compiled when they first occur."""
+        from forerun.runtime.compiled import CompiledExecutor, check_compiler
+
+        check_compiler(resolve_device(source.device))
+        model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
+        return Rows(CompiledExecutor(model))
+
+
+@dataclass(frozen=True)
 class AutoRuntime(RuntimeSpec):
     """OpenVINO where it is installed, serves the model and is faster; else PyTorch.
 
-    That is on a CPU, in float32, for models that pass its probe.
+    That is on a CPU, in float32, for models on this machine that pass its probe and whose export
+    fits into the free memory.
     """
 
     summary: ClassVar[str] = (
@@ -103,12 +123,41 @@ class AutoRuntime(RuntimeSpec):
         """Load it by the one or the other; a line says why OpenVINO cannot."""
         device, dtype = resolve_device(source.device), resolve_dtype(source.dtype)
         fits = device.type == "cpu" and dtype in (None, torch.float32)
-        if fits and find_spec("openvino") is not None:
+        if fits and find_spec("openvino") is not None and _exportable(source):
             try:
                 return OpenVINORuntime().load(source)
-            except UnsupportedModelError as error:
+            except (UnsupportedModelError, MissingExtraError) as error:
                 warnings.warn(f"runtime torch: {error}", ForerunWarning, stacklevel=2)
         return TorchRuntime().load(source)
+
+
+EXPORT_BYTES = 4
+"""Most memory that an export takes, in sizes of a checkpoint in bfloat16: 3 to 3.6 were measured
+at 0.5 and 1.5 billion weights."""
+
+
+def _exportable(source: Source) -> bool:
+    """Whether a model is on this machine and its export fits into the free memory."""
+    from forerun.runtime.openvino.load import files
+
+    size = sum(path.stat().st_size for path in files(source.name))
+    free = _free_memory()
+    if size and free is not None and EXPORT_BYTES * size > free:
+        line = f"an export needs up to {EXPORT_BYTES * size >> 20:,} MiB, {free >> 20:,} are free"
+        warnings.warn(
+            f"runtime torch: {line}; name the runtime openvino to try", ForerunWarning, stacklevel=3
+        )
+        return False
+    return size > 0
+
+
+def _free_memory() -> int | None:
+    """Bytes that may be taken without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(s.split()[1]) << 10 for s in lines if s.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
 
 
 RUNTIMES = Registry(
@@ -118,7 +167,12 @@ RUNTIMES = Registry(
         "auto": "forerun.runtime.runtimes:AutoRuntime",
         "torch": "forerun.runtime.runtimes:TorchRuntime",
         "openvino": "forerun.runtime.runtimes:OpenVINORuntime",
+        "compiled": "forerun.runtime.runtimes:CompiledRuntime",
     },
     RuntimeSpec,
 )
-DEFAULT_RUNTIME = "torch"
+
+
+def default_runtime() -> str:
+    """What runs models where nobody said: `FORERUN_RUNTIME`, else "auto"."""
+    return os.environ.get("FORERUN_RUNTIME") or "auto"

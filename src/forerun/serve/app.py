@@ -28,7 +28,7 @@ from forerun.serve.errors import ApiError, bad
 from forerun.serve.guards import FAILED, Guard
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.parts import parts
-from forerun.serve.plans import Facts, Plan, Planner, sampling_defaults
+from forerun.serve.plans import Facts, Plan, Planner, sampling_defaults, saved_generation_config
 from forerun.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -86,6 +86,8 @@ class Server:
     def __init__(self, model: Model, config: Config) -> None:
         self.config, self.began = config, int(time.time())
         generation = getattr(model.target.executor.module(), "generation_config", None)
+        if generation is None:  # an executor that keeps no module
+            generation = saved_generation_config(model.target.facts.name)
         self.facts = Facts(
             config.name,
             model.target.limit,

@@ -39,6 +39,16 @@ class Facts:
     """Prompt and source of a prompt's tokens; see `Model.context`."""
 
 
+def saved_generation_config(name: str) -> Any:
+    """What lies beside a model's weights; None if nothing does."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(name, local_files_only=True) if name else None
+    except (OSError, ValueError):
+        return None
+
+
 def sampling_defaults(generation_config: Any) -> dict[str, float]:
     """What a model's generation_config says, where it says something; else temperature 1."""
     defaults = {"temperature": 1.0}

@@ -81,15 +81,13 @@ class Reader:
     @classmethod
     def open(cls, target: str | Path, trust_remote_code: bool = False) -> Reader | None:
         """That of a model whose weights are not loaded; None where only loading them can tell."""
-        from transformers import AutoConfig
-
         from forerun.errors import ForerunError
-        from forerun.runtime import load_tokenizer
+        from forerun.runtime.load import load_tokenizer, read_config
         from forerun.runtime.support import context_limit
 
         try:
             tokenizer = load_tokenizer(target, trust_remote_code)
-            config = AutoConfig.from_pretrained(str(target), trust_remote_code=trust_remote_code)
+            config = read_config(target, trust_remote_code)
             limit = context_limit(config)
         except (ForerunError, OSError, ValueError, KeyError, AttributeError, TypeError):
             return None

@@ -69,8 +69,9 @@ Runtime = Annotated[
     str | None,
     option(
         "SPEC",
-        "What runs the models: torch, openvino, auto, or e.g. \"openvino(precision='int8')\". "
-        "Default: torch.",
+        "What runs the models: torch, openvino, compiled, auto, or e.g. "
+        "\"openvino(precision='int8')\". Default: FORERUN_RUNTIME, or else auto (openvino on a CPU "
+        "where it is installed and serves the model); torch for --draft specbound.",
         panel=MODELS,
     ),
 ]

@@ -130,7 +130,7 @@ class Plan:
         from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE
         from forerun.rules import RULES
         from forerun.runtime.load import resolve_device, resolve_dtype
-        from forerun.runtime.runtimes import DEFAULT_RUNTIME, RUNTIMES
+        from forerun.runtime.runtimes import RUNTIMES, default_runtime
         from forerun.settings import resolve
 
         require(self.batch_size >= 1, "batch size", self.batch_size, "≥ 1")
@@ -139,7 +139,7 @@ class Plan:
         )
         length = CONTROLLERS.make(chosen.controller or DEFAULT_CONTROLLER)
         keep = RULES.make(chosen.rule or DEFAULT_RULE)
-        RUNTIMES.make(self.runtime or DEFAULT_RUNTIME)
+        RUNTIMES.make(self.runtime or default_runtime())
         resolve_device(self.device)
         resolve_dtype(self.dtype)
         return chosen, length, keep

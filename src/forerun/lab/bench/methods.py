@@ -185,8 +185,9 @@ class Theirs:
         return Run(out.seconds, tokens)
 
     def about(self) -> dict[str, Any]:
-        """Name and kind."""
-        return {"name": self.name, "kind": self.kind}
+        """Name and kind; versions, where it has an environment of its own."""
+        versions = getattr(self.peer, "versions", None)
+        return {"name": self.name, "kind": self.kind} | ({"versions": versions} if versions else {})
 
 
 def groups(tasks: Sequence[Task], batches: Sequence[int]) -> list[Group]:

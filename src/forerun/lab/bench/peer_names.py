@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.bench.peers import (
@@ -28,13 +31,24 @@ ASSISTED = (
 )
 """Settings measured when ``transformers-assisted`` is asked for without any."""
 
+REMOTE: dict[str, dict[str, Any]] = {
+    "vllm": {"memory": 0.3},
+    "vllm-draft": {"tokens": 5, "memory": 0.3},
+    "openvino-genai": {},
+    "openvino-genai-draft": {"tokens": 4, "threshold": 0.0},
+    "llama-cpp": {"rows": 1},
+    "llama-cpp-draft": {"tokens": 4, "threshold": 0.0, "rows": 1},
+}
+"""Peers with a Python of their own and their settings, with defaults: tokens drafted per round; the
+top probability below which no more are drafted (GenAI: instead of a number of tokens); the share of
+a device's memory; texts decoded together at most."""
+ENGINES = ("vllm", "openvino-genai", "llama-cpp")
 NAMES = (
     "transformers",
     "transformers-assisted",
     "transformers-beam",
     "transformers-early-exit",
-    "vllm",
-    "vllm-draft",
+    *REMOTE,
 )
 
 
@@ -48,8 +62,8 @@ def check(text: str, pythons: Mapping[str, str]) -> Spec:
     if spec.name not in NAMES:
         raise UnknownNameError.among("peer", spec.name, NAMES)
     for name in pythons:
-        if name not in ("vllm", "vllm-draft"):
-            raise UnknownNameError.among("peer with a Python of its own", name, ("vllm",))
+        if name not in REMOTE:
+            raise UnknownNameError.among("peer with a Python of its own", name, ENGINES)
     return spec
 
 
@@ -75,49 +89,64 @@ def make(
         bare = not spec.args and not spec.kwargs
         specs = [Spec(spec.name, (), s) for s in ASSISTED] if bare else [spec]
         return [(_build(TransformersAssisted, s, model), 1) for s in specs]
-    python = pythons.get(spec.name, pythons.get("vllm"))
-    dtype = str(getattr(model.target, "dtype", "auto")).removeprefix("torch.")
-    peer = _build(
-        lambda **settings: _vllm(spec.name, python, target, draft, dtype, **settings), spec
-    )
-    return [(peer, None)]
+    return [_remote(spec, model, target, draft, pythons)]
 
 
-def _vllm(
-    name: str,
-    python: str | None,
-    target: str,
-    draft: str | None,
-    dtype: str,
-    tokens: int = 5,
-    memory: float = 0.3,
-) -> Peer:
-    speculative = name == "vllm-draft"
+def _remote(
+    spec: Spec, model: Model, target: str, draft: str | None, pythons: Mapping[str, str]
+) -> tuple[Peer, int | None]:
+    """A peer in its own environment, with as many threads as torch has here."""
+    speculative = spec.name.endswith("-draft")
+    engine = spec.name.removesuffix("-draft")
     if speculative and draft is None:
-        raise SettingError("vllm-draft needs a draft model; name one as `draft`")
+        raise SettingError(f"{spec.name} needs a draft model; name one as `draft`")
+    precision = model.target.facts.precision
+    settings = REMOTE[spec.name] | _settings(spec, list(REMOTE[spec.name]))
     first = {
+        "engine": engine,
         "model": target,
         "draft": draft if speculative else None,
-        "tokens": tokens,
-        "dtype": dtype,
-        "memory": memory,
+        "dtype": precision if precision.startswith(("float", "bfloat")) else "auto",
+        "threads": torch.get_num_threads(),
+        "context": model.target.limit,
+        "eos": sorted(model.eos),
+        "tokens": 0,
+        "threshold": 0.0,
+        **settings,
     }
-    return Remote(f"{name}(tokens={tokens})" if speculative else name, python, first)
+    shown = {k: v for k, v in settings.items() if k in ("tokens", "threshold") and v}
+    if engine == "openvino-genai" and "threshold" in shown:
+        del shown["tokens"]  # it has the one or the other
+    name = spec.name + (f"({','.join(f'{k}={v:g}' for k, v in shown.items())})" if shown else "")
+    python = pythons.get(spec.name, pythons.get(engine))
+    prepare = _for_genai if engine == "openvino-genai" else None
+    return Remote(name, python, first, prepare=prepare), settings.get("rows")
 
 
-def _build(make: Callable[..., Peer], spec: Spec, *given: Any) -> Peer:
-    """Call with the settings of the spec, every wrong name named."""
-    known = [p for p in inspect.signature(make).parameters if p not in ("model", "settings")]
-    if spec.name.startswith("vllm"):
-        known = ["tokens", "memory"] if spec.name == "vllm-draft" else ["memory"]
+def _for_genai(first: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The models as GenAI reads them."""
+    import forerun.runtime.openvino  # noqa: F401 - first: it keeps openvino's telemetry off
+    from forerun.lab.bench.genai_model import write
+
+    roles = [role for role in ("model", "draft") if first[role] is not None]
+    return {role: str(write(first[role], folder / role)) for role in roles}
+
+
+def _settings(spec: Spec, known: list[str]) -> dict[str, Any]:
+    """What the spec sets, every wrong name named."""
     for key in spec.kwargs:
         if key not in known:
             raise UnknownNameError.among(f"setting of peer {spec.name!r}", key, known)
-    settings = dict(zip(known, spec.args, strict=False)) | dict(spec.kwargs)
     if len(spec.args) > len(known):
         raise SettingError(f"{spec.name!r} takes at most {len(known)} settings, got {spec}")
-    plain = {k: str(v) if isinstance(v, Spec) else v for k, v in settings.items()}
+    settings = dict(zip(known, spec.args, strict=False)) | dict(spec.kwargs)
+    return {k: str(v) if isinstance(v, Spec) else v for k, v in settings.items()}
+
+
+def _build(make: Callable[..., Peer], spec: Spec, *given: Any) -> Peer:
+    """Call with the settings of the spec."""
+    known = [p for p in inspect.signature(make).parameters if p != "model"]
     try:
-        return make(*given, **plain)
+        return make(*given, **_settings(spec, known))
     except TypeError as error:
         raise SettingError(f"cannot build {spec}: {error}") from error

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import require
 from forerun.model import Model
+from forerun.runtime import Rows, load_model
 
 Schedule = Literal["heuristic", "constant", "dynamic"]
 SCHEDULES: tuple[Schedule, ...] = ("heuristic", "constant", "dynamic")
@@ -68,7 +70,7 @@ class TransformersPlain(Peer):
     name = "transformers"
 
     def __init__(self, model: Model) -> None:
-        self._hf: Any = model.target.executor.module()
+        self._hf = _module(model.target)
         self._eos = sorted(model.eos)
         self._limit = model.target.limit
         self._encodes = model.target.facts.source_limit is not None
@@ -218,7 +220,7 @@ class TransformersAssisted(_OneByOne):
         require(0 <= threshold <= 1, "threshold", threshold, "in [0, 1]")
         self._schedule = schedule
         rows = model.drafter.rows if isinstance(model.drafter, ModelDrafter) else None
-        self._draft: Any = None if rows is None else rows.executor.module()
+        self._draft = None if rows is None else _module(rows)
         self._settings = _drafting(schedule, tokens, threshold)
         stop = f",threshold={threshold:g}" if threshold else ""
         self.name = f"transformers-assisted({schedule},tokens={tokens}{stop})"
@@ -286,6 +288,18 @@ def transformers_peers(model: Model) -> list[Peer]:
         TransformersAssisted(model, "constant", 5),
         TransformersAssisted(model, "heuristic", 5),
     ]
+
+
+def _module(rows: Rows) -> Any:
+    """The module behind rows; of an executor that has dropped its torch weights, loaded again."""
+    if rows.facts.executor == "openvino" and rows.facts.precision == "float32" and rows.facts.name:
+        return _loaded(rows.facts.name)
+    return rows.executor.module()
+
+
+@cache
+def _loaded(name: str) -> Any:
+    return load_model(name, "cpu", "fp32")
 
 
 def _config(**settings: Any) -> Any:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +16,7 @@ from typing import IO, Any
 from forerun.errors import ForerunError
 from forerun.lab.bench.peers import Peer, PeerOutput
 
-RUNNER = Path(__file__).with_name("vllm_runner.py")
+RUNNER = Path(__file__).with_name("peer_runner.py")
 START = 600.0
 """Seconds a peer may take to load its models."""
 CAUSE = re.compile(r"\b\w+Error: .*")
@@ -24,24 +24,36 @@ ANSWER = 600.0
 """Seconds a peer may take for one prompt."""
 
 
+Prepare = Callable[[dict[str, Any], Path], dict[str, Any]]
+
+
 class PeerError(ForerunError):
     """The peer's process ended, went silent or said it failed."""
 
 
 class Remote(Peer):
-    """A peer in its own environment; see `vllm_runner` for the protocol.
+    """A peer in its own environment; see `peer_runner` for the protocol.
 
     Args:
         name: in the results.
         python: the interpreter of that environment; None if the user gave none.
         first: the first line of the protocol: which models, how.
         runner: the script it runs.
+        prepare: called with `first` and a folder that lives as long as the peer; what it returns
+            replaces entries of `first`.
     """
 
     def __init__(
-        self, name: str, python: str | None, first: dict[str, Any], runner: Path = RUNNER
+        self,
+        name: str,
+        python: str | None,
+        first: dict[str, Any],
+        runner: Path = RUNNER,
+        prepare: Prepare | None = None,
     ) -> None:
         self.name, self.python, self.first, self.runner = name, python, first, runner
+        self._prepare = prepare
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.versions: dict[str, str] = {}
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -54,9 +66,13 @@ class Remote(Peer):
         if not Path(self.python).is_file():
             return f"there is no Python at {self.python}"
         try:
+            if self._prepare is not None:
+                self._folder = tempfile.TemporaryDirectory()
+                made = self._prepare(self.first, Path(self._folder.name))
+                self.first = {**self.first, **made}
             self._start()
             self.versions = self._ask(self.first, START).get("versions", {})
-        except (PeerError, OSError) as error:
+        except (ForerunError, ImportError, OSError) as error:
             self.close()
             return str(error)
         return None
@@ -85,6 +101,9 @@ class Remote(Peer):
 
     def close(self) -> None:
         """End the process."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
         if self._process is None:
             return
         self._process.terminate()

@@ -5,9 +5,15 @@ Needs the extra ``forerun[openvino]``; importing this module does not. See ``doc
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import MissingExtraError
+
+# Importing openvino and converting a model each send an event over the network, from a fork of this
+# process. Without this package it uses a stub of its own.
+if "openvino" not in sys.modules:
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 if TYPE_CHECKING:
     from forerun.runtime.openvino.executor import OpenVINOExecutor

@@ -110,7 +110,7 @@ class OpenVINOExecutor(Executor):
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
         """Into the row's blocks, which it is given."""
         rows, last = max(row + 1, len(self._blocks.tables)), first + columns.count
-        self._cover([last if at == row else 0 for at in range(rows)])
+        self.cover([last if at == row else 0 for at in range(rows)])
         places = np.arange(first, last)
         blocks = np.array(self._blocks.tables[row], dtype=np.intp)[places // BLOCK]
         for tensor, states in zip(self._storage, columns.states, strict=True):
@@ -188,7 +188,7 @@ class OpenVINOExecutor(Executor):
         if not any(counts):
             return np.empty((0, self.facts.vocab_size), np.float32)
         ends = list(map(add, starts, counts))
-        self._cover(ends)
+        self.cover(ends)
         if (counts, wanted) != self._shape:
             self._bind_shape(counts, list(wanted))
         if not self._tables_bound:
@@ -201,7 +201,16 @@ class OpenVINOExecutor(Executor):
         self._request.infer()
         return self._logits
 
-    def _cover(self, ends: Sequence[int]) -> None:
+    @property
+    def pool(self) -> dict[str, ov.Tensor]:
+        """The cache's tensors by name; another object when it has grown."""
+        return self._named
+
+    def blocks_of(self, row: int) -> list[int]:
+        """The blocks of a row, in order."""
+        return self._blocks.tables[row]
+
+    def cover(self, ends: Sequence[int]) -> None:
         """Have blocks for rows of so many tokens."""
         self._make_room(ends)
         if self._blocks.cover(ends):
@@ -259,6 +268,8 @@ class OpenVINOExecutor(Executor):
         for port, tensor in zip(self._pools, tensors, strict=True):
             self._request.set(port, tensor)
         self._storage = tensors
+        names = [port.get_any_name() for port in self._pools]
+        self._named = dict(zip(names, tensors, strict=True))
         self._blocks.grow(blocks)
 
     def _copy(self, source: list[int], target: list[int]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from openvino.frontend.pytorch import ConversionExtension
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.layers import LayerAccess
 
 INPUTS = ("input_ids", "position_ids", "wanted")
 """Of the exported graph: `(tokens, 1)` ids and positions, `(wanted,)` places of tokens whose logits
@@ -110,11 +111,47 @@ def export(model: Any) -> ov.Model:
         raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
     if not calls:
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
-    for port, name in zip(graph.inputs, INPUTS, strict=True):
-        port.get_tensor().set_names({name})
-        port.get_node().set_friendly_name(name)
-    graph.outputs[0].get_tensor().set_names({"logits"})
-    graph.set_rt_info(json.dumps([asdict(call) for call in calls]), [RT_INFO, "attentions"])
+    _name(graph, INPUTS, "logits", calls)
+    return graph
+
+
+class _Between(torch.nn.Module):
+    """Layers between two depths, over `(tokens, 1, H)` states."""
+
+    def __init__(self, model: Any, first: int, last: int) -> None:
+        super().__init__()
+        self.model, self.first, self.last = model, first, last
+        self.access = LayerAccess(model)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.access.run(hidden, self.first, self.last, None, position_ids)
+
+
+def export_layers(model: Any, first: int, last: int) -> ov.Model:
+    """Turn the layers between two depths into a graph with placeholders.
+
+    Args:
+        model: as for `export`, of a family with layer-by-layer access.
+        first: depth of the input `hidden`, `(tokens, 1, H)`.
+        last: depth of the output.
+
+    Raises:
+        UnsupportedModelError: as for `export`.
+    """
+    kind = model.config.get_text_config(decoder=True).model_type
+    calls: list[Attention] = []
+    between = _Between(model, first, last)
+    positions = torch.arange(_EXAMPLE_TOKENS)[:, None]
+    example = torch.zeros(_EXAMPLE_TOKENS, 1, between.access.width), positions
+    try:
+        graph = _traced(model, calls, between, example)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{kind}: {error}") from error
+    except Exception as error:  # tracing and conversion raise whatever they like
+        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
+    if len(calls) != last - first:
+        raise UnsupportedModelError(f"{kind}: {len(calls)} attentions in {last - first} layers")
+    _name(graph, ("hidden", "position_ids"), "last", calls)
     return graph
 
 
@@ -139,16 +176,34 @@ def _convert(model: Any, calls: list[Attention]) -> ov.Model:
     )
     flat = _Flat(model)
     try:
-        with _attention_marked(model, calls), torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tracing: what is constant here is meant to be
-            traced = torch.jit.trace(flat, example, check_trace=False)
-            return ov.convert_model(
-                traced,
-                example_input=example,
-                extension=[ConversionExtension("forerun::paged", _placeholder(calls))],
-            )
+        return _traced(model, calls, flat, example)
     finally:
         flat.hook.remove()
+
+
+def _traced(
+    model: Any,
+    calls: list[Attention],
+    module: torch.nn.Module,
+    example: tuple[torch.Tensor, ...],
+) -> ov.Model:
+    with _attention_marked(model, calls), torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tracing: what is constant here is meant to be
+        traced = torch.jit.trace(module, example, check_trace=False)
+        return ov.convert_model(
+            traced,
+            example_input=example,
+            extension=[ConversionExtension("forerun::paged", _placeholder(calls))],
+        )
+
+
+def _name(graph: ov.Model, inputs: Sequence[str], output: str, calls: list[Attention]) -> None:
+    """Name inputs and output, and keep what the placeholders stand for."""
+    for port, name in zip(graph.inputs, inputs, strict=True):
+        port.get_tensor().set_names({name})
+        port.get_node().set_friendly_name(name)
+    graph.outputs[0].get_tensor().set_names({output})
+    graph.set_rt_info(json.dumps([asdict(call) for call in calls]), [RT_INFO, "attentions"])
 
 
 @contextmanager

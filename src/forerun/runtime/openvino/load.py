@@ -14,6 +14,7 @@ from forerun.runtime.load import load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import export, in_fp32, reason
+from forerun.runtime.openvino.fuse import fuse
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import probe, reference
 from forerun.runtime.openvino.weights import compress
@@ -79,11 +80,11 @@ def from_name(
     def torch_model() -> Any:
         return load_model(name, "cpu", "fp32", trust_remote_code, windows=True)
 
-    if files := _files(name):
-        entry = store.key(store.of_files(files), _form(precision))
+    if here := files(name):
+        entry = store.key(store.of_files(here), _form(precision))
         return _made(entry, torch_model, str(name), options)
     model = torch_model()  # not on this machine until now
-    entry = store.key(store.of_files(_files(name)), _form(precision))
+    entry = store.key(store.of_files(files(name)), _form(precision))
     return _made(entry, lambda: model, str(name), options)
 
 
@@ -125,6 +126,7 @@ def _export(model: Any, options: _Options) -> store.Stored:
     model = in_fp32(model)
     facts = replace(facts_of(model), executor="openvino")
     graph = export(model)
+    fuse(graph)
     if options.precision == "int8":
         compress(graph)
     return store.Stored(graph, facts, reference(model, facts.limit))
@@ -142,7 +144,7 @@ def _executor(stored: store.Stored, name: str, options: _Options) -> OpenVINOExe
     return executor
 
 
-def _files(name: str | Path) -> list[Path]:
+def files(name: str | Path) -> list[Path]:
     """Configuration and weights of a model that is on this machine, else nothing."""
     here = Path(name).expanduser()
     if not here.is_dir():
