@@ -133,6 +133,10 @@ def test_penalised_greedy_takes_the_second_best() -> None:
     run = engine(ScriptedModel(table), ScriptedModel(table))
     assert set(run([0], max_new_tokens=6).tokens) == {1}
     done = run([0], controller="fixed(1)", rule="easd(entropy=1,n=2)", max_new_tokens=6)
+    assert done.tokens == [2] * 6  # every token is tested
+    assert done.stats.drift_mean == pytest.approx(1)
+    rule = "easd(entropy=1,n=2,bonus=untested)"
+    done = run([0], controller="fixed(1)", rule=rule, max_new_tokens=6)
     # Penalised wherever something was drafted; the last token had no room for a draft.
     assert done.tokens == [2, 2, 2, 2, 2, 1]
     assert done.stats.drift_mean == pytest.approx(5 / 6)

@@ -296,8 +296,7 @@ def load(
     Raises:
         ModelError: a model that is missing, corrupt, unsupported, or a draft with another
             tokenizer.
-        SettingError: a device, dtype or drafter that does not exist, or settings that cannot be
-            read.
+        SettingError: a device, dtype or drafter that does not exist; unreadable settings.
 
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'

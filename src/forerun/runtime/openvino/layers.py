@@ -41,6 +41,8 @@ class OpenVINOLayersExecutor(LayersExecutor):
         SettingError: `whole` is not in fp32.
     """
 
+    copies = False
+
     def __init__(self, model: Any, whole: OpenVINOExecutor, exits: Iterable[int]) -> None:
         if whole.facts.precision != "float32":
             raise SettingError(
