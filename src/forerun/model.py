@@ -294,8 +294,7 @@ def load(
         deprecated: `exits`, the heads of `specbound`; now ``draft="specbound(exits='folder')"``.
 
     Raises:
-        ModelError: a model that is missing, corrupt, unsupported, or a draft with another
-            tokenizer.
+        ModelError: a missing, corrupt or unsupported model, or a draft with another tokenizer.
         SettingError: a device, dtype or drafter that does not exist; unreadable settings.
 
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
@@ -309,12 +308,11 @@ def load(
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
     # Graphs for early exits are made anew at every start: only for those who ask.
-    usual = "torch" if isinstance(spec, SpecBound) else default_runtime()
-    runs = RUNTIMES.make(runtime or usual)
+    default = "torch" if isinstance(spec, SpecBound) else default_runtime()
+    runs = RUNTIMES.make(runtime or default)
     if isinstance(spec, ModelDraft):
-        spec = replace(
-            spec, trust_remote_code=spec.trust_remote_code or trust_remote_code, runtime=runs
-        )
+        trusted = spec.trust_remote_code or trust_remote_code
+        spec = replace(spec, trust_remote_code=trusted, runtime=runs)
     where = zoo.TARGET if target is None else target
     if target is None and dtype is None and resolve_device(device).type == "cpu":
         dtype = torch.float32
