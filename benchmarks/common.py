@@ -131,6 +131,7 @@ def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
         "commit": git.stdout.strip(),
         "device": str(model.target.device),
         "dtype": model.target.facts.precision,
+        "runtime": model.target.facts.executor,
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "load": [round(x, 2) for x in os.getloadavg()],
@@ -157,8 +158,8 @@ def save(name: str, made: dict[str, Any], results: Any, text: str) -> None:
     document = {"provenance": made, "results": results}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     head = (
-        f"`{made['command']}`  \n{made['date']}, commit {made['commit']}, {made['dtype']} on "
-        f"{made['device']} ({made['cpu']}, {made['threads']} threads), "
+        f"`{made['command']}`  \n{made['date']}, commit {made['commit']}, {made['dtype']} by "
+        f"{made['runtime']} on {made['device']} ({made['cpu']}, {made['threads']} threads), "
         f"torch {made['versions']['torch']}, transformers {made['versions']['transformers']}.\n"
     )
     (RESULTS / f"{name}.md").write_text(f"# {name}\n\n{head}\n{text}\n")

@@ -16,7 +16,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 
 def main(model: forerun.Model, prompts: int, tokens: int) -> None:
-    """Measure and write `overhead.json`."""
+    """Measure and write `overhead.json`, or `overhead-RUNTIME.json`."""
     work = [t for t in tasks(model, "test", prompts, tokens) if t.family not in PENALTY]
     for method in METHODS:
         generate(model, work[0], method)
@@ -55,7 +55,9 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
         + f"\n\nCost ratio c (target ÷ draft, one token): **{costs['ratio']:.1f}**"
     )  # fmt: skip
     results = {"shares": shares, "forward_ms": costs}
-    save("overhead", provenance(model, prompts=prompts, tokens=tokens), results, text)
+    runtime = model.target.facts.executor
+    name = "overhead" if runtime == "torch" else f"overhead-{runtime}"
+    save(name, provenance(model, prompts=prompts, tokens=tokens), results, text)
 
 
 def forward_costs(model: forerun.Model, repeats: int = 25) -> dict[str, Any]:
