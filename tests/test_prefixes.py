@@ -206,6 +206,20 @@ def test_common_prefixes() -> None:
         assert common(a, b) == (min(len(a), len(b)) if slow is None else slow)
 
 
+def test_a_copy_that_fails_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError("damaged")
+
+    watched, prompts = Watched(), [[5, *texts(60)[0]], texts(45)[0]]
+    wanted = [done.tokens for done in watched.run(prompts)]
+    watched.prefixes.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(watched.target, "copy_out", fail)
+        assert [done.tokens for done in watched.run(prompts)] == wanted
+    assert trie_bytes(watched.prefixes) == watched.prefixes.nbytes == 0
+    assert [done.tokens for done in watched.run(prompts)] == wanted
+
+
 def test_an_executor_without_copies_is_refused() -> None:
     class Uncopied(ScriptedModel):
         copies = False

@@ -187,7 +187,7 @@ class Reuse:
             return
         try:
             self._prefixes.put(row.context, i, self._caches)
-        except (RuntimeError, MemoryError):  # no memory: it was spare memory only
+        except Exception:  # no memory, or an executor's: the row has its text, copies are spare
             self._prefixes.clear()
 
     def fork(self, rows: Sequence[Row]) -> set[int]:
