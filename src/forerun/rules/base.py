@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from forerun.errors import require
 from forerun.rules.odds import Odds, Weighed, finite, one_hot
 from forerun.types import Draft, Target, Verdict
 
@@ -170,3 +171,45 @@ def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     # The first token strictly above the point, and one of positive weight: not `searchsorted`,
     # since a parallel sum may differ by rounding across tokens of weight zero.
     return (cumulative > point).view(torch.uint8).argmax(-1)
+
+
+@dataclass(frozen=True)
+class WrappedRule(PositionRule):
+    """A lossy rule around another one.
+
+    Args:
+        rule: one that decides position by position.
+
+    Raises:
+        SettingError: it does not, or is lossless.
+    """
+
+    rule: AcceptanceRule
+
+    paper: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.rule, PositionRule) and not self.rule.lossless
+        require(good, "rule", self.rule, "a lossy rule that decides position by position")
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """What the inner rule reads."""
+        return self.rule.signals
+
+    @property
+    def ranks(self) -> int:
+        """What the inner rule reads."""
+        return self.rule.ranks
+
+    @property
+    def has_bonus(self) -> bool:
+        """As the inner rule."""
+        return self.rule.has_bonus
+
+    def weigh(self, odds: Odds) -> Weighed:
+        """As the inner rule."""
+        assert isinstance(self.rule, PositionRule)
+        return self.rule.weigh(odds)

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 
 from forerun.checks import between
-from forerun.errors import require
-from forerun.rules.base import AcceptanceRule, PositionRule
+from forerun.rules.base import WrappedRule
 from forerun.rules.odds import Odds, Weighed
 
 
 @dataclass(frozen=True)
-class Budget(PositionRule):
+class Budget(WrappedRule):
     """A lossy rule whose mean drift per token never exceeds a budget.
 
     *Helps* to use a lossy rule where its cost must be known beforehand: the summed distance of a
@@ -36,38 +35,17 @@ class Budget(PositionRule):
     0.02
     """
 
-    rule: AcceptanceRule
     drift: float = 0.01
 
     summary: ClassVar[str] = "another rule, while its mean drift stays within a budget"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
-    lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        good = isinstance(self.rule, PositionRule) and not self.rule.lossless
-        require(good, "rule", self.rule, "a lossy rule that decides position by position")
+        super().__post_init__()
         between("drift", self.drift, 0, 1)
-
-    @property
-    def signals(self) -> frozenset[str]:
-        """What the inner rule reads."""
-        return self.rule.signals
-
-    @property
-    def has_bonus(self) -> bool:
-        """As the inner rule."""
-        return self.rule.has_bonus
-
-    @property
-    def ranks(self) -> int:
-        """What the inner rule reads."""
-        return self.rule.ranks
 
     def weigh(self, odds: Odds) -> Weighed:
         """The inner rule's opinion where the budget allows it, `standard`'s elsewhere."""
-        assert isinstance(self.rule, PositionRule)
-        inner = self.rule.weigh(odds)
+        inner = super().weigh(odds)
         drift = torch.zeros_like(inner.accept) if inner.drift is None else inner.drift
         allowed = self._allowed(odds, drift)
         return Weighed(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.errors import require
-from forerun.rules.base import AcceptanceRule, PositionRule
-from forerun.rules.odds import Odds, Weighed
+from forerun.rules.base import WrappedRule
 
 
 @dataclass(frozen=True)
-class NoBonus(PositionRule):
+class NoBonus(WrappedRule):
     """A lossy rule without the target's own token after a draft that is kept whole.
 
     *Helps* to compare controllers and lengths under a lossy rule: such a bonus token is judged by
@@ -30,33 +28,9 @@ class NoBonus(PositionRule):
     False
     """
 
-    rule: AcceptanceRule
-
     summary: ClassVar[str] = "another rule, without the untested token after a whole draft"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
-    lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        good = isinstance(self.rule, PositionRule) and not self.rule.lossless
-        require(good, "rule", self.rule, "a lossy rule that decides position by position")
 
     @property
     def has_bonus(self) -> bool:
         """No."""
         return False
-
-    @property
-    def signals(self) -> frozenset[str]:
-        """What the inner rule reads."""
-        return self.rule.signals
-
-    @property
-    def ranks(self) -> int:
-        """What the inner rule reads."""
-        return self.rule.ranks
-
-    def weigh(self, odds: Odds) -> Weighed:
-        """As the inner rule."""
-        assert isinstance(self.rule, PositionRule)
-        return self.rule.weigh(odds)
