@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from forerun.zoo.optim import product_type
+
 BLOCK = 128
 """Queries per block of attention."""
 PIECE = 512
@@ -142,14 +144,14 @@ class Functions:
 
     @classmethod
     def make(cls, compiled: bool) -> Functions:
-        """Compiled in bfloat16, or eager in float32."""
+        """Compiled, in the CPU's `product_type`, or eager in float32."""
         if not compiled:
             return cls(layer, score_piece, match_piece, torch.float32)
         return cls(
             torch.compile(layer, dynamic=False),
             torch.compile(score_piece, dynamic=False),
             torch.compile(match_piece, dynamic=False),
-            torch.bfloat16,
+            product_type(),
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from forerun.zoo.corpus import read_pairs
+from forerun.zoo.optim import product_type
 from forerun.zoo.recipe import Recipe
 from forerun.zoo.runs import CHECKPOINT, TOKENIZER, Run, keep
 
@@ -192,7 +193,8 @@ def loss_of(model: Any, batch: list[Pair], smoothing: float) -> tuple[torch.Tens
     source, read = padded([pair[0] for pair in batch])
     target, written = padded([pair[1] for pair in batch])
     before = F.pad(target[:, :-1], (1, 0), value=PAD)
-    with torch.autocast("cpu", torch.bfloat16):
+    dtype = product_type()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         hidden = model.model(
             input_ids=source, attention_mask=read.long(), decoder_input_ids=before, use_cache=False
         ).last_hidden_state
