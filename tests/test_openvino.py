@@ -22,6 +22,7 @@ from tiny import build, texts
 
 ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
+from forerun.runtime.openvino import executor as executing  # noqa: E402
 from forerun.runtime.openvino import load as loading  # noqa: E402
 from forerun.runtime.openvino import nodes, store  # noqa: E402
 from forerun.runtime.openvino import probe as probing  # noqa: E402
@@ -36,6 +37,7 @@ from forerun.runtime.openvino.weights import compress  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
 WINDOW = 8
+MULTIPLIES_BFLOAT16 = "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 _SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -469,6 +471,8 @@ def test_precisions(model: Any) -> None:
     text = texts(20)[0]
     exact = alone(model, text)
     for precision, name in (("int8", "int8"), ("bf16", "bfloat16")):
+        if precision == "bf16" and not MULTIPLIES_BFLOAT16:
+            continue
         executor = from_model(model, precision, threads=2)
         assert executor.facts.precision == name
         off = (executor.run([0], [text], [20])[0] - exact).abs().max() / exact.abs().max()
@@ -513,6 +517,16 @@ def test_experts_are_rounded_to_8_bits_like_everything_else(family: str) -> None
 def test_precisions_that_cannot_run(model: Any, precision: str, line: str) -> None:
     with pytest.raises(SettingError, match=line):
         from_model(model, precision, threads=1)
+
+
+def test_a_cpu_without_bfloat16_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        def get_property(self, *_: str) -> list[str]:
+            return ["FP32", "INT8"]
+
+    monkeypatch.setattr(executing, "core", Plain)
+    with pytest.raises(SettingError, match="this one lacks; use fp32 or int8"):
+        executing.settings("bf16", threads=2)
 
 
 def test_threads_are_torchs_unless_set(model: Any) -> None:

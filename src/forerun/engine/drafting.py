@@ -27,10 +27,9 @@ class Guide:
         rules = [row.request.rule for row in rows]
         self._rule_signals = frozenset().union(*(rule.signals for rule in rules))
         self._ranks = max((rule.ranks for rule in rules), default=0)
-        certain = sampler.trivial and not self._rule_signals and not self._ranks
-        self.greedy = crew.signals if certain else None
         self.reads = bool(self._rule_signals or self._ranks)
         """Whether a rule reads more of the draft's distribution than its probabilities."""
+        self.greedy = crew.signals if sampler.trivial and not self.reads else None
         self.forced: dict[int, list[int]] = {}
         """Per row what its constraint forces, ahead of the drafter's tokens this round."""
         self.certain = sampler.all_greedy
@@ -43,14 +42,14 @@ class Guide:
 
         Rows for which the draft says no numbers are left out: it has nothing to say.
         """
-        if self.greedy is None:
+        if self.reads or not self.certain:
             assert step.logits is not None, "sampled rows need logits"
             tokens, sound, said = self._draw(step.logits, texts, active, proposal)
         else:
             best = step.best
             if best is None:
                 assert step.logits is not None, "a step has logits or best tokens"
-                best = best_of(step.logits.unsqueeze(1), self.greedy)
+                best = best_of(self._shaped(step.logits, proposal), self._crew.signals)
             tokens, sound = [row[0] for row in best.tokens], [row[0] for row in best.sound]
             said = {name: [row[0] for row in rows] for name, rows in best.signals.items()}
         out: dict[int, int] = {}
@@ -72,11 +71,7 @@ class Guide:
         """Per row a token under its sampling, whether its logits were sound, and what controllers
         read of it; meaningless where a row is not active."""
         sampler, rows = self._sampler, self._rows
-        wide = logits.unsqueeze(1)
-        drafted: Sequence[Sequence[int]] = proposal.tokens
-        if self.forced:
-            drafted = [[*self.forced.get(i, ()), *own] for i, own in enumerate(drafted)]
-        changed = sampler.shape(wide, rows, drafted, None)
+        changed = self._shaped(logits, proposal)
         processed = sampler.sharpen(changed)[:, 0]
         top, picked = processed.max(-1)
         if not sampler.all_greedy:
@@ -92,14 +87,20 @@ class Guide:
             picked = torch.where(greedy, picked, sample(processed.softmax(-1), uniforms))
             proposal.logits.append(processed)
         # Controllers go by what the request draws from, rules by what both models say themselves.
-        shaped = logits if changed is wide else changed[:, 0]
-        measured = measure(shaped, picked, self._crew.signals)
+        measured = measure(changed[:, 0], picked, self._crew.signals)
         proposal.measured.append(measure(logits, picked, self._rule_signals))
         if self._ranks:
             ranks = min(self._ranks, logits.shape[-1])
             proposal.ranked.append(logits.topk(ranks, dim=-1).indices)
         said = {name: values.tolist() for name, values in measured.items()}
         return picked.tolist(), top.isfinite().tolist(), said
+
+    def _shaped(self, logits: torch.Tensor, proposal: Proposal) -> torch.Tensor:
+        """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""
+        drafted: Sequence[Sequence[int]] = proposal.tokens
+        if self.forced:
+            drafted = [[*self.forced.get(i, ()), *own] for i, own in enumerate(drafted)]
+        return self._sampler.shape(logits.unsqueeze(1), self._rows, drafted, None)
 
     def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
         """Rows that draft on after their newest token; those that stop are told why."""

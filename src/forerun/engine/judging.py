@@ -39,7 +39,11 @@ Judgements = dict[int, Judged | Exception]
 
 
 def compare(
-    rows: Sequence[Row], drafts: Sequence[Sequence[int]], best: Best, wanted: Sequence[int]
+    rows: Sequence[Row],
+    drafts: Sequence[Sequence[int]],
+    best: Best,
+    wanted: Sequence[int],
+    logits: torch.Tensor | None = None,
 ) -> Judgements:
     """The judgement where all rows are greedy and their rules only compare with the arg-max.
 
@@ -49,6 +53,8 @@ def compare(
         best: the target's.
         wanted: per row how many positions of the target's are known: none of a row that is not
             judged, one more than drafted, or as many if the round ends without a bonus token.
+        logits: `(rows, n, V)` what the target said before the requests' own settings changed it,
+            if they do; tells an error of the model from one of settings.
     """
     out: Judgements = {}
     for row in (row for row, n in enumerate(wanted) if n):
@@ -62,7 +68,8 @@ def compare(
         elif sound[accepted]:
             out[row] = Judged(accepted, said[accepted], prob)
         else:
-            out[row] = Judged(accepted, None, prob, error=_unsound(rows[row], accepted, False))
+            excluded = logits is not None and bool(logits[row, accepted].amax().isfinite())
+            out[row] = Judged(accepted, None, prob, error=_unsound(rows[row], accepted, excluded))
     return out
 
 

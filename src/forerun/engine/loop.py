@@ -30,10 +30,11 @@ from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import SettingError, require
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
-from forerun.runtime.base import CHUNK, Executor, Pieces, Rows
+from forerun.runtime.base import CHUNK, Executor, Pieces, Rows, best_of
 from forerun.types import Round as Outcome
 from forerun.types import Stop
 
+NO_SIGNALS: frozenset[str] = frozenset()
 NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)
 """The round of a request that ended before its first."""
 
@@ -256,7 +257,7 @@ class Engine:
         self._guide = Guide(rows, self._crew, self._sampler)
         self._scores = any(row.request.logprobs is not None for row in rows)
         self._compares = (
-            self._sampler.trivial
+            self._sampler.all_greedy
             and not self._scores
             and all(row.request.rule.matches_greedy for row in rows)
         )
@@ -319,12 +320,14 @@ class Engine:
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         """Feed the target, and judge the drafts of rows whose logits are wanted."""
         rows = self._rows
-        if self._compares:
-            best = self.target.best(pieces, wanted)
-            return compare(rows, proposal.tokens, best, wanted)
+        if self._compares and self._sampler.trivial:
+            return compare(rows, proposal.tokens, self.target.best(pieces, wanted), wanted)
         logits = self.target.feed(pieces, wanted)
         if not any(wanted):
             return {}
+        if self._compares:
+            shaped = self._sampler.shape(logits, rows, proposal.tokens)
+            return compare(rows, proposal.tokens, best_of(shaped, NO_SIGNALS), wanted, logits)
         out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:
             scoring.note(rows, proposal, logits, out)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.errors import PromptError, SettingError
-from forerun.signals import measure
+from forerun.runtime.best import read
+from forerun.signals import float_type, measure
 
 Pieces = Sequence[Sequence[int]]
 """Per row the token ids it is fed next; may be empty."""
@@ -142,7 +143,19 @@ class Executor(ABC):
 
 
 def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
-    """The arg-max of `(rows, n, V)` logits, with one transfer to the host."""
+    """The arg-max of `(rows, n, V)` logits, with one transfer to the host.
+
+    Logits on the CPU are written to and restored.
+    """
+    if logits.device.type == "cpu":
+        rows, width, vocab = logits.shape
+        flat = logits.to(float_type(logits)).reshape(-1, vocab).numpy()
+        best, fine, said = read(flat, signals)
+
+        def by_row(values: list[Any]) -> list[list[Any]]:
+            return [values[row * width : (row + 1) * width] for row in range(rows)]
+
+        return Best(by_row(best), {name: by_row(x) for name, x in said.items()}, by_row(fine))
     top, tokens = logits.max(-1)
     sound = top.isfinite()
     if not signals:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
-from forerun.runtime.openvino.best import read
+from forerun.runtime.best import read
 from forerun.runtime.openvino.blocks import Blocks
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import BLOCK
@@ -52,7 +52,7 @@ class OpenVINOExecutor(Executor):
         threads: of OpenVINO; None: as many as torch has.
 
     Raises:
-        SettingError: bf16 with one thread.
+        SettingError: bf16 with one thread, or on a CPU without instructions for it.
     """
 
     copies = True
@@ -292,6 +292,11 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
         raise SettingError(
             "bfloat16 on openvino needs at least 2 threads (it ends the process otherwise), got 1; "
             "use fp32, or torch.set_num_threads(2)"
+        )
+    if reduced and "BF16" not in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise SettingError(
+            "bfloat16 on openvino needs a CPU with instructions for it, which this one lacks; "
+            "use fp32 or int8"
         )
     compute = "bf16" if reduced else "f32"
     return {
