@@ -186,7 +186,7 @@ def test_price_is_the_rate_times_what_a_token_costs():
     rate = (12 * tokens + 11) / (12 * seconds + 3 * 1.35 + 7 * each)
     opening = controller.open(state, COSTS)
     np.testing.assert_allclose(opening.loss, rate * each, rtol=1e-12)
-    worth = 12 * tokens + 11 - 0.95 * (12 * seconds + 3 * 1.35 + 7 * each)
+    worth = 12 * tokens + 11 - (12 * seconds + 3 * 1.35 + 7 * each)
     np.testing.assert_allclose(opening.worth, worth / 15, rtol=1e-12)
     dear = controller.open(controller.start(), Costs.synthetic(0.1, slope=0.1))
     assert dear.worth < 0

@@ -21,9 +21,6 @@ PRIOR_ROUNDS = 12.0
 """Rounds of the expected tokens and seconds that the observed ones are added to."""
 FADE = 0.95
 """Share of what was observed that still counts a round later."""
-BREAK_EVEN = 0.95
-"""Speed over plain decoding, as expected, below which a request rests: near 1 drafting costs next
-to nothing and teaches."""
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 256.0
 """Plain rounds before a probe, per plain round that a useless probe costs: at first and at most."""
 SLOPE = 0.02
@@ -81,8 +78,7 @@ class Auto(LengthController):
     exactly while `S_i·ŝ_{i+1} > λ·(d + v·V)`, with `S_i` the probability that the i tokens drafted
     so far are all kept, `ŝ_{i+1}` that the next one is, λ the tokens per second of the best
     policy, d the seconds of a draft step and V those of a target pass that judges one token. A
-    round starts with a draft while λ is at least 0.95 of the rate of plain decoding: near it a
-    draft costs next to nothing, and teaches.
+    round starts with a draft while λ is at least the rate of plain decoding.
 
     - `S_i = (1 − u)·Π_j σ(b + a·z_j + t_j)`: `z` is linear in the logit margin (greedy requests) or
       in the probability of the drafted token (sampled ones), fitted once to many texts; what is
@@ -206,7 +202,7 @@ class Auto(LengthController):
         tokens = PRIOR_ROUNDS * tokens + state.committed
         seconds = PRIOR_ROUNDS * (one + (length - 1) * further)
         seconds = seconds + state.drafts * one + (state.drafted - state.drafts) * further
-        worth = (tokens - BREAK_EVEN * seconds / plain) / (PRIOR_ROUNDS + state.drafts)
+        worth = (tokens - seconds / plain) / (PRIOR_ROUNDS + state.drafts)
         price = maximum(tokens / seconds, 1 / plain) * further
         if anywhere(worth < 0):
             worth = where(worth < 0, self._resting(state, costs, worth, further), worth)

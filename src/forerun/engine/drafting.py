@@ -42,16 +42,15 @@ class Guide:
 
         Rows for which the draft says no numbers are left out: it has nothing to say.
         """
-        if self.reads or not self.certain:
-            assert step.logits is not None, "sampled rows need logits"
-            tokens, sound, said = self._draw(step.logits, texts, active, proposal)
-        else:
-            best = step.best
-            if best is None:
-                assert step.logits is not None, "a step has logits or best tokens"
-                best = best_of(self._shaped(step.logits, proposal), self._crew.signals)
+        best, logits = step.best, step.logits
+        if logits is not None and self.certain and not self.reads:
+            best = best_of(self._shaped(logits, proposal), self._crew.signals)
+        if best is not None:
             tokens, sound = [row[0] for row in best.tokens], [row[0] for row in best.sound]
             said = {name: [row[0] for row in rows] for name, rows in best.signals.items()}
+        else:
+            assert logits is not None, "a step has logits or best tokens"
+            tokens, sound, said = self._draw(logits, texts, active, proposal)
         out: dict[int, int] = {}
         for row in active:
             if not sound[row]:

@@ -148,12 +148,12 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     Logits on the CPU are written to and restored.
     """
     if logits.device.type == "cpu":
-        rows, width, vocab = logits.shape
+        count, width, vocab = logits.shape
         flat = logits.to(float_type(logits)).reshape(-1, vocab).numpy()
         best, fine, said = read(flat, signals)
 
         def by_row(values: list[Any]) -> list[list[Any]]:
-            return [values[row * width : (row + 1) * width] for row in range(rows)]
+            return [values[row * width : (row + 1) * width] for row in range(count)]
 
         return Best(by_row(best), {name: by_row(x) for name, x in said.items()}, by_row(fine))
     top, tokens = logits.max(-1)
