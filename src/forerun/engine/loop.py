@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
 from forerun.engine.prediction import Prediction
 from forerun.engine.prefixes import Prefixes, Reuse
-from forerun.engine.results import Completion, Event, FinishReason, Logprob, Round
+from forerun.engine.reporting import NOTHING, Pass, event, round_of
+from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.engine.text import Detokenizer, StopStrings
@@ -35,25 +35,6 @@ from forerun.types import Round as Outcome
 from forerun.types import Stop
 
 NO_SIGNALS: frozenset[str] = frozenset()
-NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)
-"""The round of a request that ended before its first."""
-
-
-@dataclass
-class _Pass:
-    """What one round feeds the target, and what became of it. Lists are per row."""
-
-    began: float
-    upto: list[int]
-    """Tokens of each row's context that are covered afterwards, its draft left out."""
-    ready: list[bool]
-    """Whether that is all of it: then something is committed."""
-    read: bool
-    """Whether any row reads a prompt."""
-    drafter_before: float
-    target_before: float
-    counters: list[dict[str, int]]
-    drafting: float = 0.0
 
 
 class Engine:
@@ -262,7 +243,7 @@ class Engine:
             and all(row.request.rule.matches_greedy for row in rows)
         )
 
-    def _schedule(self) -> _Pass:
+    def _schedule(self) -> Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
         waiting = self._reuse.fork(self._rows)
         lengths = self.target.lengths
@@ -270,7 +251,7 @@ class Engine:
         unread = [0 if i in waiting else count for i, count in enumerate(unread)]
         upto = [n + count for n, count in zip(lengths, reading(unread, CHUNK), strict=True)]
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
-        return _Pass(
+        return Pass(
             time.perf_counter(),
             upto,
             [n == len(row.context) for n, row in zip(upto, self._rows, strict=True)],
@@ -280,7 +261,7 @@ class Engine:
             counters,
         )
 
-    def _draft(self, passed: _Pass) -> Proposal:
+    def _draft(self, passed: Pass) -> Proposal:
         proposal = draft(self._rows, passed.ready, self.drafter, self._crew, self._guide)
         if not all(passed.ready):
             self.drafter.follow(
@@ -292,7 +273,7 @@ class Engine:
         passed.drafting = time.perf_counter() - passed.began
         return proposal
 
-    def _verify(self, passed: _Pass, proposal: Proposal) -> Judgements:
+    def _verify(self, passed: Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""
         drafts, rows = proposal.tokens, self._rows
         fed = [
@@ -360,7 +341,7 @@ class Engine:
                 row.cut(before)
         return out
 
-    def _observe(self, passed: _Pass, proposal: Proposal, judged: Judgements) -> None:
+    def _observe(self, passed: Pass, proposal: Proposal, judged: Judgements) -> None:
         """Tell the controllers what became of their rows, and the meter what it took."""
         outcomes: list[Outcome | None] = [None] * len(self._rows)
         for i, kept in judged.items():
@@ -391,7 +372,7 @@ class Engine:
 
     def _report(
         self,
-        passed: _Pass,
+        passed: Pass,
         proposal: Proposal,
         judged: Judgements,
         committed: dict[int, tuple[int, FinishReason | None]],
@@ -400,7 +381,7 @@ class Engine:
         drafting = self.drafter.seconds - passed.drafter_before
         verifying = self.target.seconds - passed.target_before
         now = time.perf_counter()
-        other = now - passed.began - drafting - verifying
+        seconds = drafting, verifying, now - passed.began - drafting - verifying
         events, staying = [], [True] * len(self._rows)
         for i, row in enumerate(self._rows):
             # A pass that reads a row's prompt is that row's prefill.
@@ -410,9 +391,8 @@ class Engine:
                 continue
             (count, reason), kept, before = committed[i], judged[i], len(row.origins)
             if isinstance(kept, Judged):
-                row.rounds.append(
-                    self._round(passed, proposal, i, kept, count, (drafting, verifying, other))
-                )
+                counted = self.drafter.counters(i)
+                row.rounds.append(round_of(row, i, passed, proposal, kept, count, seconds, counted))
                 row.first_token = row.first_token or now - row.submitted
             done = None
             if (error := self._crew.failed.get(i)) is not None and not reason:
@@ -422,53 +402,9 @@ class Engine:
                 done = self._complete(row, reason, kept)
                 if reason != "error":
                     self._reuse.leave(row, i)
-            events.append(
-                Event(
-                    row.id,
-                    proposal.tokens[i],
-                    row.rounds[-1] if row.rounds else NOTHING,
-                    _look(row, before - count, before),
-                    done,
-                    _logprobs(row, before - count, before),
-                )
-            )
+            events.append(event(row, proposal.tokens[i], before - count, before, done))
         self._keep(staying)
         return events
-
-    def _round(
-        self,
-        passed: _Pass,
-        proposal: Proposal,
-        i: int,
-        kept: Judged,
-        committed: int,
-        seconds: tuple[float, float, float],
-    ) -> Round:
-        row, drafted = self._rows[i], len(proposal.tokens[i])
-        drift = None
-        if not row.request.rule.lossless:
-            # What was accepted and the first rejection; bonus (unless it was tested) and plain
-            # tokens add none.
-            drift = (kept.drift or [])[:committed]
-            row.drift = (row.drift or 0.0) + sum(drift)
-        before = passed.counters[i]
-        counted = {k: n - before.get(k, 0) for k, n in self.drafter.counters(i).items()}
-        if i in proposal.predicted:
-            counted["predicted"] = drafted
-        if i in proposal.forced:
-            counted["forced"] = proposal.forced[i]
-        drafting, verifying, other = seconds
-        return Round(
-            drafted=drafted,
-            accepted=kept.accepted,
-            committed=committed,
-            stopped_by=proposal.stopped_by[i] or Stop.LIMIT,
-            draft_seconds=drafting,
-            verify_seconds=verifying if row.rounds else 0.0,
-            other_seconds=other,
-            drift=drift,
-            counters=counted,
-        )
 
     def _complete(
         self, row: Row, reason: FinishReason, kept: Judged | Exception | None = None
@@ -483,15 +419,4 @@ class Engine:
         """End all rows with what a model raised; requests that wait are served yet."""
         rows = self._rows
         self._drop_rows()
-        return [
-            Event(row.id, [], NOTHING, _look(row, 0, 0), row.complete("error", error))
-            for row in rows
-        ]
-
-
-def _look(row: Row, begin: int, end: int) -> Any:
-    return lambda: row.pieces(end)[begin:end]
-
-
-def _logprobs(row: Row, begin: int, end: int) -> list[Logprob]:
-    return row.logprobs[begin:end] if row.request.logprobs is not None else []
+        return [Event(row.id, [], NOTHING, list, row.complete("error", error)) for row in rows]

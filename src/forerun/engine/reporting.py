@@ -1,0 +1,91 @@
+"""The last step of a round: what is said of it, per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forerun.drafters.base import Proposal
+from forerun.engine.judging import Judged
+from forerun.engine.results import Completion, Event, Round
+from forerun.engine.row import Row
+from forerun.types import Stop
+
+NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)
+"""The round of a request that ended before its first."""
+
+
+@dataclass
+class Pass:
+    """What one round feeds the target, and what became of it. Lists are per row."""
+
+    began: float
+    upto: list[int]
+    """Tokens of each row's context that are covered afterwards, its draft left out."""
+    ready: list[bool]
+    """Whether that is all of it: then something is committed."""
+    read: bool
+    """Whether any row reads a prompt."""
+    drafter_before: float
+    target_before: float
+    counters: list[dict[str, int]]
+    drafting: float = 0.0
+
+
+def round_of(
+    row: Row,
+    i: int,
+    passed: Pass,
+    proposal: Proposal,
+    kept: Judged,
+    committed: int,
+    seconds: tuple[float, float, float],
+    counters: Mapping[str, int],
+) -> Round:
+    """The round of row `i`, which committed so many tokens.
+
+    Args:
+        row: of a lossy rule its drift grows.
+        i: its place among the rows.
+        passed: the pass.
+        proposal: what was drafted.
+        kept: the judgement of it.
+        committed: tokens, those of the bonus included.
+        seconds: of the drafter, of the target, and the rest.
+        counters: the drafter's, of this row, after the round.
+    """
+    drafted, drift = len(proposal.tokens[i]), None
+    if not row.request.rule.lossless:
+        # What was accepted and the first rejection; bonus (unless it was tested) and plain
+        # tokens add none.
+        drift = (kept.drift or [])[:committed]
+        row.drift = (row.drift or 0.0) + sum(drift)
+    counted = {k: n - passed.counters[i].get(k, 0) for k, n in counters.items()}
+    if i in proposal.predicted:
+        counted["predicted"] = drafted
+    if i in proposal.forced:
+        counted["forced"] = proposal.forced[i]
+    drafting, verifying, other = seconds
+    return Round(
+        drafted=drafted,
+        accepted=kept.accepted,
+        committed=committed,
+        stopped_by=proposal.stopped_by[i] or Stop.LIMIT,
+        draft_seconds=drafting,
+        verify_seconds=verifying if row.rounds else 0.0,
+        other_seconds=other,
+        drift=drift,
+        counters=counted,
+    )
+
+
+def event(row: Row, drafted: list[int], first: int, last: int, done: Completion | None) -> Event:
+    """What became of a row: its newest round, and its new tokens from `first` to `last`."""
+    return Event(
+        row.id,
+        drafted,
+        row.rounds[-1] if row.rounds else NOTHING,
+        lambda: row.pieces(last)[first:last],
+        done,
+        row.logprobs[first:last] if row.request.logprobs is not None else [],
+    )
