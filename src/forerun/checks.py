@@ -40,9 +40,9 @@ def size(text: str) -> int:
     >>> size("8GB"), size("512 MiB"), size("1000")
     (8000000000, 536870912, 1000)
     """
-    found = _SIZE.fullmatch(text)
-    if not found:
+    match = _SIZE.fullmatch(text)
+    if not match:
         raise SettingError(f"cannot read the size {text!r}; write a number with KB, MB or GB")
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     power = list(_UNITS).index(unit.upper())
     return round(float(number) * (1024**power if binary else _UNITS[unit.upper()]))

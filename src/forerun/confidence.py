@@ -56,10 +56,10 @@ class Confidence:
     @property
     def reads(self) -> frozenset[str]:
         """The signals that count."""
-        found = {field for name, field in PARTS.items() if getattr(self, name) > 0}
+        signals = {field for name, field in PARTS.items() if getattr(self, name) > 0}
         if self.softmax and not self.normalized:
-            found.add("top1")
-        return frozenset(found)
+            signals.add("top1")
+        return frozenset(signals)
 
     def score(self, **signals: Any) -> Any:
         """`C` in [0, 1], an array like the signals.

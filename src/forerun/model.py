@@ -159,7 +159,7 @@ class Model:
         with self._shared.turns:  # tokenizers are not made for several threads
             ids = [self.encode(text) for text in prompts]
             begin = self.open(**opened)
-        contexts = [self.context(each, begin) for each in ids]
+        contexts = [self.context(tokens, begin) for tokens in ids]
         requests = [
             Request(given, how, length, keep, source, first_token_soon, logprobs)
             for (given, source), how in zip(contexts, samplings, strict=True)

@@ -78,20 +78,20 @@ class Settings:
         """
         where = Path(path)
         try:
-            found = json.loads(where.read_text(encoding="utf-8"))
+            document = json.loads(where.read_text(encoding="utf-8"))
         except ValueError as error:
             raise SettingError(f"{path} is not a settings file: {error}") from error
-        if not isinstance(found, dict) or "schema" not in found:
+        if not isinstance(document, dict) or "schema" not in document:
             raise SettingError(f'{path} is not a settings file; it needs "schema": {SCHEMA}')
-        if found["schema"] != SCHEMA:
+        if document["schema"] != SCHEMA:
             raise SettingError(
-                f"{path} has settings schema {found['schema']!r} and this forerun reads {SCHEMA}"
+                f"{path} has settings schema {document['schema']!r} and this forerun reads {SCHEMA}"
             )
         known = ["schema", *_TEXTS, "exits", "about"]
-        for key in found:
+        for key in document:
             if key not in known:
                 raise UnknownNameError.among(f"key in {path}", key, known)
-        given = {key: found[key] for key in known[1:] if found.get(key) is not None}
+        given = {key: document[key] for key in known[1:] if document.get(key) is not None}
         if isinstance(given.get("exits"), str) and given["exits"]:
             given["exits"] = str(where.parent / given["exits"])
         try:

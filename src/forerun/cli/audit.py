@@ -84,7 +84,7 @@ def audit(
 
     where = prompt_source(prompts, target)
     limit = SHIPPED_LIMIT if prompts is None and limit is None else limit
-    found = find_prompts(where, split, limit, max_new_tokens)
+    chosen = find_prompts(where, split, limit, max_new_tokens)
 
     if precision is not None:
         from forerun.cli.audit_precision import precision_audit
@@ -92,7 +92,7 @@ def audit(
         models = Plan(target, runtime=runtime, device=device, trust_remote_code=trust_remote_code)
         settings = {"prompts": where, "split": split, "limit": limit}
         settings["max_new_tokens"] = max_new_tokens
-        precision_audit(models, precision, found, settings, as_json)
+        precision_audit(models, precision, chosen, settings, as_json)
         return
 
     from forerun.lab import audit as lab
@@ -110,7 +110,7 @@ def audit(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, rows = plan.open(lambda reader: tokenise(reader, found))
+    job, rows = plan.open(lambda reader: tokenise(reader, chosen))
     peers = _peers(job.model) if peer else []
     run = lab.audit(
         job.model,

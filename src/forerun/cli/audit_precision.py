@@ -51,7 +51,7 @@ def plans(plan: Plan, precision: str) -> tuple[Plan, Plan]:
 def precision_audit(
     plan: Plan,
     precision: str,
-    found: Sequence[PromptRequest],
+    prompts: Sequence[PromptRequest],
     settings: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -60,7 +60,7 @@ def precision_audit(
     Args:
         plan: names the target, its runtime and its device.
         precision: of `PRECISIONS`.
-        found: the prompts.
+        prompts: the prompts.
         settings: how they were chosen, for the document.
         as_json: print one JSON document.
     """
@@ -69,7 +69,7 @@ def precision_audit(
     from forerun.lab.provenance import versions
 
     exact, other = plans(plan, precision)
-    first, rows = exact.open(lambda reader: tokenise(reader, found))
+    first, rows = exact.open(lambda reader: tokenise(reader, prompts))
     second = other.load()
     run = compare(
         first.model, second.model, [row.ids for row in rows], [row.sampling for row in rows]

@@ -78,8 +78,8 @@ class BlockDrafter(Drafter):
     def _ask(self, texts: Texts, count: int) -> None:
         """Logits of the next `count` places, for texts that they are not known of yet."""
         new: list[list[int] | None] = []
-        for text, said in zip(texts, self._said, strict=True):
-            known = said is not None and said[0] == text and len(said[1]) >= count
+        for text, answer in zip(texts, self._said, strict=True):
+            known = answer is not None and answer[0] == text and len(answer[1]) >= count
             new.append(None if known else text)
         if all(text is None for text in new):
             return
@@ -104,12 +104,14 @@ class BlockDrafter(Drafter):
 class _Columns:
     """What a pass said, place by place."""
 
-    def __init__(self, said: Sequence[tuple[list[int], torch.Tensor] | None], texts: Texts) -> None:
-        known = [one[1] for one in said if one is not None]
+    def __init__(
+        self, answers: Sequence[tuple[list[int], torch.Tensor] | None], texts: Texts
+    ) -> None:
+        known = [answer[1] for answer in answers if answer is not None]
         blank = torch.zeros_like(known[0][:1])
         self._rows = [
-            one[1] if one is not None and text is not None else blank
-            for one, text in zip(said, texts, strict=True)
+            answer[1] if answer is not None and text is not None else blank
+            for answer, text in zip(answers, texts, strict=True)
         ]
         self._place = -1
 

@@ -39,16 +39,16 @@ class RESTDrafter(Drafter):
 
     def _match(self, text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Places after the longest run of the last tokens that occurs, at most `most` of them."""
-        found = np.empty(0, dtype=np.int64)
+        matches = np.empty(0, dtype=np.int64)
         low, high = self._least, min(self._n, len(text))
         while low <= high:  # a run that occurs has shorter ones that do
             middle = (low + high) // 2
             places = self._store.find(text[len(text) - middle :])
             if len(places):
-                found, low = places, middle + 1
+                matches, low = places, middle + 1
             else:
                 high = middle - 1
-        return found[:: -(-len(found) // self._most) or 1]
+        return matches[:: -(-len(matches) // self._most) or 1]
 
 
 @dataclass(frozen=True)

@@ -165,11 +165,11 @@ def _per_row(
 def _as_tensors(proposal: Proposal, width: int, device: torch.device) -> Draft:
     """The draft as rules see it, padded to `width`."""
     tokens, rows = proposal.tokens, len(proposal.tokens)
-    padded = [[*some, *[0] * (width - len(some))] for some in tokens]
+    padded = [[*draft, *[0] * (width - len(draft))] for draft in tokens]
     steps = proposal.measured[:width]
     return Draft(
         torch.tensor(padded, dtype=torch.long, device=device).view(rows, width),
-        torch.tensor([len(some) for some in tokens], device=device),
+        torch.tensor([len(draft) for draft in tokens], device=device),
         torch.stack(proposal.logits[:width], dim=1) if proposal.logits and width else None,
         {k: torch.stack([step[k] for step in steps], 1) for k in steps[0]} if steps else {},
         torch.stack(proposal.ranked[:width], dim=1) if proposal.ranked and width else None,

@@ -91,14 +91,14 @@ class Meter:
 
     def _timings(self, rows: int) -> _Timings:
         size = min((rows - 1).bit_length(), MOST_SIZES)
-        found = self._sizes.get(size)
-        if found is None:
-            found = self._sizes[size] = _Timings(size)
-        if not found.known:
+        timings = self._sizes.get(size)
+        if timings is None:
+            timings = self._sizes[size] = _Timings(size)
+        if not timings.known:
             timed = [other for other in self._sizes.values() if other.known]
             if timed:
-                found.like(min(timed, key=lambda other: abs(other.size - size)))
-        return found
+                timings.like(min(timed, key=lambda other: abs(other.size - size)))
+        return timings
 
 
 class _Timings:

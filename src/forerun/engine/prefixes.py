@@ -71,8 +71,8 @@ class Prefixes:
     def put(self, text: Sequence[int], row: int, caches: Sequence[Rows]) -> None:
         """Keep what the caches hold of a row's text."""
         held = {cache: min(cache.lengths[row], len(text)) for cache in caches}
-        each = sum(cache.facts.token_bytes for cache in caches)
-        most = self.budget // each if each else len(text)
+        token_bytes = sum(cache.facts.token_bytes for cache in caches)
+        most = self.budget // token_bytes if token_bytes else len(text)
         text = text[: min(held[caches[0]], most)]
         if not self.budget or len(text) < LEAST:
             return

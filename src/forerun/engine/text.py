@@ -66,10 +66,10 @@ class StopStrings:
         if not self._stops:
             return text
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if places:
             self._held, self.met = "", True
-            return text[: min(found)]
+            return text[: min(places)]
         held = max(
             (
                 n

@@ -246,7 +246,7 @@ def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
     """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
     longest = max(len(text.output) for text in texts)
     sources = _sources(texts)
-    found = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
+    entropies = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
     try:
         read = {} if sources is None else {"sources": sources}
         drafter.join([text.prompt for text in texts], longest, **read)
@@ -262,10 +262,10 @@ def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
                 break
             logits = drafter.step(contexts, None).logits
             assert logits is not None, "the drafter has a distribution"
-            found[rows, step] = _entropy(logits[rows])
+            entropies[rows, step] = _entropy(logits[rows])
     finally:
         drafter.keep([])
-    return torch.cat([found[row, : len(text.output)] for row, text in enumerate(texts)])
+    return torch.cat([entropies[row, : len(text.output)] for row, text in enumerate(texts)])
 
 
 def _sources(texts: list[Text]) -> list[list[int]] | None:

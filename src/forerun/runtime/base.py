@@ -148,14 +148,7 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     Logits on the CPU are written to and restored.
     """
     if logits.device.type == "cpu":
-        count, width, vocab = logits.shape
-        flat = logits.to(float_type(logits)).reshape(-1, vocab).numpy()
-        best, fine, said = read(flat, signals)
-
-        def by_row(values: list[Any]) -> list[list[Any]]:
-            return [values[row * width : (row + 1) * width] for row in range(count)]
-
-        return Best(by_row(best), {name: by_row(x) for name, x in said.items()}, by_row(fine))
+        return _best_on_cpu(logits, signals)
     top, tokens = logits.max(-1)
     sound = top.isfinite()
     if not signals:
@@ -165,6 +158,17 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     host = torch.stack([tokens, sound, *(measured[name] for name in names)]).tolist()
     rows = [[int(token) for token in row] for row in host[0]]
     return Best(rows, dict(zip(names, host[2:], strict=True)), host[1])
+
+
+def _best_on_cpu(logits: torch.Tensor, signals: frozenset[str]) -> Best:
+    count, width, vocab = logits.shape
+    flat = logits.to(float_type(logits)).reshape(-1, vocab).numpy()
+    tokens, sound, values = read(flat, signals)
+
+    def by_row(flat: list[Any]) -> list[list[Any]]:
+        return [flat[row * width : (row + 1) * width] for row in range(count)]
+
+    return Best(by_row(tokens), {name: by_row(x) for name, x in values.items()}, by_row(sound))
 
 
 class Rows:

@@ -106,11 +106,11 @@ class EncoderDecoderExecutor(Executor):
         self.sources.lengths.extend(map(len, sources))
         self._across = None
         with torch.inference_mode():
-            for some in states:
-                rows = [first + place for place in some.places]
+            for group in states:
+                rows = [first + place for place in group.places]
                 for layer, (key, value, size) in enumerate(self.cross):
-                    shape = (*some.values.shape[:2], -1, size)
-                    pair = [p(some.values).view(shape).transpose(1, 2) for p in (key, value)]
+                    shape = (*group.values.shape[:2], -1, size)
+                    pair = [p(group.values).view(shape).transpose(1, 2) for p in (key, value)]
                     self.sources.write(rows, layer, pair[0], pair[1])
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:

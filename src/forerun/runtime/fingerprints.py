@@ -15,6 +15,6 @@ def fingerprint(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // 64)][:64].double().cpu()
-        digest.update(f"{name}{tuple(tensor.shape)}{some.tolist()}".encode())
+        sample = flat[:: max(1, len(flat) // 64)][:64].double().cpu()
+        digest.update(f"{name}{tuple(tensor.shape)}{sample.tolist()}".encode())
     return digest.hexdigest()[:16]

@@ -147,12 +147,12 @@ def _check_generation_config(name: str | Path) -> None:
     if path is None:
         return
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        wrong = None if isinstance(found, dict) else "it is not an object"
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        wrong = None if isinstance(config, dict) else "it is not an object"
     except ValueError as error:
-        found, wrong = {}, str(error)
+        config, wrong = {}, str(error)
     if wrong is None:
-        ids = found.get("eos_token_id")
+        ids = config.get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
             wrong = f"eos_token_id is {ids!r}, not one or more token ids"
@@ -228,10 +228,10 @@ def _is_plain_llama(name: str | Path) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     """An object in a file; empty if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _check_path(name: str | Path) -> None:

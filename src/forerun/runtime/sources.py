@@ -50,10 +50,10 @@ class Encoder:
             return self._last[1]
         out = []
         for places in _groups([len(source) for source in wanted]):
-            some = [wanted[place] for place in places]
-            lengths = [len(source) for source in some]
+            group = [wanted[place] for place in places]
+            lengths = [len(source) for source in group]
             width = max(lengths)
-            ids = [[*source, *[self._pad] * (width - len(source))] for source in some]
+            ids = [[*source, *[self._pad] * (width - len(source))] for source in group]
             seen = [[1] * n + [0] * (width - n) for n in lengths]
             states = self._module(
                 input_ids=torch.tensor(ids, device=self._device),

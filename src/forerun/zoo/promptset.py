@@ -53,13 +53,13 @@ def prompts(family: str, split: str = "test", limit: int | None = None) -> list[
         raise ValueError(f"unknown split {split!r}: 'val' or 'test'")
     if limit is not None and limit < 0:
         raise ValueError(f"limit must not be negative, got {limit}")
-    found = []
+    chosen = []
     for line in (FOLDER / f"{family}.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if record["split"] == split:
             record["references"] = tuple(record.get("references", ()))
-            found.append(Prompt(**record))
-    return found if limit is None else found[:limit]
+            chosen.append(Prompt(**record))
+    return chosen if limit is None else chosen[:limit]
 
 
 def card() -> str:

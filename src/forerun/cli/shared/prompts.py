@@ -47,19 +47,19 @@ class Talk:
     chat: bool = False
     skip_long: bool = False
 
-    def ids(self, reader: Reader, said: Sequence[str]) -> list[int]:
+    def ids(self, reader: Reader, turns: Sequence[str]) -> list[int]:
         """Token ids of what user and assistant said in turns, up to where the assistant answers.
 
         Raises:
             SettingError: the tokenizer has no chat template.
         """
         if not self.chat:
-            return reader.encode("\n".join(said))
+            return reader.encode("\n".join(turns))
         tokenizer = reader.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise SettingError("--chat needs a chat template, and this tokenizer has none")
         roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -213,7 +213,7 @@ def all_turns(
     from forerun.cli.shared.inputs import Reader
 
     reader, out = Reader.of(model), [[p] for p in prompts]
-    said = [[p.text] for p in prompts]
+    texts = [[p.text] for p in prompts]
     for turn in range(2, 2 + max((len(p.later) for p in prompts), default=0)):
         going = [i for i, p in enumerate(prompts) if len(p.later) >= turn - 1 == len(out[i])]
         answers = model.generate(
@@ -221,10 +221,10 @@ def all_turns(
             sampling=[replace(out[i][-1].sampling, seed=None, temperature=0.0) for i in going],
         )  # fmt: skip
         for i, answer in zip(going, answers, strict=True):
-            said[i] += [answer.text, prompts[i].later[turn - 2]]
-            ids = talk.ids(reader, said[i])
+            texts[i] += [answer.text, prompts[i].later[turn - 2]]
+            ids = talk.ids(reader, texts[i])
             if len(ids) < reader.limit:
-                last = replace(prompts[i], id=f"{prompts[i].id}.{turn}", text=said[i][-1], ids=ids)
+                last = replace(prompts[i], id=f"{prompts[i].id}.{turn}", text=texts[i][-1], ids=ids)
                 out[i].append(last)
     return [replace(p, later=()) for turns in out for p in turns]
 

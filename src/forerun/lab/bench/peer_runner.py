@@ -141,8 +141,8 @@ class LlamaCpp:
             kinds = self.cpp.common_speculative_type
             params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
             threads += [draft.cpuparams, draft.cpuparams_batch]
-        for each in threads:
-            each.n_threads = first["threads"]
+        for cpu in threads:
+            cpu.n_threads = first["threads"]
         self.server = self.cpp.Server(params)
         self.pool = ThreadPoolExecutor(first["rows"])
 
@@ -221,14 +221,14 @@ def write_gguf(folder: Path, path: str) -> None:
 
 def _add_tokens(gguf: Any, writer: Any, folder: Path, config: dict[str, Any]) -> None:
     """A byte-level vocabulary; prompts come as ids, so how text is cut does not matter."""
-    found = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     size = config["vocab_size"]
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [gguf.TokenType.UNUSED] * size
-    for token, number in found["model"]["vocab"].items():
+    for token, number in tokenizer["model"]["vocab"].items():
         tokens[number], kinds[number] = token, gguf.TokenType.NORMAL
-    for added in found["added_tokens"]:
+    for added in tokenizer["added_tokens"]:
         tokens[added["id"]], kinds[added["id"]] = added["content"], gguf.TokenType.CONTROL
-    merges = found["model"].get("merges", [])
+    merges = tokenizer["model"].get("merges", [])
     ends = config["eos_token_id"]
     end = ends[0] if isinstance(ends, list) else ends
     writer.add_tokenizer_model("gpt2")

@@ -93,11 +93,13 @@ class Remote(Peer):
             "max_new_tokens": max_new_tokens,
             "repetition_penalty": repetition_penalty,
         }
-        said = self._ask(request, ANSWER)
+        answer = self._ask(request, ANSWER)
         try:
-            return PeerOutput([list(map(int, t)) for t in said["tokens"]], float(said["seconds"]))
+            return PeerOutput(
+                [list(map(int, t)) for t in answer["tokens"]], float(answer["seconds"])
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise PeerError(f"it answered {str(said)[:100]}") from error
+            raise PeerError(f"it answered {str(answer)[:100]}") from error
 
     def close(self) -> None:
         """End the process."""
@@ -159,12 +161,12 @@ class Remote(Peer):
         except ValueError as error:
             raise PeerError(f"it said {line[:100]!r}") from error
         if "error" in answer:
-            said = str(answer["error"])[:300]
+            message = str(answer["error"])[:300]
             # Its own processes may have failed first, and it only says "see above".
-            causes = [found.group() for s in self._words() if (found := CAUSE.search(s))]
-            if causes and causes[0] not in said:
-                said += f" (first: {causes[0][:300]})"
-            raise PeerError(said)
+            causes = [match.group() for s in self._words() if (match := CAUSE.search(s))]
+            if causes and causes[0] not in message:
+                message += f" (first: {causes[0][:300]})"
+            raise PeerError(message)
         return dict(answer)
 
     def _words(self) -> list[str]:

@@ -288,9 +288,11 @@ class _Texts:
     def token(self, here: IntArray, depth: int) -> Token:
         """The draft's signals of its token at a depth of the run."""
         index = here * self._depth + depth
-        said: dict[str, Any] = {name: values.take(index) for name, values in self._signals.items()}
+        signals: dict[str, Any] = {
+            name: values.take(index) for name, values in self._signals.items()
+        }
         before = self._tokens.take(index - 1) if depth else self._before.take(here)
-        return Token(self._tokens.take(index), before, **said)
+        return Token(self._tokens.take(index), before, **signals)
 
     def seen(self, here: IntArray, drafted: _Drafted, accepted: IntArray) -> Round:
         """The round as the controller sees it, its fields looked up when they are read."""

@@ -35,7 +35,7 @@ LESS_OFTEN = (
 def passage(paragraphs: list[str], at: int) -> Example:
     """The opening words from paragraph ``at`` on, and how the book goes on."""
     text = "\n\n".join(paragraphs[at : at + 30])
-    ends = [found.end() for found in re.finditer(r"\S+", text)]
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
     cut = ends[min(PROMPT_WORDS, len(ends)) - 1]
     stop = ends[min(PROMPT_WORDS + ANSWER_WORDS, len(ends)) - 1]
     return Example(text[:cut], text[cut:stop])
