@@ -18,7 +18,9 @@ from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import Proposal
 from forerun.drafters.block import BlockDrafter
 from forerun.drafters.datastore import SORTED, Datastore
+from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.medusa import MedusaDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.drafters.rest import REST, RESTDrafter
@@ -28,6 +30,8 @@ from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.grafts import graft, graft_rows
+from forerun.runtime.medusa import new_heads
+from forerun.runtime.states import state_rows
 from forerun.testing import ScriptedModel
 from forerun.types import Stop
 from sourced import build as build_encoder_decoder
@@ -63,6 +67,12 @@ def early_exits() -> Case:
     return Case(drafter.target, drafter, texts(1, 9, 4, 6))
 
 
+def heads_on_top() -> Case:
+    """Heads that say what the target's own would say a token earlier: right now and then."""
+    rows = state_rows(TINY)
+    return Case(rows, MedusaDrafter(rows, new_heads(TINY, 3), 3), texts(1, 9, 4, 6))
+
+
 ENCODES = build_encoder_decoder("marian", decoder_layers=3)
 SOURCES = [[5, 6, 7, 8], [9], [11, 12, 13, 14, 15, 16], [40, 3, 40]]
 
@@ -81,6 +91,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
     "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
     "rest": lambda: scripted(lambda: RESTDrafter(Datastore.build(STORED), 8, 1, 3)),
+    "lookahead": lambda: scripted(lambda: LookaheadDrafter(5, 3)),
+    "medusa": heads_on_top,
     "none": lambda: scripted(NullDrafter),
     "specbound": early_exits,
     "shared": lambda: on_the_encoder("shared", 1),
@@ -115,7 +127,7 @@ def test_every_drafter_is_in_the_table() -> None:
 @pytest.mark.parametrize("max_rows", [1, 3])
 def test_greedy_text_is_that_of_plain_decoding(name: str, controller: str, max_rows: int) -> None:
     case = CASES[name]()
-    if name == "specbound":
+    if case.drafter.target is not None:
         wanted = plainly(Case(torch_rows(TINY), NullDrafter(), case.prompts), ignore_eos=True)
     else:
         wanted = plainly(case, ignore_eos=True)

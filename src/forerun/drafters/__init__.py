@@ -10,6 +10,8 @@ DRAFTERS = Registry(
         "model": "forerun.drafters.model:ModelDraft",
         "lookup": "forerun.drafters.lookup:Lookup",
         "rest": "forerun.drafters.rest:REST",
+        "lookahead": "forerun.drafters.lookahead:Lookahead",
+        "medusa": "forerun.drafters.medusa:Medusa",
         "shared": "forerun.drafters.shared:SharedDraft",
         "block": "forerun.drafters.block:BlockDraft",
         "specbound": "forerun.drafters.specbound:SpecBound",

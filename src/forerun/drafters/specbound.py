@@ -184,6 +184,7 @@ class SpecBound(DrafterSpec):
 
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
     paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
+    on_torch: ClassVar[bool] = True
     threshold: float | None = None
     anneal: float | None = None
     depth: int | None = None

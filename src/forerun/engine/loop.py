@@ -321,14 +321,28 @@ class Engine:
         rows = self._rows
         if self._compares:
             best = self.target.best(pieces, wanted)
+            self._tell(best.tokens, pieces, wanted)
             return compare(rows, proposal.tokens, best, wanted)
         logits = self.target.feed(pieces, wanted)
         if not any(wanted):
             return {}
+        if self.drafter.hears:
+            self._tell(logits.argmax(-1).tolist(), pieces, wanted)
         out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:
             scoring.note(rows, proposal, logits, out)
         return out
+
+    def _tell(
+        self, said: Sequence[Sequence[int]], pieces: Pieces, wanted: Sequence[int]
+    ) -> None:
+        """Tell the drafter what the target said, if it hears it."""
+        if self.drafter.hears:
+            self.drafter.hear(
+                [row.context for row in self._rows],
+                [p[len(p) - n + 1 :] if n else [] for p, n in zip(pieces, wanted, strict=True)],
+                [tokens[:n] for tokens, n in zip(said, wanted, strict=True)],
+            )
 
     def _commit(
         self, proposal: Proposal, judged: Judgements
