@@ -233,6 +233,26 @@ BIBTEX: dict[str, str] = {
   note      = {arXiv:2604.12247}
 }
 """,
+    "adadecode2025": """\
+@inproceedings{wei2025adadecode,
+  title     = {{AdaDecode}: Accelerating {LLM} Decoding with Adaptive Layer Parallelism},
+  author    = {Wei, Zhepei and Chen, Wei-Lin and Zhu, Xinyu and Meng, Yu},
+  booktitle = {Proceedings of the 42nd International Conference on Machine Learning},
+  series    = {Proceedings of Machine Learning Research},
+  volume    = {267},
+  pages     = {65981--65996},
+  year      = {2025}
+}
+""",
+    "kangaroo2024": """\
+@article{liu2024kangaroo,
+  title   = {Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting},
+  author  = {Liu, Fangcheng and Tang, Yehui and Liu, Zhenhua and Ni, Yunsheng and
+             Han, Kai and Wang, Yunhe},
+  journal = {arXiv preprint arXiv:2404.18911},
+  year    = {2024}
+}
+""",
 }
 
 

@@ -153,6 +153,9 @@ class DrafterSpec(ABC):
 
     summary: ClassVar[str]
     paper: ClassVar[str]
+    own_layers: ClassVar[bool] = False
+    """Whether it calls the target's layers one by one. The runtime is torch then, unless told
+    otherwise: graphs for ranges of layers are made anew at every start."""
 
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

@@ -23,7 +23,7 @@ from forerun.checks import whole
 from forerun.errors import ModelError, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.fingerprints import fingerprint
-from forerun.runtime.grafts import About, graft, model_of, own_parameters, save_graft
+from forerun.runtime.grafts import About, graft, model_of, own_parameters, save_own
 from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
 
@@ -325,7 +325,7 @@ class Trainer:
         made = About(
             self.settings.kind, self.settings.layers, self.settings.block, self.identity, trained
         )
-        save_graft(self.draft, made, folder)
+        save_own(self.own, made, folder)
         return made
 
 

@@ -28,6 +28,8 @@ _DRAFTER_PAPERS = {
     "shared": ("cmasd2025",),
     "block": ("specdec2023", "cmasd2025"),
     "specbound": ("specbound2026",),
+    "adadecode": ("adadecode2025",),
+    "kangaroo": ("kangaroo2024",),
 }
 
 
