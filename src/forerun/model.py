@@ -17,11 +17,8 @@ from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
-from forerun.drafters.block import BlockDraft
-from forerun.drafters.kangaroo import Kangaroo
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
-from forerun.drafters.shared import SharedDraft
 from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
@@ -309,7 +306,9 @@ def load(
         raise TypeError(f"load has no argument {min(deprecated)!r}")
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
-    default = "torch" if spec.own_layers else default_runtime()
+    # Graphs for early exits are made anew at every start: only for those who ask. No graph says
+    # hidden states.
+    default = "torch" if spec.on_torch else default_runtime()
     runs = RUNTIMES.make(runtime or default)
     if isinstance(spec, ModelDraft):
         trusted = spec.trust_remote_code or trust_remote_code
@@ -348,8 +347,7 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
     if _exists(text) and (Path(text) / ABOUT).is_file():
-        kinds = {"shared": SharedDraft, "block": BlockDraft, "kangaroo": Kangaroo}
-        return kinds[read_about(text).kind](text)
+        return DRAFTERS.make(Spec(read_about(text).kind, (text,), {}))
     if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:

@@ -38,8 +38,8 @@ class AdaDecode(DrafterSpec):
         most: tokens said early before the next verification, ≥ 1; the paper's 5. Reaching it stops
             with "exhausted", a token that no head is sure of with "difficult". It holds beside the
             length controller's limit; `fixed(5)` or more leaves the length to AdaDecode alone.
-        layers: text like "3,6,9", layers with a head to ask. None: those nearest to a quarter, a
-            half and three quarters of the target's, as the paper's 8, 16 and 24 of 32.
+        layers: a layer with a head to ask, or text like "3,6,9". None: those nearest to a quarter,
+            a half and three quarters of the target's, as the paper's 8, 16 and 24 of 32.
         exits: a folder of `forerun train-exits`, as for `specbound`; empty uses the target's own
             norm and unembedding. None: the folder `exits` in the target's own, as the shipped
             target has one.
@@ -62,17 +62,17 @@ class AdaDecode(DrafterSpec):
 
     summary: ClassVar[str] = "the target's middle layers say sure tokens; their rest is run later"
     paper: ClassVar[str] = "Wei et al. 2025 (AdaDecode)"
-    own_layers: ClassVar[bool] = True
+    on_torch: ClassVar[bool] = True
     threshold: float = 0.75
     most: int = 5
-    layers: str | None = None
+    layers: int | str | None = None
     exits: str | None = None
 
     def __post_init__(self) -> None:
         between("adadecode threshold", self.threshold, 0.0, float("inf"))
         whole("adadecode most", self.most, 1)
         if self.layers is not None:
-            listed(self.layers, NAME)
+            listed(str(self.layers), NAME)
         require(
             self.exits is None or isinstance(self.exits, str),
             "adadecode exits", self.exits, "a folder of exit heads, or none",
@@ -95,7 +95,7 @@ class AdaDecode(DrafterSpec):
         if self.layers is None and heads:
             quarters = [quarter * layers / 4 for quarter in (1, 2, 3)]
             return tuple(sorted({min(heads, key=lambda n: abs(n - at)) for at in quarters}))
-        chosen = listed(self.layers or "1", NAME)
+        chosen = listed(str(self.layers or 1), NAME)
         if missing := [layer for layer in chosen if layer not in heads]:
             have = ", ".join(map(str, heads)) or "none"
             raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")

@@ -153,9 +153,8 @@ class DrafterSpec(ABC):
 
     summary: ClassVar[str]
     paper: ClassVar[str]
-    own_layers: ClassVar[bool] = False
-    """Whether it calls the target's layers one by one. The runtime is torch then, unless told
-    otherwise: graphs for ranges of layers are made anew at every start."""
+    on_torch: ClassVar[bool] = False
+    """Whether it reads the target from within, and so runs on torch unless told otherwise."""
 
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

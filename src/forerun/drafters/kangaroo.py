@@ -115,7 +115,7 @@ class Kangaroo(DrafterSpec):
 
     summary: ClassVar[str] = "a shallow exit and a trained adapter draft; double early exit"
     paper: ClassVar[str] = "Liu et al. 2024 (Kangaroo)"
-    own_layers: ClassVar[bool] = True
+    on_torch: ClassVar[bool] = True
     path: str | None = None
     threshold: float = 0.6
     most: int = 6

@@ -182,7 +182,7 @@ class SpecBound(DrafterSpec):
     τ, a, D and W are blank in the text we have; eq. 1 is reconstructed from what it says of it.
     """
 
-    own_layers: ClassVar[bool] = True
+    on_torch: ClassVar[bool] = True
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
     paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
     threshold: float | None = None
