@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS, Drafter
+from forerun.drafters.adadecode import AdaDecode
 from forerun.drafters.base import Proposal
 from forerun.drafters.block import BlockDrafter
 from forerun.drafters.datastore import SORTED, Datastore
+from forerun.drafters.kangaroo import KangarooDrafter
 from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.medusa import MedusaDrafter
@@ -29,7 +31,9 @@ from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
+from forerun.runtime.adapters import Adapter, AdapterExecutor
 from forerun.runtime.grafts import graft, graft_rows
+from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import new_heads
 from forerun.runtime.states import state_rows
 from forerun.testing import ScriptedModel
@@ -61,10 +65,19 @@ def scripted(drafter: Callable[[], Drafter]) -> Case:
     return Case(Rows(ScriptedModel(SCRIPT)), drafter(), [[0], [3, 4, 3, 4], [5, 1, 2], [6] * 9])
 
 
-def early_exits() -> Case:
-    drafter = SpecBound(exits="", threshold=0.1, depth=3, layers=1).build(torch_rows(TINY), None)
+def of_its_own(drafter: Drafter) -> Case:
+    """A target whose layers draft."""
     assert drafter.target is not None
     return Case(drafter.target, drafter, texts(1, 9, 4, 6))
+
+
+def early_exits(spec: SpecBound | AdaDecode) -> Case:
+    return of_its_own(spec.build(torch_rows(TINY), None))
+
+
+def adapted() -> Case:
+    rows = Rows(AdapterExecutor(TINY, Adapter(LayerAccess(TINY), 2)))
+    return of_its_own(KangarooDrafter(rows, threshold=0.2, most=3))
 
 
 def heads_on_top() -> Case:
@@ -94,7 +107,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "lookahead": lambda: scripted(lambda: LookaheadDrafter(5, 3)),
     "medusa": heads_on_top,
     "none": lambda: scripted(NullDrafter),
-    "specbound": early_exits,
+    "specbound": lambda: early_exits(SpecBound(exits="", threshold=0.1, depth=3, layers=1)),
+    "adadecode": lambda: early_exits(AdaDecode(exits="", threshold=0.2)),
+    "kangaroo": adapted,
     "shared": lambda: on_the_encoder("shared", 1),
     "block": lambda: on_the_encoder("block", 4),
 }

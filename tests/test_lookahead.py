@@ -145,5 +145,3 @@ def test_sampled_text_is_distributed_as_the_targets() -> None:
 def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match="lookahead "):
         Lookahead(**bad)
-
-

@@ -280,8 +280,8 @@ def load(
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
         runtime: what runs the models: "torch", "openvino", "compiled", a spec like
-            ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for `specbound` and
-            `medusa`);
+            ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for `specbound`,
+            `adadecode`, `kangaroo` and `medusa`);
             see docs/runtimes.md.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32

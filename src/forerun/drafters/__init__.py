@@ -15,6 +15,8 @@ DRAFTERS = Registry(
         "shared": "forerun.drafters.shared:SharedDraft",
         "block": "forerun.drafters.block:BlockDraft",
         "specbound": "forerun.drafters.specbound:SpecBound",
+        "adadecode": "forerun.drafters.adadecode:AdaDecode",
+        "kangaroo": "forerun.drafters.kangaroo:Kangaroo",
         "none": "forerun.drafters.none:NoDraft",
     },
     DrafterSpec,

@@ -89,7 +89,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class Medusa(DrafterSpec):
-    """Medusa: heads on the target's last hidden state say the tokens after the next. No draft model.
+    """Medusa: heads on the target's last hidden state say the tokens after the next; no model.
 
     The pass that verifies a draft leaves the state from which the target chose its newest token;
     head k says from it what stands k places behind that token. So a draft feeds nothing and keeps

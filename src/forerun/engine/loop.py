@@ -333,9 +333,7 @@ class Engine:
             scoring.note(rows, proposal, logits, out)
         return out
 
-    def _tell(
-        self, said: Sequence[Sequence[int]], pieces: Pieces, wanted: Sequence[int]
-    ) -> None:
+    def _tell(self, said: Sequence[Sequence[int]], pieces: Pieces, wanted: Sequence[int]) -> None:
         """Tell the drafter what the target said, if it hears it."""
         if self.drafter.hears:
             self.drafter.hear(

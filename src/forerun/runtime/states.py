@@ -1,4 +1,4 @@
-"""A target that keeps the last hidden states of each row's newest tokens, for heads on top of it."""
+"""A target that keeps the last hidden states of each row's newest tokens, for heads on top."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ class StatesExecutor(TorchExecutor):
     """
 
     def __init__(self, model: Any) -> None:
-        self._body = model.base_model
-        if self._body is model or model.get_output_embeddings() is None:
-            raise UnsupportedModelError(
-                f"this {model.config.model_type} model has no decoder stack apart from its head, "
-                "whose hidden states could be read"
-            )
+        self._body = body_of(model)
         self._kept: dict[int, tuple[int, torch.Tensor]] = {}
         """Per row the place of the first kept state, and `(n, H)` states."""
         super().__init__(model)
@@ -73,6 +68,21 @@ class StatesExecutor(TorchExecutor):
             return super()._pass(rows, starts, pieces, wanted)
         finally:
             hook.remove()
+
+
+def body_of(model: Any) -> Any:
+    """The decoder stack of a model, whose output its head reads.
+
+    Raises:
+        UnsupportedModelError: it has none apart from its head.
+    """
+    body, head = model.base_model, model.get_output_embeddings()
+    if body is model or head is None:
+        raise UnsupportedModelError(
+            f"this {model.config.model_type} model has no decoder stack apart from its head, whose "
+            "hidden states could be read"
+        )
+    return body
 
 
 def state_rows(model: Any) -> Rows:
