@@ -107,7 +107,7 @@ def test_the_targets_own_texts(train):
     [
         (("--pairs", "missing.tsv"), "missing.tsv"),
         (("--kind", "oracle"), "kind must be 'shared' or 'block' or 'kangaroo'"),
-        (("--data", "builtin"), "give --pairs FILE"),
+        (("--data", "builtin"), "learns from pairs; leave --data out"),
         (("--layers", "3"), "between 1 and the target's 2"),
         (("--steps", "0"), "steps"),
     ],
