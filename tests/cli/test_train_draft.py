@@ -194,6 +194,12 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     said, taught = trainer._both(texts)
     assert said.shape == taught.shape == (3 + 2, model.target.vocab_size)
     assert not any(p.requires_grad for p in model.target.executor.module().parameters())
+    assert len(trainer._known) == 2  # what the target said is kept
+    trainer._known.clear()
+    trainer._room = 0
+    for kept, anew in zip((said, taught), trainer._both(texts), strict=True):
+        torch.testing.assert_close(kept, anew, atol=1e-5, rtol=1e-5)
+    assert not trainer._known
     executor = AdapterExecutor(model.target.executor.module(), trainer.adapter)
     drafter = KangarooDrafter(Rows(executor), 0.6, 6)
     contexts = [texts[0][0][:3], texts[1][0][:1]]
