@@ -42,9 +42,11 @@ def rows_of(model: Any, depth: int = 2) -> Rows:
     return Rows(AdapterExecutor(model, adapter_of(model, depth)))
 
 
-def kangaroo(model: Any, threshold: float = 0.3, most: int = 4, depth: int = 2) -> Model:
+def kangaroo(
+    model: Any, threshold: float = 0.3, most: int = 4, depth: int = 2, keep: bool = True
+) -> Model:
     rows = rows_of(model, depth)
-    return Model(rows, KangarooDrafter(rows, threshold, most))
+    return Model(rows, KangarooDrafter(rows, threshold, most, keep))
 
 
 @torch.inference_mode()
@@ -58,10 +60,10 @@ def alone(model: Any, adapter: Adapter, text: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
-def test_greedy_equals_plain_in_every_family(family: str, threshold: float) -> None:
+@pytest.mark.parametrize(("threshold", "keep"), [(0.0, True), (0.3, True), (0.3, False), (1, True)])
+def test_greedy_equals_plain_in_every_family(family: str, threshold: float, keep: bool) -> None:
     model, prompts = calm(family), texts(5, 1, 9, 14)
-    fast = kangaroo(model, threshold)
+    fast = kangaroo(model, threshold, keep=keep)
     how: dict[str, Any] = {"controller": "fixed(6)", "max_new_tokens": 24, "ignore_eos": True}
     done = fast.generate(prompts, **how)
     assert [c.tokens for c in done] == plainly(model, prompts, max_new_tokens=24)
@@ -122,6 +124,8 @@ def test_the_second_early_exit() -> None:
     some = rounds(0.3, 6)
     assert "difficult" in {r.stopped_by.label for r in some}
     assert len({r.drafted for r in some}) > 1
+    dropped = kangaroo(MODEL, 1.0, 3, keep=False).generate(texts(6), max_new_tokens=9)[0]
+    assert (dropped.stats.drafted, dropped.stats.stopped_by["difficult"] > 5) == (0, True)
     # By hand: it went on while each token was sure.
     fast, (context,) = kangaroo(MODEL, 0.3, 6), texts(6)
     assert isinstance(fast.target.executor, AdapterExecutor)
@@ -143,9 +147,10 @@ def test_the_second_early_exit() -> None:
         at += r.committed
 
 
-def test_sampled_text_has_the_targets_distribution() -> None:
+@pytest.mark.parametrize("keep", [True, False])
+def test_sampled_text_has_the_targets_distribution(keep: bool) -> None:
     model = four_tokens()
-    done = drawn(model, kangaroo(model, 0.6, 3, depth=1), 4)
+    done = drawn(model, kangaroo(model, 0.75, 3, depth=1, keep=keep), 4)
     assert {"difficult", "budget"} <= {k for c in done for k, n in c.stats.stopped_by.items() if n}
     assert 0 < sum(c.stats.accepted for c in done) < sum(c.stats.drafted for c in done)
 
@@ -177,7 +182,7 @@ def saved(folder: Path, model: Any, depth: int = 2, **changes: Any) -> str:
 def test_loading_by_folder_and_by_name(tmp_path: Path) -> None:
     folders = save_folders(tmp_path)
     target = str(folders.decoder)
-    with pytest.raises(SettingError, match="train-draft --kind kangaroo trains one"):
+    with pytest.raises(SettingError, match="forerun train-draft trains one"):
         forerun.load(target, "kangaroo")
     model = forerun.load(target, "none", dtype="float32")
     module = model.target.executor.module()
@@ -212,6 +217,7 @@ def test_loading_by_folder_and_by_name(tmp_path: Path) -> None:
         ("kangaroo(threshold=1.5)", "kangaroo threshold must be a number"),
         ("kangaroo(most=0)", "kangaroo most must be a whole number of at least 1"),
         ("kangaroo(eta=1)", "kangaroo"),
+        ("kangaroo(keep=1)", "kangaroo keep must be true or false"),
         ("adadecode(threshold=-1)", "adadecode threshold must be a number"),
         ("adadecode(most=0)", "adadecode most must be a whole number of at least 1"),
         ("adadecode(layers='2,x')", "adadecode layers must be"),

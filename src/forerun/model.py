@@ -280,9 +280,8 @@ def load(
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
         runtime: what runs the models: "torch", "openvino", "compiled", a spec like
-            ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for `specbound`,
-            `adadecode`, `kangaroo` and `medusa`);
-            see docs/runtimes.md.
+            ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for drafters that
+            read the target from within, like `specbound`); see docs/runtimes.md.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
@@ -306,8 +305,7 @@ def load(
         raise TypeError(f"load has no argument {min(deprecated)!r}")
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
-    # Graphs for early exits are made anew at every start: only for those who ask. No graph says
-    # hidden states.
+    # Graphs for early exits are made anew at every start: only for those who ask.
     default = "torch" if spec.on_torch else default_runtime()
     runs = RUNTIMES.make(runtime or default)
     if isinstance(spec, ModelDraft):

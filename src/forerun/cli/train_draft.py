@@ -158,9 +158,14 @@ def train_draft(
 def _check(settings: Settings, target: str | None, pairs: str | None, data: str | None) -> None:
     """Refuse texts that the kind of draft does not learn from."""
     if settings.on_encoder:
+        if data is not None:
+            raise SettingError(
+                f"a draft of kind {settings.kind} learns from pairs; leave --data out, or say "
+                "--kind kangaroo"
+            )
         if target is None:
             raise SettingError("the shipped target has no encoder; give --target ID_OR_PATH of one")
-        if pairs is None or data is not None:
+        if pairs is None:
             raise SettingError("no texts; give --pairs FILE with lines SOURCE TAB TARGET")
     elif data is None or pairs is not None:
         raise SettingError(

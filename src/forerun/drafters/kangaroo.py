@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import between, whole
+from forerun.checks import between, flag, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.errors import SettingError, require
@@ -42,14 +42,16 @@ class KangarooDrafter(SpecBoundDrafter):
         rows: the target, from `forerun.runtime.adapters.adapter_rows`.
         threshold: η.
         most: γ.
+        keep: as in `Kangaroo`.
     """
 
-    def __init__(self, rows: Rows, threshold: float, most: int) -> None:
+    def __init__(self, rows: Rows, threshold: float, most: int, keep: bool = True) -> None:
         assert isinstance(rows.executor, AdapterExecutor)
         depth, access = rows.executor.adapter.depth, rows.executor.access
-        # Every token leaves at the exit: whether drafting goes on is asked behind it.
-        super().__init__(rows, Unembedding(access, depth), (depth,), 0.0, 0.0, most)
-        self._least = threshold
+        # If unsure tokens stay, every one leaves at the exit, and the draft ends behind it.
+        least = 0.0 if keep else threshold
+        super().__init__(rows, Unembedding(access, depth), (depth,), least, 0.0, most)
+        self._least = threshold if keep else 0.0
         self._unsure: set[int] = set()
         """Rows whose newest token is the last of their draft."""
 
@@ -99,6 +101,8 @@ class Kangaroo(DrafterSpec):
         threshold: η in [0, 1], the paper's 0.6; 0 never stops.
         most: γ, ≥ 1, the paper's 6. Both hold beside the length controller; `fixed(6)` or more
             leaves the length to Kangaroo alone.
+        keep: whether the token that is unsure stays in the draft; false ends it before that one,
+            which costs its draft step for nothing but saves verifying it.
 
     The exit layer ℓ is the adapter's: the paper's 2 of 32 and 3 of 40 layers.
 
@@ -110,7 +114,7 @@ class Kangaroo(DrafterSpec):
 
     Reference: Liu et al. 2024, Kangaroo: Lossless Self-Speculative Decoding via Double Early
     Exiting, sections 3.1 and 3.2, and the authors' code, in which the unsure token stays in the
-    draft.
+    draft (`keep`).
     """
 
     summary: ClassVar[str] = "a shallow exit and a trained adapter draft; double early exit"
@@ -119,12 +123,14 @@ class Kangaroo(DrafterSpec):
     path: str | None = None
     threshold: float = 0.6
     most: int = 6
+    keep: bool = True
 
     def __post_init__(self) -> None:
         good = self.path is None or (isinstance(self.path, str) and bool(self.path))
         require(good, "kangaroo path", self.path, "a folder of forerun train-draft, or none")
         between("kangaroo threshold", self.threshold, 0.0, 1.0)
         whole("kangaroo most", self.most, 1)
+        flag("kangaroo keep", self.keep)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
@@ -144,6 +150,7 @@ class Kangaroo(DrafterSpec):
         if self.path is None and not (target.facts.name and Path(folder).is_dir()):
             raise SettingError(
                 "kangaroo needs an adapter, and this target has none in its folder; forerun "
-                "train-draft --kind kangaroo trains one, path names it"
+                "train-draft trains one (kind kangaroo), path names it"
             )
-        return KangarooDrafter(adapter_rows(model, folder), self.threshold, self.most)
+        rows = adapter_rows(model, folder)
+        return KangarooDrafter(rows, self.threshold, self.most, self.keep)

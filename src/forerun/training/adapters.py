@@ -19,6 +19,9 @@ from forerun.runtime.layers import LayerAccess
 from forerun.training.drafts import Settings, Training, divergence, padded
 from forerun.training.features import Document
 
+ROOM = 1 << 30
+"""Bytes of the target's states that are kept."""
+
 
 class AdapterTrainer(Training[Document]):
     """An adapter in training.
@@ -39,6 +42,8 @@ class AdapterTrainer(Training[Document]):
         self._access = LayerAccess(model)
         self.adapter = Adapter(self._access, settings.layers)
         super().__init__(model, self.adapter.own, settings)
+        self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._room = ROOM
 
     def _learn(self, texts: Sequence[Document], rng: random.Random) -> tuple[torch.Tensor, int]:
         said, taught = self._both(texts)
@@ -46,23 +51,50 @@ class AdapterTrainer(Training[Document]):
 
     def _both(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
         """`(n, V)` logits of the adapter, and log-probabilities of the target, where it counts."""
-        access, device = self._access, self.target.device
-        ids, counts = padded([ids for ids, _ in texts], 0)
+        access, states = self._access, self._states(texts)
+        shallow = torch.nn.utils.rnn.pad_sequence([each for each, _ in states], batch_first=True)
+        counts = torch.zeros(shallow.shape[:2], dtype=torch.bool)
         for row, (tokens, start) in enumerate(texts):
-            counts[row, :start] = False
-            counts[row, len(tokens) - 1 :] = False
-        ids, counts = ids.to(device), counts.to(device)
-        width, depth = ids.shape[1], self.adapter.depth
-        positions = torch.arange(width, device=device).expand(len(texts), width)
-        lowest = torch.finfo(self.target.dtype).min
-        mask = torch.full((width, width), lowest, dtype=self.target.dtype, device=device)
-        mask = mask.triu(1)[None, None]
+            counts[row, start : len(tokens) - 1] = True
+        positions, mask = self._layout(*counts.shape)
+        said = self.adapter(access, shallow, mask, positions)[counts.to(shallow.device)]
         with torch.no_grad():
-            shallow = access.run(access.embed(ids, positions), 0, depth, mask, positions)
-            last = access.run(shallow, depth, access.layers, mask, positions)
-            taught = access.logits(last[counts]).float().log_softmax(-1)
-        said = access.unembed(self.adapter(access, shallow, mask, positions)[counts]).float()
-        return said, taught
+            taught = access.logits(torch.cat([last for _, last in states]))
+        return access.unembed(said).float(), taught.float().log_softmax(-1)
+
+    @torch.no_grad()
+    def _states(self, texts: Sequence[Document]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per text its states at the exit, and those of the last layer where it counts.
+
+        The target is frozen: what it said of a text once is kept while there is `ROOM`.
+        """
+        keys = [(start, tuple(tokens)) for tokens, start in texts]
+        fresh: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        new = [text for text, key in zip(texts, keys, strict=True) if key not in self._known]
+        if new:
+            ids, _ = padded([tokens for tokens, _ in new], 0)
+            positions, mask = self._layout(*ids.shape)
+            hidden = self._access.embed(ids.to(self.target.device), positions)
+            depth, layers = self.adapter.depth, self._access.layers
+            shallow = self._access.run(hidden, 0, depth, mask, positions)
+            last = self._access.run(shallow, depth, layers, mask, positions)
+            for row, (tokens, start) in enumerate(new):
+                count = len(tokens)
+                pair = shallow[row, :count].clone(), last[row, start : count - 1].clone()
+                fresh[start, tuple(tokens)] = pair
+        out = [fresh.get(key) or self._known[key] for key in keys]
+        for key, pair in fresh.items():
+            self._room -= sum(each.nbytes for each in pair)
+            if self._room > 0:
+                self._known[key] = pair
+        return out
+
+    def _layout(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and mask of so many texts, padded on the right, where no token sees it."""
+        device, dtype = self.target.device, self.target.dtype
+        positions = torch.arange(width, device=device).expand(rows, width)
+        mask = torch.full((width, width), torch.finfo(dtype).min, dtype=dtype, device=device)
+        return positions, mask.triu(1)[None, None]
 
     @torch.no_grad()
     def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:

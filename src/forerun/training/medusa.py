@@ -26,10 +26,12 @@ from forerun.training.features import Document
 
 SHARE = 0.8
 """A head's part of the loss, of the part of the head before it (the paper's λ_k = 0.8^k)."""
+ROOM = 1 << 30
+"""Bytes of the target's states that are kept."""
 
 
 class MedusaTrainer(Training[Document]):
-    """Heads in training. The target reads every text once; its states are kept in memory.
+    """Heads in training. What the target says of a text is kept while there is `ROOM`.
 
     Args:
         target: the model to draft for.
@@ -63,7 +65,9 @@ class MedusaTrainer(Training[Document]):
             self._index[tokens] = torch.arange(len(tokens), device=model.device)
             # Heads that have begun on one choice of tokens mean nothing on another.
             self.identity += " " + hashlib.sha256(str(tokens.tolist()).encode()).hexdigest()[:16]
+        self._room = ROOM
         self._read: dict[int, tuple[Document, torch.Tensor, torch.Tensor]] = {}
+        """By the identity of a text, which is kept beside so that it stays one."""
 
     def _learn(self, texts: Sequence[Document], rng: random.Random) -> tuple[torch.Tensor, int]:
         hidden, ahead = self._states(texts)
@@ -85,7 +89,8 @@ class MedusaTrainer(Training[Document]):
     def _states(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
         """`(n, H)` last states where predictions count, and `(n, K)` tokens from the second behind
         each on; −1 beyond the text."""
-        new = [text for text in texts if id(text) not in self._read]
+        found = {id(text): self._read[id(text)] for text in texts if id(text) in self._read}
+        new = [text for text in texts if id(text) not in found]
         if new:
             ids, _ = padded([ids for ids, _ in new], 0)
             # Padding stands on the right, where no token before it sees it.
@@ -96,9 +101,13 @@ class MedusaTrainer(Training[Document]):
                 behind = torch.full((count + heads + 1,), -1)
                 behind[: count - 1] = torch.tensor(tokens[start + 2 :])
                 ahead = behind.unfold(0, heads, 1)[:count].to(self.target.device)
-                self._read[id(text)] = text, row[start : len(tokens) - 1].float(), ahead
-        found = [self._read[id(text)][1:] for text in texts]
-        return torch.cat([hidden for hidden, _ in found]), torch.cat([ahead for _, ahead in found])
+                hidden = row[start : len(tokens) - 1].float().clone()
+                found[id(text)] = text, hidden, ahead
+                self._room -= hidden.nbytes + ahead.nbytes
+                if self._room > 0:
+                    self._read[id(text)] = found[id(text)]
+        parts = [found[id(text)] for text in texts]
+        return torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
 
     @torch.no_grad()
     def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
