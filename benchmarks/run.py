@@ -117,7 +117,7 @@ def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
 
 @app.command("specbound-relatives")
 def _specbound_relatives(prompts: int = 5, tokens: int = 64):
-    """Other drafters of the target's own layers beside SpecBound: AdaDecode, Kangaroo."""
+    """Other drafters beside SpecBound: AdaDecode, Kangaroo, Medusa, Lookahead, lookup."""
     specbound.relatives(prompts, tokens)
 
 

@@ -40,6 +40,8 @@ PEER = 4
 """Layers and tokens of transformers' early exit."""
 RELATIVES = {"AdaDecode": "adadecode", "Kangaroo": "kangaroo"}
 """Other papers' drafters of the target's own layers, as they are by default."""
+OTHERS = {"Medusa, chain": "medusa", "Lookahead, chain": "lookahead", "lookup": "lookup"}
+"""Drafters without a model that run none of its layers."""
 MODES: dict[str, dict[str, float]] = {
     "greedy": {},
     "T = 0.3": {"temperature": 0.3},
@@ -85,11 +87,11 @@ class Run:
 
 def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     """Measure and write `specbound.json`, its tables and plots."""
-    plain = forerun.load(draft="none", dtype="float32")
+    plain = forerun.load(draft="none", runtime="torch", dtype="float32")
     tuned, lens, sampled = zoo_settings(), swept("lens"), swept("sampled")
     models = {
-        name: forerun.load(draft=spec, dtype="float32")
-        for name, spec in variants(tuned, lens).items()
+        name: forerun.load(draft=spec, runtime="torch", dtype="float32")
+        for name, spec in {**variants(tuned, lens), **OTHERS}.items()
     }
     work = tasks(plain, "test", prompts, tokens)
     methods = ["plain", *models, "transformers", "transformers early exit"]
@@ -134,9 +136,12 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
 
 def relatives(prompts: int, tokens: int) -> None:
     """SpecBound's relatives beside it, greedy and short; writes `specbound-relatives.json`."""
-    plain = forerun.load(draft="none", dtype="float32")
-    specs = {"SpecBound, light heads": "specbound", **RELATIVES}
-    models = {name: forerun.load(draft=spec, dtype="float32") for name, spec in specs.items()}
+    plain = forerun.load(draft="none", runtime="torch", dtype="float32")
+    specs = {"SpecBound, light heads": "specbound", **RELATIVES, **OTHERS}
+    models = {
+        name: forerun.load(draft=spec, runtime="torch", dtype="float32")
+        for name, spec in specs.items()
+    }
     work, methods = tasks(plain, "test", prompts, tokens), ["plain", *models]
 
     def one(task: Task, method: str) -> Run:
@@ -147,7 +152,7 @@ def relatives(prompts: int, tokens: int) -> None:
     runs = interleaved(work, methods, one, "greedy")
     found = {m: [r[i] for r in runs] for i, m in enumerate(methods)}
     greedy = {m: cells(work, found["plain"], found[m], found["plain"]) for m in methods}
-    counts = {m: counted(found[m], models[m]) for m in models}
+    counts = {m: counted(found[m], models[m]) for m in models if m not in OTHERS}
     text = "\n\n".join(
         [
             f"Batch 1, {len(work)} test prompts, greedy, every drafter with its own defaults. "

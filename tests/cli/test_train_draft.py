@@ -106,7 +106,7 @@ def test_the_targets_own_texts(train):
     ("argv", "why"),
     [
         (("--pairs", "missing.tsv"), "missing.tsv"),
-        (("--kind", "oracle"), "kind must be 'shared' or 'block' or 'kangaroo'"),
+        (("--kind", "oracle"), "kind must be 'shared' or 'block' or 'kangaroo' or 'medusa'"),
         (("--data", "builtin"), "learns from pairs; leave --data out"),
         (("--layers", "3"), "between 1 and the target's 2"),
         (("--steps", "0"), "steps"),
@@ -231,3 +231,55 @@ def test_an_adapter_needs_layers_to_call(adapt, folders):
     refused = adapt("--target", folders.target)
     assert refused.code == 1
     assert "marian models have no layer-by-layer access" in refused.error
+
+
+# Medusa's heads
+
+
+def test_trained_heads_draft(adapt, forerun, folders, tmp_path):
+    heads = ("--kind", "medusa", "--width", "3", "--vocab", "20")
+    first = adapt(*heads, "--steps", "2", "--json")
+    assert first.code == 0, first.err
+    done = adapt(*heads, "--steps", "40", "--lr", "0.001", "--json")
+    assert done.code == 0, done.err
+    assert "going on at step 2" in done.err
+    assert (done.json["kind"], done.json["layers"], done.json["width"]) == ("medusa", 1, 3)
+    assert len(done.json["held_out"]["by_depth"]) == 3
+    log = [json.loads(s) for s in (tmp_path / "adapter" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, 41))
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"]
+    out = str(tmp_path / "adapter")
+    text = ("generate", "--target", folders.decoder, TEXTS[0], "--max-new-tokens", "12", "--json")
+    written = forerun(*text, "--draft", out, "--compare", "--controller", "fixed(9)")
+    assert written.code == 0, written.err
+    assert written.json["compare"]["identical"]
+    named = forerun(*text, "--draft", f"medusa(path='{out}',heads=2)")
+    assert named.json["completions"][0]["tokens"] == written.json["completions"][0]["tokens"]
+    assert "forerun train-draft of kind medusa" in forerun(*text, "--draft", "medusa").error
+    other = forerun(*text, "--draft", f"kangaroo(path='{out}')")
+    assert "for the drafter 'medusa', not 'kangaroo'" in other.error
+    compiled = forerun(*text, "--draft", f"medusa(path='{out}')", "--runtime", "openvino")
+    assert compiled.code == 2
+    assert "choose runtime torch" in compiled.error
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (("--width", "0"), "width must be a whole number of at least 1"),
+        (("--layers", "0"), "layers must be a whole number of at least 1"),
+        (("--vocab", "100000"), "vocab must be at most the model's vocabulary"),
+        (("--vocab", "-1"), "vocab must be a whole number of at least 0"),
+        (("--pairs", "pairs.tsv"), "learns from texts; give --data"),
+    ],
+)
+def test_heads_that_cannot_be(adapt, argv, why):
+    refused = adapt("--kind", "medusa", *argv)
+    assert refused.code == 2
+    assert why in refused.error
+
+
+def test_heads_need_a_target_without_encoder(adapt, folders):
+    refused = adapt("--kind", "medusa", "--target", folders.target)
+    assert refused.code in (1, 2)
+    assert "decoder-only" in refused.error
