@@ -15,7 +15,7 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
-from forerun.runtime.medusa import KIND, MedusaHeads, load_medusa
+from forerun.runtime.medusa import MedusaHeads, load_medusa
 from forerun.runtime.states import state_rows, states_of
 
 FOLDER = "medusa"
@@ -139,13 +139,16 @@ class Medusa(DrafterSpec):
             SettingError: the target's runtime gives no hidden states, or there are no heads.
             ModelError: heads that are damaged or another target's.
         """
-        model, kind = target.executor.module(), target.facts.executor
-        if model is None or kind != "torch" or target.facts.source_limit is not None:
-            what = "an encoder-decoder model" if target.facts.source_limit is not None else kind
+        if target.facts.source_limit is not None:
             raise SettingError(
-                "medusa reads the last hidden states of a decoder-only model on the runtime torch; "
-                f"this target is {what if what.startswith('an ') else 'on ' + (what or 'another')}"
-                "; choose runtime torch, or a draft that is no heads (lookup, a draft model)"
+                "medusa is for decoder-only targets, and this one has an encoder; use lookup, or "
+                "what forerun train-draft makes for it (shared, block)"
+            )
+        model, kind = target.executor.module(), target.facts.executor
+        if model is None or kind != "torch":
+            raise SettingError(
+                f"medusa reads the target's last hidden states; runtime {kind} does not give them; "
+                "choose runtime torch, or a draft without heads (lookup, a draft model)"
             )
         folder = self.path or _own_heads(target.facts.name)
         if folder is None:
@@ -162,6 +165,3 @@ def _own_heads(target: str) -> str | None:
     """The heads that come with a target."""
     folder = Path(target, FOLDER)
     return str(folder) if target and folder.is_dir() else None
-
-
-__all__ = ["FOLDER", "KIND", "Medusa", "MedusaDrafter"]
