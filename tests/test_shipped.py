@@ -32,7 +32,7 @@ EXITS = [
     f"specbound(threshold=0.0,depth=11,layers='{EVERY}',width=64)",
     "specbound(exits='',depth=11,layers=1,width=2)",
     "adadecode", "adadecode(threshold=0.3,layers='2,5,10')", "kangaroo", "kangaroo(threshold=0)",
-    "kangaroo(keep=False)",
+    "kangaroo(keep=False)", "medusa", "medusa(heads=1)", "lookahead", "lookahead(text=False,n=2)",
 ]  # fmt: skip
 """Options of early exits."""
 SPECS = [
@@ -109,6 +109,15 @@ def test_shipped_heads_and_adapter_serve_the_relatives_of_specbound() -> None:
     stats = [c.stats for c in adapted.generate(prompts(6), **how)]
     # It has learnt something: by chance it would be one in 6,144.
     assert sum(s.accepted for s in stats) > 0.3 * sum(s.drafted for s in stats)
+
+
+def test_shipped_medusa_heads_have_learnt_something() -> None:
+    model = forerun.load(draft="medusa", dtype="float32")  # no warning of another target
+    folder = zoo.TARGET / "medusa"
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 5e6
+    how: dict[str, Any] = {"controller": "fixed(1)", "max_new_tokens": 32, "ignore_eos": True}
+    stats = [c.stats for c in model.generate(prompts(6), **how)]
+    assert sum(s.accepted for s in stats) > 0.2 * sum(s.drafted for s in stats)
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
