@@ -87,7 +87,7 @@ class Run:
 
 def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     """Measure and write `specbound.json`, its tables and plots."""
-    plain = forerun.load(draft="none", runtime="torch", dtype="float32")
+    plain = forerun.load(draft="none", dtype="float32", runtime="torch")
     tuned, lens, sampled = zoo_settings(), swept("lens"), swept("sampled")
     models = {
         name: forerun.load(draft=spec, runtime="torch", dtype="float32")
@@ -136,7 +136,7 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
 
 def relatives(prompts: int, tokens: int) -> None:
     """SpecBound's relatives beside it, greedy and short; writes `specbound-relatives.json`."""
-    plain = forerun.load(draft="none", runtime="torch", dtype="float32")
+    plain = forerun.load(draft="none", dtype="float32", runtime="torch")
     specs = {"SpecBound, light heads": "specbound", **RELATIVES, **OTHERS}
     models = {
         name: forerun.load(draft=spec, runtime="torch", dtype="float32")
