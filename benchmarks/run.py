@@ -115,6 +115,12 @@ def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
     specbound.main(prompts, tokens, mode_prompts)
 
 
+@app.command("specbound-relatives")
+def _specbound_relatives(prompts: int = 5, tokens: int = 64):
+    """Other drafters beside SpecBound: AdaDecode, Kangaroo, Medusa, Lookahead, lookup."""
+    specbound.relatives(prompts, tokens)
+
+
 @app.command("specbound-sweep")
 def _specbound_sweep(limit: int = 6, budget: int = 400):
     """SpecBound's settings on validation prompts (`forerun sweep specbound`), and their curves."""

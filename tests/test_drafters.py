@@ -15,10 +15,14 @@ from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS, Drafter
+from forerun.drafters.adadecode import AdaDecode
 from forerun.drafters.base import Proposal
 from forerun.drafters.block import BlockDrafter
 from forerun.drafters.datastore import SORTED, Datastore
+from forerun.drafters.kangaroo import KangarooDrafter
+from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.medusa import MedusaDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.drafters.rest import REST, RESTDrafter
@@ -27,7 +31,11 @@ from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
+from forerun.runtime.adapters import Adapter, AdapterExecutor
 from forerun.runtime.grafts import graft, graft_rows
+from forerun.runtime.layers import LayerAccess
+from forerun.runtime.medusa import new_heads
+from forerun.runtime.states import state_rows
 from forerun.testing import ScriptedModel
 from forerun.types import Stop
 from sourced import build as build_encoder_decoder
@@ -57,10 +65,25 @@ def scripted(drafter: Callable[[], Drafter]) -> Case:
     return Case(Rows(ScriptedModel(SCRIPT)), drafter(), [[0], [3, 4, 3, 4], [5, 1, 2], [6] * 9])
 
 
-def early_exits() -> Case:
-    drafter = SpecBound(exits="", threshold=0.1, depth=3, layers=1).build(torch_rows(TINY), None)
+def of_its_own(drafter: Drafter) -> Case:
+    """A target whose layers draft."""
     assert drafter.target is not None
     return Case(drafter.target, drafter, texts(1, 9, 4, 6))
+
+
+def early_exits(spec: SpecBound | AdaDecode) -> Case:
+    return of_its_own(spec.build(torch_rows(TINY), None))
+
+
+def adapted() -> Case:
+    rows = Rows(AdapterExecutor(TINY, Adapter(LayerAccess(TINY), 2)))
+    return of_its_own(KangarooDrafter(rows, threshold=0.2, most=3))
+
+
+def heads_on_top() -> Case:
+    """Heads that say what the target's own would say a token earlier: right now and then."""
+    rows = state_rows(TINY)
+    return Case(rows, MedusaDrafter(rows, new_heads(TINY, 3), 3), texts(1, 9, 4, 6))
 
 
 ENCODES = build_encoder_decoder("marian", decoder_layers=3)
@@ -81,8 +104,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
     "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
     "rest": lambda: scripted(lambda: RESTDrafter(Datastore.build(STORED), 8, 1, 3)),
+    "lookahead": lambda: scripted(lambda: LookaheadDrafter(5, 3)),
+    "medusa": heads_on_top,
     "none": lambda: scripted(NullDrafter),
-    "specbound": early_exits,
+    "specbound": lambda: early_exits(SpecBound(exits="", threshold=0.1, depth=3, layers=1)),
+    "adadecode": lambda: early_exits(AdaDecode(exits="", threshold=0.2)),
+    "kangaroo": adapted,
     "shared": lambda: on_the_encoder("shared", 1),
     "block": lambda: on_the_encoder("block", 4),
 }
@@ -115,7 +142,7 @@ def test_every_drafter_is_in_the_table() -> None:
 @pytest.mark.parametrize("max_rows", [1, 3])
 def test_greedy_text_is_that_of_plain_decoding(name: str, controller: str, max_rows: int) -> None:
     case = CASES[name]()
-    if name == "specbound":
+    if case.drafter.target is not None:
         wanted = plainly(Case(torch_rows(TINY), NullDrafter(), case.prompts), ignore_eos=True)
     else:
         wanted = plainly(case, ignore_eos=True)

@@ -77,11 +77,12 @@ def test_greedy_text_is_torchs(
     assert target._blocks.free == target._blocks.total
 
 
+@pytest.mark.parametrize("draft", ["specbound", "adadecode"])
 def test_early_exits_write_torchs_text(
-    pair: Any, prompts: list[list[int]], reference: list[list[int]]
+    pair: Any, prompts: list[list[int]], reference: list[list[int]], draft: str
 ) -> None:
     """The layers between two exits are graphs of their own, over the same cache."""
-    model = load(draft="specbound", runtime="openvino")
+    model = load(draft=draft, runtime="openvino")
     done = model.generate(prompts[:2], max_new_tokens=TOKENS, controller="fixed(6)")
     assert [completion.tokens for completion in done] == reference[:2]
     assert sum(completion.stats.accepted for completion in done) > 0

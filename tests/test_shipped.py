@@ -17,9 +17,11 @@ import pytest
 import forerun
 from forerun import zoo
 from forerun.controllers import CONTROLLERS
+from forerun.drafters.kangaroo import FOLDER, KangarooDrafter
 from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
+from forerun.runtime.grafts import read_about
 from forerun.training.features import fingerprint
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
@@ -29,6 +31,8 @@ EXITS = [
     f"specbound(depth=11,layers='{EVERY}')", "specbound(depth=3)", "specbound(threshold=0.2)",
     f"specbound(threshold=0.0,depth=11,layers='{EVERY}',width=64)",
     "specbound(exits='',depth=11,layers=1,width=2)",
+    "adadecode", "adadecode(threshold=0.3,layers='2,5,10')", "kangaroo", "kangaroo(threshold=0)",
+    "kangaroo(keep=False)", "medusa", "medusa(heads=1)", "lookahead", "lookahead(text=False,n=2)",
 ]  # fmt: skip
 """Options of early exits."""
 SPECS = [
@@ -91,6 +95,29 @@ def test_shipped_exit_heads_are_specbounds_default() -> None:
     assert lens.layers == (2, 4, 6)
     target = drafter.rows.executor.module()
     assert fingerprint(target) == drafter.heads.about["fingerprint"]
+
+
+def test_shipped_heads_and_adapter_serve_the_relatives_of_specbound() -> None:
+    drafter: Any = forerun.load(draft="adadecode", dtype="float32").drafter
+    assert (drafter.layers, drafter.heads.kind) == ((3, 6, 8), "light")
+    adapted = forerun.load(draft="kangaroo", dtype="float32")  # no warning of another target
+    assert isinstance(adapted.drafter, KangarooDrafter)
+    folder = zoo.TARGET / FOLDER
+    assert adapted.drafter.layers == (read_about(folder).layers,)
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 1e6
+    how: dict[str, Any] = {"controller": "fixed(64)", "max_new_tokens": 32, "ignore_eos": True}
+    stats = [c.stats for c in adapted.generate(prompts(6), **how)]
+    # It has learnt something: by chance it would be one in 6,144.
+    assert sum(s.accepted for s in stats) > 0.3 * sum(s.drafted for s in stats)
+
+
+def test_shipped_medusa_heads_have_learnt_something() -> None:
+    model = forerun.load(draft="medusa", dtype="float32")  # no warning of another target
+    folder = zoo.TARGET / "medusa"
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 5e6
+    how: dict[str, Any] = {"controller": "fixed(1)", "max_new_tokens": 32, "ignore_eos": True}
+    stats = [c.stats for c in model.generate(prompts(6), **how)]
+    assert sum(s.accepted for s in stats) > 0.2 * sum(s.drafted for s in stats)
 
 
 @pytest.mark.filterwarnings("default::UserWarning")

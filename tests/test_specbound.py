@@ -540,34 +540,42 @@ def ways(rule: Any, draft: Draft, target: Target) -> Iterator[Any]:
 
 
 def test_sampled_text_has_the_targets_distribution() -> None:
+    model = four_tokens()
+    done = drawn(model, specbound(model, threshold=0.45, anneal=0.2, depth=1, width=2))
+    stops = {k for c in done for k, n in c.stats.stopped_by.items() if n}
+    assert {"difficult", "budget"} <= stops
+    assert 0 < sum(c.stats.accepted for c in done) < sum(c.stats.drafted for c in done)
+
+
+def four_tokens() -> Any:
+    return calm(layers=2, vocab_size=4, pad_token_id=None, eos_token_id=None, scale=2.0)
+
+
+def drawn(model: Any, fast: Model, length: int = 3) -> list[Any]:
     """Three tokens of a vocabulary of four, 3 000 draws, through the engine in batches.
 
-    The total-variation distance D of an empirical distribution over n = 64 outcomes from N draws
+    The total-variation distance D of an empirical distribution over n = 4³ outcomes from N draws
     satisfies P(D > E[D] + t) ≤ exp(−2 N t²) with E[D] ≤ ½ √(n / N) (McDiarmid). With t = 0.06 the
     false-alarm probability is below 5e-10.
     """
     vocab, draws = 4, 3000
-    model = calm(layers=2, vocab_size=vocab, pad_token_id=None, eos_token_id=None, scale=2.0)
-    fast = specbound(model, threshold=0.45, anneal=0.2, depth=1, width=2)
     done = fast.generate(
-        [[1, 3]] * draws, controller="fixed(3)", temperature=1.3, top_p=0.95, max_new_tokens=3,
+        [[1, 3]] * draws, controller="fixed(3)", temperature=1.3, top_p=0.95, max_new_tokens=length,
         batch_size=250, ignore_eos=True, sampling=None,
     )  # fmt: skip
-    counts = np.zeros((vocab,) * 3)
+    counts = np.zeros((vocab,) * length)
     for completion in done:
         counts[tuple(completion.tokens)] += 1
     exact = np.zeros_like(counts)
-    for text in itertools.product(range(vocab), repeat=3):
+    for text in itertools.product(range(vocab), repeat=length):
         context, prob = [1, 3], 1.0
         for token in text:
             prob *= nucleus(forward(model, context).logits[0, -1] / 1.3, 0.95)[token]
             context = [*context, token]
         exact[text] = prob
     assert exact.sum() == pytest.approx(1)
-    assert 0.5 * np.abs(counts / draws - exact).sum() < 0.5 * np.sqrt(64 / draws) + 0.06
-    stops = {k for c in done for k, n in c.stats.stopped_by.items() if n}
-    assert {"difficult", "budget"} <= stops
-    assert 0 < sum(c.stats.accepted for c in done) < sum(c.stats.drafted for c in done)
+    assert 0.5 * np.abs(counts / draws - exact).sum() < 0.5 * np.sqrt(vocab**length / draws) + 0.06
+    return done
 
 
 def nucleus(logits: torch.Tensor, mass: float) -> list[float]:

@@ -151,6 +151,15 @@ BIBTEX: dict[str, str] = {
   year      = {2024}
 }
 """,
+    "lookahead2024": """\
+@inproceedings{fu2024lookahead,
+  title     = {Break the Sequential Dependency of {LLM} Inference Using Lookahead Decoding},
+  author    = {Fu, Yichao and Bailis, Peter and Stoica, Ion and Zhang, Hao},
+  booktitle = {International Conference on Machine Learning},
+  year      = {2024},
+  note      = {arXiv:2402.02057}
+}
+""",
     "specdec2023": """\
 @inproceedings{xia2023specdec,
   title     = {Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
@@ -231,6 +240,26 @@ BIBTEX: dict[str, str] = {
   booktitle = {Findings of the Association for Computational Linguistics: ACL 2026},
   year      = {2026},
   note      = {arXiv:2604.12247}
+}
+""",
+    "adadecode2025": """\
+@inproceedings{wei2025adadecode,
+  title     = {{AdaDecode}: Accelerating {LLM} Decoding with Adaptive Layer Parallelism},
+  author    = {Wei, Zhepei and Chen, Wei-Lin and Zhu, Xinyu and Meng, Yu},
+  booktitle = {Proceedings of the 42nd International Conference on Machine Learning},
+  series    = {Proceedings of Machine Learning Research},
+  volume    = {267},
+  pages     = {65981--65996},
+  year      = {2025}
+}
+""",
+    "kangaroo2024": """\
+@article{liu2024kangaroo,
+  title   = {Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting},
+  author  = {Liu, Fangcheng and Tang, Yehui and Liu, Zhenhua and Ni, Yunsheng and
+             Han, Kai and Wang, Yunhe},
+  journal = {arXiv preprint arXiv:2404.18911},
+  year    = {2024}
 }
 """,
 }

@@ -17,11 +17,9 @@ from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
-from forerun.drafters.block import BlockDraft
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
-from forerun.drafters.shared import SharedDraft
-from forerun.drafters.specbound import SpecBound, with_exits
+from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.crew import Memory
 from forerun.engine.meter import Meter
@@ -282,8 +280,8 @@ def load(
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
         runtime: what runs the models: "torch", "openvino", "compiled", a spec like
-            ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for `specbound`);
-            see docs/runtimes.md.
+            ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for drafters that
+            read the target from within, like `specbound`); see docs/runtimes.md.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
             for the shipped pair on a CPU: there it is faster, and speculative output is exactly
@@ -308,7 +306,7 @@ def load(
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
     # Graphs for early exits are made anew at every start: only for those who ask.
-    default = "torch" if isinstance(spec, SpecBound) else default_runtime()
+    default = "torch" if spec.on_torch else default_runtime()
     runs = RUNTIMES.make(runtime or default)
     if isinstance(spec, ModelDraft):
         trusted = spec.trust_remote_code or trust_remote_code
@@ -347,7 +345,7 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
     if _exists(text) and (Path(text) / ABOUT).is_file():
-        return {"shared": SharedDraft, "block": BlockDraft}[read_about(text).kind](text)
+        return DRAFTERS.make(Spec(read_about(text).kind, (text,), {}))
     if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:

@@ -75,7 +75,9 @@ LIKELY = {
     "FILE|builtin:FAMILY": ["PROMPTS", "FAMILIES"],
     "FILE|c=10,slope=0.02": ["COSTS", "c=10", "c=5,slope=0.1"],
     "ID_OR_PATH": ["TARGET", "DRAFT"],
-    "ID_OR_PATH|SPEC": ["TARGET", "DRAFT", "none", "lookup", "specbound"],
+    "ID_OR_PATH|SPEC": [
+        "TARGET", "DRAFT", "none", "lookup", "specbound", "adadecode", "kangaroo",
+    ],
     "NAME": ["a", "auto", "cm-asd"],
 }  # fmt: skip
 

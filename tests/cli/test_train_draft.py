@@ -1,4 +1,4 @@
-"""`forerun train-draft` on a tiny encoder-decoder target."""
+"""`forerun train-draft` on tiny targets: an encoder-decoder one, and a decoder alone."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_the_targets_own_texts(train):
     ("argv", "why"),
     [
         (("--pairs", "missing.tsv"), "missing.tsv"),
-        (("--kind", "medusa"), "kind must be shared or block"),
+        (("--kind", "oracle"), "kind must be 'shared' or 'block' or 'kangaroo' or 'medusa'"),
+        (("--data", "builtin"), "learns from pairs; leave --data out"),
         (("--layers", "3"), "between 1 and the target's 2"),
         (("--steps", "0"), "steps"),
     ],
@@ -123,3 +124,162 @@ def test_lines_that_are_no_pairs_are_named(train, tmp_path):
     assert (
         "line 2: expected SOURCE, a tab, TARGET; got 'three'" in train("--pairs", str(path)).error
     )
+
+
+# Kangaroo's adapter
+
+
+@pytest.fixture
+def adapt(forerun, folders, tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS * 2))
+
+    def run(*argv: str):
+        given = {"--target": folders.decoder, "--data": str(path), "--batch": "8", "--steps": "6",
+                 "--layers": "1", "--device": "cpu", "-o": str(tmp_path / "adapter")}  # fmt: skip
+        rest = [word for key, value in given.items() if key not in argv for word in (key, value)]
+        return forerun("train-draft", "--kind", "kangaroo", *rest, *argv)
+
+    return run
+
+
+def test_a_trained_adapter_drafts(adapt, forerun, folders, tmp_path):
+    done = adapt("--json")
+    assert done.code == 0, done.err
+    assert (done.json["kind"], done.json["layers"], done.json["steps"]) == ("kangaroo", 1, 6)
+    assert 0 <= done.json["held_out"]["top1"] <= 1
+    out = str(tmp_path / "adapter")
+    text = ("generate", "--target", folders.decoder, TEXTS[0], "--max-new-tokens", "12", "--json")
+    written = forerun(*text, "--draft", out, "--compare", "--controller", "fixed(9)")
+    assert written.code == 0, written.err
+    assert written.json["compare"]["identical"]
+    named = forerun(*text, "--draft", f"kangaroo(path='{out}',threshold=0)")
+    assert named.json["completions"][0]["tokens"] == written.json["completions"][0]["tokens"]
+    elsewhere = forerun(*text, "--draft", "kangaroo")
+    assert elsewhere.code == 2
+    assert "forerun train-draft trains one" in elsewhere.error
+    missing = forerun(*text, "--draft", "kangaroo(path='nowhere')")
+    assert "draft.json is missing" in missing.error
+
+
+def test_an_adapter_learns_and_goes_on(adapt, tmp_path):
+    adapt("--lr", "0.01", "--steps", "2")
+    on = adapt("--lr", "0.01", "--steps", "80", "--json")
+    assert "going on at step 2" in on.err
+    log = [json.loads(s) for s in (tmp_path / "adapter" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, 81))
+    assert log[-1]["loss"] < 0.7 * log[0]["loss"]
+    again = adapt("--lr", "0.01", "--steps", "80", "--json")
+    assert again.json["held_out"] == on.json["held_out"]
+    assert "begun with other settings" in adapt("--layers", "2", "--steps", "90").error
+
+
+def test_what_is_learnt_is_what_is_drafted(folders):
+    """The logits of training are those of the cached pass."""
+    import torch
+
+    import forerun
+    from forerun.drafters.kangaroo import KangarooDrafter
+    from forerun.runtime.adapters import AdapterExecutor
+    from forerun.runtime.base import Rows
+    from forerun.training.adapters import AdapterTrainer
+    from forerun.training.drafts import Settings
+
+    model = forerun.load(folders.decoder, "none", device="cpu", dtype="float32")
+    trainer = AdapterTrainer(model.target, Settings("kangaroo", 2, batch=2))
+    texts = [([5, 9, 7, 11, 6], 1), ([8, 4, 30], 0)]
+    for _ in trainer.train(texts):
+        if trainer.step == 3:
+            break
+    said, taught = trainer._both(texts)
+    assert said.shape == taught.shape == (3 + 2, model.target.vocab_size)
+    assert not any(p.requires_grad for p in model.target.executor.module().parameters())
+    assert len(trainer._known) == 2  # what the target said is kept
+    trainer._known.clear()
+    trainer._room = 0
+    for kept, anew in zip((said, taught), trainer._both(texts), strict=True):
+        torch.testing.assert_close(kept, anew, atol=1e-5, rtol=1e-5)
+    assert not trainer._known
+    executor = AdapterExecutor(model.target.executor.module(), trainer.adapter)
+    drafter = KangarooDrafter(Rows(executor), 0.6, 6)
+    contexts = [texts[0][0][:3], texts[1][0][:1]]
+    drafter.rows.read(contexts)
+    with torch.inference_mode():
+        logits = drafter.step(contexts, None).logits
+    torch.testing.assert_close(logits, said[[1, 3]].detach(), atol=1e-4, rtol=1e-4)
+    plain = model.target.executor.module()(torch.tensor([texts[0][0]])).logits[0, 1:4]
+    torch.testing.assert_close(taught[:3], plain.log_softmax(-1).detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (("--layers", "3"), "layers must be between 1 and 2 for kangaroo"),
+        (("--layers", "0"), "layers must be a whole number of at least 1"),
+        (("--data", "missing.txt"), "missing.txt"),
+        (("--pairs", "pairs.tsv"), "learns from texts; give --data"),
+        (("--tokens", "0"), "tokens"),
+    ],
+)
+def test_adapters_that_cannot_be(adapt, argv, why):
+    refused = adapt(*argv)
+    assert refused.code in (1, 2)
+    assert why in refused.error
+
+
+def test_an_adapter_needs_layers_to_call(adapt, folders):
+    refused = adapt("--target", folders.target)
+    assert refused.code == 1
+    assert "marian models have no layer-by-layer access" in refused.error
+
+
+# Medusa's heads
+
+
+def test_trained_heads_draft(adapt, forerun, folders, tmp_path):
+    heads = ("--kind", "medusa", "--width", "3", "--vocab", "20")
+    first = adapt(*heads, "--steps", "2", "--json")
+    assert first.code == 0, first.err
+    done = adapt(*heads, "--steps", "40", "--lr", "0.001", "--json")
+    assert done.code == 0, done.err
+    assert "going on at step 2" in done.err
+    assert (done.json["kind"], done.json["layers"], done.json["width"]) == ("medusa", 1, 3)
+    assert len(done.json["held_out"]["by_depth"]) == 3
+    log = [json.loads(s) for s in (tmp_path / "adapter" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, 41))
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"]
+    out = str(tmp_path / "adapter")
+    text = ("generate", "--target", folders.decoder, TEXTS[0], "--max-new-tokens", "12", "--json")
+    written = forerun(*text, "--draft", out, "--compare", "--controller", "fixed(9)")
+    assert written.code == 0, written.err
+    assert written.json["compare"]["identical"]
+    named = forerun(*text, "--draft", f"medusa(path='{out}',heads=2)")
+    assert named.json["completions"][0]["tokens"] == written.json["completions"][0]["tokens"]
+    assert "forerun train-draft of kind medusa" in forerun(*text, "--draft", "medusa").error
+    other = forerun(*text, "--draft", f"kangaroo(path='{out}')")
+    assert "for the drafter 'medusa', not 'kangaroo'" in other.error
+    compiled = forerun(*text, "--draft", f"medusa(path='{out}')", "--runtime", "openvino")
+    assert compiled.code == 2
+    assert "choose runtime torch" in compiled.error
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (("--width", "0"), "width must be a whole number of at least 1"),
+        (("--layers", "0"), "layers must be a whole number of at least 1"),
+        (("--vocab", "100000"), "vocab must be at most the model's vocabulary"),
+        (("--vocab", "-1"), "vocab must be a whole number of at least 0"),
+        (("--pairs", "pairs.tsv"), "learns from texts; give --data"),
+    ],
+)
+def test_heads_that_cannot_be(adapt, argv, why):
+    refused = adapt("--kind", "medusa", *argv)
+    assert refused.code == 2
+    assert why in refused.error
+
+
+def test_heads_need_a_target_without_encoder(adapt, folders):
+    refused = adapt("--kind", "medusa", "--target", folders.target)
+    assert refused.code in (1, 2)
+    assert "decoder-only" in refused.error

@@ -106,6 +106,8 @@ class Drafter(ABC):
     """Wall time spent in model forward passes so far."""
     caches: Sequence[Rows] = ()
     """Rows of its own that follow the engine's, for prefixes to be copied from and into."""
+    hears: bool = False
+    """Whether it is told what the target said; see `hear`."""
     target: Rows | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 
@@ -125,6 +127,21 @@ class Drafter(ABC):
             texts: per row the committed text, None for rows that are not drafting.
             most: per row the most tokens to propose, ≥ 1 where there is a text.
             guide: for drafters that go token by token.
+        """
+
+    def hear(
+        self,
+        texts: Sequence[Sequence[int]],
+        fed: Sequence[Sequence[int]],
+        said: Sequence[Sequence[int]],
+    ) -> None:
+        """What the target said of the rows it judged, if `hears`; a `rollback` of each follows.
+
+        Args:
+            texts: per row its committed text; only to be read, and only now.
+            fed: per row the drafted tokens behind it that were fed.
+            said: per row the target's most likely token after its text and after each of these,
+                so one more; nothing for rows that were not judged. Penalties left out.
         """
 
     def follow(self, texts: Texts) -> None:
@@ -153,6 +170,8 @@ class DrafterSpec(ABC):
 
     summary: ClassVar[str]
     paper: ClassVar[str]
+    on_torch: ClassVar[bool] = False
+    """Whether it reads the target from within, and so runs on torch unless told otherwise."""
 
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

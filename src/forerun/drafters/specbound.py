@@ -182,6 +182,7 @@ class SpecBound(DrafterSpec):
     τ, a, D and W are blank in the text we have; eq. 1 is reconstructed from what it says of it.
     """
 
+    on_torch: ClassVar[bool] = True
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
     paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
     threshold: float | None = None
@@ -202,7 +203,7 @@ class SpecBound(DrafterSpec):
         if self.depth is not None:
             whole("specbound depth", self.depth, 1)
         if isinstance(self.layers, str):
-            _listed(self.layers)
+            listed(self.layers)
         elif self.layers is not None:
             whole("specbound layers", self.layers, 1)
         require(
@@ -218,40 +219,18 @@ class SpecBound(DrafterSpec):
             UnsupportedModelError: the target's family has no layer-by-layer access.
             SettingError: depth or exit layers that the target or the heads do not have.
         """
-        on_openvino = target.facts.executor == "openvino"
-        if on_openvino and target.facts.name:  # it has dropped the weights that exits read
-            model = load_model(target.facts.name, "cpu", "fp32")
-        else:
-            model = target.executor.module()
-        if model is None:
-            raise SettingError("specbound needs a target that is a Hugging Face model")
-        exits = own_heads(target.facts.name) if self.exits is None else self.exits
-        if exits is None:
-            warnings.warn(
-                "specbound has no trained exit heads for this target and asks its own head at "
-                "every layer, which is rarely sure early; forerun train-exits trains them, exits "
-                "names their folder (empty: keep the own head, without this warning)",
-                ForerunWarning,
-                stacklevel=2,
-            )
-        rows = exit_rows(model)
-        access = layers_of(rows).access
-        heads: ExitHeads = LogitLens(access)
+        rows, heads, exits = exits_of(target, self.exits, NAME)
         chosen = self
         if exits:
-            from forerun.runtime.heads import load_heads
-
-            heads = trained = load_heads(exits, access)
-            chosen = replace(self, exits=exits)._tuned(trained.about.get("settings") or {})
-        layers = chosen._exits(access.layers, tuple(heads.layers))
+            chosen = replace(self, exits=exits)._tuned(
+                getattr(heads, "about", {}).get("settings") or {}
+            )
+        layers = chosen._exits(layers_of(rows).access.layers, tuple(heads.layers))
         threshold, anneal, width = (
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
-        if on_openvino:
-            from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
-
-            rows = Rows(OpenVINOLayersExecutor(model, target.executor, layers))  # type: ignore[arg-type]
+        rows = on_runtime(rows, target, layers)
         return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), self.bonus)
 
     def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
@@ -273,7 +252,7 @@ class SpecBound(DrafterSpec):
         )  # fmt: skip
         chosen: tuple[int, ...]
         if isinstance(self.layers, str):
-            chosen = _listed(self.layers)
+            chosen = listed(self.layers)
             if missing := [layer for layer in chosen if layer not in heads]:
                 have = ", ".join(map(str, heads))
                 raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
@@ -290,6 +269,50 @@ class SpecBound(DrafterSpec):
                 f"{', '.join(map(str, heads))}"
             )
         return used
+
+
+def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHeads, str | None]:
+    """Rows of a target that can be left early, its exit heads, and the folder of these, if any.
+
+    Args:
+        target: of any executor with a Hugging Face model behind it.
+        exits: as in `SpecBound`.
+        name: of the drafter, for messages.
+    """
+    rows = exit_rows(module_of(target, name))
+    access = layers_of(rows).access
+    found = own_heads(target.facts.name) if exits is None else exits
+    if found is None:
+        warnings.warn(
+            f"{name} has no trained exit heads for this target and asks its own head at "
+            "every layer, which is rarely sure early; forerun train-exits trains them, exits "
+            "names their folder (empty: keep the own head, without this warning)",
+            ForerunWarning,
+            stacklevel=3,
+        )
+    if not found:
+        return rows, LogitLens(access), found
+    from forerun.runtime.heads import load_heads
+
+    return rows, load_heads(found, access), found
+
+
+def module_of(target: Rows, name: str) -> Any:
+    """The Hugging Face model of a target, with its weights."""
+    if target.facts.executor == "openvino" and target.facts.name:  # it has dropped the weights
+        return load_model(target.facts.name, "cpu", "fp32")
+    if (model := target.executor.module()) is None:
+        raise SettingError(f"{name} needs a target that is a Hugging Face model")
+    return model
+
+
+def on_runtime(rows: Rows, target: Rows, layers: tuple[int, ...]) -> Rows:
+    """These rows on the runtime of `target`, if that runs ranges of layers between exits."""
+    if target.facts.executor != "openvino":
+        return rows
+    from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
+
+    return Rows(OpenVINOLayersExecutor(rows.executor.module(), target.executor, layers))  # type: ignore[arg-type]
 
 
 def own_heads(target: str) -> str | None:
@@ -316,9 +339,9 @@ def with_exits(draft: str | None, exits: str | Path) -> str:
     return str(replace(spec, kwargs={**spec.kwargs, "exits": str(exits)}))
 
 
-def _listed(text: str) -> tuple[int, ...]:
-    """Layers from text like "2,4,6"."""
+def listed(text: str, name: str = NAME) -> tuple[int, ...]:
+    """Layers from text like "2,4,6"; `name` is the drafter's, for the message."""
     words = [word.strip() for word in text.split(",")]
     good = all(word.isdecimal() and int(word) >= 1 for word in words)
-    require(good, "specbound layers", text, 'a whole number or text like "2,4,6"')
+    require(good, f"{name} layers", text, 'a whole number or text like "2,4,6"')
     return tuple(map(int, words))

@@ -302,10 +302,14 @@ class Engine:
         """Feed the target, and judge the drafts of rows whose logits are wanted."""
         rows = self._rows
         if self._compares and self._sampler.trivial:
-            return compare(rows, proposal.tokens, self.target.best(pieces, wanted), wanted)
+            best = self.target.best(pieces, wanted)
+            self._tell(best.tokens, pieces, wanted)
+            return compare(rows, proposal.tokens, best, wanted)
         logits = self.target.feed(pieces, wanted)
         if not any(wanted):
             return {}
+        if self.drafter.hears:
+            self._tell(logits.argmax(-1).tolist(), pieces, wanted)
         if self._compares:
             shaped = self._sampler.shape(logits, rows, proposal.tokens)
             return compare(rows, proposal.tokens, best_of(shaped, NO_SIGNALS), wanted, logits)
@@ -313,6 +317,15 @@ class Engine:
         if self._scores:
             scoring.note(rows, proposal, logits, out)
         return out
+
+    def _tell(self, said: Sequence[Sequence[int]], pieces: Pieces, wanted: Sequence[int]) -> None:
+        """Tell the drafter what the target said, if it hears it."""
+        if self.drafter.hears:
+            self.drafter.hear(
+                [row.context for row in self._rows],
+                [p[len(p) - n + 1 :] if n else [] for p, n in zip(pieces, wanted, strict=True)],
+                [tokens[:n] for tokens, n in zip(said, wanted, strict=True)],
+            )
 
     def _commit(
         self, proposal: Proposal, judged: Judgements

@@ -164,7 +164,7 @@ class LayersExecutor(TorchExecutor):
             assert batch is not None
             assert [span[0] for span in batch.spans] == rows
             ends = torch.tensor([count - 1 for *_, count in batch.spans], device=self.device)
-            newest = batch.hidden[torch.arange(len(rows), device=self.device), ends]
+            newest = self._shown(batch)[torch.arange(len(rows), device=self.device), ends]
             if depth < self.access.layers:
                 self._count(rows, exits=1)
             else:
@@ -311,6 +311,10 @@ class LayersExecutor(TorchExecutor):
         width = max(counts)
         columns = self.cache.open(rows, starts, width, self.device)
         return self._mask(starts, width, columns)
+
+    def _shown(self, batch: Batch) -> torch.Tensor:
+        """What `leave` is shown of a batch that has just come to its depth."""
+        return batch.hidden
 
     def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
         """Hidden states of a batch at depth `last`, from those it has at depth `first`."""

@@ -12,6 +12,7 @@ import copy
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ class About:
     """What a folder of a graft says of itself."""
 
     kind: str
-    """"shared" or "block"."""
+    """"shared", "block" or "kangaroo"."""
     layers: int
+    """Of its decoder; of Kangaroo's, those of the target below the adapter."""
     width: int
     """Tokens it proposes in a pass: 1, or of a block more."""
     target: str
@@ -142,12 +144,11 @@ def own_parameters(graft: Any) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def save_graft(graft: Any, about: About, folder: Path) -> None:
-    """Write a graft's own weights (bfloat16) and what it is."""
+def save_own(own: Mapping[str, torch.Tensor], about: About, folder: Path) -> None:
+    """Write what a draft has of its own (bfloat16) and what it is."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    own = own_parameters(graft)
     weights = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in own.items()}
     save_file(weights, str(folder / WEIGHTS))
     os.chmod(folder / WEIGHTS, 0o644)
@@ -155,11 +156,11 @@ def save_graft(graft: Any, about: About, folder: Path) -> None:
     (folder / ABOUT).write_text(text + "\n", encoding="utf-8")
 
 
-def read_about(folder: str | Path) -> About:
+def read_about(folder: str | Path, kind: str | None = None) -> About:
     """What a folder of a graft says of itself.
 
     Raises:
-        ModelError: it is none, or cannot be read.
+        ModelError: it is none, or cannot be read, or is not of the kind that is named.
     """
     path = Path(folder) / ABOUT
     if not path.is_file():
@@ -171,9 +172,14 @@ def read_about(folder: str | Path) -> About:
         given = json.loads(path.read_text(encoding="utf-8"))
         if given.pop("format", None) != FORMAT:
             raise ValueError(f"it is not of the format {FORMAT!r}")
-        return About(**given)
+        about = About(**given)
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    if kind not in (None, about.kind):
+        raise ModelError(
+            f"{str(folder)!r} holds a draft decoder for the drafter {about.kind!r}, not {kind!r}"
+        )
+    return about
 
 
 def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
@@ -185,16 +191,24 @@ def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
     Warns:
         ForerunWarning: it was trained for another target of the same sizes.
     """
+    about = read_about(folder, kind)
+    made = graft(target, about.layers, about.width)
+    fill(own_parameters(made), about, target, folder)
+    return made, about
+
+
+def fill(own: Mapping[str, torch.Tensor], about: About, target: Any, folder: str | Path) -> None:
+    """Read what a draft has of its own from a folder.
+
+    Raises:
+        ModelError: it is missing, damaged, or does not fit.
+
+    Warns:
+        ForerunWarning: it was trained for another target of the same sizes.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    about = read_about(folder)
-    if about.kind != kind:
-        raise ModelError(
-            f"{str(folder)!r} holds a draft decoder for the drafter {about.kind!r}, not {kind!r}"
-        )
-    made = graft(target, about.layers, about.width)
-    own = own_parameters(made)
     try:
         weights = load_file(str(Path(folder) / WEIGHTS))
     except (OSError, SafetensorError) as error:
@@ -210,12 +224,11 @@ def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
             f"the draft decoder in {str(folder)!r} was trained for another target (or for this one "
             "in another precision); where it agrees less, drafts are shorter",
             ForerunWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     with torch.no_grad():
         for name, value in weights.items():
             own[name].copy_(value)
-    return made, about
 
 
 def graft_rows(target: Rows, graft: Any) -> Rows:

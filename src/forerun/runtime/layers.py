@@ -6,6 +6,8 @@ A family is a line in a table of these modules' names.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +44,9 @@ FAMILIES = {
     "qwen3": _LLAMA,
 }
 """Model types with layer-by-layer access."""
+
+_SECOND_NORMS = ("post_attention_layernorm", "ln_2")
+"""What families call the norm before a layer's feed-forward part."""
 
 Unembedding = tuple[torch.Tensor, torch.Tensor | None]
 """Weight and bias of some tokens."""
@@ -123,6 +128,17 @@ class LayerAccess:
         Returns:
             `(n, width, H)` at depth `last`.
         """
+        return self.call(self._stack[first:last], hidden, mask, positions, cache)
+
+    def call(
+        self,
+        layers: Iterable[Any],
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """As `run`, through layers of the model's kind that need not be its own."""
         arguments: dict[str, Any] = {
             "attention_mask": mask,
             "position_ids": positions,
@@ -133,7 +149,7 @@ class LayerAccess:
             if self._turned is None or self._turned[0] is not positions:
                 self._turned = positions, self._rotary(hidden, position_ids=positions)
             arguments["position_embeddings"] = self._turned[1]
-        for layer in self._stack[first:last]:
+        for layer in layers:
             hidden = layer(hidden, **arguments)
         return hidden
 
@@ -148,10 +164,40 @@ class LayerAccess:
         """As `logits`, for some tokens only: `(..., n)` with `rows` from `unembedding_of`."""
         return F.linear(self._norm(hidden), *rows)
 
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Unembedding of hidden states `(..., H)` that are normed already: `(..., V)` logits."""
+        logits: torch.Tensor = self._head(hidden)
+        return logits
+
+    def bare(self, depth: int) -> tuple[Any, Any]:
+        """Copies of what an adapter over depth `depth` < L begins as.
+
+        Returns:
+            The layer that follows there with its attention, the norm before it and its residual
+            connection alone, whose keys and values go where layer L's would; and the final norm.
+        """
+        layer = copy.deepcopy(self._stack[depth])
+        layer.mlp = _Nothing()
+        for name in _SECOND_NORMS:  # of the part that is gone
+            if hasattr(layer, name):
+                setattr(layer, name, torch.nn.Identity())
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = self.layers
+        return layer, copy.deepcopy(self._norm)
+
     def unembedding_of(self, tokens: torch.Tensor) -> Unembedding:
         """The unembedding of these token ids alone: weight `(n, H)`, and bias `(n,)` if any."""
         bias = self._head.bias
         return self.unembedding[tokens].detach(), None if bias is None else bias[tokens].detach()
+
+
+class _Nothing(torch.nn.Module):
+    """A part of a layer that adds nothing to its residual stream."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """0."""
+        return hidden.new_zeros(())
 
 
 class ExitHeads(Protocol):

@@ -87,15 +87,8 @@ class TorchExecutor(Executor):
         columns = self.cache.open(rows, starts, width, self.device)
         # Of the padded columns, the logits from the first that any row wants.
         first = min(skipped) if most else width - 1
-        output = self.model(
-            input_ids=torch.tensor(padded, device=self.device),
-            position_ids=self._positions(starts, width),
-            attention_mask=self._mask(starts, width, columns),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=width - first if first else 0,  # 0: all
-        )
-        logits: torch.Tensor = output.logits
+        ids, places = torch.tensor(padded, device=self.device), self._positions(starts, width)
+        logits = self._forward(ids, places, self._mask(starts, width, columns), first)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller reads the result at once anyway
         if min(skipped) == max(skipped):
@@ -104,6 +97,20 @@ class TorchExecutor(Executor):
         at = at + torch.arange(most, device=self.device)
         index = torch.arange(len(rows), device=self.device).unsqueeze(1)
         return logits[index, at.clamp_(max=logits.shape[1] - 1)]
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """`(n, width - first, V)` logits of `(n, width)` tokens from column `first` on."""
+        logits: torch.Tensor = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=ids.shape[1] - first if first else 0,  # 0: all
+        ).logits
+        return logits
 
     def _positions(self, starts: Sequence[int], width: int) -> torch.Tensor:
         if (end := max(starts) + width) > len(self._places):

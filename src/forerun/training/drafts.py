@@ -1,7 +1,8 @@
-"""Training of the draft decoders that sit on a target's encoder: `shared` and `block`.
+"""Training of drafts that belong to a target: decoders on its encoder, `shared` and `block`.
 
 The target is frozen. Both learn its distributions (forward KL) at every place of the texts; the
-block drafter besides at the places of its queries, behind texts cut off at random.
+block drafter besides at the places of its queries, behind texts cut off at random. What all such
+training has in common is `Training`.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
-from forerun.checks import whole
+from forerun.checks import choice, whole
 from forerun.errors import ModelError, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.fingerprints import fingerprint
-from forerun.runtime.grafts import About, graft, model_of, own_parameters, save_graft
+from forerun.runtime.grafts import About, graft, model_of, own_parameters, save_own
 from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
 
@@ -33,17 +35,21 @@ LOG = "log.jsonl"
 
 @dataclass(frozen=True)
 class Settings:
-    """How a draft decoder is trained.
+    """How a draft is trained.
 
     Args:
-        kind: "shared" (token by token) or "block" (a block in one pass).
-        layers: of the draft's decoder, ≥ 1.
-        width: of block: tokens proposed in a pass, ≥ 2.
+        kind: "shared" (token by token), "block" (a block in one pass), "kangaroo" (an adapter) or
+            "medusa" (heads).
+        layers: of the draft's decoder, ≥ 1; of kangaroo, of the target below the adapter; of
+            medusa, residual blocks of a head (the paper: 1).
+        width: of block: tokens proposed in a pass, ≥ 2; of medusa: heads, ≥ 1 (the paper advises
+            at most 5).
         steps: optimiser steps, ≥ 1.
         batch: texts per step, ≥ 1.
         lr: peak learning rate; rises over a twentieth of the steps, falls to zero over all.
         anchors: of block: places per text behind which a block is learned, ≥ 1.
         seed: decides order and anchors.
+        vocab: of medusa: how many tokens the heads can say, the most frequent in the texts; 0: all.
     """
 
     kind: str = "shared"
@@ -54,18 +60,27 @@ class Settings:
     lr: float = 1e-3
     anchors: int = 4
     seed: int = 0
+    vocab: int = 0
 
     def __post_init__(self) -> None:
-        require(self.kind in ("shared", "block"), "kind", self.kind, "shared or block")
+        choice("kind", self.kind, ["shared", "block", "kangaroo", "medusa"])
         for name in ("layers", "steps", "batch", "anchors"):
             whole(name, getattr(self, name), 1)
-        whole("width", self.width, 2)
+        whole("width", self.width, 1 if self.kind == "medusa" else 2)
+        whole("vocab", self.vocab)
+        only = self.kind == "medusa" or not self.vocab
+        require(only, "vocab", self.vocab, f"0 for a draft of kind {self.kind}")
         require(0 < self.lr < 1, "lr", self.lr, "between 0 and 1")
+
+    @property
+    def on_encoder(self) -> bool:
+        """Whether the draft reads the states of an encoder."""
+        return self.kind in ("shared", "block")
 
     @property
     def block(self) -> int:
         """Tokens proposed in a pass."""
-        return self.width if self.kind == "block" else 1
+        return self.width if self.kind in ("block", "medusa") else 1
 
 
 @dataclass(frozen=True)
@@ -95,43 +110,52 @@ class _Batch:
     lengths: list[int]
 
 
-class Trainer:
-    """A draft decoder in training; `save` and `load` keep all of it.
+T = TypeVar("T")
+"""A text to learn from."""
+
+
+class Training(ABC, Generic[T]):
+    """A draft in training; `save` and `load` keep all of it.
 
     Args:
         target: the model to draft for; its parameters no longer take gradients.
+        own: what is trained.
         settings: how.
     """
 
-    def __init__(self, target: Rows, settings: Settings) -> None:
-        self.settings = settings
-        self.target = model_of(target, f"of kind {settings.kind}")
-        self.identity = fingerprint(self.target)
-        torch.manual_seed(settings.seed)
-        self.draft = graft(self.target, settings.layers, settings.block)
-        self.target.requires_grad_(False)
-        self.own = own_parameters(self.draft)
+    def __init__(
+        self, target: Any, own: Mapping[str, torch.nn.Parameter], settings: Settings
+    ) -> None:
+        self.settings, self.target, self.own = settings, target, dict(own)
+        self.identity = fingerprint(target)
+        target.requires_grad_(False)
+        for parameter in self.own.values():
+            parameter.requires_grad_()
         self.optimizer = torch.optim.AdamW(self.own.values(), lr=settings.lr, betas=(0.9, 0.98))
-        decoder = self.draft.get_decoder()
-        self._placement = placement_of(decoder, decoder_limit(self.target.config))
-        self._vocab = target.vocab_size
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
 
-    def train(self, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
+    @abstractmethod
+    def _learn(self, texts: Sequence[T], rng: random.Random) -> tuple[torch.Tensor, int]:
+        """The loss on some texts, and how many tokens that is of."""
+
+    @abstractmethod
+    def agreement(self, texts: Sequence[T]) -> dict[str, Any]:
+        """How often the draft's most likely token is the target's, over held-out texts: "top1"."""
+
+    def train(self, texts: Sequence[T]) -> Iterator[dict[str, Any]]:
         """Steps to the end of the settings; a record of each."""
         while self.step < self.settings.steps:
             began = time.perf_counter()
             rng = random.Random(f"{self.settings.seed}/{self.step}")
             some = rng.sample(list(texts), min(self.settings.batch, len(texts)))
             torch.manual_seed(rng.getrandbits(32))  # of dropout
-            self.draft.get_decoder().train()  # all else is the target's
-            loss = self._loss(self._batch(some), rng)
+            loss, count = self._learn(some, rng)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.own.values(), 1.0)
             self.optimizer.param_groups[0]["lr"] = self.settings.lr * self._rate()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            took, count = time.perf_counter() - began, sum(len(text.output) for text in some)
+            took = time.perf_counter() - began
             self.step, self.tokens = self.step + 1, self.tokens + count
             self.elapsed += took
             yield {
@@ -146,13 +170,88 @@ class Trainer:
         share = (self.step + 1) / self.settings.steps
         return min(1.0, 20 * share) * max(0.0, 1 - share) ** 0.5
 
+    def save(self, path: Path) -> None:
+        """Write beside, then rename: a killed run never leaves half a checkpoint."""
+        state = {
+            "settings": asdict(self.settings),
+            "target": self.identity,
+            "own": {name: p.detach() for name, p in self.own.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "counts": [self.step, self.tokens, self.elapsed],
+        }
+        beside = path.with_suffix(".tmp")
+        torch.save(state, beside)
+        os.replace(beside, path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            SettingError: it was begun with other settings (but for `steps`) or another target.
+        """
+        try:
+            state = torch.load(path, map_location=self.target.device, weights_only=True)
+        except Exception as error:  # whatever a torn file raises
+            raise ModelError(f"cannot read the checkpoint {path}: {error}") from error
+        mine, theirs = (
+            {k: v for k, v in s.items() if k != "steps"}
+            for s in (asdict(self.settings), state["settings"])
+        )
+        if state["target"] != self.identity or mine != theirs:
+            raise SettingError(
+                f"{path} was begun with other settings or another target: {state['settings']}; "
+                "use these, or another folder"
+            )
+        with torch.no_grad():
+            for name, value in state["own"].items():
+                self.own[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.elapsed = state["counts"]
+
+    def export(self, folder: Path, texts: int, found: dict[str, Any]) -> About:
+        """Write the draft as it is, with what was measured of it."""
+        trained = {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "texts": texts,
+            "seconds": round(self.elapsed, 1),
+            "held_out": found,
+        }
+        made = About(
+            self.settings.kind, self.settings.layers, self.settings.block, self.identity, trained
+        )
+        save_own(self.own, made, folder)
+        return made
+
+
+class Trainer(Training[Text]):
+    """A draft decoder in training.
+
+    Args:
+        target: the model to draft for.
+        settings: how.
+    """
+
+    def __init__(self, target: Rows, settings: Settings) -> None:
+        model = model_of(target, f"of kind {settings.kind}")
+        torch.manual_seed(settings.seed)
+        self.draft = graft(model, settings.layers, settings.block)
+        super().__init__(model, own_parameters(self.draft), settings)
+        decoder = self.draft.get_decoder()
+        self._placement = placement_of(decoder, decoder_limit(model.config))
+        self._vocab = target.vocab_size
+
+    def _learn(self, texts: Sequence[Text], rng: random.Random) -> tuple[torch.Tensor, int]:
+        self.draft.get_decoder().train()  # all else is the target's
+        return self._loss(self._batch(texts), rng), sum(len(text.output) for text in texts)
+
     @torch.no_grad()
     def _batch(self, texts: Sequence[Text]) -> _Batch:
         device = self.target.device
         pad = self.target.config.pad_token_id or 0
-        source, read = _padded([text.source for text in texts], pad)
+        source, read = padded([text.source for text in texts], pad)
         fed = [[*text.opening, *text.output[:-1]] for text in texts]
-        ids, there = _padded(fed, pad)
+        ids, there = padded(fed, pad)
         for row, text in enumerate(texts):
             there[row, : len(text.opening) - 1] = False
         source, read, ids = source.to(device), read.long().to(device), ids.to(device)
@@ -168,10 +267,10 @@ class Trainer:
         """Forward KL per place."""
         if self.settings.block == 1:
             said = self._say(batch, batch.fed, None)
-            return _kl(said[batch.scored], batch.taught[batch.scored])
+            return divergence(said[batch.scored], batch.taught[batch.scored])
         starts = self._anchors(batch, rng)
         said, taught, scored = self._blocks(batch, starts)
-        return _kl(said[scored], taught[scored])
+        return divergence(said[scored], taught[scored])
 
     def _anchors(self, batch: _Batch, rng: random.Random) -> list[list[int]]:
         """Per text the places behind which blocks are learned."""
@@ -275,65 +374,13 @@ class Trainer:
         kept = table.nan_to_num(0.0).cumprod(1).sum(1).mean()
         return {"top1": depths[0], "by_depth": depths, "accepted": round(float(kept), 3)}
 
-    def save(self, path: Path) -> None:
-        """Write beside, then rename: a killed run never leaves half a checkpoint."""
-        state = {
-            "settings": asdict(self.settings),
-            "target": self.identity,
-            "own": {name: p.detach() for name, p in self.own.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "counts": [self.step, self.tokens, self.elapsed],
-        }
-        beside = path.with_suffix(".tmp")
-        torch.save(state, beside)
-        os.replace(beside, path)
 
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            SettingError: it was begun with other settings (but for `steps`) or another target.
-        """
-        try:
-            state = torch.load(path, map_location=self.target.device, weights_only=True)
-        except Exception as error:  # whatever a torn file raises
-            raise ModelError(f"cannot read the checkpoint {path}: {error}") from error
-        mine, theirs = (
-            {k: v for k, v in s.items() if k != "steps"}
-            for s in (asdict(self.settings), state["settings"])
-        )
-        if state["target"] != self.identity or mine != theirs:
-            raise SettingError(
-                f"{path} was begun with other settings or another target: {state['settings']}; "
-                "use these, or another folder"
-            )
-        with torch.no_grad():
-            for name, value in state["own"].items():
-                self.own[name].copy_(value)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.tokens, self.elapsed = state["counts"]
-
-    def export(self, folder: Path, texts: int, found: dict[str, Any]) -> About:
-        """Write the draft as it is, with what was measured of it."""
-        trained = {
-            "steps": self.step,
-            "tokens": self.tokens,
-            "texts": texts,
-            "seconds": round(self.elapsed, 1),
-            "held_out": found,
-        }
-        made = About(
-            self.settings.kind, self.settings.layers, self.settings.block, self.identity, trained
-        )
-        save_graft(self.draft, made, folder)
-        return made
-
-
-def _kl(said: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+def divergence(said: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+    """Mean forward KL, nats, of `(n, V)` logits from log-probabilities that are taught."""
     return F.kl_div(said.log_softmax(-1), taught, reduction="batchmean", log_target=True)
 
 
-def _padded(texts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(texts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`(rows, longest)` ids and whether each is a token."""
     width = max(map(len, texts))
     ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts])

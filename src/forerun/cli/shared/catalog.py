@@ -25,9 +25,13 @@ _DRAFTER_PAPERS = {
     "model": ("leviathan2023", "chen2023"),
     "lookup": ("saxena2023",),
     "rest": ("rest2024",),
+    "lookahead": ("lookahead2024",),
+    "medusa": ("medusa2024",),
     "shared": ("cmasd2025",),
     "block": ("specdec2023", "cmasd2025"),
     "specbound": ("specbound2026",),
+    "adadecode": ("adadecode2025",),
+    "kangaroo": ("kangaroo2024",),
 }
 
 

@@ -71,7 +71,8 @@ Runtime = Annotated[
         "SPEC",
         "What runs the models: torch, openvino, compiled, auto, or e.g. "
         "\"openvino(precision='int8')\". Default: FORERUN_RUNTIME, or else auto (openvino on a CPU "
-        "where it is installed and serves the model); torch for --draft specbound.",
+        "where it is installed and serves the model); torch for --draft specbound, adadecode and "
+        "kangaroo.",
         panel=MODELS,
     ),
 ]

@@ -1,0 +1,102 @@
+"""The target's middle layers say sure tokens; their other layers are run later, together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.checks import between, whole
+from forerun.drafters.base import Drafter, DrafterSpec
+from forerun.drafters.specbound import SpecBoundDrafter, exits_of, listed, on_runtime
+from forerun.errors import SettingError, require
+from forerun.runtime.base import Rows
+from forerun.runtime.exits import layers_of
+
+NAME = "adadecode"
+
+
+@dataclass(frozen=True)
+class AdaDecode(DrafterSpec):
+    """AdaDecode: middle layers say sure tokens, and what is left of these is run in parallel.
+
+    A token climbs the target's layers. At the first layer with a head that is sure of what comes
+    next, that is the next token, and it starts to climb at once. A token that climbs on takes
+    along, layer by layer, those before it that stopped there; one that no head is sure of goes to
+    the last layer with all of them, where what was said early is verified. Output is the target's
+    own, exactly.
+
+    When it helps: deep targets on predictable text, with trained heads; the more layers lie behind
+    an exit and the less a vocabulary projection costs beside them, the more. When it hurts: shallow
+    targets, sampling at high temperature, heads that are not trained.
+
+    Rule: at layer i with a head, say the next token if `max p_i(t | h_i) ≥ γ`; after `most` tokens
+    said early, the next goes to the last layer whatever the heads think. Verification accepts with
+    `min(1, p*(t) / p_i(t))`, and replaces from `max(0, p* − p_i)`: the rule `standard`.
+
+    Args:
+        threshold: γ, ≥ 0, the paper's 0.75; above 1 nothing is said early.
+        most: tokens said early before the next verification, ≥ 1; the paper's 5. Reaching it stops
+            with "exhausted", a token that no head is sure of with "difficult". It holds beside the
+            length controller's limit; `fixed(5)` or more leaves the length to AdaDecode alone.
+        layers: a layer with a head to ask, or text like "3,6,9". None: those nearest to a quarter,
+            a half and three quarters of the target's, as the paper's 8, 16 and 24 of 32.
+        exits: a folder of `forerun train-exits`, as for `specbound`; empty uses the target's own
+            norm and unembedding. None: the folder `exits` in the target's own, as the shipped
+            target has one.
+
+    It runs on the machinery of `specbound` and does what `specbound(anneal=0)` does, at other exits
+    and with the paper's threshold and cap: deferred layers are run in parallel with those of later
+    tokens in both, and both stop a draft at the first token that no head is sure of.
+
+    Deviations: the paper's heads are `E* T`, a matrix before the target's own unembedding, trained
+    by KL to the last layer's distribution on text of the task, for the whole vocabulary (`forerun
+    train-exits --loss distill --layers 3,6,9`). Those that ship, SpecBound's, have a residual, a
+    bias, the final norm and a scale besides, say the 1,024 most frequent tokens, and were trained
+    towards the last layer's arg-max on text of all kinds. In sampling, too, γ is asked of the
+    highest probability at temperature 1.
+
+    Reference: Wei et al. 2025, AdaDecode: Accelerating LLM Decoding with Adaptive Layer
+    Parallelism, section 3. We had its abstract and detailed summaries, not its full text: these
+    give the rule, γ, the cap, the layers and the training.
+    """
+
+    summary: ClassVar[str] = "the target's middle layers say sure tokens; their rest is run later"
+    paper: ClassVar[str] = "Wei et al. 2025 (AdaDecode)"
+    on_torch: ClassVar[bool] = True
+    threshold: float = 0.75
+    most: int = 5
+    layers: int | str | None = None
+    exits: str | None = None
+
+    def __post_init__(self) -> None:
+        between("adadecode threshold", self.threshold, 0.0, float("inf"))
+        whole("adadecode most", self.most, 1)
+        if self.layers is not None:
+            listed(str(self.layers), NAME)
+        require(
+            self.exits is None or isinstance(self.exits, str),
+            "adadecode exits", self.exits, "a folder of exit heads, or none",
+        )  # fmt: skip
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
+
+        Raises:
+            UnsupportedModelError: the target's family has no layer-by-layer access.
+            SettingError: layers that have no head.
+        """
+        rows, heads, _ = exits_of(target, self.exits, NAME)
+        layers = self._asked(layers_of(rows).access.layers, tuple(heads.layers))
+        rows = on_runtime(rows, target, layers)
+        return SpecBoundDrafter(rows, heads, layers, self.threshold, 0.0, self.most)
+
+    def _asked(self, layers: int, heads: tuple[int, ...]) -> tuple[int, ...]:
+        """Layers in use of a target of so many, with heads at `heads`."""
+        if self.layers is None and heads:
+            quarters = [quarter * layers / 4 for quarter in (1, 2, 3)]
+            return tuple(sorted({min(heads, key=lambda n: abs(n - at)) for at in quarters}))
+        chosen = listed(str(self.layers or 1), NAME)
+        if missing := [layer for layer in chosen if layer not in heads]:
+            have = ", ".join(map(str, heads)) or "none"
+            raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
+        return tuple(sorted(set(chosen)))

@@ -1,0 +1,156 @@
+"""A shallow exit of the target drafts, through an adapter that was trained for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from forerun.checks import between, flag, whole
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.specbound import SpecBoundDrafter
+from forerun.errors import SettingError, require
+from forerun.runtime.adapters import AdapterExecutor, adapter_rows
+from forerun.runtime.base import Rows
+from forerun.runtime.layers import LayerAccess
+from forerun.types import Stop
+
+FOLDER = "kangaroo"
+"""Where an adapter is in its target's own folder."""
+
+
+class Unembedding:
+    """The head of the only exit: the target's own, of what the adapter has normed already."""
+
+    tokens: torch.Tensor | None = None
+
+    def __init__(self, access: LayerAccess, depth: int) -> None:
+        self._access, self.layers = access, (depth,)
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` logits of the adapter's states `(..., H)`."""
+        return self._access.unembed(hidden)
+
+
+class KangarooDrafter(SpecBoundDrafter):
+    """Steps the target's first layers and the adapter; made by `Kangaroo.build`.
+
+    Args:
+        rows: the target, from `forerun.runtime.adapters.adapter_rows`.
+        threshold: η.
+        most: γ.
+        keep: as in `Kangaroo`.
+    """
+
+    def __init__(self, rows: Rows, threshold: float, most: int, keep: bool = True) -> None:
+        assert isinstance(rows.executor, AdapterExecutor)
+        depth, access = rows.executor.adapter.depth, rows.executor.access
+        # If unsure tokens stay, every one leaves at the exit, and the draft ends behind it.
+        least = 0.0 if keep else threshold
+        super().__init__(rows, Unembedding(access, depth), (depth,), least, 0.0, most)
+        self._least = threshold if keep else 0.0
+        self._unsure: set[int] = set()
+        """Rows whose newest token is the last of their draft."""
+
+    def ratio(self, target: Rows) -> float:
+        """Layers of the target over those below the adapter, which counts as one."""
+        return self.executor.access.layers / (self.layers[-1] + 1)
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """Draft token by token, until one is unsure."""
+        self._unsure.clear()
+        return super().propose(texts, most, guide)
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """What the adapter says next in each row; a row behind an unsure token ends there."""
+        out = super().step(
+            [None if row in self._unsure else text for row, text in enumerate(texts)], greedy
+        )
+        ended = [
+            Stop.DIFFICULT if row in self._unsure else why
+            for row, why in enumerate(out.ended or [None] * len(texts))
+        ]
+        if out.logits is not None:
+            top = out.logits.float().softmax(-1).amax(-1).tolist()
+            self._unsure |= {row for row, sure in enumerate(top) if not sure >= self._least}
+        return Step(out.logits, ended=ended)
+
+
+@dataclass(frozen=True)
+class Kangaroo(DrafterSpec):
+    """Kangaroo: the target's first layers and a small adapter draft; no second model, one cache.
+
+    Hidden states of a fixed shallow layer pass an adapter, one attention between two norms, and the
+    target's own head says the next token (the first early exit). Verification runs only the layers
+    that are left. Output is the target's own, exactly.
+
+    When it helps: deep targets, whose first few layers and head are a small part of a pass. When it
+    hurts: shallow targets, and ones whose vocabulary projection costs as much as some layers, for
+    every drafted token takes one.
+
+    Rule: draft `x ~ softmax(E* · adapter(h_ℓ))`; when the probability of the most likely token is
+    below η, that token is the draft's last (the second early exit, stop "difficult"); after γ
+    tokens drafting ends ("exhausted"). Verified by the rule in force, `standard`.
+
+    Args:
+        path: a folder of `forerun train-draft --kind kangaroo`. None: the folder `kangaroo` in the
+            target's own.
+        threshold: η in [0, 1], the paper's 0.6; 0 never stops.
+        most: γ, ≥ 1, the paper's 6. Both hold beside the length controller; `fixed(6)` or more
+            leaves the length to Kangaroo alone.
+        keep: whether the token that is unsure stays in the draft; false ends it before that one,
+            which costs its draft step for nothing but saves verifying it.
+
+    The exit layer ℓ is the adapter's: the paper's 2 of 32 and 3 of 40 layers.
+
+    Deviations: the adapter begins as the attention of the target's next layer and its final norm,
+    not at random, and learns by forward KL, which has the gradient of the paper's cross-entropy to
+    the target's distribution. It reads a prompt along with the target, and its keys and values
+    stand in the target's cache. With sampling, η is asked of the draft's distribution at
+    temperature 1; the paper decodes greedily. It runs on torch only.
+
+    Reference: Liu et al. 2024, Kangaroo: Lossless Self-Speculative Decoding via Double Early
+    Exiting, sections 3.1 and 3.2, and the authors' code, in which the unsure token stays in the
+    draft (`keep`).
+    """
+
+    summary: ClassVar[str] = "a shallow exit and a trained adapter draft; double early exit"
+    paper: ClassVar[str] = "Liu et al. 2024 (Kangaroo)"
+    on_torch: ClassVar[bool] = True
+    path: str | None = None
+    threshold: float = 0.6
+    most: int = 6
+    keep: bool = True
+
+    def __post_init__(self) -> None:
+        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
+        require(good, "kangaroo path", self.path, "a folder of forerun train-draft, or none")
+        between("kangaroo threshold", self.threshold, 0.0, 1.0)
+        whole("kangaroo most", self.most, 1)
+        flag("kangaroo keep", self.keep)
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
+
+        Raises:
+            ModelError: no adapter there, or one of another target.
+            UnsupportedModelError: the target's family has no layer-by-layer access.
+            SettingError: no adapter was trained for the target, or it does not run on torch.
+        """
+        model = target.executor.module()
+        if target.facts.executor != "torch" or model is None:
+            raise SettingError(
+                f"kangaroo runs on torch, and this target on {target.facts.executor or 'none'}; "
+                "use the runtime torch"
+            )
+        folder = self.path or str(Path(target.facts.name, FOLDER))
+        if self.path is None and not (target.facts.name and Path(folder).is_dir()):
+            raise SettingError(
+                "kangaroo needs an adapter, and this target has none in its folder; forerun "
+                "train-draft trains one (kind kangaroo), path names it"
+            )
+        rows = adapter_rows(model, folder)
+        return KangarooDrafter(rows, self.threshold, self.most, self.keep)

@@ -1,0 +1,189 @@
+"""Drafting from what the target itself said of places it has not come to yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from forerun.checks import flag, whole
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
+
+Run = tuple[int, ...]
+"""Tokens that follow each other."""
+STRIDE = 40503
+"""Spreads the places of the text from which guesses begin: neighbours differ."""
+
+
+@dataclass
+class _Row:
+    """What is known of one text."""
+
+    pool: dict[int, Run] = field(default_factory=dict)
+    """By first token the rest of the n-gram last seen."""
+    guesses: dict[int, Run] = field(default_factory=dict)
+    """By place what the target last said there, behind the tokens that led to it."""
+    drafted: list[Run] = field(default_factory=list)
+    """The same of the tokens drafted last."""
+    begin: int = 0
+    """Place of the first of these."""
+    covered: int = 0
+    """Tokens of the text whose n-grams are in the pool."""
+
+
+class LookaheadDrafter(Drafter):
+    """Jacobi iteration in the passes that verify, and a pool of the n-grams it runs through.
+
+    Args:
+        width: tokens drafted at most.
+        n: tokens of an n-gram.
+        text: whether the text's own n-grams are in the pool, too.
+        fill: whether places nobody has said anything of begin with some token of the text.
+    """
+
+    has_distribution = False
+    hears = True
+
+    def __init__(self, width: int, n: int, text: bool = True, fill: bool = True) -> None:
+        self._width, self._n, self._text, self._fill = width, n, text, fill
+        self._rows: list[_Row] = []
+
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """A pool per new row; with an encoder, the source's n-grams are in it like a prompt's."""
+        for source in sources or [()] * len(prompts):
+            row = _Row()
+            if self._text:
+                self._collect(row, source, 0)
+            self._rows.append(row)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Reorder; a row that is kept twice gets a pool of its own."""
+        old = self._rows
+        self._rows = [
+            _copy(old[row]) if row in rows[:i] else old[row] for i, row in enumerate(rows)
+        ]
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """N-grams of the pool as far as one begins where the last ends, then guesses."""
+        out = Proposal.none(len(texts))
+        for i, text in enumerate(texts):
+            if text is not None:
+                out.tokens[i] = self._draft(self._rows[i], text, min(most[i], self._width))
+        return out
+
+    def hear(
+        self,
+        texts: Sequence[Sequence[int]],
+        fed: Sequence[Sequence[int]],
+        said: Sequence[Sequence[int]],
+    ) -> None:
+        """One iteration: what was said behind a guess is the next place's guess from now on.
+
+        A guess and those that led to it, each said by the target behind the one before it, an
+        iteration earlier and a place earlier, are the n-grams of the pool.
+        """
+        for row, text, tokens, answers in zip(self._rows, texts, fed, said, strict=True):
+            begin = len(text)
+            known = row.drafted if row.begin == begin else []
+            for i, (token, answer) in enumerate(zip(tokens, answers[1:], strict=True)):
+                led = known[i] if i < len(known) and known[i][-1] == token else (token,)
+                run = (*led, answer)[-self._n :]
+                row.guesses[begin + i + 1] = run
+                if len(run) == self._n:
+                    row.pool[run[0]] = run[1:]
+            for place in [place for place in row.guesses if place <= begin]:
+                del row.guesses[place]
+
+    def _draft(self, row: _Row, text: Sequence[int], most: int) -> list[int]:
+        if self._text:
+            self._collect(row, text, row.covered)
+            row.covered = max(row.covered, len(text))
+        row.begin, row.drafted = len(text), []
+        runs, last = row.drafted, text[-1]
+        while len(runs) < most and (rest := row.pool.get(last)) is not None:
+            runs += [(last, *rest[: i + 1])[-self._n :] for i in range(len(rest))]
+            last = rest[-1]
+        for place in range(len(text) + len(runs), len(text) + most):
+            run = row.guesses.get(place)
+            if run is None and not self._fill:
+                break
+            runs.append(run or (text[place * STRIDE % len(text)],))
+        del runs[most:]
+        return [run[-1] for run in runs]
+
+    def _collect(self, row: _Row, text: Sequence[int], covered: int) -> None:
+        """The n-grams of a text that end beyond `covered`."""
+        for end in range(max(covered + 1, self._n), len(text) + 1):
+            row.pool[text[end - self._n]] = tuple(text[end - self._n + 1 : end])
+
+
+def _copy(row: _Row) -> _Row:
+    """One that can go on by itself."""
+    return _Row(dict(row.pool), dict(row.guesses), list(row.drafted), row.begin, row.covered)
+
+
+@dataclass(frozen=True)
+class Lookahead(DrafterSpec):
+    """Lookahead decoding: the target's own passes say guesses, and n-grams of them are the draft.
+
+    No model and no training: guesses ride along in the pass that verifies. What the target says
+    behind a guess is the guess for the next place in the next pass (Jacobi iteration), and what
+    followed each other from pass to pass is kept as an n-gram. A draft is the n-gram that begins
+    with the newest token, then the one that begins where it ends, and so on, then guesses. Output
+    is the target's own, exactly: drafted tokens are certain, and the rule judges them so.
+
+    When it helps: where a pass over some tokens costs as much as over one (GPUs at small batches),
+    on text with turns of phrase of its own. When it hurts: where wide passes cost more, as on CPUs
+    and in batches, since hardly any guess is kept; the controller then drafts less, and guesses
+    get on only as far as it drafts.
+
+    Rule: guesses `y` of places beyond the text; a pass over text and guesses gives
+    `y_p ← argmax f(text, y_<p)` (section 3.1; with sampling, too, the guesses are the arg-max); the
+    n-gram ending at p is `y_{p−N+1}, …, y_p`, each of one iteration later than the one before it.
+
+    Args:
+        width: most tokens of a draft, guesses included, ≥ 1; the window W. It holds beside the
+            length controller's limit; reaching it stops with "exhausted". 8 is ours (the paper: 15
+            at 7B on an A100).
+        n: tokens of an n-gram, N ≥ 2. 4 is ours (the paper: 5), as for width by a few prompts of
+            validation text.
+        text: whether n-grams of the prompt and of the text so far are in the pool, too (the paper:
+            the prompt as reference).
+        fill: whether a place that nothing is known of begins with some token of the text, as the
+            window does in the paper; without, nothing is guessed until an n-gram was drafted.
+
+    Deviations: a pass holds a chain here, where the paper's holds a tree: the window of W × (N − 1)
+    tokens, each seeing but those that led to it, and beside it up to G candidate n-grams. So (1)
+    one candidate is verified per pass, the newest of those that begin with the newest token,
+    lengthened by others; the pool keeps one per first token; (2) guesses stand behind it, in the
+    same chain, and see all of it, also where it is wrong; those whose places the candidate takes
+    are not iterated on in that pass; (3) a guess keeps its place in the text when several tokens
+    are accepted, where the paper's window keeps its place behind the newest token; (4) how far is
+    guessed is bounded by the controller. No lookahead parallelism over several devices.
+
+    Reference: Fu et al. 2024, Break the Sequential Dependency of LLM Inference Using Lookahead
+    Decoding; Jacobi decoding: Santilli et al. 2023.
+    """
+
+    summary: ClassVar[str] = "n-grams of what the target guessed in its own passes; no model"
+    paper: ClassVar[str] = "Fu et al. 2024 (Lookahead)"
+
+    width: int = 8
+    n: int = 4
+    text: bool = True
+    fill: bool = True
+
+    def __post_init__(self) -> None:
+        whole("lookahead width", self.width, 1)
+        whole("lookahead n", self.n, 2)
+        flag("lookahead text", self.text)
+        flag("lookahead fill", self.fill)
+
+    def build(self, target: Any, target_tokenizer: Any) -> Drafter:
+        """The drafter."""
+        return LookaheadDrafter(self.width, self.n, self.text, self.fill)

@@ -1,0 +1,167 @@
+"""Heads on the target's last hidden state draft."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from forerun.checks import whole
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.stepping import step_by_step
+from forerun.errors import SettingError, require
+from forerun.runtime.base import Rows
+from forerun.runtime.medusa import MedusaHeads, load_medusa
+from forerun.runtime.states import state_rows, states_of
+
+FOLDER = "medusa"
+"""Where a target's own heads lie, in its folder."""
+
+
+class MedusaDrafter(Drafter):
+    """One head per drafted token, all on the state of the token before the newest.
+
+    That state is left over from the pass that chose the newest token, so drafting feeds nothing.
+
+    Args:
+        rows: the target; it keeps the states, and the engine verifies with it.
+        heads: the heads.
+        width: how many of them are asked at most.
+    """
+
+    def __init__(self, rows: Rows, heads: MedusaHeads, width: int) -> None:
+        self.target: Rows = rows
+        self._states, self._heads, self._width = states_of(rows), heads, width
+        self.seconds = 0.0
+
+    def ratio(self, target: Rows) -> float:
+        """Weights that a pass of the target reads over those of one head."""
+        own = sum(t.numel() for n, t in self._heads.weights.items() if n.startswith("0."))
+        return target.facts.weights / own if target.facts.weights else 5.0
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """A token of each head in turn, as far as the controllers want."""
+        states: dict[int, torch.Tensor] = {}
+        for row, text in enumerate(texts):
+            state = None if text is None else self._states.state(row, len(text) - 2)
+            if state is not None:
+                states[row] = state
+        if not states:
+            return Proposal.none(len(texts))
+        known = [text if row in states else None for row, text in enumerate(texts)]
+        most = [min(n, self._width) for n in most]
+        return step_by_step(_Asked(self, states), known, most, guide)
+
+    def ask(self, head: int, states: dict[int, torch.Tensor], rows: int) -> torch.Tensor:
+        """`(rows, V)` logits of a head; −inf for what it cannot say, nothing in other rows."""
+        began = time.perf_counter()
+        where = list(states)
+        some = self._heads.logits(head, torch.stack(list(states.values())))
+        tokens, vocab = self._heads.tokens, self._states.facts.vocab_size
+        if tokens is None and len(where) == rows:
+            out = some
+        elif tokens is None:
+            out = some.new_zeros(rows, vocab)
+            out[where] = some
+        else:
+            out = some.new_full((rows, vocab), -torch.inf)
+            out[torch.tensor(where, device=some.device).unsqueeze(1), tokens] = some
+        self.seconds += time.perf_counter() - began
+        return out
+
+
+class _Asked:
+    """The heads of one round, one after the other: a controller may stop before the last."""
+
+    def __init__(self, drafter: MedusaDrafter, states: dict[int, torch.Tensor]) -> None:
+        self._drafter, self._states, self._head = drafter, states, -1
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """What the next head says."""
+        self._head += 1
+        asked = {row: state for row, state in self._states.items() if texts[row] is not None}
+        return Step(self._drafter.ask(self._head, asked, len(texts)))
+
+
+@dataclass(frozen=True)
+class Medusa(DrafterSpec):
+    """Medusa: heads on the target's last hidden state say the tokens after the next; no model.
+
+    The pass that verifies a draft leaves the state from which the target chose its newest token;
+    head k says from it what stands k places behind that token. So a draft feeds nothing and keeps
+    nothing: a head is a small residual block and a projection to the vocabulary. Output is the
+    target's own, exactly, sampled or not: a head's token is drawn from the head's distribution,
+    and the rule judges it as any draft's.
+
+    When it helps: large targets, where a head is next to nothing beside a pass, at small batches.
+    When it hurts: heads do not see which tokens the heads before them chose, so later ones agree
+    less; small targets, whose projection to the vocabulary costs as much as some layers (train
+    with `vocab` then).
+
+    Rule: `p_k = softmax(W₂ᵏ · (h + SiLU(W₁ᵏ h)))`, k = 1 … K (section 2.1.1).
+
+    Args:
+        path: a folder of `forerun train-draft --kind medusa`, trained for this target; None: the
+            folder `medusa` in the target's own.
+        heads: how many are asked at most, ≥ 1; None: all (the paper trains 5, and so do we unless
+            told otherwise).
+
+    Deviations: the draft is a chain of each head's token, where the paper verifies a tree of the
+    heads' best tokens in one pass; its typical acceptance is the rule `typical`, lossy, for whoever
+    asks for it. Only Medusa-1: the target stays as it is. The heads may know the most frequent
+    tokens only (`vocab` of the training, ours).
+
+    Reference: Cai et al. 2024, Medusa: Simple LLM Inference Acceleration Framework with Multiple
+    Decoding Heads.
+    """
+
+    summary: ClassVar[str] = "heads on the target's last hidden state draft; made by train-draft"
+    paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
+    on_torch: ClassVar[bool] = True
+
+    path: str | None = None
+    heads: int | None = None
+
+    def __post_init__(self) -> None:
+        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
+        require(good, "medusa path", self.path, "a folder of forerun train-draft, or none")
+        if self.heads is not None:
+            whole("medusa heads", self.heads, 1)
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
+
+        Raises:
+            SettingError: the target's runtime gives no hidden states, or there are no heads.
+            ModelError: heads that are damaged or another target's.
+        """
+        if target.facts.source_limit is not None:
+            raise SettingError(
+                "medusa is for decoder-only targets, and this one has an encoder; use lookup, or "
+                "what forerun train-draft makes for it (shared, block)"
+            )
+        model, kind = target.executor.module(), target.facts.executor
+        if model is None or kind != "torch":
+            raise SettingError(
+                f"medusa reads the target's last hidden states; runtime {kind} does not give them; "
+                "choose runtime torch, or a draft without heads (lookup, a draft model)"
+            )
+        folder = self.path or _own_heads(target.facts.name)
+        if folder is None:
+            raise SettingError(
+                "medusa has no trained heads for this target; forerun train-draft of kind medusa "
+                "makes them, and path names their folder"
+            )
+        heads, _ = load_medusa(model, folder)
+        count = heads.count if self.heads is None else min(self.heads, heads.count)
+        return MedusaDrafter(state_rows(model), heads, count)
+
+
+def _own_heads(target: str) -> str | None:
+    """The heads that come with a target."""
+    folder = Path(target, FOLDER)
+    return str(folder) if target and folder.is_dir() else None

@@ -1,0 +1,128 @@
+"""Kangaroo's adapter: an attention and two norms that take a shallow layer's states for the last's.
+
+It sits on one depth of a target and shares all else with it, its head included. Its keys and
+values stand in the target's own cache, as one layer more, so that they are kept, copied and rolled
+back with the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import SettingError
+from forerun.runtime.base import Rows
+from forerun.runtime.exits import Batch, LayersExecutor
+from forerun.runtime.grafts import About, fill, read_about
+from forerun.runtime.layers import LayerAccess
+
+KIND = "kangaroo"
+
+
+class Adapter(torch.nn.Module):
+    """`norm₂(h + attention(norm₁(h)))` of hidden states `h` at depth ℓ; the target's head unembeds.
+
+    Begun as the attention of the target's next layer and its final norm.
+
+    Args:
+        access: the target's layers.
+        depth: ℓ, 1 ≤ ℓ < L.
+
+    Raises:
+        SettingError: no such depth.
+
+    Reference: Liu et al. 2024, Kangaroo, section 3.1.
+    """
+
+    def __init__(self, access: LayerAccess, depth: int) -> None:
+        if not 1 <= depth < access.layers:
+            raise SettingError(
+                f"layers must be between 1 and {access.layers - 1} for kangaroo, whose adapter "
+                f"stands below the target's {access.layers}, got {depth}"
+            )
+        super().__init__()
+        self.depth = depth
+        self.layer, self.norm = access.bare(depth)
+
+    def forward(
+        self,
+        access: LayerAccess,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """`(n, width, H)` states for `LayerAccess.unembed`; arguments as of `LayerAccess.run`."""
+        out: torch.Tensor = self.norm(access.call([self.layer], hidden, mask, positions, cache))
+        return out
+
+    @property
+    def own(self) -> dict[str, torch.nn.Parameter]:
+        """What is trained and saved."""
+        return dict(self.named_parameters())
+
+
+class AdapterExecutor(LayersExecutor):
+    """A target that drafts from one depth, through an adapter.
+
+    Whatever passes that depth passes the adapter, too: prompts, drafts, and what is verified.
+
+    Args:
+        model: the target's module.
+        adapter: of this model, on its device and in its dtype.
+    """
+
+    def __init__(self, model: Any, adapter: Adapter) -> None:
+        self.adapter = adapter.eval()
+        self._adapted = torch.empty(0)
+        super().__init__(model)
+        each = self.facts.token_bytes // self.access.layers
+        self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + each)
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        hidden = self.access.embed(ids, positions)
+        hidden = self._climbed(hidden, 0, self.access.layers, mask, positions)
+        return self.access.logits(hidden[:, first:])
+
+    def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
+        return self._climbed(batch.hidden, first, last, batch.mask, batch.positions)
+
+    def _shown(self, batch: Batch) -> torch.Tensor:
+        return self._adapted
+
+    def _climbed(
+        self,
+        hidden: torch.Tensor,
+        first: int,
+        last: int,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `LayerAccess.run`, and through the adapter on the way."""
+        depth = self.adapter.depth
+        if first < depth <= last:
+            hidden = self.access.run(hidden, first, depth, mask, positions, self.cache)
+            self._adapted = self.adapter(self.access, hidden, mask, positions, self.cache)
+            first = depth
+        return self.access.run(hidden, first, last, mask, positions, self.cache)
+
+
+def adapter_rows(model: Any, folder: str | Path) -> Rows:
+    """Rows of a model that drafts through the adapter of a folder.
+
+    Raises:
+        ModelError: it is missing, damaged, of another kind, or does not fit the model.
+        UnsupportedModelError: the model's layers cannot be called one by one.
+
+    Warns:
+        ForerunWarning: it was trained for another target of the same sizes.
+    """
+    about: About = read_about(folder, KIND)
+    adapter = Adapter(LayerAccess(model), about.layers)
+    fill(adapter.own, about, model, folder)
+    return Rows(AdapterExecutor(model, adapter.to(model.device, model.dtype)))
