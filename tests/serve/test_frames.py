@@ -93,9 +93,9 @@ def test_comments_never_stand_inside_a_frame_nor_behind_the_end():
         nonlocal writing
         assert not writing
         writing = True
+        sent.append(message)
         await asyncio.sleep(0.003)
         writing = False
-        sent.append(message)
 
     async def receive():
         await asyncio.sleep(60)

@@ -75,7 +75,7 @@ class EventStream(Response):
 
     def __init__(self, frames: AsyncGenerator[bytes], ping: float, slow: asyncio.Event) -> None:
         self._frames, self._ping, self._slow = frames, ping, slow
-        self._sending, self._sent = asyncio.Lock(), time.monotonic()
+        self._sending, self._sent, self._ended = asyncio.Lock(), time.monotonic(), False
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -102,12 +102,14 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async for body in self._frames:
             await self._write(send, body)
-        async with self._sending:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._write(send, b"", last=True)
 
-    async def _write(self, send: Send, body: bytes) -> None:
+    async def _write(self, send: Send, body: bytes, last: bool = False) -> None:
         async with self._sending:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            if self._ended:  # a comment that waited for the end
+                return
+            self._ended = last
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
         self._sent = time.monotonic()
 
     async def _keep(self, send: Send) -> None:
