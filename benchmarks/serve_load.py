@@ -364,20 +364,23 @@ def main(
     """Measure some parts; what is known of the others is kept."""
     work = tasks(model, "test", prompts, tokens)
     random.Random(0).shuffle(work)
-    file = RESULTS / "serve-load.json"
-    results: dict[str, Any] = json.loads(file.read_text())["results"] if file.is_file() else {}
     made = provenance(model, prompts=prompts, tokens=tokens)
+    new: dict[str, Any] = {}
     if "curve" in parts:
-        known = results.get("curve", {}).get("cells", {})
-        cells = known | curve(work, clients, lengths.seconds, lengths.turns)
-        results["curve"] = {"made": made, "cells": dict(sorted(cells.items(), key=_clients))}
+        new["curve"] = {"cells": curve(work, clients, lengths.seconds, lengths.turns)}
     if "prefix" in parts:
-        results["prefix"] = {"made": made, **prefix(model, 12)}
+        new["prefix"] = prefix(model, 12)
     if "overload" in parts:
-        results["overload"] = {"made": made, **overload(model, work, 60.0)}
+        new["overload"] = overload(model, work, 60.0)
     if "soak" in parts:
         short = [replace(t, max_new_tokens=min(t.max_new_tokens, 10)) for t in work]
-        results["soak"] = {"made": made, **soak(model, short, 10_000, 32, lengths.soak)}
+        new["soak"] = soak(model, short, 10_000, 32, lengths.soak)
+    file = RESULTS / "serve-load.json"  # read now: another part may have been measured meanwhile
+    results: dict[str, Any] = json.loads(file.read_text())["results"] if file.is_file() else {}
+    if "curve" in new:
+        cells = results.get("curve", {}).get("cells", {}) | new["curve"]["cells"]
+        new["curve"]["cells"] = dict(sorted(cells.items(), key=_clients))
+    results |= {name: {"made": made, **part} for name, part in new.items()}
     save("serve-load", made, results, "\n\n".join(_texts(results)))
 
 
