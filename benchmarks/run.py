@@ -226,11 +226,14 @@ def _serve_load(
     part: list[str] = ["curve", "prefix", "overload", "soak"],  # noqa: B006
     prompts: int = 4,
     tokens: int = 48,
-    seconds: float = 15.0,
+    seconds: float = 10.0,
+    turns: int = 3,
     clients: list[int] = [1, 4, 16, 64],  # noqa: B006
+    soak_seconds: float = 600.0,
 ):
-    """`forerun serve` under load: a curve over clients, ten times too much, 2,000 requests."""
-    serve_load.main(forerun.load(), part, prompts, tokens, seconds, clients)
+    """`forerun serve` under load: a curve over clients, ten times too much, 10,000 requests."""
+    lengths = serve_load.Lengths(seconds, turns, soak_seconds)
+    serve_load.main(forerun.load(), part, prompts, tokens, lengths, clients)
 
 
 @app.command("all")

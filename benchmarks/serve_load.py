@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ import httpx2
 import numpy as np
 
 import forerun
+from benchmarks.closed_loop import Answer, closed_loop, in_turn, summary
 from benchmarks.common import RESULTS, Task, console, provenance, save, table, tasks
+from forerun.engine import Sampling
+from forerun.grammar import Grammars
 
 MODES: dict[str, Any] = {
     "plain": False,
@@ -29,6 +32,15 @@ MODES: dict[str, Any] = {
     "fixed(4)": {"controller": "fixed(4)"},
 }
 LATENCIES = (50, 99)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long to measure: seconds and turns of a cell of the curve, seconds of the soak."""
+
+    seconds: float
+    turns: int
+    soak: float
 
 
 @dataclass
@@ -63,7 +75,7 @@ def serving(*options: str) -> Iterator[Served]:
 
 
 @dataclass
-class Answer:
+class Reply:
     """What became of one request."""
 
     task: int
@@ -80,19 +92,10 @@ class Answer:
     """When how many tokens were there."""
 
 
-async def ask(http: httpx2.AsyncClient, index: int, task: Task, mode: Any) -> Answer:
+async def ask(http: httpx2.AsyncClient, index: int, task: Task, mode: Any) -> Reply:
     """One streamed request, greedy."""
-    out, began = Answer(index), time.perf_counter()
-    body = {
-        "prompt": task.tokens,
-        "max_tokens": task.max_new_tokens,
-        "temperature": 0,
-        "repetition_penalty": task.repetition_penalty,
-        "stream": True,
-        "stream_options": {"continuous_usage_stats": True},
-        "speculative": mode,
-    }
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
+    out, began = Reply(index), time.perf_counter()
+    async with http.stream("POST", "/v1/completions", json=body(task, mode)) as answer:
         out.status = answer.status_code
         async for line in answer.aiter_lines():
             if not line.startswith("data: {") or out.status != 200:
@@ -114,48 +117,62 @@ async def ask(http: httpx2.AsyncClient, index: int, task: Task, mode: Any) -> An
     return out
 
 
-async def closed_loop(
-    url: str, work: Sequence[Task], clients: int, seconds: float, mode: Any
-) -> dict[str, Any]:
-    """So many clients, each sending its next request when the last one is answered."""
-    order, done = itertools.count(), []
-    began = time.perf_counter()
-    limits = httpx2.Limits(max_connections=clients)
-    async with httpx2.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
-
-        async def client() -> None:
-            while time.perf_counter() - began < seconds:
-                index = next(order) % len(work)
-                done.append(await ask(http, index, work[index], mode))
-
-        await asyncio.gather(*(client() for _ in range(clients)))
-    # Tokens of the time when all clients were busy: the ends are no load.
-    end = began + seconds
-    tokens = sum(max((n for at, n in a.stamps if at <= end), default=0) for a in done)
-    assert all(a.status == 200 for a in done), Counter(a.status for a in done)
-    first, between = ([getattr(a, name) for a in done] for name in ("first", "between"))
+def body(task: Task, mode: Any, **more: Any) -> dict[str, Any]:
+    """A greedy, streamed request that tells how many tokens there are."""
     return {
-        "requests": len(done),
-        "tokens_per_second": tokens / seconds,
-        "ttft_ms": {str(p): 1e3 * float(np.percentile(first, p)) for p in LATENCIES},
-        "tpot_ms": {str(p): 1e3 * float(np.percentile(between, p)) for p in LATENCIES},
-        "acceptance": sum(a.accepted for a in done) / max(sum(a.drafted for a in done), 1),
+        "prompt": task.tokens,
+        "max_tokens": task.max_new_tokens,
+        "temperature": 0,
+        "repetition_penalty": task.repetition_penalty,
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True},
+        "speculative": mode,
+        **more,
     }
 
 
-def curve(work: Sequence[Task], clients: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Every mode at every number of clients, modes side by side on one server."""
+def curve(
+    work: Sequence[Task], clients: Sequence[int], seconds: float, turns: int
+) -> dict[str, Any]:
+    """Every mode at every number of clients, in turns on one server, in a rotating order."""
     cells: dict[str, Any] = {}
-    with serving("--prefix-cache", "0") as server:
-        for mode in MODES.values():
-            asyncio.run(closed_loop(server.url, work, 16, 2.0, mode))
-        for count in clients:
-            for name, mode in MODES.items():
-                console.print(f"{count} clients, {name}")
-                cell = asyncio.run(closed_loop(server.url, work, count, seconds, mode))
-                cell["seconds"] = seconds
-                cells.setdefault(str(count), {})[name] = cell
+
+    def loop(url: str, count: int, mode: Any, seconds: float) -> tuple[float, float, list[Any]]:
+        def request(index: int) -> dict[str, Any]:
+            return body(work[index % len(work)], mode)
+
+        began, answers = asyncio.run(closed_loop(url, request, count, seconds))
+        time.sleep(0.3)  # rows of those who hung up leave
+        return began, seconds, answers
+
+    for count in clients:
+        runs: dict[str, list[Any]] = {name: [] for name in MODES}
+        with serving("--prefix-cache", "0") as server:
+            for mode in MODES.values():
+                loop(server.url, count, mode, 3.0)
+            for turn, step in itertools.product(range(turns), range(len(MODES))):
+                name = list(MODES)[(turn + step) % len(MODES)]
+                runs[name].append(loop(server.url, count, MODES[name], seconds))
+                speed = summary(runs[name][-1:])["turns"][0]
+                console.print(f"{count} clients, {name}: {speed:.0f} tokens/s")
+        plain = summary(runs["plain"])["turns"]
+        cells[str(count)] = {
+            name: _cell(summary(parts), plain, seconds) for name, parts in runs.items()
+        }
     return cells
+
+
+def _cell(told: dict[str, Any], plain: Sequence[float], seconds: float) -> dict[str, Any]:
+    return {
+        "seconds": seconds * len(plain),
+        "requests": told["requests"],
+        "tokens_per_second": float(np.mean(told["turns"])),
+        "turns": told["turns"],
+        "of_plain": [a / b for a, b in zip(told["turns"], plain, strict=True)],
+        "acceptance": told["acceptance"],
+        "ttft_ms": {str(p): 1e3 * float(np.percentile(told["first"], p)) for p in LATENCIES},
+        "tpot_ms": {str(p): 1e3 * float(np.percentile(told["between"], p)) for p in LATENCIES},
+    }
 
 
 def overload(model: forerun.Model, work: Sequence[Task], seconds: float) -> dict[str, Any]:
@@ -168,7 +185,7 @@ def overload(model: forerun.Model, work: Sequence[Task], seconds: float) -> dict
         for t in work
     ]  # fmt: skip
 
-    async def offered(url: str, rate: float) -> list[Answer]:
+    async def offered(url: str, rate: float) -> list[Reply]:
         coin, began, running = random.Random(1), time.perf_counter(), []
         async with httpx2.AsyncClient(base_url=url, timeout=300, limits=httpx2.Limits()) as http:
             for i in itertools.count():
@@ -180,12 +197,12 @@ def overload(model: forerun.Model, work: Sequence[Task], seconds: float) -> dict
             return await asyncio.gather(*running)
 
     with serving("--queue", "32") as server:
-        before = asyncio.run(closed_loop(server.url, work, 16, 8.0, MODES["auto"]))
+        before = _busy(server.url, work)
         rate = 10 * before["requests"] / 8.0
         memory = [server.megabytes]
         done = asyncio.run(offered(server.url, rate))
         memory.append(server.megabytes)
-        after = asyncio.run(closed_loop(server.url, work, 16, 8.0, MODES["auto"]))
+        after = _busy(server.url, work)
         memory.append(server.megabytes)
     taken = [a for a in done if a.status == 200]
     return {
@@ -197,44 +214,122 @@ def overload(model: forerun.Model, work: Sequence[Task], seconds: float) -> dict
         "differing_from_plain": sum(a.text != wanted[a.task] for a in taken),
         "ttft_ms": {str(p): 1e3 * float(np.percentile([a.first for a in taken], p))
                     for p in LATENCIES},
-        "tokens_per_second_before": before["tokens_per_second"],
-        "tokens_per_second_after": after["tokens_per_second"],
+        "tokens_per_second_before": before["turns"][0],
+        "tokens_per_second_after": after["turns"][0],
         "megabytes": memory,
     }  # fmt: skip
 
 
-def soak(work: Sequence[Task], requests: int) -> dict[str, Any]:
-    """Many short requests, one after the other by 16 clients: memory and acceptance over time."""
-    parts: list[dict[str, float]] = []
+def _busy(url: str, work: Sequence[Task]) -> dict[str, Any]:
+    """Sixteen clients under `auto` for 8 seconds."""
 
-    async def part(url: str, count: int) -> list[Answer]:
-        order = iter(range(count))
-        done: list[Answer] = []
-        async with httpx2.AsyncClient(base_url=url, timeout=300) as http:
+    def request(index: int) -> dict[str, Any]:
+        return body(work[index % len(work)], MODES["auto"])
 
-            async def client() -> None:
-                for i in order:
-                    index = i % len(work)
-                    done.append(await ask(http, index, work[index], MODES["fixed(4)"]))
+    began, answers = asyncio.run(closed_loop(url, request, 16, 8.0))
+    return summary([(began, 8.0, answers)])
 
-            await asyncio.gather(*(client() for _ in range(16)))
-        return done
 
-    with serving("--prefix-cache", "100MB") as server:
+KINDS = ("stream", "whole", "stream", "n", "stop", "grammar", "leaves", "stream")
+"""What the requests of a soak are, in turn; one of eight hangs up in the middle."""
+REGEX = "(yes|no|perhaps), [a-z]{3,6}!"
+
+
+def _mixed(model: forerun.Model, work: Sequence[Task]) -> list[tuple[str, dict[str, Any], str]]:
+    """Requests of all kinds, each with the text that plain decoding alone writes."""
+    texts = Grammars.of(model)
+    made, how = list[tuple[str, dict[str, Any]]](), list[Sampling]()
+    plain = _alone(model, work, [_sampling(task) for task in work])
+    for i, (task, text) in enumerate(zip(work, plain, strict=True)):
+        kind, mode = KINDS[i % len(KINDS)], list(MODES.values())[i % len(MODES)]
+        more: dict[str, Any] = {}
+        sampling = _sampling(task)
+        if kind == "n":
+            more = {"n": 2, "stream": i % 2 == 0}
+        elif kind == "whole":
+            more = {"stream": False}
+        elif kind == "stop" and len(text) > 4:
+            more = {"stop": text[len(text) // 2 :][:2]}
+            sampling = replace(sampling, stop=(more["stop"],))
+        elif kind == "grammar":
+            more = {"guided_regex": REGEX}
+            sampling = replace(sampling, constraint=texts.regex(REGEX))
+        elif kind == "leaves":
+            more = {"max_tokens": 300, "ignore_eos": True}
+        made.append((kind, body(task, mode, **more)))
+        how.append(sampling)
+    return [
+        (kind, sent, text)
+        for (kind, sent), text in zip(made, _alone(model, work, how), strict=True)
+    ]
+
+
+def _sampling(task: Task) -> Sampling:
+    return Sampling(max_new_tokens=task.max_new_tokens, repetition_penalty=task.repetition_penalty)
+
+
+def _alone(model: forerun.Model, work: Sequence[Task], how: Sequence[Sampling]) -> list[str]:
+    done = model.generate([t.tokens for t in work], sampling=how, plain=True, batch_size=1)
+    return [one.text for one in done]
+
+
+def _said(answer: Answer, sent: dict[str, Any]) -> list[str]:
+    """The texts of an answer, by choice."""
+    if not sent["stream"]:
+        return [choice["text"] for choice in answer.document()["choices"]]
+    texts = [""] * sent.get("n", 1)
+    for _, frame in answer.frames():
+        for choice in frame["choices"]:
+            texts[choice["index"]] += choice["text"]
+    return texts
+
+
+def soak(
+    model: forerun.Model, work: Sequence[Task], requests: int, clients: int, seconds: float
+) -> dict[str, Any]:
+    """Short requests of all kinds at once: memory, rows and texts over time."""
+    mixed, parts, coin = _mixed(model, work), list[dict[str, float]](), random.Random(1)
+    differing: Counter[str] = Counter()
+
+    def order(count: int) -> Iterator[tuple[int, dict[str, Any], float | None]]:
+        for _ in range(count):
+            index = coin.randrange(len(mixed))
+            kind, sent, _ = mixed[index]
+            yield index, sent, coin.uniform(0.005, 0.4) if kind == "leaves" else None
+
+    with serving("--prefix-cache", "100MB", "--queue", "64") as server:
         for _ in range(10):
-            done = asyncio.run(part(server.url, requests // 10))
-            good = [a for a in done if a.status == 200]
-            drafted = sum(a.drafted for a in good)
-            parts.append(
-                {
-                    "answered": len(good),
-                    "acceptance": sum(a.accepted for a in good) / max(drafted, 1),
-                    "megabytes": server.megabytes,
-                }
-            )
+            counts: Counter[str] = Counter()
+
+            def take(answer: Answer, counts: Counter[str] = counts) -> None:
+                kind, sent, text = mixed[answer.index]
+                counts["sent"] += 1
+                if kind == "leaves":
+                    counts["left"] += not answer.complete
+                elif answer.status == 200 and answer.complete:
+                    counts["answered"] += 1
+                    wrong = any(said != text for said in _said(answer, sent))
+                    differing[kind] += wrong
+                    counts["differing"] += wrong
+                else:
+                    counts["failed"] += 1
+
+            began = time.perf_counter()
+            work_list = order(requests // 10)
+            asyncio.run(in_turn(server.url, work_list, clients, seconds / 10, take))
+            took = time.perf_counter() - began
+            parts.append({**counts, "seconds": took, "megabytes": server.megabytes})
+            console.print(parts[-1])
+        time.sleep(1)
         idle = httpx2.get(f"{server.url}/metrics").text
     left = re.findall(r"num_requests_(?:running|waiting)\S* ([0-9.]+)", idle)
-    return {"requests": requests, "parts": parts, "rows_left": sum(map(float, left))}
+    return {
+        "clients": clients,
+        "requests": int(sum(part["sent"] for part in parts)),
+        "parts": parts,
+        "differing": dict(differing),
+        "rows_left": sum(map(float, left)),
+    }
 
 
 def prefix(model: forerun.Model, turns: int) -> dict[str, Any]:
@@ -263,25 +358,29 @@ def main(
     parts: Sequence[str],
     prompts: int,
     tokens: int,
-    seconds: float,
+    lengths: Lengths,
     clients: Sequence[int],
 ) -> None:
     """Measure some parts; what is known of the others is kept."""
     work = tasks(model, "test", prompts, tokens)
     random.Random(0).shuffle(work)
-    file = RESULTS / "serve-load.json"
-    results: dict[str, Any] = json.loads(file.read_text())["results"] if file.is_file() else {}
     made = provenance(model, prompts=prompts, tokens=tokens)
+    new: dict[str, Any] = {}
     if "curve" in parts:
-        cells = results.get("curve", {}).get("cells", {}) | curve(work, clients, seconds)
-        results["curve"] = {"made": made, "cells": dict(sorted(cells.items(), key=_clients))}
+        new["curve"] = {"cells": curve(work, clients, lengths.seconds, lengths.turns)}
     if "prefix" in parts:
-        results["prefix"] = {"made": made, **prefix(model, 12)}
+        new["prefix"] = prefix(model, 12)
     if "overload" in parts:
-        results["overload"] = {"made": made, **overload(model, work, 60.0)}
+        new["overload"] = overload(model, work, 60.0)
     if "soak" in parts:
-        short = [Task(t.family, t.tokens, 4, t.repetition_penalty) for t in work]
-        results["soak"] = {"made": made, **soak(short, 2000)}
+        short = [replace(t, max_new_tokens=min(t.max_new_tokens, 10)) for t in work]
+        new["soak"] = soak(model, short, 10_000, 32, lengths.soak)
+    file = RESULTS / "serve-load.json"  # read now: another part may have been measured meanwhile
+    results: dict[str, Any] = json.loads(file.read_text())["results"] if file.is_file() else {}
+    if "curve" in new:
+        cells = results.get("curve", {}).get("cells", {}) | new["curve"]["cells"]
+        new["curve"]["cells"] = dict(sorted(cells.items(), key=_clients))
+    results |= {name: {"made": made, **part} for name, part in new.items()}
     save("serve-load", made, results, "\n\n".join(_texts(results)))
 
 
@@ -297,14 +396,15 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
         rows = [
             [count, name, f"{cell['seconds']:.0f}", str(cell["requests"]),
              f"{cell['tokens_per_second']:.0f}",
-             f"{cell['tokens_per_second'] / cells['plain']['tokens_per_second']:.2f}",
+             _ratios(cell["of_plain"]),
              both(cell, "ttft_ms"), both(cell, "tpot_ms"), f"{cell['acceptance']:.2f}"]
             for count, cells in part["cells"].items()
             for name, cell in cells.items()
         ]  # fmt: skip
         yield (
-            "Closed loop over HTTP, 16 rows, no prefix cache; clients on the same machine; "
-            "p50 / p99:\n\n"
+            "Closed loop over HTTP, 16 rows, no prefix cache; clients on the same machine; modes "
+            "in turns on one server; of plain: mean over the turns, and the lowest and highest; "
+            "p50 / p99. `" + part["made"]["command"] + "`\n\n"
         ) + table(
             [
                 "clients",
@@ -339,13 +439,19 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
         )
     if (part := results.get("soak")) is not None:
         yield (
-            f"Soak: {part['requests']} requests by 16 clients, `fixed(4)`, prefix cache of 100 MB; "
-            f"{part['rows_left']:.0f} rows left at its end. By tenths:\n\n"
+            f"Soak: {part['requests']} requests by {part['clients']} clients, prefix cache of 100 "
+            "MB: streams, whole answers, two copies, stop strings, a regular expression, each "
+            "under plain, `auto` and `fixed(4)`; one of eight asks for 300 tokens and hangs up. "
+            f"{part['rows_left']:.0f} rows left at its end. Differing from plain decoding alone: "
+            f"{sum(part['differing'].values())}. By tenths:\n\n"
         ) + table(
             ["", *(str(i + 1) for i in range(len(part["parts"])))],
             [
-                ["answered", *(f"{p['answered']}" for p in part["parts"])],
-                ["accepted / drafted", *(f"{p['acceptance']:.3f}" for p in part["parts"])],
-                ["memory MB", *(f"{p['megabytes']:.0f}" for p in part["parts"])],
+                [name, *(f"{p.get(name, 0):.0f}" for p in part["parts"])]
+                for name in ("sent", "answered", "left", "failed", "differing", "megabytes")
             ],
         )
+
+
+def _ratios(turns: Sequence[float]) -> str:
+    return f"{np.mean(turns):.2f} [{min(turns):.2f}, {max(turns):.2f}]"

@@ -11,11 +11,14 @@ from forerun import __version__
 from forerun.engine import Completion, Logprob
 from forerun.serve import logprobs, reports
 from forerun.serve.plans import Facts, Plan
+from forerun.serve.streaming import dumps, event
 from forerun.serve.texts import Texts
 from forerun.serve.worker import Update
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for the engine's."""
+HERE = "\0"
+"""Stands in a prepared frame for what differs from one to the next."""
 WINDOW = 4
 """Tokens of context that decide how the next one is written."""
 
@@ -25,7 +28,8 @@ class Choice:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.context = list(prompt)
-        self.updates: list[Update] = []
+        self.tokens = 0
+        """Written so far."""
         self.text: list[str] = []
         self.offset = 0
         """Characters of the tokens whose log-probabilities were shown."""
@@ -34,11 +38,6 @@ class Choice:
         self.report: dict[str, list[Any]] = {
             "tokens": [], "texts": [], "origins": [], "rounds": []
         }  # fmt: skip
-
-    @property
-    def tokens(self) -> int:
-        """Tokens written so far."""
-        return sum(len(update.pieces) for update in self.updates)
 
 
 class Answer:
@@ -63,6 +62,7 @@ class Answer:
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+        self._prepared: dict[int, list[bytes]] = {}
         self.choices = [
             Choice(plan.prompts[i // plan.copies]) for i in range(len(plan.jobs))
         ]  # prompt by prompt, copies side by side
@@ -73,7 +73,7 @@ class Answer:
         """Add an update: the text that is new, and the report of its round if one is wanted."""
         choice = self.choices[update.index]
         choice.queued = update.queued
-        choice.updates.append(update)
+        choice.tokens += len(update.pieces)
         text = "".join(piece.text for piece in update.pieces)
         report = self._round(choice, update) if self._plan.rounds and update.round else None
         choice.context.extend(piece.token for piece in update.pieces)
@@ -185,13 +185,29 @@ class Answer:
                 frame["choices"][0]["logprobs"] = self._logprobs(index, (), (), echo=True)
                 yield frame
 
-    def chunk(self, update: Update) -> dict[str, Any] | None:
-        """The frame of an update; None where there is nothing to say."""
+    def frame(self, update: Update) -> bytes:
+        """What is sent of an update; nothing where there is nothing to say."""
         text, report = self.take(update)
+        by_token = self._plan.top is not None or self._plan.request.return_token_ids
+        if report or update.done or (by_token and update.pieces):
+            return event(self._full(update, text, report))
+        return self._brief(update.index, text) if text else b""
+
+    def _brief(self, index: int, text: str) -> bytes:
+        """The frame of a round that added text and nothing else: all but that is written once."""
+        always = self._plan.usage[1]
+        if (around := self._prepared.get(index)) is None:
+            chunk = self._chunk(index, {"content": HERE} if self._plan.chat else HERE)
+            if always:
+                chunk["usage"] = HERE
+            around = self._prepared[index] = event(chunk).split(dumps(HERE))
+        parts = [around[0], dumps(text), around[1]]
+        if always:
+            parts += [dumps(self.usage()), around[2]]
+        return b"".join(parts)
+
+    def _full(self, update: Update, text: str, report: dict[str, Any] | None) -> dict[str, Any]:
         done, request = update.done, self._plan.request
-        by_token = self._plan.top is not None or request.return_token_ids
-        if not (text or report or done or (by_token and update.pieces)):
-            return None
         frame = self._chunk(
             update.index, {"content": text} if self._plan.chat and text else text or {}
         )

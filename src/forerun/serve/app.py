@@ -35,7 +35,7 @@ from forerun.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from forerun.serve.streaming import DONE, EventStream, Gone, dumps, frame, with_client
+from forerun.serve.streaming import DONE, EventStream, Gone, dumps, event, with_client
 from forerun.serve.texts import Texts
 from forerun.serve.worker import Reply, Worker
 
@@ -134,8 +134,9 @@ class Server:
         return EventStream(self._frames(answer, reply), self.config.ping, reply.slow)
 
     async def _whole(self, answer: Answer, reply: Reply) -> dict[str, Any]:
-        async for update in reply.updates():
-            answer.take(update)
+        async for updates in reply.updates():
+            for update in updates:
+                answer.take(update)
         return await self.texts.run(answer.whole)  # it may be long
 
     async def _read(self, plan: Plan) -> list[list[Logprob]]:
@@ -146,20 +147,17 @@ class Server:
 
     async def _frames(self, answer: Answer, reply: Reply) -> AsyncGenerator[bytes]:
         try:
-            for chunk in answer.opening():
-                yield frame(chunk)
-            async for update in reply.updates():
-                made = answer.chunk(update)
-                if made is not None:
-                    yield frame(made)
-            for chunk in answer.closing():
-                yield frame(chunk)
-            yield DONE
+            if opening := b"".join(map(event, answer.opening())):
+                yield opening
+            async for updates in reply.updates():
+                if written := b"".join(map(answer.frame, updates)):
+                    yield written
+            yield b"".join([*map(event, answer.closing()), DONE])
         except ForerunError as error:
-            yield frame(api_error(error).to_json())
+            yield event(api_error(error).to_json())
         except Exception:
             log.exception("a stream failed")
-            yield frame(ApiError(500, FAILED).to_json())
+            yield event(ApiError(500, FAILED).to_json())
         finally:
             if reply.slow.is_set():
                 self.metrics.gone["slow_reader"].inc()

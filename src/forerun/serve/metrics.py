@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from prometheus_client import (
@@ -13,8 +14,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from forerun.engine.results import Origin
-from forerun.serve.worker import Ticket, Update, Worker
+from forerun.engine.results import Completion, Origin, Round
+from forerun.serve.worker import Update, Updates, Worker
 from forerun.types import Stop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,6 +29,9 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10
 _TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
 _DRIFT = (0, 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.2, 0.5, 1)
+
+Counts = defaultdict[Counter, float]
+"""What to add to which."""
 
 
 class Metrics:
@@ -117,48 +121,48 @@ class Metrics:
             Histogram, "drift", "Distance per judged position of lossy rules.", buckets=_DRIFT
         )
 
-    def update(self, ticket: Ticket, update: Update) -> None:
-        """Count what happened to a text."""
-        if update.error is not None:
-            if getattr(update.error, "status", 400) == 500:
-                self.errors.inc()
-                self.finished["error"].inc()
-            return
-        if update.round is not None:
-            self._round(update)
-        if update.done is not None:
-            self._done(update)
+    def update(self, updates: Updates) -> None:
+        """Count what happened to texts, every counter once."""
+        counts: Counts = defaultdict(float)
+        for _, update in updates:
+            if update.error is not None:
+                if getattr(update.error, "status", 400) == 500:
+                    counts[self.errors] += 1
+                    counts[self.finished["error"]] += 1
+                continue
+            if update.round is not None:
+                self._round(update, update.round, counts)
+            if update.done is not None:
+                self._done(update, update.done, counts)
+        for metric, count in counts.items():
+            metric.inc(count)
 
-    def _round(self, update: Update) -> None:
-        r = update.round
-        assert r is not None
-        self.tokens.inc(len(update.pieces))
+    def _round(self, update: Update, r: Round, counts: Counts) -> None:
+        counts[self.tokens] += len(update.pieces)
         for piece in update.pieces:
-            self.origins[piece.origin.value].inc()
-        self.stopped[r.stopped_by.label].inc()
-        phases = {"draft": r.draft_seconds, "verify": r.verify_seconds, "other": r.other_seconds}
-        for phase, value in phases.items():
-            self.phases[phase].inc(max(value, 0.0))
-        self.round.observe(sum(phases.values()))
+            counts[self.origins[piece.origin.value]] += 1
+        counts[self.stopped[r.stopped_by.label]] += 1
+        counts[self.phases["draft"]] += r.draft_seconds
+        counts[self.phases["verify"]] += r.verify_seconds
+        counts[self.phases["other"]] += max(r.other_seconds, 0.0)
+        self.round.observe(r.draft_seconds + r.verify_seconds + r.other_seconds)
         self.length.observe(r.drafted)
         if r.drafted:
-            self.drafts.inc()
-            self.drafted.inc(r.drafted)
-            self.accepted.inc(r.accepted)
+            counts[self.drafts] += 1
+            counts[self.drafted] += r.drafted
+            counts[self.accepted] += r.accepted
             self.kept.observe(r.accepted)
         for place in range(r.accepted):
-            self.positions[min(place, POSITIONS - 1)].inc()
+            counts[self.positions[min(place, POSITIONS - 1)]] += 1
         for drift in r.drift or ():
             self.drift.observe(drift)
 
-    def _done(self, update: Update) -> None:
-        done = update.done
-        assert done is not None
+    def _done(self, update: Update, done: Completion, counts: Counts) -> None:
         stats = done.stats
-        self.finished.get(done.finish_reason, self.finished["error"]).inc()
-        self.prompt_tokens.inc(stats.prompt_tokens)
-        self.queries.inc(stats.prompt_tokens)
-        self.hits.inc(stats.cached_tokens)
+        counts[self.finished.get(done.finish_reason, self.finished["error"])] += 1
+        counts[self.prompt_tokens] += stats.prompt_tokens
+        counts[self.queries] += stats.prompt_tokens
+        counts[self.hits] += stats.cached_tokens
         self.queue.observe(update.queued)
         self.first.observe(update.queued + stats.first_token_seconds)
         self.total.observe(update.queued + stats.seconds)

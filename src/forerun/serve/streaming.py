@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ class Gone(Exception):
     """The client left."""
 
 
-def frame(value: Any) -> bytes:
+def event(value: Any) -> bytes:
     """A server-sent event."""
     return b"data: " + dumps(value) + b"\n\n"
 
@@ -64,12 +65,17 @@ async def with_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends frames as they come, and closes their source when the client leaves or is `slow`."""
+    """Sends frames as they come, and closes their source when the client leaves or is `slow`.
+
+    Nothing is made per frame, no task and no timer: while models run in another thread of this
+    process, what the event loop does is time that thread may have to wait.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(self, frames: AsyncGenerator[bytes], ping: float, slow: asyncio.Event) -> None:
         self._frames, self._ping, self._slow = frames, ping, slow
+        self._sending, self._sent, self._ended = asyncio.Lock(), time.monotonic(), False
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -77,6 +83,7 @@ class EventStream(Response):
         """Serve it."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         sending = asyncio.ensure_future(self._send(send))
+        pinging = asyncio.ensure_future(self._keep(send))
         gone = asyncio.ensure_future(until_gone(receive))
         slow = asyncio.ensure_future(self._slow.wait())
         try:
@@ -86,26 +93,30 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         finally:
-            for future in (sending, gone, slow):
+            for future in (pinging, sending, gone, slow):
                 future.cancel()
                 with contextlib.suppress(asyncio.CancelledError, OSError):
                     await future
             await self._frames.aclose()
 
     async def _send(self, send: Send) -> None:
-        following = asyncio.ensure_future(anext(self._frames, None))
-        try:
-            while True:
-                ready, _ = await asyncio.wait({following}, timeout=self._ping)
-                body = following.result() if ready else PING
-                if body is None:
-                    break
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-                if ready:
-                    following = asyncio.ensure_future(anext(self._frames, None))
-        finally:
-            if not following.done():
-                following.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await following
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async for body in self._frames:
+            await self._write(send, body)
+        await self._write(send, b"", last=True)
+
+    async def _write(self, send: Send, body: bytes, last: bool = False) -> None:
+        async with self._sending:
+            if self._ended:  # a comment that waited for the end
+                return
+            self._ended = last
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
+        self._sent = time.monotonic()
+
+    async def _keep(self, send: Send) -> None:
+        """Send a comment whenever nothing else was sent for a while."""
+        while True:
+            silent = time.monotonic() - self._sent
+            if silent >= self._ping:
+                await self._write(send, PING)
+            else:
+                await asyncio.sleep(self._ping - silent)

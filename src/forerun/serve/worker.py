@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -96,22 +97,30 @@ class Reply:
 
     async def ready(self) -> None:
         """Wait until the jobs were checked; raises what is wrong with one."""
-        await self._next()
+        self._check(await self._updates.get())
 
-    async def _next(self) -> Update:
-        update = await self._updates.get()
+    def _check(self, update: Update) -> None:
         if update.error is not None:  # one that fails takes its siblings along
             self.cancel()
             raise update.error
-        return update
 
-    async def updates(self) -> AsyncIterator[Update]:
-        """All of them; ends with the last job's last, raises the first error."""
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        """All of them, those together that are there; ends with the last job's last.
+
+        Raises:
+            ForerunError: the first error, after what came before it.
+        """
         left = len(self.tickets)
         while left:
-            update = await self._next()
-            left -= update.last
-            yield update
+            there = [await self._updates.get()]
+            while not self._updates.empty():
+                there.append(self._updates.get_nowait())
+            good = list(itertools.takewhile(lambda update: update.error is None, there))
+            left -= sum(update.last for update in good)
+            if good:
+                yield good
+            for update in there[len(good) :]:
+                self._check(update)
 
     @property
     def open(self) -> bool:
@@ -139,6 +148,9 @@ class Blank(Reply):
         """They are."""
 
 
+Updates = Sequence[tuple[Ticket, Update]]
+
+
 class Worker:
     """The engine behind queues.
 
@@ -148,7 +160,7 @@ class Worker:
         queue_size: requests that may wait beyond those.
         memory: bytes for running requests.
         buffer: updates that may wait for one reader, per job.
-        watch: called on the event loop with every ticket and update.
+        watch: called on the event loop with the tickets and updates of a round.
         prefixes: texts read before; None reads every text.
     """
 
@@ -159,7 +171,7 @@ class Worker:
         queue_size: int = 256,
         memory: Memory | None = None,
         buffer: int = 1024,
-        watch: Callable[[Ticket, Update], None] = lambda ticket, update: None,
+        watch: Callable[[Updates], None] = lambda updates: None,
         prefixes: Prefixes | None = None,
     ) -> None:
         self.max_rows, self.queue_size = max_rows, queue_size
@@ -280,7 +292,7 @@ class Worker:
         while self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
+    def _send(self, updates: Updates) -> None:
         """Called in the engine's thread."""
         self._call(self._deliver, updates)
 
@@ -289,19 +301,18 @@ class Worker:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _deliver(self, updates: list[tuple[Ticket, Update]]) -> None:
+    def _deliver(self, updates: Updates) -> None:
+        known = []
         for ticket, update in updates:
             if ticket not in self._live:
                 continue
+            known.append((ticket, update))
             if update.last:
                 self._live.discard(ticket)
                 if update.done is not None:
                     self._seconds += 0.1 * (update.done.stats.seconds - self._seconds)
-            self._watch(ticket, update)
             ticket.reply.put(update)
-
-
-Send = Callable[[list[tuple[Ticket, Update]]], None]
+        self._watch(known)
 
 
 class _Loop:
@@ -313,10 +324,13 @@ class _Loop:
         max_rows: int,
         memory: Memory,
         inbox: queue.SimpleQueue[Callable[[], None]],
-        send: Send,
+        send: Callable[[Updates], None],
     ) -> None:
         self._limit, self._max_rows, self._memory = engine.target.limit, max_rows, memory
         self._inbox, self._send = inbox, send
+        self._told: list[tuple[Ticket, Update]] = []
+        """What the event loop does not know yet. It wakes once per round: whenever it is woken,
+        this thread may have to wait until it has done what there is to do."""
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._engine = engine
@@ -328,17 +342,27 @@ class _Loop:
             while not self._ended:
                 self._listen()
                 self._admit()
+                self._flush()
                 if self._running:
                     self._round()
         except BaseException as error:
             log.exception("the engine's thread ended")
             lost = [*self._running.values(), *self._waiting]
             self._fail(lost, ApiError(503, f"the engine ended ({type(error).__name__})"))
+            self._flush()
+
+    def _flush(self) -> None:
+        """Tell the event loop what happened since the last time."""
+        if self._told:
+            told, self._told = self._told, []
+            self._send(told)
 
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
         self._memory.used = self._memory.bytes(self._held())
         idle = not self._running and not self._waiting
+        if idle:
+            self._flush()
         while True:
             try:
                 command = self._inbox.get(block=idle)
@@ -371,7 +395,7 @@ class _Loop:
             self._fail(tickets, _bug(type(error)))
             return
         self._waiting.extend(tickets)
-        self._send([(ticket, Update(ticket.index)) for ticket in tickets])
+        self._told.extend((ticket, Update(ticket.index)) for ticket in tickets)
 
     def _check(self, job: Request) -> None:
         """Find now what would be found when it joins."""
@@ -393,7 +417,7 @@ class _Loop:
 
     def _admit(self) -> None:
         """First come, first served: whoever is next waits until there is room for him."""
-        held, admitted = self._held(), []
+        held = self._held()
         while self._waiting and len(self._running) < self._max_rows:
             ticket = self._waiting[0]
             columns = self._columns(ticket.job)
@@ -404,10 +428,8 @@ class _Loop:
             ticket.queued = time.perf_counter() - ticket.arrived
             ticket.request = self._engine.submit(ticket.job)
             self._running[ticket.request] = ticket
-            admitted.append((ticket, Update(ticket.index, ticket.queued)))
-        if admitted:
-            self._memory.used = self._memory.bytes(held)
-            self._send(admitted)
+            self._told.append((ticket, Update(ticket.index, ticket.queued)))
+        self._memory.used = self._memory.bytes(held)
 
     def _round(self) -> None:
         try:
@@ -419,7 +441,7 @@ class _Loop:
             self._engine.clear()
             self._fail(lost, _bug(type(error)))
             return
-        self._send([self._update(event) for event in events])
+        self._told.extend([self._update(event) for event in events])
 
     def _update(self, event: Event) -> tuple[Ticket, Update]:
         ticket, done = self._running[event.request], event.completion
@@ -438,7 +460,7 @@ class _Loop:
         )
 
     def _fail(self, tickets: Sequence[Ticket], error: ForerunError) -> None:
-        self._send([(ticket, Update(ticket.index, error=error)) for ticket in tickets])
+        self._told.extend((ticket, Update(ticket.index, error=error)) for ticket in tickets)
 
     def stop(self) -> None:
         """Leave `run`; what still ran is dropped."""
