@@ -29,6 +29,8 @@ from forerun.runtime.support import decoder_limit
 
 CHECKPOINT = "training.pt"
 LOG = "log.jsonl"
+WINDOWS = 16
+"""Batches' worth of texts that a batch of alike lengths is chosen from."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Trainer:
         while self.step < self.settings.steps:
             began = time.perf_counter()
             rng = random.Random(f"{self.settings.seed}/{self.step}")
-            some = rng.sample(list(texts), min(self.settings.batch, len(texts)))
+            some = _alike(texts, self.settings.batch, rng)
             torch.manual_seed(rng.getrandbits(32))  # of dropout
             self.draft.get_decoder().train()  # all else is the target's
             loss = self._loss(self._batch(some), rng)
@@ -327,6 +329,14 @@ class Trainer:
         )
         save_graft(self.draft, made, folder)
         return made
+
+
+def _alike(texts: Sequence[Text], count: int, rng: random.Random) -> list[Text]:
+    """So many texts of alike lengths: padding would take most of a step."""
+    drawn = rng.sample(list(texts), min(WINDOWS * count, len(texts)))
+    drawn.sort(key=lambda text: len(text.output) + len(text.source))
+    first = rng.randrange(max(1, len(drawn) - count + 1))
+    return drawn[first : first + count]
 
 
 def _kl(said: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:

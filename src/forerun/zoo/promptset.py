@@ -10,6 +10,10 @@ _HERE = Path(__file__).parent
 TARGET = _HERE / "target"
 DRAFT = _HERE / "draft"
 EXITS = TARGET / "exits"
+TRANSLATOR = _HERE / "translator"
+"""English to German, with an encoder; its drafts are in the folders `shared` and `block` of it."""
+NAMES = {"translator": TRANSLATOR}
+"""What ships besides the pair, by the names that `load` and ``--target`` take."""
 FOLDER = _HERE / "prompts"
 PENALTY = {"stories": 1.2}
 """The repetition penalty that a family's prompts are decoded with; 1 for those not named.
@@ -32,6 +36,22 @@ class Prompt:
     references: tuple[str, ...] = ()
     """All reference translations, where there are several; without the leading space."""
     level: str | None = None
+
+
+def locate(target: str | Path | None) -> str | Path:
+    """Where a target is: the pair's for None, what ships for its name, else as given.
+
+    >>> locate("translator").name, locate("./translator"), locate("org/model")
+    ('translator', './translator', 'org/model')
+    """
+    if target is None:
+        return TARGET
+    return NAMES.get(target, target) if isinstance(target, str) else target
+
+
+def is_shipped(target: str | Path | None) -> bool:
+    """Whether `locate` finds it among the models that ship."""
+    return locate(target) in (TARGET, DRAFT, *NAMES.values())
 
 
 def families() -> tuple[str, ...]:

@@ -143,9 +143,10 @@ def their_methods(
     methods: list[Method] = []
     skipped = []
     small = draft or (str(zoo.DRAFT) if target is None else None)
+    where = str(zoo.locate(target))
     small = small if isinstance(job.model.drafter, ModelDrafter) else None
     for spec in compared.peers:
-        for peer, most in make(spec, job.model, target or str(zoo.TARGET), small, compared.pythons):
+        for peer, most in make(spec, job.model, where, small, compared.pythons):
             if isinstance(peer, Remote):
                 stack.callback(peer.close)
             if compared.temperature > 0:

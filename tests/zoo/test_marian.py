@@ -9,8 +9,7 @@ import random
 import pytest
 import torch
 
-from forerun.zoo.runs import CHECKPOINT, Run
-from forerun.zoo.translator import (
+from forerun.zoo.marian import (
     EOS,
     MarianArchitecture,
     Texts,
@@ -19,6 +18,7 @@ from forerun.zoo.translator import (
     train,
     train_tokenizer,
 )
+from forerun.zoo.runs import CHECKPOINT, Run
 from sourced import TEXTS
 
 TINY = TranslatorRecipe(
