@@ -125,3 +125,38 @@ def test_it_translates() -> None:
     most = max(len(p.references) for p in prompts)
     references = [[(*p.references, *[None] * most)[i] for p in prompts] for i in range(most)]
     assert sacrebleu.corpus_bleu([c.text for c in done], references).score > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["shared", "block"])
+def test_sampled_texts_have_the_translators_distribution(drafter: str) -> None:
+    """χ² of the first two tokens of 2,000 texts against the model's own probabilities."""
+    import torch
+
+    top, count = 3, 2000
+    model = loaded("none")
+    hf: Any = model.target.executor.module()
+    source = torch.tensor([model.encode("He was very tired when he came home.")])
+    start = list(model.opening.prompt)
+
+    @torch.inference_mode()
+    def following(text: list[int]) -> dict[int, float]:
+        logits = hf(input_ids=source, decoder_input_ids=torch.tensor([start + text])).logits[0, -1]
+        logits[sorted(getattr(model.target.executor, "banned", ()))] = -torch.inf
+        best = logits.double().topk(top)
+        shares = best.values.softmax(-1)
+        return dict(zip(best.indices.tolist(), shares.tolist(), strict=True))
+
+    wanted = {
+        (a, b): p * q for a, p in following([]).items() for b, q in following([a]).items()
+    }  # fmt: skip
+    how = [
+        forerun.Sampling(1.0, top_k=top, max_new_tokens=2, ignore_eos=True, seed=i)
+        for i in range(count)
+    ]
+    ids = [source[0].tolist()] * count
+    made = loaded(drafter).generate(ids, batch_size=100, controller="fixed(2)", sampling=how)
+    seen = [tuple(c.tokens) for c in made]
+    assert set(seen) <= set(wanted)
+    chi = sum((seen.count(text) - count * p) ** 2 / (count * p) for text, p in wanted.items())
+    assert chi < 26.1  # 8 degrees of freedom, 0.001

@@ -19,6 +19,7 @@ from forerun.zoo.promptset import (
     locate,
     long_families,
     prompts,
+    sources,
 )
 from forerun.zoo.scoring import score
 
@@ -37,4 +38,5 @@ __all__ = [
     "long_families",
     "prompts",
     "score",
+    "sources",
 ]

@@ -108,8 +108,10 @@ def pairs(
 
 @app.command()
 def bleu(
-    model: Annotated[Path, typer.Argument(help="Folder of an exported translator.")],
     data: Data,
+    model: Annotated[
+        str, typer.Argument(help="Folder of an exported translator; default: the one that ships.")
+    ] = "translator",
     limit: Annotated[int, typer.Option(help="Test sentences.")] = 300,
 ) -> None:
     """Measure a translator's SacreBLEU on held-out sentences and short texts; needs sacrebleu."""

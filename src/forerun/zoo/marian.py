@@ -305,7 +305,8 @@ def write_pairs(data: Path, out: Path, count: int, seed: int = 0) -> int:
     """
     pairs = read_pairs(data / "tatoeba" / "train.tsv.gz")
     flat = [(english, german) for english, several in pairs for german in several]
-    rng, recipe, lines = random.Random(seed), TranslatorRecipe(), []
+    rng, recipe = random.Random(seed), TranslatorRecipe()
+    lines: list[str] = []
     rng.shuffle(flat)
     while flat and len(lines) < count:
         many = 1 if rng.random() >= recipe.joined else rng.randint(2, recipe.most)
@@ -315,11 +316,11 @@ def write_pairs(data: Path, out: Path, count: int, seed: int = 0) -> int:
     return len(lines)
 
 
-def evaluate(folder: Path, data: Path, count: int = 300) -> dict[str, Any]:
+def evaluate(folder: str | Path, data: Path, count: int = 300) -> dict[str, Any]:
     """SacreBLEU of greedy translations, of test sentences alone and of joined short texts.
 
     Args:
-        folder: an exported translator.
+        folder: an exported translator, or the name of the one that ships.
         data: the data folder.
         count: sentences; as many in twos to sixes make up the texts.
 

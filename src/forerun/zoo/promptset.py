@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -80,6 +80,24 @@ def prompts(family: str, split: str = "test", limit: int | None = None) -> list[
             record["references"] = tuple(record.get("references", ()))
             found.append(Prompt(**record))
     return found if limit is None else found[:limit]
+
+
+def sources(split: str = "test", limit: int | None = None) -> list[Prompt]:
+    """The English sentences of the translation prompts alone, for a model with an encoder.
+
+    >>> sources("val", 1)[0].prompt
+    'I cleaned the house.'
+    """
+    return [
+        replace(
+            p,
+            family="sources",
+            prompt=p.prompt.removeprefix("English: ").removesuffix("\nGerman:"),
+            answer=p.answer.lstrip(),
+            max_new_tokens=64,
+        )
+        for p in prompts("translation", split, limit)
+    ]
 
 
 def card() -> str:

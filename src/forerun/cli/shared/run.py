@@ -176,12 +176,14 @@ class Plan:
 def require_draft_model(target: str | None, draft: str | None, doing: str) -> None:
     """Refuse a drafter that is no model before anything is loaded."""
     from forerun.drafters.model import ModelDraft
-    from forerun.model import drafter_spec
+    from forerun.drafters.shared import SharedDraft
+    from forerun.model import default_draft, drafter_spec
 
+    good = isinstance(drafter_spec(draft or default_draft(target)), (ModelDraft, SharedDraft))
     if draft is None:
-        if target is not None:
+        if not good:
             raise SettingError(f"{doing} needs a draft model; give --draft ID_OR_PATH")
-    elif not isinstance(drafter_spec(draft), ModelDraft):
+    elif not good:
         raise SettingError(
             f"{doing} needs a draft model, and --draft {draft} is none; give a folder or a "
             "Hugging Face id"
