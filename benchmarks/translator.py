@@ -172,10 +172,16 @@ def loaded() -> Translator:
     return Translator()
 
 
+def _kept(name: str, add: bool) -> dict[str, Any]:
+    """What is in the results by now."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text())["results"]) if add and path.exists() else {}
+
+
 def speed(data: Path, sets: Sequence[str], batches: Sequence[int], count: int, add: bool) -> None:
     """Time every method, paired by batch; write `translator.json`, `add` to what is there."""
-    engine, path = loaded(), RESULTS / "translator.json"
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if add else {}
+    engine = loaded()
+    results: dict[str, Any] = {}
     for name in sets:
         items = read_set(data, name)
         for size in batches:
@@ -196,6 +202,7 @@ def speed(data: Path, sets: Sequence[str], batches: Sequence[int], count: int, a
             }  # fmt: skip
     made = provenance(engine.model, seeds=SEEDS, cap=CAP)
     made["command"] = "python -m benchmarks.run translator --data DATA"
+    results = _kept("translator", add) | results
     save("translator", made, results, _speed_text(results))
 
 
@@ -269,8 +276,8 @@ def _order(key: str) -> tuple[int, int]:
 
 def quality(data: Path, sets: Sequence[str], count: int, add: bool) -> None:
     """SacreBLEU of every method; write `translator-quality.json`, `add` to what is there."""
-    engine, path = loaded(), RESULTS / "translator-quality.json"
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if add else {}
+    engine = loaded()
+    results: dict[str, Any] = {}
     names = [n for n in METHODS if n not in ("transformers, greedy", "transformers, assisted")]
     names = [PLAIN, *[n for n in names if n != PLAIN]]
     progress, task = bar("quality", len(names) * len(sets))
@@ -297,6 +304,7 @@ def quality(data: Path, sets: Sequence[str], count: int, add: bool) -> None:
             results[which] = {"count": len(items), "methods": cells}
     made = provenance(engine.model, cap=CAP)
     made["command"] = "python -m benchmarks.run translator-quality --data DATA"
+    results = _kept("translator-quality", add) | results
     save("translator-quality", made, results, _quality_text(results))
 
 
