@@ -227,6 +227,7 @@ def _translator(
     sets: Sets = "sentences,texts,multi30k",
     batches: str = "1,16",
     prompts: int = 5,
+    seeds: str = "0,1,2",
     add: Add = False,
 ):
     """The shipped translator: beam search, greedy, SpecDec, CM-ASD, its ablations, `auto`: speed.
@@ -234,7 +235,8 @@ def _translator(
     Of every seed `prompts` sources one by one, and a batch of each other size.
     """
     sizes = [int(size) for size in batches.split(",")]
-    translator.speed(data, sets.split(","), sizes, prompts, add)
+    drawn = [int(seed) for seed in seeds.split(",")]
+    translator.speed(data, sets.split(","), sizes, prompts, drawn, add)
 
 
 @app.command("translator-quality")

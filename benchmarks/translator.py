@@ -60,7 +60,6 @@ SETS = {
     "texts": "Tatoeba test, two to six sentences in a row",
     "multi30k": "Multi30k test_2016, captions, which the model was not trained on",
 }
-SEEDS = 3
 CAP = 96
 
 
@@ -70,14 +69,6 @@ class Item:
 
     source: str
     references: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sources that are decoded together."""
-
-    seed: int
-    items: list[Item]
 
 
 def read_set(data: Path, name: str) -> list[Item]:
@@ -178,88 +169,84 @@ def _kept(name: str, add: bool) -> dict[str, Any]:
     return dict(json.loads(path.read_text())["results"]) if add and path.exists() else {}
 
 
-def speed(data: Path, sets: Sequence[str], batches: Sequence[int], count: int, add: bool) -> None:
+def speed(
+    data: Path,
+    sets: Sequence[str],
+    batches: Sequence[int],
+    count: int,
+    seeds: Sequence[int],
+    add: bool,
+) -> None:
     """Time every method, paired by batch; write `translator.json`, `add` to what is there."""
     engine = loaded()
-    results: dict[str, Any] = {}
+    results = _kept("translator", add)
     for name in sets:
         items = read_set(data, name)
         for size in batches:
             each = max(size, count)
-            work = [
-                Batch(seed, items[first : first + size])
-                for seed in range(SEEDS)
-                for first in range(seed * each, (seed + 1) * each, size)
-            ]
             names = [n for n in METHODS if size == 1 or n != "transformers, assisted"]
             for method in names:
-                engine.run(work[0].items[:1], method)
-            runs = interleaved(
-                work, names, lambda b, m: engine.run(b.items, m), f"{name}, batch {size}"
-            )
-            results[f"{name}/{size}"] = {
-                "each": each, "methods": {n: _speed(work, runs, names, n) for n in names},
-            }  # fmt: skip
-    made = provenance(engine.model, seeds=SEEDS, cap=CAP)
+                engine.run(items[:1], method)
+            for seed in seeds:
+                work = [
+                    items[first : first + size]
+                    for first in range(seed * each, (seed + 1) * each, size)
+                ]
+                label = f"{name}, batch {size}, seed {seed}"
+                runs = interleaved(work, names, engine.run, label)
+                cell = results.setdefault(f"{name}/{size}", {"each": each, "seeds": {}})
+                cell["seeds"][str(seed)] = {n: _speed(runs, names, n) for n in names}
+    made = provenance(engine.model, cap=CAP)
     made["command"] = "python -m benchmarks.run translator --data DATA"
-    results = _kept("translator", add) | results
     save("translator", made, results, _speed_text(results))
 
 
-def _speed(
-    work: Sequence[Batch], runs: Sequence[Sequence[Run]], names: Sequence[str], name: str
-) -> dict[str, Any]:
-    """Per seed, speed-ups as geometric means over batches; then mean and spread over seeds."""
-    at = names.index(name)
-    columns: dict[str, list[float]] = {
-        k: [] for k in ("plain", "beam", "ms", "accepted", "draft_ms", "rollback")
+def _speed(runs: Sequence[Sequence[Run]], names: Sequence[str], name: str) -> dict[str, float]:
+    """Of one seed; speed-ups are geometric means over batches."""
+    ours = [row[names.index(name)] for row in runs]
+    pace = np.array([run.tokens / run.seconds for run in ours])
+    rounds = max(sum(run.rounds for run in ours), 1)
+    out = {
+        "ms": 1e3 * sum(run.seconds for run in ours) / sum(run.tokens for run in ours),
+        "accepted": sum(run.accepted for run in ours) / rounds,
+        "rollback": sum(run.rejected for run in ours) / rounds,
+        "draft_ms": 1e3 * float(np.mean([run.draft_seconds for run in ours])),
     }
-    for seed in range(SEEDS):
-        rows = [r for b, r in zip(work, runs, strict=True) if b.seed == seed]
-        ours = [r[at] for r in rows]
-        pace = np.array([r.tokens / r.seconds for r in ours])
-        for column, base in (("plain", PLAIN), ("beam", BEAM)):
-            other = [r[names.index(base)].tokens / r[names.index(base)].seconds for r in rows]
-            columns[column].append(float(np.exp(np.mean(np.log(pace / other)))))
-        columns["ms"].append(1e3 * sum(r.seconds for r in ours) / sum(r.tokens for r in ours))
-        rounds = max(sum(r.rounds for r in ours), 1)
-        columns["accepted"].append(sum(r.accepted for r in ours) / rounds)
-        columns["rollback"].append(sum(r.rejected for r in ours) / rounds)
-        columns["draft_ms"].append(1e3 * float(np.mean([r.draft_seconds for r in ours])))
-    return {
-        key: {"mean": float(np.mean(values)), "std": float(np.std(values, ddof=1))}
-        for key, values in columns.items()
-    }
+    for column, base in (("plain", PLAIN), ("beam", BEAM)):
+        other = [row[names.index(base)].tokens / row[names.index(base)].seconds for row in runs]
+        out[column] = float(np.exp(np.mean(np.log(pace / other))))
+    return out
 
 
 def _speed_text(results: dict[str, Any]) -> str:
-    def cell(value: dict[str, float], digits: int = 2) -> str:
-        return f"{value['mean']:.{digits}f} ± {value['std']:.{digits}f}"
+    def cell(values: Sequence[float]) -> str:
+        spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.2f}{spread}"
 
     parts = []
     for key in sorted(results, key=_order):
         name, size = key.split("/")
+        seeds = list(results[key]["seeds"].values())
         rows = [
             [
                 method,
                 *[
-                    cell(m[k]) if (METHODS[method] or ("none",))[0] != "none" else "–"
+                    cell([s[method][k] for s in seeds]) if drafts(method) else "–"
                     for k in ("accepted", "draft_ms", "rollback")
                 ],
-                cell(m["plain"]),
-                cell(m["beam"]),
-                cell(m["ms"]),
+                *[cell([s[method][k] for s in seeds]) for k in ("plain", "beam", "ms")],
             ]
-            for method, m in results[key]["methods"].items()
+            for method in seeds[0]
         ]
         header = ["method", "accepted a round", "draft ms a round", "rollback rate",
                   "speed over plain greedy", "over beam 5", "ms a token"]  # fmt: skip
         parts.append(
-            f"## {SETS[name]}; batch {size}\n\n{results[key]['each']} sources per seed.\n\n"
+            f"## {SETS[name]}; batch {size}\n\n"
+            f"{len(seeds)} seeds, {results[key]['each']} sources each.\n\n"
             + table(header, rows)
         )
     return (
-        f"Greedy; {SEEDS} seeds, each with its own sources; mean ± standard deviation over seeds. "
+        "Greedy; every seed has its own sources; mean ± standard deviation over seeds. "
         "Speeds are of tokens per second, encoding included, paired by batch, geometric means. "
         "Rollback rate: rounds in which a drafted token was rejected. Methods without another "
         "drafter's name draft with `block`; blockwise, `standard` and `auto, standard` write plain "
@@ -267,6 +254,12 @@ def _speed_text(results: dict[str, Any]) -> str:
         "generation has the draft of `shared`, three tokens, and runs at batch 1 only.\n\n"
         + "\n\n".join(parts)
     )
+
+
+def drafts(method: str) -> bool:
+    """Whether one of ours that drafts."""
+    how = METHODS[method]
+    return how is not None and how[0] != "none"
 
 
 def _order(key: str) -> tuple[int, int]:
@@ -313,13 +306,12 @@ def _quality_text(results: dict[str, Any]) -> str:
     for which in (s for s in SETS if s in results):
         rows = []
         for name, m in results[which]["methods"].items():
-            drafts = (METHODS[name] or ("none",))[0] != "none"
             rows.append(
                 [
                     name, f"{m['bleu']:.2f}", f"{m['relative']:.1f}", f"{100 * m['same']:.0f}",
-                    f"{m['drift']:.3f}" if drafts else "–",
-                    f"{m['accepted']:.2f}" if drafts else "–",
-                    f"{m['rollback']:.2f}" if drafts else "–",
+                    f"{m['drift']:.3f}" if drafts(name) else "–",
+                    f"{m['accepted']:.2f}" if drafts(name) else "–",
+                    f"{m['rollback']:.2f}" if drafts(name) else "–",
                 ]
             )  # fmt: skip
         header = ["method", "SacreBLEU", "relative BLEU", "same texts, %", "drift",
