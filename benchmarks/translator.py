@@ -242,8 +242,7 @@ def _speed_text(results: dict[str, Any]) -> str:
                   "speed over plain greedy", "over beam 5", "ms a token"]  # fmt: skip
         parts.append(
             f"## {SETS[name]}; batch {size}\n\n"
-            f"{len(seeds)} seeds, {results[key]['each']} sources each.\n\n"
-            + table(header, rows)
+            f"{len(seeds)} seeds, {results[key]['each']} sources each.\n\n" + table(header, rows)
         )
     return (
         "Greedy; every seed has its own sources; mean ± standard deviation over seeds. "
