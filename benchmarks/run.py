@@ -25,6 +25,7 @@ from benchmarks import (
     speedup,
     starting_lengths,
     sweep,
+    translator,
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -219,6 +220,37 @@ def _ears(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", device: 
 def _ears_accuracy(problems: int = 250, dtype: Dtype = "float32", device: Device = "cpu"):
     """EARS over tolerance and temperature: accuracy and drift."""
     ears.accuracy(forerun.load(dtype=dtype, device=device), problems)
+
+
+Data = Annotated[Path, typer.Option(help="Folder with tatoeba/ and multi30k/.")]
+Sets = Annotated[str, typer.Option(help="Test sets: sentences, texts, multi30k.")]
+Add = Annotated[bool, typer.Option("--add", help="Keep what else is in the results.")]
+
+
+@app.command("translator")
+def _translator(
+    data: Data,
+    sets: Sets = "sentences,texts,multi30k",
+    batches: str = "1,16",
+    prompts: int = 5,
+    seeds: str = "0,1,2",
+    add: Add = False,
+):
+    """The shipped translator: beam search, greedy, SpecDec, CM-ASD, its ablations, `auto`: speed.
+
+    Of every seed `prompts` sources one by one, and a batch of each other size.
+    """
+    sizes = [int(size) for size in batches.split(",")]
+    drawn = [int(seed) for seed in seeds.split(",")]
+    translator.speed(data, sets.split(","), sizes, prompts, drawn, add)
+
+
+@app.command("translator-quality")
+def _translator_quality(
+    data: Data, sets: Sets = "sentences,texts,multi30k", prompts: int = 1000, add: Add = False
+):
+    """The same methods: SacreBLEU, relative BLEU, drift."""
+    translator.quality(data, sets.split(","), prompts, add)
 
 
 @app.command("serve-load")

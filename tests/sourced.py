@@ -12,7 +12,7 @@ import transformers as hf
 
 from forerun.runtime.base import Pieces, Rows
 from forerun.zoo.export import export_model
-from forerun.zoo.translator import MarianArchitecture, train_tokenizer, wrap
+from forerun.zoo.marian import MarianArchitecture, train_tokenizer, wrap
 from tiny import LIMIT, VOCAB
 from tiny import build as build_decoder
 

@@ -32,7 +32,7 @@ from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
-from forerun.runtime.grafts import ABOUT, read_about
+from forerun.runtime.grafts import ABOUT, kept, read_about
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runtime
 from forerun.settings import Settings, resolve
@@ -273,10 +273,10 @@ def load(
     """Load a target and who runs ahead of it.
 
     Args:
-        target: a folder or Hugging Face id; None loads the pair that ships with forerun.
+        target: a folder or Hugging Face id; None loads the pair that ships with forerun,
+            "translator" the encoder-decoder model that does.
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
-            ``"none"``). None uses that of `settings`, or else the shipped draft for the shipped
-            target, `lookup` otherwise.
+            ``"none"``). None uses that of `settings`, or else what `default_draft` says.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
         runtime: what runs the models: "torch", "openvino", "compiled", a spec like
@@ -284,7 +284,7 @@ def load(
             read the target from within, like `specbound`); see docs/runtimes.md.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16". None is "auto", but float32
-            for the shipped pair on a CPU: there it is faster, and speculative output is exactly
+            for what ships on a CPU: there it is faster, and speculative output is exactly
             plain output.
         trust_remote_code: run modelling code that comes with the checkpoint.
         prefix_cache: bytes, or text like "512MB", that copies of read texts may take: what begins
@@ -304,15 +304,15 @@ def load(
     if deprecated:
         raise TypeError(f"load has no argument {min(deprecated)!r}")
     chosen = _chosen(target, settings)
-    spec = drafter_spec(draft or chosen.draft or (zoo.DRAFT if target is None else "lookup"))
+    spec = drafter_spec(draft or chosen.draft or default_draft(target))
     # Graphs for early exits are made anew at every start: only for those who ask.
     default = "torch" if spec.on_torch else default_runtime()
     runs = RUNTIMES.make(runtime or default)
     if isinstance(spec, ModelDraft):
         trusted = spec.trust_remote_code or trust_remote_code
         spec = replace(spec, trust_remote_code=trusted, runtime=runs)
-    where = zoo.TARGET if target is None else target
-    if target is None and dtype is None and resolve_device(device).type == "cpu":
+    where = zoo.locate(target)
+    if zoo.is_shipped(target) and dtype is None and resolve_device(device).type == "cpu":
         dtype = torch.float32
     rows = runs.load(Source(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
@@ -335,6 +335,18 @@ def _chosen(target: str | Path | None, settings: str | Path | Settings | None) -
         return resolve(settings)
     except OSError as error:
         raise SettingError(f"cannot read the settings {str(settings)!r}: {error}") from error
+
+
+def default_draft(target: str | Path | None) -> str | Path:
+    """Who drafts for a target where nobody says.
+
+    The shipped draft for the shipped target, a draft decoder in the target's own folder (`shared`
+    before `block`), else `lookup`.
+    """
+    if target is None:
+        return zoo.DRAFT
+    where = zoo.locate(target)
+    return next((kind for kind in ("shared", "block") if kept(where, kind)), "lookup")
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

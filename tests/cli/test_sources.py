@@ -100,3 +100,28 @@ def test_early_exits_are_refused(forerun, folders, tmp_path):
                       "-o", str(tmp_path / "s.json"))  # fmt: skip
     assert refused.code == 1
     assert "marian models have no layer-by-layer access" in refused.error
+
+
+def test_the_shipped_translator_needs_no_more_than_its_name(forerun, tmp_path):
+    """Prompts, draft and precision come with it, at every door."""
+    made = forerun("generate", "--target", "translator", "I like apples.", "--device", "cpu")
+    assert made.code == 0, made.err
+    assert made.out.startswith("Ich ")
+    assert len(made.err.splitlines()) == 1  # the summary alone
+    few = ["--target", "translator", "--device", "cpu", "--limit", "2", "--max-new-tokens", "8"]
+    done = forerun("audit", *few)
+    assert done.code == 0, done.err
+    trace = str(tmp_path / "t.parquet")
+    done = forerun("record", *few, "--prompts", "builtin:sources", "-o", trace)
+    assert done.code == 0, done.err
+    done = forerun("replay", trace, "--costs", "c=4,slope=0.1", "--controller", "fixed(2)")
+    assert done.code == 0, done.err
+    done = forerun("bench", "--target", "translator", "--draft", "block", "--device", "cpu",
+                   "--prompts", "2", "--max-new-tokens", "8", "--controllers", "fixed(2)",
+                   "-o", str(tmp_path / "bench"))  # fmt: skip
+    assert done.code == 0, done.err
+    results = json.loads((tmp_path / "bench" / "results.json").read_text())
+    assert '"sources"' in json.dumps(results)
+    assert "translator" in forerun("list", "models").out
+    refused = forerun("generate", "--target", "./translator", "Hi")
+    assert "no model folder at './translator'" in refused.error

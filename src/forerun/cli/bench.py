@@ -166,7 +166,7 @@ def bench(
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = read_sizes(batch)
-    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens)
+    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens, target)
     pythons = read_pythons(peer_python or [])
 
     from forerun.lab.bench.methods import groups

@@ -45,7 +45,7 @@ def build_datastore(
     from forerun.runtime import load_tokenizer
 
     with status("reading texts"):
-        tokenizer = load_tokenizer(target or zoo.TARGET, trust_remote_code)
+        tokenizer = load_tokenizer(zoo.locate(target), trust_remote_code)
         if tokenizer is None:
             raise ModelError(f"{target} has no tokenizer")
         kept, left = [], tokens

@@ -29,7 +29,8 @@ def generate(
         str | None,
         option(
             "ID_OR_PATH",
-            "The model to speed up: a folder or a Hugging Face id. Default: the shipped one.",
+            "The model to speed up: a folder, a Hugging Face id, or translator (English to "
+            "German), which ships. Default: the shipped one.",
             panel=MODELS,
         ),
     ] = None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -75,6 +76,8 @@ def _models() -> Table:
     )
     table.add_row(Text("(shipped target)", "bold"), Text(_shipped(zoo.TARGET)))
     table.add_row(Text("(shipped draft)", "bold"), Text(_shipped(zoo.DRAFT)))
+    for name, folder in zoo.NAMES.items():
+        table.add_row(Text(name, "bold"), Text(_shipped_with_encoder(name, folder)))
     for kind in sorted(PROVEN):
         table.add_row(Text(kind, "bold"), Text("architecture tested row by row"))
     for kind in sorted(PROVEN_ENCODER_DECODER):
@@ -82,14 +85,30 @@ def _models() -> Table:
     return table
 
 
-def _shipped(folder: object) -> str:
+def _config(folder: Path) -> dict[str, Any] | None:
     import json
-    from pathlib import Path
 
-    path = Path(str(folder)) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
+        return None
+    return found
+
+
+def _shipped_with_encoder(name: str, folder: Path) -> str:
+    config = _config(folder)
+    if config is None:
+        return "not in this copy"
+    return (
+        f"{config['model_type']}, {config['encoder_layers']} + {config['decoder_layers']} layers, "
+        f"width {config['d_model']}, vocabulary {config['vocab_size']}; ships, English to German: "
+        f"--target {name}"
+    )
+
+
+def _shipped(folder: Path) -> str:
+    config = _config(folder)
+    if config is None:
         return "not in this copy"
     return (
         f"{config['model_type']}, {config['num_hidden_layers']} layers, hidden "

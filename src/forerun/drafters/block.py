@@ -13,7 +13,7 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import require
 from forerun.runtime.base import CHUNK, Rows
-from forerun.runtime.grafts import graft_rows, load_graft, model_of
+from forerun.runtime.grafts import draft_folder, graft_rows, load_graft, model_of
 
 
 class BlockDrafter(Drafter):
@@ -136,7 +136,8 @@ class BlockDraft(DrafterSpec):
     long drafts agree less than those of `shared`.
 
     Args:
-        path: a folder of `forerun train-draft --kind block`, trained for this target.
+        path: a folder of `forerun train-draft --kind block`, trained for this target. None:
+            the folder `block` in the target's own, as the shipped translator has it.
         width: tokens proposed at most, ≥ 1; None: as many as it was trained for.
 
     Reference: Xia et al. 2023, Speculative Decoding: Exploiting Speculative Execution for
@@ -149,16 +150,19 @@ class BlockDraft(DrafterSpec):
     summary: ClassVar[str] = "a shallow decoder proposes a block in one pass; made by train-draft"
     paper: ClassVar[str] = "Xia et al. 2023 (SpecDec); CM-ASD"
 
-    path: str
+    path: str | None = None
     width: int | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "block path", self.path, "a folder of forerun train-draft")
+        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
+        require(good, "block path", self.path, "a folder of forerun train-draft")
         if self.width is not None:
             whole("block width", self.width, 1)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""
-        made, about = load_graft(model_of(target, "block"), self.path, "block")
+        made, about = load_graft(
+            model_of(target, "block"), draft_folder(target, "block", self.path), "block"
+        )
         width = about.width if self.width is None else min(self.width, about.width)
         return BlockDrafter(graft_rows(target, made), target.vocab_size, width)

@@ -9,7 +9,7 @@ from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import require
 from forerun.runtime.base import Rows
-from forerun.runtime.grafts import graft_rows, load_graft, model_of
+from forerun.runtime.grafts import draft_folder, graft_rows, load_graft, model_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class SharedDraft(DrafterSpec):
     share of the decoder's layers and one whole projection to the vocabulary.
 
     Args:
-        path: a folder of `forerun train-draft --kind shared`, trained for this target.
+        path: a folder of `forerun train-draft --kind shared`, trained for this target. None:
+            the folder `shared` in the target's own, as the shipped translator has it.
 
     Reference: after the shared encoders of distil-Whisper (Gandhi et al. 2023) and the reduced
     decoder of CM-ASD's drafter.
@@ -33,12 +34,15 @@ class SharedDraft(DrafterSpec):
     summary: ClassVar[str] = "a shallow decoder on the target's encoder drafts; made by train-draft"
     paper: ClassVar[str] = "CM-ASD; Gandhi et al. 2023 (distil-Whisper)"
 
-    path: str
+    path: str | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "shared path", self.path, "a folder of forerun train-draft")
+        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
+        require(good, "shared path", self.path, "a folder of forerun train-draft")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""
-        made, _ = load_graft(model_of(target, "shared"), self.path, "shared")
+        made, _ = load_graft(
+            model_of(target, "shared"), draft_folder(target, "shared", self.path), "shared"
+        )
         return ModelDrafter(graft_rows(target, made), target.vocab_size)

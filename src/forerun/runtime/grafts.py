@@ -182,6 +182,31 @@ def read_about(folder: str | Path, kind: str | None = None) -> About:
     return about
 
 
+def kept(target: str | Path, kind: str) -> str | None:
+    """The draft decoder that comes with a target: the folder of that kind in its own, if any."""
+    folder = Path(target, kind) if str(target) else None
+    try:
+        return str(folder) if folder is not None and (folder / ABOUT).is_file() else None
+    except (OSError, ValueError):  # no name of a file
+        return None
+
+
+def draft_folder(target: Rows, kind: str, path: str | None) -> str:
+    """The folder named, or the one that comes with the target.
+
+    Raises:
+        SettingError: neither is there.
+    """
+    model_of(target, kind)  # has an encoder
+    folder = path or kept(target.facts.name, kind)
+    if folder is None:
+        raise SettingError(
+            f"drafter {kind} needs a draft decoder, and none comes with this target; make one with "
+            f"forerun train-draft, and name its folder: {kind}(path='FOLDER')"
+        )
+    return folder
+
+
 def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
     """The graft of a folder, on its target.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -140,7 +141,10 @@ def _exportable(source: Source) -> bool:
     """Whether a model is on this machine and its export fits into the free memory."""
     from forerun.runtime.openvino.load import files
 
-    size = sum(path.stat().st_size for path in files(source.name))
+    here = files(source.name)
+    if here and _encodes(here[0]):
+        return False
+    size = sum(path.stat().st_size for path in here)
     free = _free_memory()
     if size and free is not None and EXPORT_BYTES * size > free:
         line = f"an export needs up to {EXPORT_BYTES * size >> 20:,} MiB, {free >> 20:,} are free"
@@ -149,6 +153,15 @@ def _exportable(source: Source) -> bool:
         )
         return False
     return size > 0
+
+
+def _encodes(config: Path) -> bool:
+    """Whether a config.json says that there is an encoder, which no graph has: not worth a line."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and bool(found.get("is_encoder_decoder"))
 
 
 def _free_memory() -> int | None:

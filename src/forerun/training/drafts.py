@@ -31,6 +31,8 @@ from forerun.runtime.support import decoder_limit
 
 CHECKPOINT = "training.pt"
 LOG = "log.jsonl"
+WINDOWS = 16
+"""Batches' worth of texts that a batch of alike lengths is chosen from."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ class Training(ABC, Generic[T]):
     def _learn(self, texts: Sequence[T], rng: random.Random) -> tuple[torch.Tensor, int]:
         """The loss on some texts, and how many tokens that is of."""
 
+    def _drawn(self, texts: Sequence[T], rng: random.Random) -> list[T]:
+        """The texts of a step."""
+        return rng.sample(list(texts), min(self.settings.batch, len(texts)))
+
     @abstractmethod
     def agreement(self, texts: Sequence[T]) -> dict[str, Any]:
         """How often the draft's most likely token is the target's, over held-out texts: "top1"."""
@@ -147,9 +153,9 @@ class Training(ABC, Generic[T]):
         while self.step < self.settings.steps:
             began = time.perf_counter()
             rng = random.Random(f"{self.settings.seed}/{self.step}")
-            some = rng.sample(list(texts), min(self.settings.batch, len(texts)))
+            batch = self._drawn(texts, rng)
             torch.manual_seed(rng.getrandbits(32))  # of dropout
-            loss, count = self._learn(some, rng)
+            loss, count = self._learn(batch, rng)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.own.values(), 1.0)
             self.optimizer.param_groups[0]["lr"] = self.settings.lr * self._rate()
@@ -240,6 +246,14 @@ class Trainer(Training[Text]):
         decoder = self.draft.get_decoder()
         self._placement = placement_of(decoder, decoder_limit(model.config))
         self._vocab = target.vocab_size
+
+    def _drawn(self, texts: Sequence[Text], rng: random.Random) -> list[Text]:
+        """Of alike lengths: padding would take most of a step."""
+        batch = self.settings.batch
+        drawn = rng.sample(list(texts), min(WINDOWS * batch, len(texts)))
+        drawn.sort(key=lambda text: len(text.output) + len(text.source))
+        first = rng.randrange(max(1, len(drawn) - batch + 1))
+        return drawn[first : first + batch]
 
     def _learn(self, texts: Sequence[Text], rng: random.Random) -> tuple[torch.Tensor, int]:
         self.draft.get_decoder().train()  # all else is the target's

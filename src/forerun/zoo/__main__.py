@@ -86,20 +86,36 @@ def translator(
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
 ) -> None:
     """Train the encoder-decoder translator; stop and resume it, and end it with --decay."""
-    from forerun.zoo.translator import train as run
+    from forerun.zoo.marian import train as run
 
     with _errors():
         run(data, out, steps=steps, decay=decay, seed=seed, resume=resume)
 
 
 @app.command()
-def bleu(
-    model: Annotated[Path, typer.Argument(help="Folder of an exported translator.")],
+def pairs(
     data: Data,
+    out: Annotated[Path, typer.Option(help="The file.")] = Path("pairs.tsv"),
+    limit: Annotated[int, typer.Option(help="Texts.")] = 20000,
+    seed: Annotated[int, typer.Option(help="Decides which, and how they are joined.")] = 0,
+) -> None:
+    """Write texts of the translator's training, for forerun train-draft."""
+    from forerun.zoo.marian import write_pairs
+
+    with _errors():
+        print(f"written: {write_pairs(data, out, limit, seed):,} texts to {out}")
+
+
+@app.command()
+def bleu(
+    data: Data,
+    model: Annotated[
+        str, typer.Argument(help="Folder of an exported translator; default: the one that ships.")
+    ] = "translator",
     limit: Annotated[int, typer.Option(help="Test sentences.")] = 300,
 ) -> None:
     """Measure a translator's SacreBLEU on held-out sentences and short texts; needs sacrebleu."""
-    from forerun.zoo.translator import evaluate as measure
+    from forerun.zoo.marian import evaluate as measure
 
     with _errors():
         print(json.dumps(measure(model, data, limit)))

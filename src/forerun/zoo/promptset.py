@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _HERE = Path(__file__).parent
 TARGET = _HERE / "target"
 DRAFT = _HERE / "draft"
 EXITS = TARGET / "exits"
+TRANSLATOR = _HERE / "translator"
+"""English to German, with an encoder; its drafts are in the folders `shared` and `block` of it."""
+NAMES = {"translator": TRANSLATOR}
+"""What ships besides the pair, by the names that `load` and ``--target`` take."""
 FOLDER = _HERE / "prompts"
 PENALTY = {"stories": 1.2}
 """The repetition penalty that a family's prompts are decoded with; 1 for those not named.
@@ -32,6 +36,22 @@ class Prompt:
     references: tuple[str, ...] = ()
     """All reference translations, where there are several; without the leading space."""
     level: str | None = None
+
+
+def locate(target: str | Path | None) -> str | Path:
+    """Where a target is: the pair's for None, what ships for its name, else as given.
+
+    >>> locate("translator").name, locate("./translator"), locate("org/model")
+    ('translator', './translator', 'org/model')
+    """
+    if target is None:
+        return TARGET
+    return NAMES.get(target, target) if isinstance(target, str) else target
+
+
+def is_shipped(target: str | Path | None) -> bool:
+    """Whether `locate` finds it among the models that ship."""
+    return locate(target) in (TARGET, DRAFT, *NAMES.values())
 
 
 def families() -> tuple[str, ...]:
@@ -60,6 +80,24 @@ def prompts(family: str, split: str = "test", limit: int | None = None) -> list[
             record["references"] = tuple(record.get("references", ()))
             chosen.append(Prompt(**record))
     return chosen if limit is None else chosen[:limit]
+
+
+def sources(split: str = "test", limit: int | None = None) -> list[Prompt]:
+    """The English sentences of the translation prompts alone, for a model with an encoder.
+
+    >>> sources("val", 1)[0].prompt
+    'I cleaned the house.'
+    """
+    return [
+        replace(
+            p,
+            family="sources",
+            prompt=p.prompt.removeprefix("English: ").removesuffix("\nGerman:"),
+            answer=p.answer.lstrip(),
+            max_new_tokens=64,
+        )
+        for p in prompts("translation", split, limit)
+    ]
 
 
 def card() -> str:

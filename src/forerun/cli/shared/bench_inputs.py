@@ -51,14 +51,21 @@ def read_pythons(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def bench_prompts(
-    families: str, prompt_file: str | None, split: str, limit: int, cap: int
+    families: str,
+    prompt_file: str | None,
+    split: str,
+    limit: int,
+    cap: int,
+    target: str | None = None,
 ) -> list[PromptRequest]:
     """The prompts, checked before a model is loaded."""
-    from forerun.cli.shared.prompts import find_prompts
+    from forerun.cli.shared.prompts import SOURCES, find_prompts
+    from forerun.zoo import NAMES
     from forerun.zoo import families as shipped
 
     own = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
-    present = list(shipped()) if own is None else list(dict.fromkeys(f.family for f in own))
+    builtin = [SOURCES] if target in NAMES else list(shipped())
+    present = builtin if own is None else list(dict.fromkeys(f.family for f in own))
     names = present if families.strip() == "all" else split_names(families, ",")
     require(len(names) > 0, "families", families, "names with commas between, or all")
     for name in names:
@@ -143,9 +150,10 @@ def their_methods(
     methods: list[Method] = []
     skipped = []
     small = draft or (str(zoo.DRAFT) if target is None else None)
+    where = str(zoo.locate(target))
     small = small if isinstance(job.model.drafter, ModelDrafter) else None
     for spec in compared.peers:
-        for peer, most in make(spec, job.model, target or str(zoo.TARGET), small, compared.pythons):
+        for peer, most in make(spec, job.model, where, small, compared.pythons):
             if isinstance(peer, Remote):
                 stack.callback(peer.close)
             if compared.temperature > 0:

@@ -46,14 +46,19 @@ def limit(more: str = "") -> Any:
 
 Target = Annotated[
     str | None,
-    option("ID_OR_PATH", "A folder or a Hugging Face id. Default: the shipped one.", panel=MODELS),
+    option(
+        "ID_OR_PATH",
+        "A folder, a Hugging Face id, or translator, which ships. Default: the shipped one.",
+        panel=MODELS,
+    ),
 ]
 Draft = Annotated[
     str | None,
     option(
         "ID_OR_PATH|SPEC",
         "Who runs ahead: a smaller model, or a drafter like lookup(n=3) or none. Default: the "
-        "shipped draft for the shipped target, lookup for others.",
+        "shipped draft for the shipped target, shared or block where the target's folder has one, "
+        "else lookup.",
         panel=MODELS,
     ),
 ]

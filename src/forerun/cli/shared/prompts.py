@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BUILTIN, ALL = "builtin", "all"
 """Names of the shipped prompts, and of all their families."""
+SOURCES = "sources"
+"""The family of shipped prompts for models with an encoder."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,11 @@ def is_shipped(text: str) -> bool:
 
 
 def prompt_source(text: str | None, target: str | None, option: str = "--prompts") -> str:
-    """The source named, or for the shipped target all shipped prompts."""
+    """The source named, or for what ships the shipped prompts that it takes."""
+    from forerun.zoo import NAMES
+
+    if text is None and target in NAMES:
+        return f"{BUILTIN}:{SOURCES}"
     if text is None and target is not None:
         raise SettingError(
             f"no prompts; give {option} FILE with prompts of your task, or {option} {BUILTIN}:{ALL}"
@@ -114,6 +120,7 @@ def find_prompts(
     Args:
         text: a file as for `generate --prompt-file` (``-`` reads stdin), ``builtin:FAMILY``, or
             ``builtin:all`` or ``builtin``. Of all families the prompts come in turns.
+            ``builtin:sources`` is English sentences, for models with an encoder.
         split: of the shipped prompts, ``"val"`` or ``"test"``.
         limit: only the first so many of each family; None takes all.
         cap: most new tokens of a prompt that asks for more or for no number. None takes the
@@ -233,12 +240,16 @@ def _shipped(
     family: str, split: str, limit: int | None, cap: int | None, penalised: bool
 ) -> list[PromptRequest]:
     from forerun.cli.shared.inputs import Request
-    from forerun.zoo import PENALTY, families, prompts
+    from forerun.zoo import PENALTY, families, prompts, sources
 
-    if family not in (ALL, *families()):
-        raise UnknownNameError.among("family of shipped prompts", family, (ALL, *families()))
+    known = (ALL, *families(), SOURCES)
+    if family not in known:
+        raise UnknownNameError.among("family of shipped prompts", family, known)
     every = families() if family == ALL else (family,)
-    chosen = [prompts(name, split, limit) for name in every]
+    if family == SOURCES:
+        chosen = [sources(split, limit)]
+    else:
+        chosen = [prompts(name, split, limit) for name in every]
     mixed = [p for p in chain(*zip_longest(*chosen)) if p is not None]
     if not mixed:
         raise PromptError("the shipped prompts are not in this copy; give a file")
@@ -247,7 +258,9 @@ def _shipped(
         settings = {"max_new_tokens": min(cap or p.max_new_tokens, p.max_new_tokens)}
         penalty = {"repetition_penalty": PENALTY[p.family]} if p.family in PENALTY else {}
         own = {**settings, **(penalty if penalised else {})}
-        requested.append(PromptRequest(p.family, p.id, Request(p.prompt, own, p.id)))
+        requested.append(
+            PromptRequest(p.family, p.id, Request(p.prompt, own, p.id, source=family == SOURCES))
+        )
     return requested
 
 

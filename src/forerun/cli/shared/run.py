@@ -119,7 +119,7 @@ class Plan:
 
         with status(f"loading {self.target or 'the models that ship'}"), _quiet():
             chosen, length, keep = self._check()
-            reader = Reader.open(self.target or zoo.TARGET, self.trust_remote_code)
+            reader = Reader.open(zoo.locate(self.target), self.trust_remote_code)
             early = None if reader is None else (prepare(reader),)
             job = self._load(chosen.drafter, length, keep)
         return job, early[0] if early else prepare(Reader.of(job.model))
@@ -146,7 +146,7 @@ class Plan:
 
     def _load(self, draft: str | None, length: LengthController, keep: AcceptanceRule) -> Job:
         from forerun.controllers import CONTROLLERS
-        from forerun.model import load
+        from forerun.model import default_draft, load
         from forerun.rules import RULES
 
         model = load(
@@ -158,7 +158,7 @@ class Plan:
             trust_remote_code=self.trust_remote_code,
         )
         model.opening = model.open(self.language, self.decoder_prompt)
-        default = "shipped" if self.target is None else "lookup"
+        default = "shipped" if self.target is None else str(default_draft(self.target))
         about = {
             "target": self.target or "shipped",
             "draft": draft or default,
@@ -176,12 +176,14 @@ class Plan:
 def require_draft_model(target: str | None, draft: str | None, doing: str) -> None:
     """Refuse a drafter that is no model before anything is loaded."""
     from forerun.drafters.model import ModelDraft
-    from forerun.model import drafter_spec
+    from forerun.drafters.shared import SharedDraft
+    from forerun.model import default_draft, drafter_spec
 
+    good = isinstance(drafter_spec(draft or default_draft(target)), (ModelDraft, SharedDraft))
     if draft is None:
-        if target is not None:
+        if not good:
             raise SettingError(f"{doing} needs a draft model; give --draft ID_OR_PATH")
-    elif not isinstance(drafter_spec(draft), ModelDraft):
+    elif not good:
         raise SettingError(
             f"{doing} needs a draft model, and --draft {draft} is none; give a folder or a "
             "Hugging Face id"

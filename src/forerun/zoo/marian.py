@@ -291,11 +291,36 @@ def train(
     return run
 
 
-def evaluate(folder: Path, data: Path, count: int = 300) -> dict[str, Any]:
+def write_pairs(data: Path, out: Path, count: int, seed: int = 0) -> int:
+    """Writes texts as the translator trains on them, for ``forerun train-draft``.
+
+    Args:
+        data: the data folder.
+        out: the file: lines SOURCE TAB TRANSLATION.
+        count: most texts.
+        seed: decides which and how they are joined.
+
+    Returns:
+        How many were written.
+    """
+    pairs = read_pairs(data / "tatoeba" / "train.tsv.gz")
+    flat = [(english, german) for english, several in pairs for german in several]
+    rng, recipe = random.Random(seed), TranslatorRecipe()
+    lines: list[str] = []
+    rng.shuffle(flat)
+    while flat and len(lines) < count:
+        many = 1 if rng.random() >= recipe.joined else rng.randint(2, recipe.most)
+        some = [flat.pop() for _ in range(min(many, len(flat)))]
+        lines.append("\t".join(" ".join(pair[side] for pair in some) for side in (0, 1)))
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return len(lines)
+
+
+def evaluate(folder: str | Path, data: Path, count: int = 300) -> dict[str, Any]:
     """SacreBLEU of greedy translations, of test sentences alone and of joined short texts.
 
     Args:
-        folder: an exported translator.
+        folder: an exported translator, or the name of the one that ships.
         data: the data folder.
         count: sentences; as many in twos to sixes make up the texts.
 

@@ -9,8 +9,7 @@ import random
 import pytest
 import torch
 
-from forerun.zoo.runs import CHECKPOINT, Run
-from forerun.zoo.translator import (
+from forerun.zoo.marian import (
     EOS,
     MarianArchitecture,
     Texts,
@@ -18,7 +17,9 @@ from forerun.zoo.translator import (
     recipe_of,
     train,
     train_tokenizer,
+    write_pairs,
 )
+from forerun.zoo.runs import CHECKPOINT, Run
 from sourced import TEXTS
 
 TINY = TranslatorRecipe(
@@ -78,3 +79,12 @@ def test_a_run_goes_on_and_ends_in_a_model(data, tmp_path):
     for name, value in run.model.state_dict().items():
         saved = model.target.executor.module().state_dict()[name]
         torch.testing.assert_close(saved.float(), value.bfloat16().float())
+
+
+def test_pairs_for_drafts_are_those_of_the_training(data, tmp_path):
+    count = write_pairs(data, tmp_path / "pairs.tsv", 999, seed=3)
+    lines = [line.split("\t") for line in (tmp_path / "pairs.tsv").read_text().splitlines()]
+    assert 1 < len(lines) == count < len(TEXTS)
+    words = sorted(word for source, _ in lines for word in source.split())
+    assert words == sorted(word for text in TEXTS for word in text.split())
+    assert write_pairs(data, tmp_path / "few.tsv", 2) == 2

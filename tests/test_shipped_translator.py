@@ -1,0 +1,162 @@
+"""The shipped translator: speculation equals plain decoding equals transformers, in float32.
+
+Where two texts part, both logits are recomputed; anything but a floating-point near-tie fails.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun import zoo
+from forerun.errors import SettingError
+from forerun.lab.audit import explain, first_difference
+from forerun.lab.bench.peers import TransformersPlain
+from forerun.model import default_draft
+
+DRAFTERS = ["shared", "block", "lookup"]
+SPECS = ["fixed(4)", "cm-asd", "cm-asd(two_pass=true)", "auto"]
+TOKENS = 64
+
+
+@cache
+def loaded(draft: str) -> forerun.Model:
+    return forerun.load("translator", draft, device="cpu")
+
+
+def sources(count: int) -> list[str]:
+    """Held-out English sentences, the later half of them in pairs."""
+    found = [
+        p.prompt.removeprefix("English: ").removesuffix("\nGerman:")
+        for split in ("test", "val")
+        for p in zoo.prompts("translation", split)
+    ]
+    half = count // 2
+    pairs = [f"{a} {b}" for a, b in zip(found, [*found[100:], *found[:100]], strict=True)]
+    out = [*found[:half], *pairs[: count - half]]
+    assert len(out) == len(set(out)) == count
+    return out
+
+
+@cache
+def plain(count: int, batch: int) -> list[Any]:
+    return loaded("none").generate(
+        sources(count), plain=True, batch_size=batch, max_new_tokens=TOKENS
+    )
+
+
+@cache
+def theirs(count: int, batch: int) -> list[list[int]]:
+    """What transformers' own `generate` writes."""
+    model = loaded("none")
+    peer, ids = TransformersPlain(model), [model.encode(text) for text in sources(count)]
+    made = [peer.generate(ids[i : i + batch], TOKENS) for i in range(0, count, batch)]
+    return [row for done in made for row in done.tokens]
+
+
+def ties(count: int, found: list[list[int]], wanted: list[list[int]]) -> int:
+    """Fails on a difference that is no near-tie; how many near-ties there were."""
+    model, number = loaded("none"), 0
+    for text, a, b in zip(sources(count), wanted, found, strict=True):
+        if first_difference(a, b) is not None:
+            why = explain(model, model.encode(text), a, b, rows=16)
+            assert why.near_tie, f"{text!r}: {why.message}"
+            number += 1
+    return number
+
+
+def check(count: int, batch: int, drafter: str, spec: str) -> None:
+    made = loaded(drafter).generate(
+        sources(count), controller=spec, batch_size=batch, max_new_tokens=TOKENS
+    )
+    assert sum(c.stats.accepted for c in made) > 0
+    found = [c.tokens for c in made]
+    assert ties(count, found, [c.tokens for c in plain(count, batch)]) <= count // 100
+    assert ties(count, found, theirs(count, batch)) <= count // 100
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("drafter", ["shared", "block"])
+def test_greedy_speculation_is_plain_decoding_is_generate(drafter: str, spec: str) -> None:
+    check(24, 8, drafter, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("batch", [1, 16])
+def test_so_it_is_on_500_sources(drafter: str, spec: str, batch: int) -> None:
+    check(500, batch, drafter, spec)
+
+
+def test_its_drafts_come_with_it() -> None:
+    assert default_draft("translator") == "shared"
+    assert default_draft(zoo.TRANSLATOR) == "shared"
+    assert default_draft("./translator") == default_draft("org/model") == "lookup"
+    assert default_draft(None) == zoo.DRAFT
+    model = forerun.load("translator", device="cpu")
+    assert model.target.facts.precision == "float32"
+    assert (
+        model.generate("I like apples.").tokens == loaded("none").generate("I like apples.").tokens
+    )
+    with pytest.raises(SettingError, match="this target has none"):
+        forerun.load(draft="block", device="cpu", runtime="torch")
+
+
+def test_what_ships_stays_small() -> None:
+    sizes = [
+        file.stat().st_size
+        for folder in (zoo.TARGET, zoo.DRAFT, zoo.TRANSLATOR)
+        for file in folder.rglob("*")
+        if file.is_file()
+    ]
+    assert sum(sizes) < 76e6
+
+
+def test_it_translates() -> None:
+    import sacrebleu
+
+    prompts = zoo.prompts("translation", "val", 60)
+    texts = [p.prompt.removeprefix("English: ").removesuffix("\nGerman:") for p in prompts]
+    done = loaded("shared").generate(texts, max_new_tokens=TOKENS)
+    most = max(len(p.references) for p in prompts)
+    references = [[(*p.references, *[None] * most)[i] for p in prompts] for i in range(most)]
+    assert sacrebleu.corpus_bleu([c.text for c in done], references).score > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["shared", "block"])
+def test_sampled_texts_have_the_translators_distribution(drafter: str) -> None:
+    """χ² of the first two tokens of 2,000 texts against the model's own probabilities."""
+    import torch
+
+    top, count = 3, 2000
+    model = loaded("none")
+    hf: Any = model.target.executor.module()
+    source = torch.tensor([model.encode("He was very tired when he came home.")])
+    start = list(model.opening.prompt)
+
+    @torch.inference_mode()
+    def following(text: list[int]) -> dict[int, float]:
+        logits = hf(input_ids=source, decoder_input_ids=torch.tensor([start + text])).logits[0, -1]
+        logits[sorted(getattr(model.target.executor, "banned", ()))] = -torch.inf
+        best = logits.double().topk(top)
+        shares = best.values.softmax(-1)
+        return dict(zip(best.indices.tolist(), shares.tolist(), strict=True))
+
+    wanted = {
+        (a, b): p * q for a, p in following([]).items() for b, q in following([a]).items()
+    }  # fmt: skip
+    how = [
+        forerun.Sampling(1.0, top_k=top, max_new_tokens=2, ignore_eos=True, seed=i)
+        for i in range(count)
+    ]
+    ids = [source[0].tolist()] * count
+    made = loaded(drafter).generate(ids, batch_size=100, controller="fixed(2)", sampling=how)
+    seen = [tuple(c.tokens) for c in made]
+    assert set(seen) <= set(wanted)
+    chi = sum((seen.count(text) - count * p) ** 2 / (count * p) for text, p in wanted.items())
+    assert chi < 26.1  # 8 degrees of freedom, 0.001
