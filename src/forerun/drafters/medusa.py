@@ -60,16 +60,16 @@ class MedusaDrafter(Drafter):
         """`(rows, V)` logits of a head; −inf for what it cannot say, nothing in other rows."""
         began = time.perf_counter()
         where = list(states)
-        some = self._heads.logits(head, torch.stack(list(states.values())))
+        logits = self._heads.logits(head, torch.stack(list(states.values())))
         tokens, vocab = self._heads.tokens, self._states.facts.vocab_size
         if tokens is None and len(where) == rows:
-            out = some
+            out = logits
         elif tokens is None:
-            out = some.new_zeros(rows, vocab)
-            out[where] = some
+            out = logits.new_zeros(rows, vocab)
+            out[where] = logits
         else:
-            out = some.new_full((rows, vocab), -torch.inf)
-            out[torch.tensor(where, device=some.device).unsqueeze(1), tokens] = some
+            out = logits.new_full((rows, vocab), -torch.inf)
+            out[torch.tensor(where, device=logits.device).unsqueeze(1), tokens] = logits
         self.seconds += time.perf_counter() - began
         return out
 
