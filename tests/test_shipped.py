@@ -265,3 +265,14 @@ def test_transformers_agrees_with_plain_decoding(models: dict[str, forerun.Model
         ours = model.generate(text, max_new_tokens=16).tokens
         if ours != theirs:
             assert explain(model, ids, ours, theirs).near_tie
+
+
+def test_a_draft_that_says_nothing_of_its_tokens_is_planned_whole() -> None:
+    model = forerun.load(draft="lookup", device="cpu")
+    prompt, how = (
+        "the king and the queen and the king and the queen and the",
+        {"max_new_tokens": 16},
+    )
+    done = model.generate(prompt, controller="cm-asd(two_pass=true)", **how)
+    assert done.stats.accepted > 0
+    assert done.tokens == model.generate(prompt, plain=True, **how).tokens

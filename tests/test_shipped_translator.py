@@ -72,9 +72,7 @@ def check(count: int, batch: int, drafter: str, spec: str) -> None:
     made = loaded(drafter).generate(
         sources(count), controller=spec, batch_size=batch, max_new_tokens=TOKENS
     )
-    # A length planned from a preview is 0 where the preview says nothing of its tokens.
-    plans_none = drafter == "lookup" and "two_pass" in spec
-    assert (sum(c.stats.accepted for c in made) > 0) != plans_none
+    assert sum(c.stats.accepted for c in made) > 0
     found = [c.tokens for c in made]
     assert ties(count, found, [c.tokens for c in plain(count, batch)]) <= count // 100
     assert ties(count, found, theirs(count, batch)) <= count // 100

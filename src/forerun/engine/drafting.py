@@ -199,7 +199,8 @@ def _draft(
     out = _propose(rows, first, drafter, guide)
     planned = crew.plan(out.shown)
     for row, looks in enumerate(crew.previews):
-        if not looks:
+        # A draft that says nothing of its tokens is taken for sure, as by other controllers.
+        if not looks or (out.tokens[row] and not out.shown[row]):
             continue
         shorter = planned[row] < len(out.tokens[row])
         why = Stop.CONFIDENCE if shorter else out.stopped_by[row] or Stop.LIMIT

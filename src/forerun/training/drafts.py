@@ -176,6 +176,16 @@ class Training(ABC, Generic[T]):
         share = (self.step + 1) / self.settings.steps
         return min(1.0, 20 * share) * max(0.0, 1 - share) ** 0.5
 
+    def _trained(self, texts: int, agreement: dict[str, Any]) -> dict[str, Any]:
+        """What is written beside a draft of its training."""
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "texts": texts,
+            "seconds": round(self.elapsed, 1),
+            "held_out": agreement,
+        }
+
     def save(self, path: Path) -> None:
         """Write beside, then rename: a killed run never leaves half a checkpoint."""
         state = {
@@ -216,13 +226,7 @@ class Training(ABC, Generic[T]):
 
     def export(self, folder: Path, texts: int, found: dict[str, Any]) -> About:
         """Write the draft as it is, with what was measured of it."""
-        trained = {
-            "steps": self.step,
-            "tokens": self.tokens,
-            "texts": texts,
-            "seconds": round(self.elapsed, 1),
-            "held_out": found,
-        }
+        trained = self._trained(texts, found)
         made = About(
             self.settings.kind, self.settings.layers, self.settings.block, self.identity, trained
         )

@@ -135,14 +135,7 @@ class MedusaTrainer(Training[Document]):
 
     def export(self, folder: Path, texts: int, found: dict[str, Any]) -> About:
         """Write the heads as they are, with what was measured of them."""
-        trained = {
-            "steps": self.step,
-            "tokens": self.tokens,
-            "texts": texts,
-            "seconds": round(self.elapsed, 1),
-            "held_out": found,
-            "settings": asdict(self.settings),
-        }
+        trained = self._trained(texts, found) | {"settings": asdict(self.settings)}
         settings = self.settings
         about = About(KIND, settings.layers, settings.width, self._fingerprint, trained)
         save_medusa(self.heads, about, folder)
