@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -492,3 +494,16 @@ def test_first_rounds_of_a_batch():
     assert 0 < max(first) <= 12
     assert not any(second)
     assert any(third)
+
+
+def test_a_draft_must_also_earn_the_reading_of_prompts():
+    """Drafting at S tokens a second beats plain decoding while S > 1/(plain − reading)."""
+    auto, costs = Auto(), Costs.synthetic(4, slope=0.1)
+    state = auto.start()
+    free = auto.open(state, costs)
+    assert free.worth > 0
+    rate = 1 / (free.memo.price / costs.further)  # seconds a token of the best policy
+    assert auto.open(state, replace(costs, reading=0.9 * (1 - rate))).most == free.most
+    assert auto.open(state, replace(costs, reading=0.9 * (1 - rate))).worth > 0
+    assert auto.open(state, replace(costs, reading=1.1 * (1 - rate))).worth < 0
+    assert auto.limit(state, replace(costs, reading=2.0)) == 0

@@ -40,6 +40,10 @@ class Costs:
     catch_up: float = 0.0
     """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
+    reading: float = 0.0
+    """Seconds in which the drafter reads prompts, for each token that every row commits while
+    requests like the last ones come and go: who decodes plainly has it read nothing. Only a
+    `Meter` knows it; it is no part of a round's seconds here."""
 
     def __post_init__(self) -> None:
         widths = [width for width, _ in self.verify]
@@ -47,7 +51,7 @@ class Costs:
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name in ("fixed", "first", "catch_up"):
+        for name in ("fixed", "first", "catch_up", "reading"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
         whole("batch", self.batch, 1)
@@ -112,8 +116,9 @@ class Costs:
         return self.verify[0][1] / self.draft
 
     def to_json(self) -> dict[str, Any]:
-        """The documented fields; how long catching up took last is no part of them."""
-        return {name: value for name, value in asdict(self).items() if name != "catch_up"}
+        """The documented fields; what only a `Meter` knows is no part of them."""
+        hidden = {"catch_up", "reading"}
+        return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod
     def synthetic(

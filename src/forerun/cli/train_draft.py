@@ -23,6 +23,8 @@ LAYERS = {"kangaroo": 2}
 """Of kinds that have another default than 1."""
 WIDTHS = {"medusa": 5}
 """Of kinds that have another default than 8."""
+OWN = "own.jsonl"
+"""What the target wrote, in the draft's folder."""
 
 
 def train_draft(
@@ -77,7 +79,8 @@ def train_draft(
         option(
             "N",
             "Learn from what the target itself writes for the first N sources, not from the "
-            "file's targets; 0 takes these.",
+            "file's targets; 0 takes these. They stay in own.jsonl in the folder: copied into that "
+            "of another draft, they are not written again.",
         ),
     ] = 0,
     max_new_tokens: Annotated[int, option("N", "With --own: most tokens it writes.")] = 128,
@@ -117,7 +120,7 @@ def train_draft(
 
     job = Plan.alone(target, device, dtype, trust_remote_code, batch).load()
     if pairs is not None:
-        trainer, texts = _on_encoder(job, settings, pairs, own, max_new_tokens)
+        trainer, texts = _on_encoder(job, settings, pairs, out / OWN, own, max_new_tokens)
     else:
         assert data is not None
         trainer, texts = _on_layers(job, settings, data, out, tokens)
@@ -175,9 +178,9 @@ def _check(settings: Settings, target: str | None, pairs: str | None, data: str 
 
 
 def _on_encoder(
-    job: Job, settings: Settings, pairs: str, own: int, max_new_tokens: int
+    job: Job, settings: Settings, pairs: str, kept: Path, own: int, most: int
 ) -> tuple[Training[Any], list[Any]]:
-    """Training on the target's encoder, and its texts."""
+    """Training on the target's encoder, and its texts; the target's own are `kept`."""
     from forerun.cli.shared.pair_texts import own_texts, read_pairs
     from forerun.training.drafts import Trainer
 
@@ -185,8 +188,9 @@ def _on_encoder(
     with status("reading texts"):
         texts = read_pairs(Path(pairs), job.model)
     if own:
-        with status("the target writes"):
-            texts = own_texts(job.model, texts[:own], max_new_tokens, settings.batch)
+        texts = texts[:own]
+        with progress("the target writes", len(texts), "texts") as tell:
+            texts = own_texts(job.model, texts, most, kept, partial(tell, "the target writes"))
     return trainer, texts
 
 

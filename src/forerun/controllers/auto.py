@@ -27,6 +27,8 @@ SLOPE = 0.02
 """v if `cost` is given and `slope` is not."""
 CARRIED = 0.5
 """Share of a request's corrections that the next one starts from."""
+NO_TIME = 1e-6
+"""Least share of a plain token's seconds that is left when a drafter's reading is taken off."""
 _LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
 
 
@@ -94,7 +96,8 @@ class Auto(LengthController):
       many first tokens of a round, and how many further ones, were kept.
     - λ is tokens over seconds of the request's rounds, fading, added to some rounds of the best
       fixed length for the expected acceptance (so it needs no start), and at least the plain rate.
-      The seconds are those the costs say.
+      The seconds are those the costs say. A drafter reads the prompts of requests that come, too;
+      where that was timed, a plain token is so much cheaper than one with a draft.
     - Rejections, and only they, end what a round can teach; rounds cut short from outside teach
       nothing.
     - Requests that decode plainly probe after 8 rounds, times what a useless probe costs in plain
@@ -196,7 +199,8 @@ class Auto(LengthController):
     def open(self, state: AutoState, costs: Costs) -> Opening:
         """What a draft is expected to gain, and the price of its tokens."""
         costs = self.own_costs or costs
-        learned, plain, one, further = state.learned, costs.plain, costs.one, self._further(costs)
+        learned, one, further = state.learned, costs.one, self._further(costs)
+        plain = self._plain(costs)
         by = survival.in_force(learned)
         length, tokens = self._best_fixed(*survival.typical(learned, by), one, further)
         tokens = PRIOR_ROUNDS * tokens + state.committed
@@ -249,6 +253,11 @@ class Auto(LengthController):
             return costs.further
         return costs.draft + self.slope * costs.verify_seconds(2)
 
+    def _plain(self, costs: Costs) -> float:
+        """Seconds of a plain token, less those of reading prompts that it saves the drafter."""
+        left: float = maximum(costs.plain - costs.reading, NO_TIME * costs.plain)
+        return left
+
     def _best_fixed(
         self, first: float, later: float, one: float, further: float
     ) -> tuple[int, float]:
@@ -270,7 +279,7 @@ class Auto(LengthController):
         plain, one = costs.plain, costs.one
         # Slower even if all were kept: a probe could only find other costs.
         best = maximum(2 / one, (1 + self.high) / (one + (self.high - 1) * further))
-        interval = where(best * plain < 1, LONGEST_PROBE_INTERVAL, state.interval)
+        interval = where(best * self._plain(costs) < 1, LONGEST_PROBE_INTERVAL, state.interval)
         rest = maximum(interval * ((one + costs.catch_up) / plain - 1), 0.0)
         left = rest - state.rested
         nearer: float = where(left > 0, worth * left / (rest + 1), 0.0)

@@ -47,6 +47,8 @@ class Proposal:
     """Seconds of the first of these, if it was the round's first."""
     catch_up_seconds: float = 0.0
     """Seconds of reading what the drafter had not followed."""
+    catch_up_tokens: int = 0
+    """How many tokens it read then."""
 
     @classmethod
     def none(cls, rows: int) -> Proposal:

@@ -77,11 +77,16 @@ class ModelDrafter(Drafter):
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
         """Catch up with each text, then draft token by token."""
         began = time.perf_counter()
-        behind = self._read(texts, leave=CHUNK)
+        lengths = self.rows.lengths
+        unread = [0 if t is None else len(t) - n - 1 for t, n in zip(texts, lengths, strict=True)]
+        behind = max(unread)
+        if behind >= CHUNK:
+            self._read(texts, leave=CHUNK)
         read = time.perf_counter() - began
         out = step_by_step(self, texts, most, guide, catching_up=behind > BEHIND)
         if out.catch_up_seconds:
             out.catch_up_seconds += read
+            out.catch_up_tokens = sum(unread)
         return out
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
@@ -106,17 +111,9 @@ class ModelDrafter(Drafter):
             return [[i if i < known else STAND_IN for i in piece] for piece in pieces]
         return pieces
 
-    def _read(self, texts: Texts, leave: int) -> int:
-        """Read in chunks, without logits, until no row has more than `leave` tokens to go.
-
-        Returns:
-            How many tokens the row furthest behind still has to read before its newest.
-        """
-        while True:
-            pieces = self._pieces(texts)
-            longest = max(map(len, pieces))
-            if longest <= leave or not longest:
-                return longest - 1
+    def _read(self, texts: Texts, leave: int) -> None:
+        """Read in chunks, without logits, until no row has more than `leave` tokens to go."""
+        while max(map(len, pieces := self._pieces(texts))) > leave:
             self.rows.feed([piece[:CHUNK] for piece in pieces], [0] * len(pieces))
 
 

@@ -215,6 +215,7 @@ def _draft(
     anew = _propose(rows, limits, drafter, guide)
     anew.steps, anew.first_seconds = anew.steps + out.steps, out.first_seconds
     anew.catch_up_seconds += out.catch_up_seconds
+    anew.catch_up_tokens += out.catch_up_tokens
     return anew
 
 

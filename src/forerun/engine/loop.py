@@ -369,6 +369,8 @@ class Engine:
                     kept.accept_prob[forced:], stop, proposal.shown[i],
                 )  # fmt: skip
         self._crew.observe(outcomes)
+        if proposal.catch_up_tokens:
+            self._meter.read(len(self._rows), proposal.catch_up_seconds, proposal.catch_up_tokens)
         if not passed.read:
             steps, reading = proposal.steps, proposal.catch_up_seconds
             self._meter.tell(
@@ -415,6 +417,7 @@ class Engine:
                 done = self._complete(row, reason, kept)
                 if reason != "error":
                     self._reuse.leave(row, i)
+                    self._meter.left(row.prompt - row.cached, row.produced)
             events.append(event(row, proposal.tokens[i], before - count, before, done))
         self._keep(staying)
         return events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from forerun.costs import Costs
@@ -27,6 +27,8 @@ TIMINGS = 7
 """Timings whose median counts: outliers of a shared machine do not."""
 REFRESH = 4
 """Rounds from one summing up to the next, once there are so many timings."""
+FADE = 0.9
+"""Share of what was seen of reading, and of requests, that still counts at the next."""
 MOST_SIZES = 6
 """Doublings of the batch beyond which sizes are taken together."""
 
@@ -60,6 +62,9 @@ class Meter:
     def __init__(self) -> None:
         self._sizes: dict[int, _Timings] = {}
         self._given: Callable[[int], Costs] | None = None
+        self._read = self._left = 0.0, 0.0
+        self._charged: dict[int, tuple[Costs, Costs]] = {}
+        """Per batch the costs in force, without the drafter's reading and with it."""
 
     @classmethod
     def given(cls, costs: Costs | Callable[[int], Costs]) -> Meter:
@@ -70,7 +75,17 @@ class Meter:
 
     def costs(self, rows: int) -> Costs:
         """Of a batch of so many rows, ≥ 1."""
-        return self._timings(rows).costs if self._given is None else self._given(rows)
+        if self._given is not None:
+            return self._given(rows)
+        costs = self._timings(rows).costs
+        (prompts, outputs), (seconds, tokens) = self._left, self._read
+        if not seconds or not outputs:
+            return costs
+        before, charged = self._charged.get(rows, (None, costs))
+        if before is not costs:
+            charged = replace(costs, reading=rows * seconds / tokens * prompts / outputs)
+            self._charged[rows] = costs, charged
+        return charged
 
     def wants(self, rows: int) -> Literal["draft", "plain"] | None:
         """The kind of round that must be timed before costs mean anything, if there is one.
@@ -88,6 +103,18 @@ class Meter:
         """Learn from a round."""
         if self._given is None and lap.verify_seconds > 0:
             self._timings(lap.rows).add(lap)
+
+    def read(self, rows: int, seconds: float, tokens: int) -> None:
+        """Learn from a draft step in which so many tokens were read that were not followed."""
+        extra = seconds - self._timings(rows).costs.draft
+        if tokens and extra > 0:
+            self._read = FADE * self._read[0] + extra, FADE * self._read[1] + tokens
+            self._charged.clear()
+
+    def left(self, prompt: int, output: int) -> None:
+        """Learn from a request that ended: tokens of its prompt to read, and of its output."""
+        self._left = FADE * self._left[0] + prompt, FADE * self._left[1] + output
+        self._charged.clear()
 
     def _timings(self, rows: int) -> _Timings:
         size = min((rows - 1).bit_length(), MOST_SIZES)

@@ -197,7 +197,7 @@ def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iter
     """
     from forerun.cli.shared.run import run
 
-    lines = _saved_lines(path, key)
+    lines = saved_lines(path, key, GROUP)
     yield from ((ids, start) for ids, start in lines)
     remaining = islice(prompts, len(lines), None)
     number = len(lines)
@@ -219,8 +219,8 @@ def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iter
         yield from fresh
 
 
-def _saved_lines(path: Path, key: str) -> list[Any]:
-    """Documents of an earlier run, in whole groups; the file is cut to these."""
+def saved_lines(path: Path, key: str, group: int) -> list[Any]:
+    """What an earlier run with the same `key` wrote, in whole groups; the file is cut to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[Any] = []
     try:
@@ -231,7 +231,7 @@ def _saved_lines(path: Path, key: str) -> list[Any]:
     except (OSError, ValueError):
         pass  # none, or its last line is cut: what stands before it is good
     # A last group that is short may be the end of the prompts; it is cheap to write again.
-    lines = lines[: len(lines) // GROUP * GROUP]
+    lines = lines[: len(lines) // group * group]
     text = "".join(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
     path.write_text(text, encoding="utf-8")
     return lines

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.cli.shared.exit_texts import saved_lines
 from forerun.errors import PromptError, SettingError
+from forerun.runtime.fingerprints import fingerprint
 from forerun.training.drafts import Text
 
 if TYPE_CHECKING:
     from forerun import Model
+
+GROUP = 512
+"""Texts that the target writes before they are kept."""
+BATCH = 64
+"""Of these, side by side."""
 
 
 def read_pairs(path: Path, model: Model) -> list[Text]:
@@ -53,13 +61,25 @@ def _pair(line: str, where: str) -> tuple[str, str]:
     return pair
 
 
-def own_texts(model: Model, texts: Sequence[Text], most: int, batch: int = 32) -> list[Text]:
-    """The texts with the target's own greedy output of at most `most` tokens instead of theirs."""
-    done = model.generate(
-        [text.source[len(model.opening.source) :] for text in texts],
-        plain=True,
-        batch_size=batch,
-        max_new_tokens=most,
-    )
-    pairs = zip(texts, done, strict=True)
-    return [Text(text.source, text.opening, c.tokens) for text, c in pairs if c.tokens]
+def own_texts(
+    model: Model, texts: Sequence[Text], most: int, path: Path, tell: Callable[[int], None]
+) -> list[Text]:
+    """The texts with the target's own greedy output of at most `most` tokens instead of theirs.
+
+    They are kept at `path`: an interrupted run goes on there, and the same texts are not written
+    twice. `tell` is called with how many there are.
+    """
+    sources = [text.source for text in texts]
+    known = zlib.crc32(json.dumps([sources, most]).encode())
+    outputs = saved_lines(path, f"{fingerprint(model.target.executor.module())} {known}", GROUP)
+    while len(outputs) < len(texts):
+        tell(len(outputs))
+        # Their source as it was given, without what the model opens it with.
+        group = [ids[len(model.opening.source) :] for ids in sources[len(outputs) :][:GROUP]]
+        done = model.generate(group, plain=True, batch_size=BATCH, max_new_tokens=most)
+        fresh = [completion.tokens for completion in done]
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(ids) + "\n" for ids in fresh))
+        outputs.extend(fresh)
+    pairs = zip(texts, outputs, strict=True)
+    return [Text(text.source, text.opening, ids) for text, ids in pairs if ids]
