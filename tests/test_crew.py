@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers.auto import Auto
 from forerun.costs import Costs
 from forerun.engine.crew import Crew
 from forerun.engine.meter import Meter
@@ -120,3 +121,20 @@ def test_what_is_wrong_with_one_row_ends_no_other(where):
     crew.keep([1])
     assert crew.failed == {}
     assert memory == {}, "what a broken controller had learned is not for the next request"
+
+
+def test_rows_that_cannot_draft_lose_the_time_of_those_that_can():
+    """A few rows that gain a little do not make all others wait."""
+    costs = Costs.synthetic(4, slope=0.2)
+    crew = Crew(Meter.given(costs))
+    for _ in range(16):
+        crew.join(Auto())
+    opening = Auto().open(Auto().start(), costs)
+    assert opening.idle < 0 < opening.worth
+    assert min(crew.limits()) > 0
+    enough = int(16 * opening.idle / (opening.idle - opening.worth)) + 1
+    assert 3 < enough < 16
+    assert min(crew.limits([i < enough for i in range(16)])) > 0
+    assert crew.limits([i < enough - 2 for i in range(16)]) == [0] * 16
+    # Where none can, nobody has chosen to rest.
+    assert min(crew.limits([False] * 16)) > 0

@@ -206,13 +206,15 @@ class Auto(LengthController):
         tokens = PRIOR_ROUNDS * tokens + state.committed
         seconds = PRIOR_ROUNDS * (one + (length - 1) * further)
         seconds = seconds + state.drafts * one + (state.drafted - state.drafts) * further
-        worth = (tokens - seconds / plain) / (PRIOR_ROUNDS + state.drafts)
+        rounds = PRIOR_ROUNDS + state.drafts
+        worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
         price = maximum(tokens / seconds, 1 / plain) * further
         if anywhere(worth < 0):
-            worth = where(worth < 0, self._resting(state, costs, worth, further), worth)
+            rests = self._resting(state, costs, worth, further)
+            worth, idle = where(worth < 0, rests, worth), where(worth < 0, rests, idle)
         # A draft that says nothing has no better place to stop than the best fixed length.
         most = where(learned.blind[1] > 0, length, self.high)
-        return Opening(most, worth, price, Drafting(by, sigmoid(-learned.useless), price))
+        return Opening(most, worth, price, Drafting(by, sigmoid(-learned.useless), price), idle)
 
     def fold(self, state: AutoState, memo: Drafting, token: Token) -> Drafting:
         """One more drafted token."""

@@ -29,6 +29,8 @@ class Opening(NamedTuple):
     """Tokens' worth of time it loses when others in its pass draft one more token."""
     memo: Memo = None
     """Before anything is drafted."""
+    idle: float = 0.0
+    """`worth` where others in its pass draft and it cannot: below 0 by the time that takes."""
 
     @property
     def alone(self) -> int:

@@ -93,12 +93,17 @@ class Crew:
         self.drops_last = [c.drops_last for c in controllers]
         """Who leaves out the token at which drafting stopped."""
 
-    def limits(self) -> list[int]:
-        """Most tokens to draft per row; begins a round."""
+    def limits(self, able: Sequence[bool] | None = None) -> list[int]:
+        """Most tokens to draft per row; begins a round.
+
+        Args:
+            able: per row whether it has room for a draft and its prompt is read; default: all.
+        """
         rows = len(self._members)
         wanted = self._meter.wants(rows)
         costs = self._costs = self._meter.costs(rows)
         limits, shared, worth = [0] * rows, [], 0.0
+        able = [True] * rows if able is None else able
 
         def open_(row: int, member: _Member) -> None:
             nonlocal worth
@@ -107,7 +112,7 @@ class Crew:
             if member.shares:
                 limits[row] = opening.most
                 shared.append(row)
-                worth += opening.worth
+                worth += opening.worth if able[row] else opening.idle
             else:
                 limits[row] = opening.alone
 
@@ -115,7 +120,7 @@ class Crew:
         if shared and wanted == "draft":
             for row in shared:
                 limits[row] = min(limits[row], MOST_UNTIMED)
-        elif shared and (wanted == "plain" or worth < 0):
+        elif any(able[row] for row in shared) and (wanted == "plain" or worth < 0):
             for row in shared:
                 limits[row] = 0
         return limits

@@ -137,10 +137,12 @@ def draft(
     # A target that drafts cannot go on from tokens it has not verified.
     idle = {*predicted, *(forced if drafter.target is not None else ())}
     guide.forced = forced
-    limits = []
-    for i, (wanted, row, on) in enumerate(zip(crew.limits(), rows, ready, strict=True)):
-        room = row.room(drafter.limit) - len(forced.get(i, ())) if on and i not in idle else 0
-        limits.append(draft_limit(wanted, max(room, 0)))
+    rooms = [
+        max(row.room(drafter.limit) - len(forced.get(i, ())), 0) if on and i not in idle else 0
+        for i, (row, on) in enumerate(zip(rows, ready, strict=True))
+    ]
+    wanted = crew.limits([room > 0 for room in rooms])
+    limits = [draft_limit(*pair) for pair in zip(wanted, rooms, strict=True)]
     out = _draft(rows, limits, drafter, crew, guide)
     insert(out, predicted)
     prepend(out, forced)
