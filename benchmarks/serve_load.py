@@ -371,7 +371,7 @@ def main(
     if "prefix" in parts:
         new["prefix"] = prefix(model, 12)
     if "overload" in parts:
-        new["overload"] = overload(model, work, 60.0)
+        new["overload"] = overload(model, work, 300.0)
     if "soak" in parts:
         short = [replace(t, max_new_tokens=min(t.max_new_tokens, 10)) for t in work]
         new["soak"] = soak(model, short, 10_000, 32, lengths.soak)
