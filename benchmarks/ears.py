@@ -145,10 +145,10 @@ WARM = 0.9
 def pairs(model: forerun.Model, count: int, block: int = 250) -> None:
     """Compare accuracies on many problems and the same coins; write `ears-pairs.json`.
 
-    Written after every `block` problems; the same command goes on.
+    Written after every `block` problems; the same command goes on, also with more of them.
     """
     cell, betas = "arithmetic easy", (0.0, 0.1, 0.3)
-    results: dict[str, Any] = resumed("ears-pairs", problems=count) or {"right": {}, "drift": {}}
+    results: dict[str, Any] = resumed("ears-pairs") or {"right": {}, "drift": {}}
     items = problems(cell, count)
     while (begin := len(results["right"].get(str(betas[-1]), ""))) < count:
         some = items[begin : begin + block]
@@ -177,8 +177,8 @@ def _pairs_text(results: dict[str, Any], cell: str) -> str:
         for beta, ours in right.items()
     ]
     return (
-        f"{len(base)} new problems, {cell}, T = 0.9, γ = 5, the same coins for all. Accuracy in "
-        "percent; difference to β = 0 on the same problems in points, with a 95 % paired bootstrap "
+        f"{len(base)} new problems, {cell}, T = 0.9, γ = 5, the same coins for every β. Accuracy "
+        "in percent; difference to β = 0 on the same problems in points, 95 % paired bootstrap "
         "interval; how many of the problems are right under one and wrong under the other; drift: "
         "exact total-variation distance to the target per token.\n\n"
         + table(["β", "accuracy", "difference", "verdicts that differ", "drift"], rows)
