@@ -185,8 +185,9 @@ def _table4(cells: dict[str, Any], ours: str) -> str:
     """Shares of the tokens written at high entropy, before and after."""
     counts = [Counter[str](), Counter[str]()]
     for found in cells.values():
-        for count, name in zip(counts, ("target alone", ours), strict=True):
-            count.update(found.get(name, {}).get("words", {}))
+        if ours in found:
+            for count, name in zip(counts, ("target alone", ours), strict=True):
+                count.update(found[name]["words"])
     before, after = counts
     if not (before and after):
         return ""
