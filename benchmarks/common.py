@@ -152,6 +152,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def resumed(name: str, **settings: Any) -> dict[str, Any]:
+    """What an interrupted run with the same settings has written; nothing if there was none."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text())
+    same = all(found["provenance"].get(key) == value for key, value in settings.items())
+    results: dict[str, Any] = found["results"] if same else {}
+    return results
+
+
 def save(name: str, made: dict[str, Any], results: Any, text: str) -> None:
     """Write `NAME.json` and `NAME.md` under benchmarks/results and print the latter."""
     RESULTS.mkdir(parents=True, exist_ok=True)

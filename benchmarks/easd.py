@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,12 +10,13 @@ import numpy as np
 import torch
 
 import forerun
+from benchmarks import rsd
 from benchmarks.common import (
-    RESULTS,
     Task,
     geometric,
     interleaved,
     provenance,
+    resumed,
     save,
     show,
     table,
@@ -26,11 +26,9 @@ from forerun import zoo
 from forerun.rules.easd import EASD
 from forerun.rules.odds import Odds
 from forerun.types import Draft, Target, Verdict
-from forerun.zoo.scoring import verdicts
-from forerun.zoo.tasks.arithmetic import final_number
 
 LENGTH = "fixed(5)"
-ENTROPIES, OVERLAPS, VOTES = (1.0, 1.5, 2.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), 16
+ENTROPIES, OVERLAPS = (1.0, 1.5, 2.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,6 @@ class Counted(EASD):
         return verdict
 
 
-DIRECT = {"temperature": 0.7, "top_p": 0.8, "plain": True, "seed": 0}
-"""The paper's direct generation."""
 BONUSES, LENGTHS = ("off", "tested", "untested"), (1, 4, 8)
 
 
@@ -62,11 +58,7 @@ def bonus(model: forerun.Model, count: int, calibrated: float) -> None:
 
     Written after every cell; the same command goes on.
     """
-    results, path = {}, RESULTS / "easd-bonus.json"
-    if path.is_file():
-        found = json.loads(path.read_text())
-        same = found["provenance"]["problems"], found["provenance"]["calibrated"]
-        results = found["results"] if same == (count, calibrated) else {}
+    results = resumed("easd-bonus", problems=count, calibrated=calibrated)
     for cell in CELLS:
         if cell not in results:
             results[cell] = _bonus(model, cell, count, calibrated)
@@ -135,19 +127,13 @@ def main(model: forerun.Model, count: int, calibrated: float) -> None:
     draft = forerun.load(zoo.DRAFT, draft="none", dtype="float32", device=model.target.device)
     outcomes: dict[str, dict[str, Outcome]] = {}
     shares: dict[str, dict[str, float]] = {}
-    progress, task = bar("EASD", len(CELLS) * (6 + len(variants) + len(grid)))
+    progress, task = bar("EASD", len(CELLS) * (3 + len(variants) + len(grid)))
     with progress:
         for cell, items in work.items():
             found: dict[str, Outcome] = {}
             found["target"] = solve(model, cell, items, plain=True)
             progress.advance(task)
             found["draft"] = solve(draft, cell, items, plain=True)
-            progress.advance(task)
-            found["target, sampled"] = solve(model, cell, items, **DIRECT)
-            progress.advance(task)
-            found["draft, sampled"] = solve(draft, cell, items, **DIRECT)
-            progress.advance(task)
-            found["majority"] = _majority(draft, cell, items)
             progress.advance(task)
             found["SD"] = solve(model, cell, items, controller=LENGTH)
             progress.advance(task)
@@ -179,68 +165,78 @@ def main(model: forerun.Model, count: int, calibrated: float) -> None:
     save("easd", made, results, _text(results, list(variants), count))
 
 
-def _majority(draft: forerun.Model, cell: str, items: list[Any]) -> Outcome:
-    """The draft's most frequent answer of 16 samples at temperature 0.7, top-p 0.8."""
-    family = cell.partition(" ")[0]
-    sampling = {"temperature": 0.7, "top_p": 0.8, "plain": True}
-    runs = [
-        solve(draft, cell, items, batch=128, seed=1000 * vote, **sampling) for vote in range(VOTES)
-    ]
-    texts = []
-    for options in zip(*(run.texts for run in runs), strict=True):
-        answers = [final_number(t) if family == "arithmetic" else t.strip() for t in options]
-        best = Counter(answers).most_common(1)[0][0]
-        texts.append(options[answers.index(best)])
-    right = verdicts(family, items, texts)
-    tokens = sum(run.tokens for run in runs)
-    return Outcome(right, texts, tokens, tokens, 0, 0.0, sum(r.seconds for r in runs))
-
-
 def speed(model: forerun.Model, count: int, calibrated: float) -> None:
-    """Measure speed relative to SD, paired per prompt, batch 1; write `easd-speed.json`."""
+    """Measure speed beside plain decoding, SD and RSD, batch 1; write `easd-speed.json`."""
     work = {cell: problems(cell, count) for cell in CELLS}
-    methods: list[Any] = ["standard", EASD(), EASD(entropy=calibrated)]
-    limits = {cell: 96 if "arith" in cell else 48 for cell in work}
     tasks = [
-        Task(cell, model.encode(p.prompt), limits[cell])
+        Task(cell, model.encode(p.prompt), 96 if "arith" in cell else 48)
         for cell, items in work.items()
         for p in items
     ]
+    rules = {"SD": "standard", "EASD (τ_H = 2)": EASD(), "EASD (calibrated)": EASD(calibrated)}
+    methods = ["target alone", *rules, "RSD"]
+    # Steps begin where the last one ended: nothing is read twice.
+    target = forerun.load(prefix_cache="64MB")
+    draft = forerun.load(zoo.DRAFT, draft="none", prefix_cache="64MB")
+    scorer = rsd.Scorer.load()
 
-    def run(task: Task, rule: Any) -> forerun.Completion:
-        return model.generate(
-            [task.tokens], controller=LENGTH, rule=rule, max_new_tokens=task.max_new_tokens
-        )[0]
+    def run(task: Task, name: str) -> tuple[int, float, float]:
+        """Tokens, seconds, drift."""
+        began = time.perf_counter()
+        if name == "RSD":
+            if not task.family.startswith("arith"):
+                return 0, 0.0, 0.0
+            made = rsd.answers(target, draft, scorer, [task.tokens], task.max_new_tokens)[0]
+            return made.tokens, time.perf_counter() - began, 0.0
+        how: dict[str, Any] = {"rule": rules[name]} if name in rules else {"plain": True}
+        limit = task.max_new_tokens
+        done = model.generate([task.tokens], controller=LENGTH, max_new_tokens=limit, **how)
+        stats = done[0].stats
+        return stats.tokens, time.perf_counter() - began, (stats.drift_mean or 0) * stats.tokens
 
-    for rule in methods:
-        run(tasks[0], rule)
+    for name in methods:
+        run(tasks[0], name)
     runs = interleaved(tasks, methods, run, "speed")
-    rate = [[c.stats.seconds / c.stats.tokens for c in row] for row in runs]
-    results = {
-        name: {
-            cell: geometric(
-                [r[0] / r[i] for t, r in zip(tasks, rate, strict=True) if cell in (t.family, "all")]
-            )
-            for cell in (*work, "all")
-        }
-        for i, name in enumerate(("SD", "EASD (τ_H = 2)", "EASD (calibrated)"))
-    }
-    drift = [
-        sum((r[i].stats.drift_mean or 0) * r[i].stats.tokens for r in runs)
-        / sum(r[i].stats.tokens for r in runs)
-        for i in range(len(methods))
-    ]
-    rows = [
-        [name, *[show(cell) for cell in cells.values()], f"{d:.4f}"]
-        for (name, cells), d in zip(results.items(), drift, strict=True)
-    ]
-    text = (
-        f"Tokens per second relative to SD on {count} problems per cell, greedy, γ = 5, batch 1, "
-        "paired, geometric mean with a 95 % bootstrap interval:\n\n"
-        + table(["method", *CELLS, "all", "drift"], rows)
+    results: dict[str, Any] = {name: {} for name in methods}
+    for cell in (*work, "all"):
+        rows = [r for t, r in zip(tasks, runs, strict=True) if cell in (t.family, "all")]
+        for i, name in enumerate(methods):
+            if all(row[i][0] for row in rows):
+                pace = [[row[k][0] / row[k][1] for row in rows] for k in (i, 0, 1)]
+                results[name][cell] = {
+                    "rate": sum(row[i][0] for row in rows) / sum(row[i][1] for row in rows),
+                    "target": geometric(np.divide(pace[0], pace[1])),
+                    "SD": geometric(np.divide(pace[0], pace[2])),
+                    "drift": sum(row[i][2] for row in rows) / sum(row[i][0] for row in rows),
+                }
+    save(
+        "easd-speed",
+        provenance(model, problems=count, calibrated=calibrated, length=LENGTH),
+        results,
+        _speed_text(results, count),
     )
-    made = provenance(model, problems=count, calibrated=calibrated, length=LENGTH)
-    save("easd-speed", made, results, text)
+
+
+def _speed_text(results: dict[str, Any], count: int) -> str:
+    cells = (*CELLS, "all")
+    rows = [
+        [
+            name,
+            *[f"{found[c]['rate']:.0f}" if c in found else "–" for c in cells],
+            *[show(found[c]["target"]) if c in found else "–" for c in cells],
+            show(found["all"]["SD"]) if "all" in found else "–",
+            f"{found['all']['drift']:.4f}" if "EASD" in name else "–",
+        ]
+        for name, found in results.items()
+    ]
+    header = ["method", *[f"tokens/s, {c}" for c in cells], *[f"× target, {c}" for c in cells],
+              "× SD, all", "drift"]  # fmt: skip
+    return (
+        f"{count} problems per cell, greedy, γ = 5, batch 1. Tokens per second, prompts included; "
+        "against the target alone and SD paired, geometric mean with a 95 % bootstrap interval. "
+        "RSD: arithmetic only, scoring included; between its steps the models keep what they have "
+        "read.\n\n" + table(header, rows)
+    )
 
 
 def corrections(model: forerun.Model, count: int, calibrated: float) -> None:
@@ -289,9 +285,6 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
     labels = {
         "target": "target alone",
         "draft": "draft alone",
-        "target, sampled": "target alone, T = 0.7, top-p 0.8",
-        "draft, sampled": "draft alone, T = 0.7, top-p 0.8",
-        "majority": f"draft, majority of {VOTES}",
         "SD": "SD",
     }
     rows = [
@@ -303,7 +296,6 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
                 for c in CELLS
             ],
             f"{max(accuracy[c][name]['drift_mean'] for c in CELLS):.3f}",
-            *[f"{accuracy[c][name]['tokens'] / count:.1f}" for c in CELLS],
         ]
         for name in [*labels, *variants]
     ]
@@ -325,9 +317,7 @@ def _text(results: dict[str, Any], variants: list[str], count: int) -> str:
         "interval. Penalised: share of output tokens. Drift: mean total-variation distance to the "
         "target per token, the worst cell. Ablations at the calibrated threshold (`forerun "
         "calibrate easd`, validation prompts).\n\n"
-        + table(
-            ["method", *CELLS, *shares, "drift", *[f"tokens an answer, {c}" for c in CELLS]], rows
-        )
+        + table(["method", *CELLS, *shares, "drift"], rows)
         + "\n\nGain over the target alone on the same problems, percentage points with a 95 % "
         "paired bootstrap interval (a gain is real where the interval excludes 0):\n\n"
         + table(["method", *CELLS], gains)

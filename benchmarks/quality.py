@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 import forerun
 from benchmarks.common import console
+from forerun.engine import Sampling
 from forerun.engine.results import Origin
 from forerun.zoo.evaluate import wilson
 from forerun.zoo.scoring import verdicts
@@ -63,6 +64,12 @@ def problems(cell: str, count: int) -> list[Problem]:
     return list(found.values())
 
 
+def coins(count: int, seed: int = 0, **how: Any) -> list[Sampling]:
+    """A sampling for each text with a seed of its own: with one for all, one draw would be in all
+    of them, and no interval over texts would hold."""
+    return [Sampling(seed=seed + i, **how) for i in range(count)]
+
+
 def solve(
     model: forerun.Model, cell: str, items: Sequence[Problem], batch: int = 64, **settings: Any
 ) -> Outcome:
@@ -71,10 +78,12 @@ def solve(
     # Longest first: rows of a batch end together.
     order = sorted(range(len(items)), key=lambda i: -len(items[i].prompt))
     done: list[Any] = [None] * len(items)
+    how = {k: settings.pop(k) for k in list(settings) if k in Sampling.__dataclass_fields__}
+    each = coins(len(items), max_new_tokens=FAMILIES[family].MAX_NEW_TOKENS, **how)
     made = model.generate(
         [items[i].prompt for i in order],
         batch_size=batch,
-        max_new_tokens=FAMILIES[family].MAX_NEW_TOKENS,
+        sampling=[each[i] for i in order],
         **settings,
     )
     for i, completion in zip(order, made, strict=True):
@@ -103,10 +112,11 @@ def paired(ours: Sequence[bool], theirs: Sequence[bool], seed: int = 0) -> dict[
     return {"mean": float(gain.mean()), "low": float(low), "high": float(high)}
 
 
-def percent(cell: dict[str, float]) -> str:
+def percent(cell: dict[str, float], digits: int = 1) -> str:
     """`41.2 [38.0, 44.5]`, in percent."""
-    mean = cell.get("accuracy", cell.get("mean", 0.0))
-    return f"{100 * mean:.1f} [{100 * cell['low']:.1f}, {100 * cell['high']:.1f}]"
+    values = cell.get("accuracy", cell.get("mean", 0.0)), cell["low"], cell["high"]
+    mean, low, high = (f"{100 * value:.{digits}f}" for value in values)
+    return f"{mean} [{low}, {high}]"
 
 
 def bar(label: str, total: int) -> tuple[Progress, Any]:

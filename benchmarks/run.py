@@ -12,10 +12,12 @@ from benchmarks import (
     cmasd,
     ears,
     easd,
+    easd_baselines,
     live,
     overhead,
     plain,
     readings,
+    rsd,
     rules,
     runtimes,
     serve_load,
@@ -186,6 +188,18 @@ def _easd(calibrated: float, problems: int = 500, dtype: Dtype = "float32", devi
     easd.main(forerun.load(dtype=dtype, device=device), problems, calibrated)
 
 
+@app.command("easd-baselines")
+def _easd_baselines(calibrated: float, problems: int = 200):
+    """EASD beside its paper's baselines, RSD and beams included: accuracy, tokens, words."""
+    easd_baselines.main(forerun.load(), problems, calibrated)
+
+
+@app.command("rsd-scorer")
+def _rsd_scorer(problems: int = 400):
+    """Train RSD's reward on steps of both models; the other commands load it."""
+    rsd.train(problems)
+
+
 @app.command("easd-bonus")
 def _easd_bonus(
     calibrated: float, problems: int = 100, dtype: Dtype = "float32", device: Device = "cpu"
@@ -214,6 +228,18 @@ def _easd_corrections(
 def _ears(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """EARS over tolerance and temperature: speed and drift."""
     ears.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+
+
+@app.command("ears-pairs")
+def _ears_pairs(problems: int = 2000):
+    """EARS at the paper's settings against β = 0: accuracy on many paired problems."""
+    ears.pairs(forerun.load(), problems)
+
+
+@app.command("ears-throughput")
+def _ears_throughput(groups: int = 3, tokens: int = 64):
+    """EARS at the paper's settings: output and total tokens per second, latency of a request."""
+    ears.throughput(forerun.load(), groups, tokens)
 
 
 @app.command("ears-accuracy")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from benchmarks.common import Task, geometric, recorded
+from benchmarks.quality import coins
+from benchmarks.rsd import Scorer, answers, verdict
 
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
@@ -65,3 +69,67 @@ def test_geometric_mean_and_interval() -> None:
     assert cell["mean"] == pytest.approx(2.0)
     assert cell["low"] <= cell["mean"] <= cell["high"]
     assert cell["n"] == 3
+
+
+def test_texts_are_sampled_with_coins_of_their_own() -> None:
+    seeds = [how.seed for how in coins(3, seed=1000, temperature=0.9)]
+    assert seeds == [1000, 1001, 1002]
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        (["27 * 8 (wrong on the way) = 216.", "216 - 6 = 210.", "The answer is 210."], [True] * 3),
+        (["8 * 27 = 216.", "216 - 7 = 209.", "209 - 1 = 208."], [True, False]),
+        (["27 * 8 = 215."], [False]),
+        (["27 * 8 = 216.", "The answer is 216."], [True, False]),
+        (["27 * 8 = 216.", "216 - 6 = 210.", "210 + 0 = 210."], [True, True, False]),
+        (["27 / 0 = 216."], [False]),
+        (["Well."], [False]),
+    ],
+)
+def test_a_step_is_right_if_its_result_is_true_and_needed(
+    written: list[str], found: list[bool]
+) -> None:
+    worked = ["27 * 8 (7 * 8 = 56, 2 * 8 + 5 = 21) = 216.", " 216 - 6 = 210."]
+    assert verdict(written, worked) == found
+
+
+class Writer:
+    """Writes one token for every step, by its place; the prompt is one token."""
+
+    eos = frozenset({0})
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: "".join(["", " 2 + 2 = 5.", " 2 + 2 = 4.", " The answer is 4."][i]
+                                   for i in ids)
+    )  # fmt: skip
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def generate(self, texts: list[list[int]], **how: Any) -> list[Any]:
+        return [SimpleNamespace(tokens=[self.steps[len(text) - 1]]) for text in texts]
+
+
+@pytest.mark.parametrize(("threshold", "text", "kept"), [(0.5, 4, 1), (0.0, 5, 2), (1.5, 4, 0)])
+def test_rsd_keeps_a_step_of_the_drafts_if_its_reward_is_high(
+    threshold: float, text: int, kept: int
+) -> None:
+    scorer = SimpleNamespace(rewards=lambda texts: [float(t[-1] != 1) for t in texts])
+    made = answers(Writer(2, 3), Writer(1, 3), scorer, [[7], [8]], threshold=threshold)
+    assert [a.text for a in made] == [f" 2 + 2 = {text}. The answer is 4."] * 2
+    assert [(a.steps, a.kept, a.tokens) for a in made] == [(2, kept, 3)] * 2
+
+
+def test_rsd_ends_with_the_text_or_its_limit() -> None:
+    scorer = SimpleNamespace(rewards=lambda texts: [1.0] * len(texts))
+    assert answers(Writer(), Writer(1, 0), scorer, [[7]])[0].tokens == 2
+    assert answers(Writer(), Writer(*[1] * 9), scorer, [[7]], limit=4)[0].steps == 4
+
+
+def test_a_step_is_scored_alike_alone_and_with_others() -> None:
+    scorer = Scorer()
+    texts = [[50, 60, 70], [50, 60, 70, 80, 90], [50, 60, 71, 72], [9, 8]]
+    together = scorer.states(texts)
+    alone = torch.cat([scorer.states([text]) for text in texts])
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
