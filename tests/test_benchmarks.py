@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from benchmarks.common import Task, geometric, recorded
+from benchmarks.rouge import rouge
 
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
@@ -65,3 +67,23 @@ def test_geometric_mean_and_interval() -> None:
     assert cell["mean"] == pytest.approx(2.0)
     assert cell["low"] <= cell["mean"] <= cell["high"]
     assert cell["n"] == 3
+
+
+def test_rouge_by_hand() -> None:
+    """Of "the cat sat on the mat": 5 of its 6 words, 2 pairs of 5, and "the cat on mat" in order."""
+    found = rouge(["The cat sat on the mat."], ["the cat, on a mat the"])
+    assert found == pytest.approx((100 * 5 / 6, 100 * 1 / 5, 100 * 4 / 6))
+    assert rouge(["a b", "a"], ["", "A!"]) == (50.0, 0.0, 50.0)
+
+
+def test_rouge_is_that_of_the_package() -> None:
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(
+        ["rouge1", "rouge2", "rougeL"]
+    )
+    rng = random.Random(0)
+    for _ in range(100):
+        wanted, text = (
+            " ".join(rng.choices("a b c The Cat, 5 Öl x-y ;".split(), k=9)) for _ in "ab"
+        )
+        one = scorer.score(wanted, text)
+        assert rouge([wanted], [text]) == pytest.approx([100 * s.fmeasure for s in one.values()])
