@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[str, str, str] | None] = {
     "shared: auto, standard": ("shared", "auto", "standard"),
     "shared: auto, CM-ASD's rule": ("shared", "auto", FULL),
     "lookup: auto, standard": ("lookup", "auto", "standard"),
-    "lookup: k = 3, CM-ASD's rule": ("lookup", "fixed(3)", FULL),
+    "lookup: k = 3, exact": ("lookup", "fixed(3)", "standard"),
 }  # fmt: skip
 """Drafter, controller and rule; None: transformers' own. SpecDec's drafter is `block`, CM-ASD's,
 too; that its length is decided before drafting costs nothing there."""
