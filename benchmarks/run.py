@@ -248,35 +248,48 @@ def _ears_accuracy(problems: int = 250, dtype: Dtype = "float32", device: Device
     ears.accuracy(forerun.load(dtype=dtype, device=device), problems)
 
 
-Data = Annotated[Path, typer.Option(help="Folder with tatoeba/ and multi30k/.")]
-Sets = Annotated[str, typer.Option(help="Test sets: sentences, texts, multi30k.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder with tatoeba/ and multi30k/, for the translator.")
+]
+Of = Annotated[str, typer.Option(help="translator or digest.")]
+Sets = Annotated[
+    str,
+    typer.Option(help="Test sets; default: all of the target's, of sentences, texts, multi30k."),
+]
 Add = Annotated[bool, typer.Option("--add", help="Keep what else is in the results.")]
 
 
 @app.command("translator")
 def _translator(
-    data: Data,
-    sets: Sets = "sentences,texts,multi30k",
+    data: Data = None,
+    target: Of = "translator",
+    sets: Sets = "",
     batches: str = "1,16",
     prompts: int = 5,
     seeds: str = "0,1,2",
     add: Add = False,
 ):
-    """The shipped translator: beam search, greedy, SpecDec, CM-ASD, its ablations, `auto`: speed.
+    """Speed of the translator or the digest: beams, greedy, SpecDec, CM-ASD, ablations, `auto`.
 
     Of every seed `prompts` sources one by one, and a batch of each other size.
     """
     sizes = [int(size) for size in batches.split(",")]
     drawn = [int(seed) for seed in seeds.split(",")]
-    translator.speed(data, sets.split(","), sizes, prompts, drawn, add)
+    chosen = sets.split(",") if sets else translator.OF[target]
+    translator.speed(data, target, chosen, sizes, prompts, drawn, add)
 
 
 @app.command("translator-quality")
 def _translator_quality(
-    data: Data, sets: Sets = "sentences,texts,multi30k", prompts: int = 1000, add: Add = False
+    data: Data = None,
+    target: Of = "translator",
+    sets: Sets = "",
+    prompts: int = 1000,
+    add: Add = False,
 ):
-    """The same methods: SacreBLEU, relative BLEU, drift."""
-    translator.quality(data, sets.split(","), prompts, add)
+    """The same methods: SacreBLEU or ROUGE, relative BLEU, drift."""
+    chosen = sets.split(",") if sets else translator.OF[target]
+    translator.quality(data, target, chosen, prompts, add)
 
 
 @app.command("serve-load")

@@ -1,4 +1,7 @@
-"""CM-ASD where it was written for: translation by an encoder-decoder model, Tables I-V in kind."""
+"""CM-ASD where it was written for: encoder-decoder models that translate and sum up.
+
+Tables I-V in kind.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,12 @@ import forerun
 from benchmarks.cmasd import ONE, Run, relative
 from benchmarks.common import RESULTS, interleaved, provenance, save, table
 from benchmarks.quality import bar
+from benchmarks.rouge import rouge
+from forerun import zoo
 from forerun.lab.bench.peers import Peer, TransformersAssisted, TransformersBeam, TransformersPlain
-from forerun.zoo.corpus import read_pairs
+from forerun.runtime.grafts import kept
+from forerun.zoo.corpus import SENTENCE_END, read_pairs
+from forerun.zoo.tasks import digest
 
 PLAIN, BEAM = "plain greedy", "beam 5"
 FULL, TWO = "cm-asd", "cm-asd(two_pass=true)"
@@ -52,6 +59,7 @@ METHODS: dict[str, tuple[str, str, str] | None] = {
     "shared: auto, standard": ("shared", "auto", "standard"),
     "shared: auto, CM-ASD's rule": ("shared", "auto", FULL),
     "lookup: auto, standard": ("lookup", "auto", "standard"),
+    "lookup: k = 3, exact": ("lookup", "fixed(3)", "standard"),
 }  # fmt: skip
 """Drafter, controller and rule; None: transformers' own. SpecDec's drafter is `block`, CM-ASD's,
 too; that its length is decided before drafting costs nothing there."""
@@ -59,7 +67,10 @@ SETS = {
     "sentences": "Tatoeba test, single sentences",
     "texts": "Tatoeba test, two to six sentences in a row",
     "multi30k": "Multi30k test_2016, captions, which the model was not trained on",
+    "digest": "Digest test (synthetic), two to four facts among sentences of a held-out book",
 }
+OF = {"translator": ("sentences", "texts", "multi30k"), "digest": ("digest",)}
+"""Test sets of each model."""
 CAP = 96
 
 
@@ -71,8 +82,12 @@ class Item:
     references: tuple[str, ...]
 
 
-def read_set(data: Path, name: str) -> list[Item]:
-    """The sources of a test set, in an order drawn once."""
+def read_set(data: Path | None, name: str) -> list[Item]:
+    """The sources of a test set, in an order drawn once; those of the digest ship."""
+    if name == "digest":
+        return [Item(p.prompt, (p.answer,)) for p in zoo.sources(family="digest")]
+    if data is None:
+        raise ValueError(f"the test set {name} needs --data")
     if name == "multi30k":
         sides = []
         for language in ("en", "de"):
@@ -97,19 +112,30 @@ def read_set(data: Path, name: str) -> list[Item]:
 
 
 class Translator:
-    """The shipped translator with every drafter, and transformers on the same weights."""
+    """A shipped encoder-decoder model with its drafters, and transformers on the same weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: str) -> None:
+        folder = zoo.NAMES[target]
         self.models = {
-            kind: forerun.load("translator", draft=kind, device="cpu", dtype="float32")
+            kind: forerun.load(target, draft=kind, device="cpu", dtype="float32")
             for kind in ("none", "shared", "block", "lookup")
+            if kind in ("none", "lookup") or kept(folder, kind)
         }
         self.model = self.models["none"]
         self.peers: dict[str, Peer] = {
             BEAM: TransformersBeam(self.model, 5),
             "transformers, greedy": TransformersPlain(self.model),
-            "transformers, assisted": TransformersAssisted(self.models["shared"], "constant", 3),
         }
+        if "shared" in self.models:
+            assisted = TransformersAssisted(self.models["shared"], "constant", 3)
+            self.peers["transformers, assisted"] = assisted
+
+    def methods(self, size: int) -> list[str]:
+        """Those of `METHODS` whose drafter the model has, at a batch size."""
+        names = [
+            n for n, how in METHODS.items() if n in self.peers or (how and how[0] in self.models)
+        ]
+        return [n for n in names if size == 1 or n != "transformers, assisted"]
 
     def run(self, batch: Sequence[Item], name: str) -> Run:
         """Translate with one method."""
@@ -158,9 +184,9 @@ def bleu(items: Sequence[Item], texts: Sequence[str]) -> float:
 
 
 @cache
-def loaded() -> Translator:
+def loaded(target: str) -> Translator:
     """The models, once."""
-    return Translator()
+    return Translator(target)
 
 
 def _kept(name: str, add: bool) -> dict[str, Any]:
@@ -170,21 +196,25 @@ def _kept(name: str, add: bool) -> dict[str, Any]:
 
 
 def speed(
-    data: Path,
+    data: Path | None,
+    target: str,
     sets: Sequence[str],
     batches: Sequence[int],
     count: int,
     seeds: Sequence[int],
     add: bool,
 ) -> None:
-    """Time every method, paired by batch; write `translator.json`, `add` to what is there."""
-    engine = loaded()
-    results = _kept("translator", add)
+    """Time every method, paired by batch; write a file of the target's name.
+
+    With `add` what is there stays.
+    """
+    engine = loaded(target)
+    results = _kept(target, add)
     for name in sets:
         items = read_set(data, name)
         for size in batches:
             each = max(size, count)
-            names = [n for n in METHODS if size == 1 or n != "transformers, assisted"]
+            names = engine.methods(size)
             for method in names:
                 engine.run(items[:1], method)
             for seed in seeds:
@@ -197,8 +227,14 @@ def speed(
                 cell = results.setdefault(f"{name}/{size}", {"each": each, "seeds": {}})
                 cell["seeds"][str(seed)] = {n: _speed(runs, names, n) for n in names}
     made = provenance(engine.model, cap=CAP)
-    made["command"] = "python -m benchmarks.run translator --data DATA"
-    save("translator", made, results, _speed_text(results))
+    made["command"] = _command("translator", target)
+    save(target, made, results, _speed_text(results, f"{target}-quality"))
+
+
+def _command(name: str, target: str) -> str:
+    return f"python -m benchmarks.run {name} " + (
+        "--data DATA" if target == "translator" else f"--target {target}"
+    )
 
 
 def _speed(runs: Sequence[Sequence[Run]], names: Sequence[str], name: str) -> dict[str, float]:
@@ -218,7 +254,7 @@ def _speed(runs: Sequence[Sequence[Run]], names: Sequence[str], name: str) -> di
     return out
 
 
-def _speed_text(results: dict[str, Any]) -> str:
+def _speed_text(results: dict[str, Any], quality: str) -> str:
     def cell(values: Sequence[float]) -> str:
         spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
         return f"{np.mean(values):.2f}{spread}"
@@ -249,7 +285,7 @@ def _speed_text(results: dict[str, Any]) -> str:
         "Speeds are of tokens per second, encoding included, paired by batch, geometric means. "
         "Rollback rate: rounds in which a drafted token was rejected. Methods without another "
         "drafter's name draft with `block`; blockwise, `standard` and `auto, standard` write plain "
-        "decoding's text, the others' quality is in `translator-quality`. transformers' assisted "
+        f"decoding's text, the others' quality is in `{quality}`. transformers' assisted "
         "generation has the draft of `shared`, three tokens, and runs at batch 1 only.\n\n"
         + "\n\n".join(parts)
     )
@@ -266,11 +302,14 @@ def _order(key: str) -> tuple[int, int]:
     return int(size), list(SETS).index(name)
 
 
-def quality(data: Path, sets: Sequence[str], count: int, add: bool) -> None:
-    """SacreBLEU of every method; write `translator-quality.json`, `add` to what is there."""
-    engine = loaded()
+def quality(data: Path | None, target: str, sets: Sequence[str], count: int, add: bool) -> None:
+    """SacreBLEU or ROUGE of every method; write a file of the target's name and "-quality".
+
+    With `add` what is there stays.
+    """
+    engine = loaded(target)
     results: dict[str, Any] = {}
-    names = [n for n in METHODS if n not in ("transformers, greedy", "transformers, assisted")]
+    names = [n for n in engine.methods(16) if n != "transformers, greedy"]
     names = [PLAIN, *[n for n in names if n != PLAIN]]
     progress, task = bar("quality", len(names) * len(sets))
     with progress:
@@ -284,8 +323,7 @@ def quality(data: Path, sets: Sequence[str], count: int, add: bool) -> None:
                 greedy = greedy or texts
                 tokens = sum(run.tokens for run in done)
                 rounds = max(sum(run.rounds for run in done), 1)
-                cells[name] = {
-                    "bleu": bleu(items, texts),
+                cells[name] = _scores(which, items, texts) | {
                     "relative": relative(texts, greedy),
                     "same": float(np.mean([a == b for a, b in zip(texts, greedy, strict=True)])),
                     "drift": sum(run.drift for run in done) / tokens,
@@ -294,27 +332,57 @@ def quality(data: Path, sets: Sequence[str], count: int, add: bool) -> None:
                 }
                 progress.advance(task)
             results[which] = {"count": len(items), "methods": cells}
+            if which == "digest":
+                results[which]["extracts"] = extracts(items)
     made = provenance(engine.model, cap=CAP)
-    made["command"] = "python -m benchmarks.run translator-quality --data DATA"
-    results = _kept("translator-quality", add) | results
-    save("translator-quality", made, results, _quality_text(results))
+    made["command"] = _command("translator-quality", target)
+    results = _kept(f"{target}-quality", add) | results
+    save(f"{target}-quality", made, results, _quality_text(results))
+
+
+def extracts(items: Sequence[Item]) -> dict[str, tuple[float, float, float]]:
+    """ROUGE-1, -2 and -L of sentences of the passages as they stand."""
+    rng = random.Random(7)
+    sentences = [SENTENCE_END.split(item.source) for item in items]
+    chosen = {
+        "lead-3": [some[:3] for some in sentences],
+        "random-3": [rng.sample(some, min(3, len(some))) for some in sentences],
+        "the right sentences": [digest.facts(item.source) for item in items],
+    }
+    references = [item.references[0] for item in items]
+    return {n: rouge(references, [" ".join(some) for some in c]) for n, c in chosen.items()}
+
+
+def _scores(which: str, items: Sequence[Item], texts: Sequence[str]) -> dict[str, Any]:
+    if which != "digest":
+        return {"bleu": bleu(items, texts)}
+    right = [item.references[0] for item in items]
+    exact = float(np.mean([a == b for a, b in zip(right, texts, strict=True)]))
+    return {"rouge": rouge(right, texts), "exact": exact}
 
 
 def _quality_text(results: dict[str, Any]) -> str:
     parts = []
     for which in (s for s in SETS if s in results):
+        summed = which == "digest"
         rows = []
         for name, m in results[which]["methods"].items():
+            figures = (
+                [_rouge(m["rouge"]), f"{100 * m['exact']:.0f}"] if summed else [f"{m['bleu']:.2f}"]
+            )
             rows.append(
                 [
-                    name, f"{m['bleu']:.2f}", f"{m['relative']:.1f}", f"{100 * m['same']:.0f}",
+                    name, *figures, f"{m['relative']:.1f}", f"{100 * m['same']:.0f}",
                     f"{m['drift']:.3f}" if drafts(name) else "–",
                     f"{m['accepted']:.2f}" if drafts(name) else "–",
                     f"{m['rollback']:.2f}" if drafts(name) else "–",
                 ]
             )  # fmt: skip
-        header = ["method", "SacreBLEU", "relative BLEU", "same texts, %", "drift",
-                  "accepted a round", "rollback rate"]  # fmt: skip
+        for name, three in results[which].get("extracts", {}).items():
+            rows.append([f"{name}, verbatim", _rouge(three), *["–"] * 6])
+        header = ["method", *(["ROUGE-1 / 2 / L", "right, %"] if summed else ["SacreBLEU"]),
+                  "relative BLEU", "same texts, %", "drift", "accepted a round",
+                  "rollback rate"]  # fmt: skip
         parts.append(
             f"## {SETS[which]}; {results[which]['count']} sources\n\n" + table(header, rows)
         )
@@ -322,5 +390,10 @@ def _quality_text(results: dict[str, Any]) -> str:
         "Greedy. Single sentences have all known translations as references, the others one. "
         "Relative BLEU is against plain greedy decoding's output; drift is the share of tokens "
         "that are not the target's arg-max after the text before them. Lossless methods differ "
-        "from plain greedy by near-ties only.\n\n" + "\n\n".join(parts)
+        "from plain greedy by near-ties only. ROUGE: mean F1, words not stemmed.\n\n"
+        + "\n\n".join(parts)
     )
+
+
+def _rouge(three: Sequence[float]) -> str:
+    return " / ".join(f"{x:.1f}" for x in three)

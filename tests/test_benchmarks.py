@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from benchmarks.common import Task, geometric, recorded
 from benchmarks.quality import coins
+from benchmarks.rouge import rouge
 from benchmarks.rsd import Scorer, answers, verdict
 
 from forerun import Model
@@ -133,3 +135,21 @@ def test_a_step_is_scored_alike_alone_and_with_others() -> None:
     together = scorer.states(texts)
     alone = torch.cat([scorer.states([text]) for text in texts])
     torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
+
+
+def test_rouge_by_hand() -> None:
+    """Of 6 words 5 are shared, of 5 pairs 1; "the cat on mat" is in order."""
+    found = rouge(["The cat sat on the mat."], ["the cat, on a mat the"])
+    assert found == pytest.approx((100 * 5 / 6, 100 * 1 / 5, 100 * 4 / 6))
+    assert rouge(["a b", "a"], ["", "A!"]) == (50.0, 0.0, 50.0)
+
+
+def test_rouge_is_that_of_the_package() -> None:
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(
+        ["rouge1", "rouge2", "rougeL"]
+    )
+    rng, words = random.Random(0), ["a", "b", "c", "The", "Cat,", "5", "Öl", "x-y", ";"]
+    for _ in range(100):
+        wanted, text = (" ".join(rng.choices(words, k=9)) for _ in "ab")
+        one = scorer.score(wanted, text)
+        assert rouge([wanted], [text]) == pytest.approx([100 * s.fmeasure for s in one.values()])

@@ -274,7 +274,7 @@ def load(
 
     Args:
         target: a folder or Hugging Face id; None loads the pair that ships with forerun,
-            "translator" the encoder-decoder model that does.
+            "translator" and "digest" the encoder-decoder models that do.
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
             ``"none"``). None uses that of `settings`, or else what `default_draft` says.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller

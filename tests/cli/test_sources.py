@@ -102,6 +102,21 @@ def test_early_exits_are_refused(forerun, folders, tmp_path):
     assert "marian models have no layer-by-layer access" in refused.error
 
 
+def test_the_shipped_digest_likewise(forerun, tmp_path):
+    passage = "It rained. Anton the farmer has lived in Greenhill for four years. I like it."
+    made = forerun("generate", "--target", "digest", passage, "--device", "cpu")
+    assert made.code == 0, made.err
+    assert made.out.strip() == "Anton, a farmer, four years in Greenhill."
+    done = forerun("bench", "--target", "digest", "--device", "cpu", "--prompts", "2",
+                   "--controllers", "fixed(2)", "-o", str(tmp_path / "bench"))  # fmt: skip
+    assert done.code == 0, done.err
+    assert '"digest"' in (tmp_path / "bench" / "results.json").read_text()
+    done = forerun("audit", "--target", "digest", "--device", "cpu", "--limit", "2")
+    assert done.code == 0, done.err
+    listed = forerun("list", "models").out
+    assert "made-up passages to one line: --target digest" in " ".join(listed.split())
+
+
 def test_the_shipped_translator_needs_no_more_than_its_name(forerun, tmp_path):
     """Prompts, draft and precision come with it, at every door."""
     made = forerun("generate", "--target", "translator", "I like apples.", "--device", "cpu")

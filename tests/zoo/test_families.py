@@ -13,6 +13,7 @@ from forerun.zoo.tasks import (
     LONG_FAMILIES,
     arithmetic,
     chat,
+    digest,
     extraction,
     revision,
     rewriting,
@@ -30,6 +31,7 @@ POOL = Pool(
         "The little dog ran quickly through the garden gate.",
         "Anna wanted to see the old house again before winter.",
     ],
+    prose=["It rained.", *[f"On day {i} the old king sang again." for i in range(80)]],
 )
 GENERATED = ("arithmetic", "extraction", "rewriting", "chat")
 EVERY = (*families(), *long_families())
@@ -252,3 +254,26 @@ def test_revisions_follow_from_their_instructions() -> None:
         for change in changes:
             result = rewriting.apply(change.strip(), result)
         assert example.answer == f" {result}"
+
+
+def test_a_digest_says_every_fact_once_in_order_and_nothing_else() -> None:
+    counts, others = set(), set()
+    for split in ("train", "test"):
+        for i in range(300):
+            example = digest.sample(random.Random(i), split, POOL)
+            assert split_of(example.prompt) == split
+            said = digest.facts(example.prompt)
+            assert example.answer == "; ".join(map(digest.condensed, said)) + "."
+            counts.add((split, len(said)))
+            others.add((split, example.prompt.count("king")))
+            assert "rained" not in example.prompt  # too short
+    assert {n for split, n in counts if split == "test"} == {2, 3, 4}
+    assert {n for split, n in others if split == "test"} == {3, 4, 5, 6}
+    assert ("train", 1) in counts
+    assert ("train", 0) in others
+
+
+def test_the_facts_of_a_digest_are_those_of_people() -> None:
+    for i in range(200):
+        told = [sentence for sentence, _ in extraction.person_facts(random.Random(i), 4)]
+        assert digest.facts(" It rained. ".join(told)) == told

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from forerun.zoo import marian
 from forerun.zoo.marian import (
     EOS,
     MarianArchitecture,
     Texts,
     TranslatorRecipe,
+    recipe_for,
     recipe_of,
     train,
     train_tokenizer,
@@ -88,3 +91,29 @@ def test_pairs_for_drafts_are_those_of_the_training(data, tmp_path):
     words = sorted(word for source, _ in lines for word in source.split())
     assert words == sorted(word for text in TEXTS for word in text.split())
     assert write_pairs(data, tmp_path / "few.tsv", 2) == 2
+
+
+def test_digests_are_learned_by_the_same_recipe(data, tmp_path, monkeypatch):
+    """From passages; a run keeps its task, and one of before tasks were there is a translator's."""
+    from forerun.zoo.tasks.digest import condensed, facts
+
+    monkeypatch.setattr(marian, "DRAWN", {"train": 12, "val": 4})
+    (data / "books").mkdir()
+    for name in ("a-book", "the-lost-princess-of-oz"):
+        lines = [f"On day {i} the old king sang again." for i in range(40)]
+        (data / "books" / f"{name}.txt").write_text("\n\n".join(lines), encoding="utf-8")
+    with gzip.open(data / "tatoeba" / "test.tsv.gz", "wt") as out:
+        out.write("Hi.\tHallo.\n")
+    recipe = replace(TINY, task="digest", joined=0.0)
+    train(data, tmp_path / "run", steps=1, recipe=recipe)
+    run = train(data, tmp_path / "run", steps=2, resume=True, recipe=recipe_for("translation"))
+    assert run.recipe == recipe
+    saved = {k: v for k, v in vars(TINY).items() if k != "task"} | {"target": vars(TINY.target)}
+    assert recipe_of(saved) == TINY
+    count = write_pairs(data, tmp_path / "pairs.tsv", 99, task="digest")
+    lines = [line.split("\t") for line in (tmp_path / "pairs.tsv").read_text().splitlines()]
+    assert len(lines) == count == 12
+    for source, target in lines:
+        assert target == "; ".join(map(condensed, facts(source))) + "."
+    with pytest.raises(ValueError, match="unknown task 'poems': one of translation, digest"):
+        recipe_for("poems")

@@ -30,7 +30,7 @@ def generate(
         option(
             "ID_OR_PATH",
             "The model to speed up: a folder, a Hugging Face id, or translator (English to "
-            "German), which ships. Default: the shipped one.",
+            "German) or digest (synthetic), which ship. Default: the shipped one.",
             panel=MODELS,
         ),
     ] = None,

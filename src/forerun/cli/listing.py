@@ -99,9 +99,10 @@ def _shipped_with_encoder(name: str, folder: Path) -> str:
     config = _config(folder)
     if config is None:
         return "not in this copy"
+    task = {"translator": "English to German", "digest": "made-up passages to one line"}[name]
     return (
         f"{config['model_type']}, {config['encoder_layers']} + {config['decoder_layers']} layers, "
-        f"width {config['d_model']}, vocabulary {config['vocab_size']}; ships, English to German: "
+        f"width {config['d_model']}, vocabulary {config['vocab_size']}; ships, {task}: "
         f"--target {name}"
     )
 

@@ -6,10 +6,12 @@ Importing this module loads neither torch nor transformers.
 from __future__ import annotations
 
 from forerun.zoo.promptset import (
+    DIGEST,
     DRAFT,
     EXITS,
     NAMES,
     PENALTY,
+    SOURCES,
     TARGET,
     TRANSLATOR,
     Prompt,
@@ -24,10 +26,12 @@ from forerun.zoo.promptset import (
 from forerun.zoo.scoring import score
 
 __all__ = [
+    "DIGEST",
     "DRAFT",
     "EXITS",
     "NAMES",
     "PENALTY",
+    "SOURCES",
     "TARGET",
     "TRANSLATOR",
     "Prompt",

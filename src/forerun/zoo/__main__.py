@@ -17,6 +17,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="The pair tha
 
 Data = Annotated[Path, typer.Option(help="Folder with books/ and tatoeba/.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Task = Annotated[str, typer.Option(help="translation or digest.")]
 Compiled = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Compile the training step (bfloat16).")
 ]
@@ -84,12 +85,18 @@ def translator(
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides weights and data order.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+    task: Task = "translation",
 ) -> None:
-    """Train the encoder-decoder translator; stop and resume it, and end it with --decay."""
+    """Train the encoder-decoder translator; stop and resume it, and end it with --decay.
+
+    With --task digest it is a smaller model that learns to condense passages; a run that is
+    resumed keeps its task.
+    """
+    from forerun.zoo.marian import recipe_for
     from forerun.zoo.marian import train as run
 
     with _errors():
-        run(data, out, steps=steps, decay=decay, seed=seed, resume=resume)
+        run(data, out, steps=steps, decay=decay, seed=seed, resume=resume, recipe=recipe_for(task))
 
 
 @app.command()
@@ -98,12 +105,13 @@ def pairs(
     out: Annotated[Path, typer.Option(help="The file.")] = Path("pairs.tsv"),
     limit: Annotated[int, typer.Option(help="Texts.")] = 20000,
     seed: Annotated[int, typer.Option(help="Decides which, and how they are joined.")] = 0,
+    task: Task = "translation",
 ) -> None:
-    """Write texts of the translator's training, for forerun train-draft."""
+    """Write texts of the translator's training, or the digest's, for forerun train-draft."""
     from forerun.zoo.marian import write_pairs
 
     with _errors():
-        print(f"written: {write_pairs(data, out, limit, seed):,} texts to {out}")
+        print(f"written: {write_pairs(data, out, limit, seed, task):,} texts to {out}")
 
 
 @app.command()

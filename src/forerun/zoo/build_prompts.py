@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from forerun.zoo.corpus import load_pools
-from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, stories, translation
+from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, digest, stories, translation
 from forerun.zoo.tasks.base import Example, Pool
 
 COUNTS = {"val": 100, "test": 250}
 LONG_COUNTS = {"val": 20, "test": 50}
+_MODULES = {**FAMILIES, **LONG_FAMILIES, digest.NAME: digest}
 
 
 def _stories(pool: Pool, count: int) -> list[Example]:
@@ -46,7 +47,7 @@ def examples(family: str, split: str, pool: Pool, count: int) -> list[Example]:
             level = arithmetic.LEVELS[len(chosen) % 2]
             example = arithmetic.sample(rng, split, pool, level)
         else:
-            example = (FAMILIES.get(family) or LONG_FAMILIES[family]).sample(rng, split, pool)
+            example = _MODULES[family].sample(rng, split, pool)
         chosen.setdefault(example.prompt, example)
     return list(chosen.values())
 
@@ -55,9 +56,9 @@ def build(data: Path, folder: Path) -> None:
     """Writes ``<family>.jsonl`` for every family."""
     pools = load_pools(data)
     folder.mkdir(parents=True, exist_ok=True)
-    for family, module in {**FAMILIES, **LONG_FAMILIES}.items():
+    for family, module in _MODULES.items():
         lines = []
-        for split, count in (COUNTS if family in FAMILIES else LONG_COUNTS).items():
+        for split, count in (LONG_COUNTS if family in LONG_FAMILIES else COUNTS).items():
             for number, example in enumerate(examples(family, split, pools[split], count)):
                 record: dict[str, Any] = {
                     "family": family,

@@ -9,7 +9,7 @@ from pathlib import Path
 from forerun.zoo.tasks import stories
 from forerun.zoo.tasks.base import SPLITS, Pool
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)\s+(?=[A-Z])")
+SENTENCE_END = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)\s+(?=[A-Z])")
 
 
 def read_book(path: Path) -> list[str]:
@@ -41,7 +41,7 @@ def sentences_of(paragraphs: list[str]) -> list[str]:
     """Sentences of 20 to 140 characters that stand on their own (balanced quotation marks)."""
     kept = []
     for paragraph in paragraphs:
-        for sentence in _SENTENCE_END.split(paragraph):
+        for sentence in SENTENCE_END.split(paragraph):
             plain = not re.search(r"[\"'“”‘’()\[\]:;*]", sentence.replace("'s ", " "))
             if 20 <= len(sentence) <= 140 and plain and re.fullmatch(r"[A-Z].*[.!?]", sentence):
                 kept.append(sentence)
@@ -62,5 +62,5 @@ def load_pools(data: Path) -> dict[str, Pool]:
         pairs = read_pairs(data / "tatoeba" / f"{split}.tsv.gz")
         own = [s for title in sorted(books[split]) for s in sentences_of(books[split][title])]
         short = [english for english, _ in pairs if 20 <= len(english) <= 140]
-        pools[split] = Pool(books=books[split], pairs=pairs, sentences=own + short)
+        pools[split] = Pool(books=books[split], pairs=pairs, sentences=own + short, prose=own)
     return pools

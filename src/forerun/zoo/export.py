@@ -32,6 +32,10 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
             drop=("_name_or_path", "backend", "is_local", "name_or_path"),
             tokenizer_class="PreTrainedTokenizerFast",
         )
+        # Indented, it is more than twice as long.
+        pieces = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        compact = json.dumps(pieces, ensure_ascii=False, separators=(",", ":"))
+        (path / "tokenizer.json").write_text(compact + "\n", encoding="utf-8")
         for file in path.iterdir():
             os.chmod(file, 0o644)
             os.replace(file, folder / file.name)

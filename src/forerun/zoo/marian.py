@@ -1,4 +1,4 @@
-"""The translator: an encoder-decoder model (Marian's classes) that learns English to German."""
+"""Encoder-decoder models (Marian's classes): the translator, English to German, and the digest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from forerun.zoo.corpus import read_pairs
+from forerun.zoo.corpus import load_pools, read_pairs
 from forerun.zoo.optim import product_type
 from forerun.zoo.recipe import Recipe
 from forerun.zoo.runs import CHECKPOINT, TOKENIZER, Run, keep
+from forerun.zoo.tasks import digest
 
 PAD, EOS = 0, 1
 Pair = tuple[list[int], list[int]]
@@ -69,7 +70,7 @@ class MarianArchitecture:
 
 @dataclass(frozen=True)
 class TranslatorRecipe:
-    """Training settings of the translator."""
+    """Training settings of the translator, or of a smaller model for another task."""
 
     target: MarianArchitecture = MarianArchitecture()
     vocab_size: int = 8000
@@ -85,10 +86,44 @@ class TranslatorRecipe:
     adam_lr: float = 0.003
     weight_decay: float = 0.02
     warm_up: int = 60
+    task: str = "translation"
+    """Or "digest"; see `read_task`."""
 
     def rate(self, step: int, decay: tuple[int, int] | None = None) -> float:
         """The learning-rate factor of ``step``, in [0, 1]; see `Recipe.rate`."""
         return Recipe(warm_up=self.warm_up).rate(step, decay)
+
+
+RECIPES = {
+    "translation": TranslatorRecipe(),
+    "digest": TranslatorRecipe(
+        MarianArchitecture(2, 64, 4, 256, dropout=0.0),
+        vocab_size=1280,
+        step_tokens=4096,
+        joined=0.0,
+        smoothing=0.0,
+        task="digest",
+    ),
+}
+"""By task. The digest's model is so small for what ships to stay small."""
+DRAWN = {"train": 48_000, "val": 400}
+"""Digests per split."""
+
+
+def recipe_for(task: str) -> TranslatorRecipe:
+    """The recipe of a task; raises ``ValueError`` with the names known."""
+    if task not in RECIPES:
+        raise ValueError(f"unknown task {task!r}: one of {', '.join(RECIPES)}")
+    return RECIPES[task]
+
+
+def read_task(data: Path, split: str, task: str) -> list[tuple[str, tuple[str, ...]]]:
+    """The sources of a split with all their targets: Tatoeba's, or digests drawn once."""
+    if task == "translation":
+        return read_pairs(data / "tatoeba" / f"{split}.tsv.gz")
+    pool, rng = load_pools(data)[split], random.Random(f"digest/{split}")
+    drawn = [digest.sample(rng, split, pool) for _ in range(DRAWN[split])]
+    return [(example.prompt, (example.answer,)) for example in drawn]
 
 
 def recipe_of(saved: dict[str, Any]) -> TranslatorRecipe:
@@ -141,8 +176,8 @@ class Texts:
     """The pairs of a split as token ids, and the batches of every step."""
 
     def __init__(self, data: Path, split: str, tokenizer: Any, recipe: TranslatorRecipe) -> None:
-        pairs = read_pairs(data / "tatoeba" / f"{split}.tsv.gz")
-        flat = [(english, german) for english, several in pairs for german in several]
+        pairs = read_task(data, split, recipe.task)
+        flat = [(source, target) for source, several in pairs for target in several]
         sides = [
             [e.ids for e in tokenizer.encode_batch(list(side))] for side in zip(*flat, strict=True)
         ]
@@ -268,8 +303,8 @@ def train(
     assert isinstance(run.recipe, TranslatorRecipe)
     path = out / TOKENIZER
     if not path.exists():
-        pairs = read_pairs(data / "tatoeba" / "train.tsv.gz")
-        lines = [text for english, german in pairs for text in (english, *german)]
+        pairs = read_task(data, "train", run.recipe.task)
+        lines = [text for source, targets in pairs for text in (source, *targets)]
         train_tokenizer(lines, run.recipe.vocab_size).save(str(path))
     tokenizer = Tokenizer.from_file(str(path))
     if decay is not None and run.decay is None:
@@ -291,21 +326,23 @@ def train(
     return run
 
 
-def write_pairs(data: Path, out: Path, count: int, seed: int = 0) -> int:
-    """Writes texts as the translator trains on them, for ``forerun train-draft``.
+def write_pairs(data: Path, out: Path, count: int, seed: int = 0, task: str = "translation") -> int:
+    """Writes texts as the model of ``task`` trains on them, for ``forerun train-draft``.
 
     Args:
         data: the data folder.
-        out: the file: lines SOURCE TAB TRANSLATION.
+        out: the file: lines SOURCE TAB TARGET.
         count: most texts.
         seed: decides which and how they are joined.
+        task: of `RECIPES`.
 
     Returns:
         How many were written.
     """
-    pairs = read_pairs(data / "tatoeba" / "train.tsv.gz")
-    flat = [(english, german) for english, several in pairs for german in several]
-    rng, recipe = random.Random(seed), TranslatorRecipe()
+    recipe = recipe_for(task)
+    pairs = read_task(data, "train", task)
+    flat = [(source, target) for source, several in pairs for target in several]
+    rng = random.Random(seed)
     lines: list[str] = []
     rng.shuffle(flat)
     while flat and len(lines) < count:

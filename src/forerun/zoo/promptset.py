@@ -12,8 +12,12 @@ DRAFT = _HERE / "draft"
 EXITS = TARGET / "exits"
 TRANSLATOR = _HERE / "translator"
 """English to German, with an encoder; its drafts are in the folders `shared` and `block` of it."""
-NAMES = {"translator": TRANSLATOR}
+DIGEST = _HERE / "digest"
+"""Passages to digests (synthetic), with an encoder; its draft is in the folder `block` of it."""
+NAMES = {"translator": TRANSLATOR, "digest": DIGEST}
 """What ships besides the pair, by the names that `load` and ``--target`` take."""
+SOURCES = {"translator": "sources", "digest": "digest"}
+"""The family of sources for each of `NAMES`; see `sources`."""
 FOLDER = _HERE / "prompts"
 PENALTY = {"stories": 1.2}
 """The repetition penalty that a family's prompts are decoded with; 1 for those not named.
@@ -66,7 +70,7 @@ def long_families() -> tuple[str, ...]:
 
 def prompts(family: str, split: str = "test", limit: int | None = None) -> list[Prompt]:
     """The shipped prompts of a family, in file order; ``split`` is ``"test"`` or ``"val"``."""
-    known = (*families(), *long_families())
+    known = (*families(), *long_families(), SOURCES["digest"])
     if family not in known:
         raise ValueError(f"unknown family {family!r}: one of {', '.join(known)}")
     if split not in ("val", "test"):
@@ -82,12 +86,16 @@ def prompts(family: str, split: str = "test", limit: int | None = None) -> list[
     return chosen if limit is None else chosen[:limit]
 
 
-def sources(split: str = "test", limit: int | None = None) -> list[Prompt]:
-    """The English sentences of the translation prompts alone, for a model with an encoder.
+def sources(split: str = "test", limit: int | None = None, family: str = "sources") -> list[Prompt]:
+    """Texts for a model with an encoder, of a family of `SOURCES`.
+
+    "sources": the English sentences of the translation prompts alone; "digest": passages.
 
     >>> sources("val", 1)[0].prompt
     'I cleaned the house.'
     """
+    if family != "sources":
+        return prompts(family, split, limit)
     return [
         replace(
             p,

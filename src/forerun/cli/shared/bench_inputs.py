@@ -59,12 +59,12 @@ def bench_prompts(
     target: str | None = None,
 ) -> list[PromptRequest]:
     """The prompts, checked before a model is loaded."""
-    from forerun.cli.shared.prompts import SOURCES, find_prompts
-    from forerun.zoo import NAMES
+    from forerun.cli.shared.prompts import find_prompts
+    from forerun.zoo import SOURCES
     from forerun.zoo import families as shipped
 
     own = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
-    builtin = [SOURCES] if target in NAMES else list(shipped())
+    builtin = [SOURCES[target]] if target in SOURCES else list(shipped())
     present = builtin if own is None else list(dict.fromkeys(f.family for f in own))
     names = present if families.strip() == "all" else split_names(families, ",")
     require(len(names) > 0, "families", families, "names with commas between, or all")

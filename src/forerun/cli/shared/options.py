@@ -48,7 +48,8 @@ Target = Annotated[
     str | None,
     option(
         "ID_OR_PATH",
-        "A folder, a Hugging Face id, or translator, which ships. Default: the shipped one.",
+        "A folder, a Hugging Face id, or translator or digest, which ship. Default: the shipped "
+        "one.",
         panel=MODELS,
     ),
 ]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 BUILTIN, ALL = "builtin", "all"
 """Names of the shipped prompts, and of all their families."""
-SOURCES = "sources"
-"""The family of shipped prompts for models with an encoder."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,10 @@ def is_shipped(text: str) -> bool:
 
 def prompt_source(text: str | None, target: str | None, option: str = "--prompts") -> str:
     """The source named, or for what ships the shipped prompts that it takes."""
-    from forerun.zoo import NAMES
+    from forerun.zoo import SOURCES
 
-    if text is None and target in NAMES:
-        return f"{BUILTIN}:{SOURCES}"
+    if text is None and target in SOURCES:
+        return f"{BUILTIN}:{SOURCES[target]}"
     if text is None and target is not None:
         raise SettingError(
             f"no prompts; give {option} FILE with prompts of your task, or {option} {BUILTIN}:{ALL}"
@@ -120,7 +118,8 @@ def find_prompts(
     Args:
         text: a file as for `generate --prompt-file` (``-`` reads stdin), ``builtin:FAMILY``, or
             ``builtin:all`` or ``builtin``. Of all families the prompts come in turns.
-            ``builtin:sources`` is English sentences, for models with an encoder.
+            ``builtin:sources`` is English sentences and ``builtin:digest`` passages, for models
+            with an encoder.
         split: of the shipped prompts, ``"val"`` or ``"test"``.
         limit: only the first so many of each family; None takes all.
         cap: most new tokens of a prompt that asks for more or for no number. None takes the
@@ -240,14 +239,15 @@ def _shipped(
     family: str, split: str, limit: int | None, cap: int | None, penalised: bool
 ) -> list[PromptRequest]:
     from forerun.cli.shared.inputs import Request
-    from forerun.zoo import PENALTY, families, prompts, sources
+    from forerun.zoo import PENALTY, SOURCES, families, prompts, sources
 
-    known = (ALL, *families(), SOURCES)
+    known = (ALL, *families(), *SOURCES.values())
     if family not in known:
         raise UnknownNameError.among("family of shipped prompts", family, known)
     every = families() if family == ALL else (family,)
-    if family == SOURCES:
-        chosen = [sources(split, limit)]
+    encoded = family in SOURCES.values()
+    if encoded:
+        chosen = [sources(split, limit, family)]
     else:
         chosen = [prompts(name, split, limit) for name in every]
     mixed = [p for p in chain(*zip_longest(*chosen)) if p is not None]
@@ -259,7 +259,7 @@ def _shipped(
         penalty = {"repetition_penalty": PENALTY[p.family]} if p.family in PENALTY else {}
         own = {**settings, **(penalty if penalised else {})}
         requested.append(
-            PromptRequest(p.family, p.id, Request(p.prompt, own, p.id, source=family == SOURCES))
+            PromptRequest(p.family, p.id, Request(p.prompt, own, p.id, source=encoded))
         )
     return requested
 

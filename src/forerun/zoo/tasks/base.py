@@ -28,12 +28,13 @@ class Pool:
     """The text of one split that families draw on.
 
     ``books``: one list of paragraphs per book; ``pairs``: English sentence and its German
-    translations; ``sentences``: single English sentences (from both).
+    translations; ``sentences``: single English sentences (from both); ``prose``: those of books.
     """
 
     books: dict[str, list[str]] = field(default_factory=dict)
     pairs: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
+    prose: list[str] = field(default_factory=list)
 
 
 def split_of(text: str) -> str:

@@ -20,7 +20,7 @@ def _thing(rng: random.Random, noun: str) -> str:
     return f"{rng.choice(words.SIZES)} {rng.choice(words.COLORS)} {noun}"
 
 
-def _person_facts(rng: random.Random, count: int) -> list[Fact]:
+def person_facts(rng: random.Random, count: int) -> list[Fact]:
     """Where people live and what they do."""
     people = pick_distinct(rng, words.BOYS + words.GIRLS, count)
     towns = pick_distinct(rng, words.TOWNS, count)
@@ -122,7 +122,7 @@ def _event_facts(rng: random.Random, count: int) -> list[Fact]:
 
 
 _KINDS: tuple[Callable[[random.Random, int], list[Fact]], ...] = (
-    _person_facts,
+    person_facts,
     _object_facts,
     _event_facts,
 )
