@@ -41,18 +41,11 @@ def step_by_step(
                 out.stopped_by[row] = step.ended[row]
             drawing = [row for row in active if step.ended[row] is None]
         if drawing:
-            drawn = guide.choose(step, ahead, drawing, out)
-            drawing = list(drawn)
-            for row, token in drawn.items():
-                out.tokens[row].append(token)
-                text = ahead[row]
-                assert text is not None
-                text.append(token)
+            drawing = guide.choose(step, ahead, drawing, out)
         _clock(out, time.perf_counter() - began, catching_up)
         going = guide.settle(drawing, most, out)
-        for row in active:
-            if row not in going:
-                ahead[row] = None
+        if going != active:
+            ahead = [text if row in going else None for row, text in enumerate(ahead)]
         active, catching_up = going, False
     return out
 
