@@ -108,28 +108,24 @@ class Drafted(NamedTuple):
 
 
 def in_force(learned: Survival) -> LogOdds:
-    """The log-odds of this request: the prior between greedy and sampled, corrected."""
-    return corrected(prior(learned.sampled), learned)
-
-
-def prior(sampled: float) -> LogOdds:
-    """The log-odds expected of a request that samples with these log-odds."""
-    share = sigmoid(sampled)
-    return LogOdds(*[g + share * more for g, more in zip(GREEDY, _MORE_SAMPLED, strict=True)])
-
-
-def corrected(by: LogOdds, learned: Survival) -> LogOdds:
-    """Log-odds with the request's own line and shift."""
+    """The log-odds of this request: the prior, with its own line and shift."""
+    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(learned.sampled)
     slope, shift = learned.slope, learned.shift
     return LogOdds(
-        learned.constant + slope * by.constant,
-        slope * by.per_margin,
-        slope * by.per_chosen,
-        by.first + shift,
-        by.next_constant + shift,
-        by.next_newest,
-        by.next_mean,
+        learned.constant + slope * constant,
+        slope * per_margin,
+        slope * per_chosen,
+        first + shift,
+        later + shift,
+        per_newest,
+        per_mean,
     )
+
+
+def prior(sampled: float) -> list[float]:
+    """The log-odds, in their order, expected of a request that samples with these log-odds."""
+    share = sigmoid(sampled)
+    return [g + share * more for g, more in zip(GREEDY, _MORE_SAMPLED, strict=True)]
 
 
 def extended(drafted: Drafted | None, by: LogOdds, table: Table, token: Token) -> Drafted | None:
@@ -194,23 +190,22 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
         return _judged_blind(learned, round, most), table
     coins = sum((i < count) * _sampled_step(round.accept_prob[i]) for i in range(most))
     sampled = clip(learned.sampled + coins, -MOST_SAMPLED, MOST_SAMPLED)
-    expected, unexplained = prior(sampled), []
+    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(sampled)
+    slope, shift, unexplained = learned.slope, learned.shift, []
     weight, weight_z = FADE * learned.weight, FADE * learned.weight_z
     weight_zz, next_weight = FADE * learned.weight_zz, FADE * learned.shift_weight
     miss = miss_z = next_miss = evidence = total = newest = 0.0
     for i in range(most):
         token, hit, inside = round.tokens[i], round.accept_prob[i], i < count
         margin = minimum(token.logit_margin, MOST_MARGIN)
-        z = expected.constant + expected.per_margin * margin + expected.per_chosen * token.chosen
-        chance = sigmoid(learned.constant + learned.slope * z + table(token))
+        z = constant + per_margin * margin + per_chosen * token.chosen
+        chance = sigmoid(learned.constant + slope * z + table(token))
         w, short = inside * chance * (1 - chance), inside * (hit - chance)
         weight, weight_z, weight_zz = weight + w, weight_z + w * z, weight_zz + w * z * z
         miss, miss_z = miss + short, miss_z + short * z
         unexplained.append((token, w, short))
-        guess = expected.first + learned.shift
-        if i:
-            guess = expected.next_constant + expected.next_newest * newest + learned.shift
-            guess = guess + expected.next_mean * (total / i)
+        guess = later + per_newest * newest + per_mean * (total / i) if i else first
+        guess = guess + shift
         chance = sigmoid(guess)
         next_weight = next_weight + inside * chance * (1 - chance)
         next_miss = next_miss + inside * (hit - chance)
@@ -222,9 +217,9 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
     after = Survival(
         sampled,
         clip(learned.constant + (c * miss - b * miss_z) * scale, -MOST_SHIFT, MOST_SHIFT),
-        clip(learned.slope + (a * miss_z - b * miss) * scale, LEAST_SLOPE, MOST_SHIFT),
+        clip(slope + (a * miss_z - b * miss) * scale, LEAST_SLOPE, MOST_SHIFT),
         weight, weight_z, weight_zz,
-        clip(learned.shift + next_miss / (next_weight + SHIFT_WEIGHT), -MOST_SHIFT, MOST_SHIFT),
+        clip(shift + next_miss / (next_weight + SHIFT_WEIGHT), -MOST_SHIFT, MOST_SHIFT),
         next_weight,
         clip(learned.useless + evidence, USELESS_START, -USELESS_START),
         learned.useless_before, learned.blind,
