@@ -42,18 +42,15 @@ def step_by_step(
             drawing = [row for row in active if step.ended[row] is None]
         if drawing:
             drawing = guide.choose(step, ahead, drawing, out)
-        _clock(out, time.perf_counter() - began, catching_up)
+        seconds = time.perf_counter() - began
+        if catching_up:
+            out.catch_up_seconds += seconds
+        else:
+            if not out.steps and not out.catch_up_seconds:
+                out.first_seconds = seconds
+            out.steps += 1
         going = guide.settle(drawing, most, out)
         if going != active:
             ahead = [text if row in going else None for row, text in enumerate(ahead)]
         active, catching_up = going, False
     return out
-
-
-def _clock(out: Proposal, seconds: float, catching_up: bool) -> None:
-    if catching_up:
-        out.catch_up_seconds += seconds
-        return
-    if not out.steps and not out.catch_up_seconds:
-        out.first_seconds = seconds
-    out.steps += 1
