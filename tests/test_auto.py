@@ -156,7 +156,8 @@ def test_the_rule_by_hand():
     ahead = sigmoid(by.next_constant + by.next_newest * 1.0 + by.next_mean * 2.0)
     worth = kept.prod() * ahead * (1 - sigmoid(USELESS_START))
     for price in (worth - 1e-9, worth + 1e-9):
-        memo = controller.open(state, COSTS).memo._replace(price=price)
+        terms, drafted = controller.open(state, COSTS).memo
+        memo = terms._replace(price=price), drafted
         for token in told(margins):
             memo = controller.fold(state, memo, token)
         assert controller.worth(state, COSTS, memo) == pytest.approx(worth - price, abs=1e-12)
@@ -178,7 +179,7 @@ def test_price_is_the_rate_times_what_a_token_costs():
     ]
     opening = controller.open(state, COSTS)
     np.testing.assert_allclose(opening.loss, max(rates) * each, rtol=1e-12)
-    assert opening.memo.price == opening.loss
+    assert opening.memo[0].price == opening.loss
     # Rounds so far are added to twelve expected ones.
     tokens, seconds = max(
         ((1 + first * sum(later**j for j in range(n)), 1.35 + (n - 1) * each)

@@ -161,8 +161,12 @@ class Greedy:
 
     greedy: frozenset[str] | None = None
 
-    def choose(self, step: Any, texts: Any, active: Any, proposal: Proposal) -> dict[int, int]:
-        return {row: int(step.logits[row].argmax()) for row in active}
+    def choose(self, step: Any, texts: Any, active: Any, proposal: Proposal) -> list[int]:
+        for row in active:
+            token = int(step.logits[row].argmax())
+            proposal.tokens[row].append(token)
+            texts[row].append(token)
+        return list(active)
 
     def settle(self, active: Any, most: Any, proposal: Proposal) -> list[int]:
         return [row for row in active if len(proposal.tokens[row]) < most[row]]

@@ -23,6 +23,7 @@ from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Origin
 from forerun.errors import NumericalError, PromptError, SettingError
 from forerun.rules import RULES
+from forerun.runtime import Rows
 from forerun.testing import ScriptedModel, engine
 from forerun.types import Round, Stop, Token
 
@@ -680,3 +681,19 @@ def test_an_error_has_its_class() -> None:
     assert (done.error, done.error_type) == ("ValueError: no", ValueError)
     nan = engine(ScriptedModel(torch.full((3, 3), torch.nan)))([0], max_new_tokens=3)
     assert nan.error_type is NumericalError
+
+
+def test_a_round_enters_inference_mode_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entering it takes as long as the engine does with a drafted token."""
+    entered, enter = [], torch.inference_mode.__enter__
+    monkeypatch.setattr(
+        torch.inference_mode, "__enter__", lambda mode: entered.append(1) or enter(mode)
+    )
+    table = torch.eye(7).roll(1, dims=1) * 9
+    run = engine(ScriptedModel(table), ScriptedModel(table))
+    done = run([0], max_new_tokens=20, controller="fixed(4)", ignore_eos=True)
+    assert len(entered) == len(done.rounds) == 4
+    rows = Rows(ScriptedModel(table))
+    rows.join(1)
+    assert not torch.is_inference_mode_enabled()
+    assert rows.feed([[1, 2]]).is_inference()

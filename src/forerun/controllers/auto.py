@@ -51,8 +51,8 @@ class AutoState(NamedTuple):
     """Tokens the draft errs at."""
 
 
-class Drafting(NamedTuple):
-    """Of a round so far."""
+class Terms(NamedTuple):
+    """What a round's tokens are weighed by. A memo is these and the drafted tokens, if any."""
 
     by: LogOdds
     """The log-odds in force."""
@@ -60,8 +60,9 @@ class Drafting(NamedTuple):
     """Probability that the draft is of use at all, `1 − u`."""
     price: float
     """Tokens that must be expected of a drafted one, `λ·(d + v·V)`."""
-    drafted: survival.Drafted | None = None
-    """The drafted tokens."""
+
+
+Memo = tuple[Terms, survival.Drafted | None]
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,8 @@ class Auto(LengthController):
         costs = self.own_costs or costs
         learned, one, further = state.learned, costs.one, self._further(costs)
         plain = self._plain(costs)
-        by = survival.in_force(learned)
-        length, tokens = self._best_fixed(*survival.typical(learned, by), one, further)
+        by, useful = survival.in_force(learned), sigmoid(-learned.useless)
+        length, tokens = self._best_fixed(*survival.typical(learned, by, useful), one, further)
         tokens = PRIOR_ROUNDS * tokens + state.committed
         seconds = PRIOR_ROUNDS * (one + (length - 1) * further)
         seconds = seconds + state.drafts * one + (state.drafted - state.drafts) * further
@@ -214,16 +215,16 @@ class Auto(LengthController):
             worth, idle = where(worth < 0, rests, worth), where(worth < 0, rests, idle)
         # A draft that says nothing has no better place to stop than the best fixed length.
         most = where(learned.blind[1] > 0, length, self.high)
-        return Opening(most, worth, price, Drafting(by, sigmoid(-learned.useless), price), idle)
+        return Opening(most, worth, price, (Terms(by, useful, price), None), idle)
 
-    def fold(self, state: AutoState, memo: Drafting, token: Token) -> Drafting:
+    def fold(self, state: AutoState, memo: Memo, token: Token) -> Memo:
         """One more drafted token."""
-        by, useful, price, drafted = memo
-        return Drafting(by, useful, price, survival.extended(drafted, by, state.table, token))
+        terms, drafted = memo
+        return terms, survival.extended(drafted, terms.by, state.table, token)
 
-    def worth(self, state: AutoState, costs: Costs, memo: Drafting) -> float:
+    def worth(self, state: AutoState, costs: Costs, memo: Memo) -> float:
         """The chance that the next token is kept, less its price."""
-        by, useful, price, drafted = memo
+        (by, useful, price), drafted = memo
         if drafted is None:
             return math.inf
         return useful * drafted.survival * survival.next_kept(drafted, by) - price
@@ -272,8 +273,8 @@ class Auto(LengthController):
             if not anywhere(longer):  # the rate has one peak
                 break
             length = length + longer
-            tokens = where(longer, tokens + more, tokens)
-            seconds = where(longer, seconds + further, seconds)
+            tokens = tokens + longer * more
+            seconds = seconds + longer * further
         return length, tokens
 
     def _resting(self, state: AutoState, costs: Costs, worth: float, further: float) -> float:

@@ -5,6 +5,7 @@ Written for one request, element by element (`elementwise`).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from forerun.controllers.auto_table import Table
@@ -35,6 +36,7 @@ GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.14, 0.21)
 """Prior of greedy requests; `python -m benchmarks.auto_prior` made both."""
 SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.17, 0.12)
 """Prior of sampled ones."""
+_MORE_SAMPLED = [sampled - greedy for greedy, sampled in zip(GREEDY, SAMPLED, strict=True)]
 MOST_MARGIN = 8.0
 """Logits beyond which a margin says nothing more."""
 TYPICAL_MARGIN = 4.0
@@ -62,6 +64,8 @@ USELESS_STEP, USELESS_CAP = 2.0, 2.0
 text says little about the next, several say it is the draft."""
 USELESS_KEPT = 0.05
 """Share of such a draft's tokens that are kept."""
+KEPT_IF_USELESS, LOST_IF_USELESS = math.log(USELESS_KEPT), math.log(1 - USELESS_KEPT)
+"""Log-likelihood of a token of such a draft."""
 BLIND_FIRST, BLIND_LATER = (0.8, 2.0), (3.4, 4.0)
 """Of a drafter without signals, before anything was judged: kept and judged first tokens of rounds,
 and later ones."""
@@ -104,28 +108,24 @@ class Drafted(NamedTuple):
 
 
 def in_force(learned: Survival) -> LogOdds:
-    """The log-odds of this request: the prior between greedy and sampled, corrected."""
-    return corrected(prior(learned.sampled), learned)
-
-
-def prior(sampled: float) -> LogOdds:
-    """The log-odds expected of a request that samples with these log-odds."""
-    share = sigmoid(sampled)
-    return LogOdds(*[g + share * (s - g) for g, s in zip(GREEDY, SAMPLED, strict=True)])
-
-
-def corrected(by: LogOdds, learned: Survival) -> LogOdds:
-    """Log-odds with the request's own line and shift."""
+    """The log-odds of this request: the prior, with its own line and shift."""
+    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(learned.sampled)
     slope, shift = learned.slope, learned.shift
     return LogOdds(
-        learned.constant + slope * by.constant,
-        slope * by.per_margin,
-        slope * by.per_chosen,
-        by.first + shift,
-        by.next_constant + shift,
-        by.next_newest,
-        by.next_mean,
+        learned.constant + slope * constant,
+        slope * per_margin,
+        slope * per_chosen,
+        first + shift,
+        later + shift,
+        per_newest,
+        per_mean,
     )
+
+
+def prior(sampled: float) -> list[float]:
+    """The log-odds, in their order, expected of a request that samples with these log-odds."""
+    share = sigmoid(sampled)
+    return [g + share * more for g, more in zip(GREEDY, _MORE_SAMPLED, strict=True)]
 
 
 def extended(drafted: Drafted | None, by: LogOdds, table: Table, token: Token) -> Drafted | None:
@@ -148,9 +148,9 @@ def next_kept(drafted: Drafted, by: LogOdds) -> float:
     return kept
 
 
-def typical(learned: Survival, by: LogOdds) -> tuple[float, float]:
-    """Probability of keeping the first token of a round, and any later one, of typical drafts."""
-    useful = sigmoid(-learned.useless)
+def typical(learned: Survival, by: LogOdds, useful: float) -> tuple[float, float]:
+    """Probability of keeping the first token of a round, and any later one, of typical drafts that
+    are of use with this probability."""
     first = useful * sigmoid(by.first)
     later = by.next_constant + TYPICAL_MARGIN * (by.next_newest + by.next_mean)
     later = useful * sigmoid(later)
@@ -179,33 +179,50 @@ def carried(learned: Survival, share: float) -> Survival:
 
 
 def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Table]:
-    """After the judged tokens of a round: the accepted ones and the first rejected one."""
+    """After the judged tokens of a round: the accepted ones and the first rejected one.
+
+    A Newton step of ridge logistic regression on z, for constant and slope; one for the shift of
+    tokens not yet drafted; and the evidence that the draft is of no use.
+    """
     count = round.judged
     most = largest(count)
     if not round.shows("chosen"):
         return _judged_blind(learned, round, most), table
-    coins = sum(where(i < count, _sampled_step(round.accept_prob[i]), 0.0) for i in range(most))
+    coins = sum((i < count) * _sampled_step(round.accept_prob[i]) for i in range(most))
     sampled = clip(learned.sampled + coins, -MOST_SAMPLED, MOST_SAMPLED)
-    expected = prior(sampled)
-    line, steps, unexplained = _Line(learned), _Steps(learned), []
-    total = newest = 0.0
+    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(sampled)
+    slope, shift, unexplained = learned.slope, learned.shift, []
+    weight, weight_z = FADE * learned.weight, FADE * learned.weight_z
+    weight_zz, next_weight = FADE * learned.weight_zz, FADE * learned.shift_weight
+    miss = miss_z = next_miss = evidence = total = newest = 0.0
     for i in range(most):
-        token, hit = round.tokens[i], round.accept_prob[i]
-        inside = where(i < count, 1.0, 0.0)
+        token, hit, inside = round.tokens[i], round.accept_prob[i], i < count
         margin = minimum(token.logit_margin, MOST_MARGIN)
-        z = expected.constant + expected.per_margin * margin + expected.per_chosen * token.chosen
-        unexplained.append((token, *line.add(inside, z, table(token), hit)))
-        if i:
-            guess = expected.next_constant + expected.next_newest * newest
-            steps.add(inside, guess + expected.next_mean * (total / i), hit)
-        else:
-            steps.add(inside, expected.first, hit)
+        z = constant + per_margin * margin + per_chosen * token.chosen
+        chance = sigmoid(learned.constant + slope * z + table(token))
+        w, short = inside * chance * (1 - chance), inside * (hit - chance)
+        weight, weight_z, weight_zz = weight + w, weight_z + w * z, weight_zz + w * z * z
+        miss, miss_z = miss + short, miss_z + short * z
+        unexplained.append((token, w, short))
+        guess = later + per_newest * newest + per_mean * (total / i) if i else first
+        guess = guess + shift
+        chance = sigmoid(guess)
+        next_weight = next_weight + inside * chance * (1 - chance)
+        next_miss = next_miss + inside * (hit - chance)
+        likelier = hit * KEPT_IF_USELESS + (1 - hit) * (LOST_IF_USELESS + guess) - log(chance)
+        evidence = evidence + inside * likelier
         newest, total = margin, total + margin
-    constant, slope = line.solved()
-    useless = clip(learned.useless + steps.useless, USELESS_START, -USELESS_START)
+    a, b, c = weight + SCALE_WEIGHTS[0], weight_z, weight_zz + SCALE_WEIGHTS[1]
+    scale = 1 / (a * c - b * b)
     after = Survival(
-        sampled, constant, slope, line.weight, line.weight_z, line.weight_zz,
-        steps.solved(), steps.weight, useless, learned.useless_before, learned.blind,
+        sampled,
+        clip(learned.constant + (c * miss - b * miss_z) * scale, -MOST_SHIFT, MOST_SHIFT),
+        clip(slope + (a * miss_z - b * miss) * scale, LEAST_SLOPE, MOST_SHIFT),
+        weight, weight_z, weight_zz,
+        clip(shift + next_miss / (next_weight + SHIFT_WEIGHT), -MOST_SHIFT, MOST_SHIFT),
+        next_weight,
+        clip(learned.useless + evidence, USELESS_START, -USELESS_START),
+        learned.useless_before, learned.blind,
     )  # fmt: skip
     return after, table.learned(unexplained)
 
@@ -223,67 +240,7 @@ def _judged_blind(learned: Survival, round: Round, most: int) -> Survival:
     return learned._replace(blind=(first_kept, first_judged, kept, count))
 
 
-def _sampled_step(hit: float) -> float:
+def _sampled_step(hit: Any) -> Any:
     """What a probability of being kept says about whether the request samples."""
     certain, fraction, never = SAMPLED_STEPS
-    step: float = where(hit >= 1, certain, where(hit > 0, fraction, never))
-    return step
-
-
-class _Line:
-    """One Newton step of ridge logistic regression on z, for constant and slope."""
-
-    def __init__(self, learned: Survival) -> None:
-        self._constant, self._slope = learned.constant, learned.slope
-        self.weight, self.weight_z = FADE * learned.weight, FADE * learned.weight_z
-        self.weight_zz: Any = FADE * learned.weight_zz
-        self._miss: Any = 0.0
-        self._miss_z: Any = 0.0
-
-    def add(self, inside: float, z: float, more: float, hit: float) -> tuple[float, float]:
-        """One token, if it counts, with `more` log-odds than the line says; its weight, and the
-        chance it was short of."""
-        chance = sigmoid(self._constant + self._slope * z + more)
-        weight, miss = inside * chance * (1 - chance), inside * (hit - chance)
-        slanted = weight * z
-        self.weight = self.weight + weight
-        self.weight_z = self.weight_z + slanted
-        self.weight_zz = self.weight_zz + slanted * z
-        self._miss = self._miss + miss
-        self._miss_z = self._miss_z + miss * z
-        return weight, miss
-
-    def solved(self) -> tuple[float, float]:
-        """Constant and slope."""
-        a, b = self.weight + SCALE_WEIGHTS[0], self.weight_z
-        c = self.weight_zz + SCALE_WEIGHTS[1]
-        scale = 1 / (a * c - b * b)
-        constant = self._constant + (c * self._miss - b * self._miss_z) * scale
-        slope = self._slope + (a * self._miss_z - b * self._miss) * scale
-        return clip(constant, -MOST_SHIFT, MOST_SHIFT), clip(slope, LEAST_SLOPE, MOST_SHIFT)
-
-
-class _Steps:
-    """Likewise for the shift of tokens not yet drafted; and the evidence that the draft is of no
-    use."""
-
-    def __init__(self, learned: Survival) -> None:
-        self._shift, self.weight = learned.shift, FADE * learned.shift_weight
-        self._miss: Any = 0.0
-        self.useless: Any = 0.0
-
-    def add(self, inside: float, guess: float, hit: float) -> None:
-        """One token, if it counts."""
-        chance = sigmoid(guess + self._shift)
-        self.weight = self.weight + inside * chance * (1 - chance)
-        self._miss = self._miss + inside * (hit - chance)
-        likelier = hit * log(USELESS_KEPT / chance)
-        likelier = likelier + (1 - hit) * log((1 - USELESS_KEPT) / (1 - chance))
-        self.useless = self.useless + inside * likelier
-
-    def solved(self) -> float:
-        """The shift."""
-        shift: float = clip(
-            self._shift + self._miss / (self.weight + SHIFT_WEIGHT), -MOST_SHIFT, MOST_SHIFT
-        )
-        return shift
+    return (hit >= 1) * certain + ((hit > 0) & (hit < 1)) * fraction + (hit <= 0) * never

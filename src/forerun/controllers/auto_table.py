@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forerun.controllers.elementwise import at, entry, minimum
+from forerun.controllers.elementwise import at, entries, entry, minimum
 from forerun.types import Token
 
 SLOTS = 1021
@@ -48,12 +48,13 @@ class Table(NamedTuple):
 
     def learned(self, judged: list[tuple[Token, float, float]]) -> Table:
         """After some tokens: each with its weight `w`, and the chance it was short of."""
-        corrections, weights = self.corrections.copy(), self.weights.copy()
+        after = Table(self.corrections.copy(), self.weights.copy())
+        corrections, weights = map(entries, after)
         for token, weight, miss in judged:
             for place in map(at, _places(token)):
-                weights[place] = minimum(weights[place] + weight, MOST_WEIGHT)
-                corrections[place] += miss / (weights[place] + PRIOR_WEIGHT)
-        return Table(corrections, weights)
+                known = weights[place] = minimum(weights[place] + weight, MOST_WEIGHT)
+                corrections[place] += miss / (known + PRIOR_WEIGHT)
+        return after
 
 
 def _places(token: Token) -> tuple[Any, Any]:

@@ -42,9 +42,11 @@ def maximum(a: Any, b: Any) -> Any:
     return a if a >= b else b
 
 
-def clip(x: Any, low: Any, high: Any) -> Any:
-    """At least `low` and at most `high`."""
-    return minimum(maximum(x, low), high)
+def clip(x: Any, low: float, high: float) -> Any:
+    """At least `low` and at most `high`, which are numbers."""
+    if isinstance(x, _Array):
+        return np.minimum(np.maximum(x, low), high)
+    return low if x < low else high if x > high else x
 
 
 def sigmoid(x: Any) -> Any:
@@ -85,6 +87,11 @@ def entry(table: Any, place: Any) -> Any:
 def at(place: Any) -> Any:
     """The index of that entry."""
     return (place, np.arange(len(place))) if isinstance(place, _Array) else place
+
+
+def entries(table: Any) -> Any:
+    """A view of a table whose entries are read and written by that index."""
+    return table.data if table.ndim == 1 else table  # of one request: Python's own numbers
 
 
 def anywhere(condition: Any) -> bool:

@@ -56,7 +56,7 @@ class Proposal:
         return cls([[] for _ in range(rows)], [None] * rows, [[] for _ in range(rows)])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """What may come next in each row: a distribution, or what is needed of one."""
 
@@ -80,8 +80,9 @@ class Guide(Protocol):
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> dict[int, int]:
-        """Draw a token for every active row that has one, and note what the draft says of it."""
+    ) -> list[int]:
+        """Draw a token for every active row that has one, add it to the row's text and proposal,
+        and note what the draft says of it. Returns these rows."""
 
     def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
         """Rows that draft on after their newest token; those that stop are told why."""
@@ -126,7 +127,8 @@ class Drafter(ABC):
         """Propose what comes next in each row.
 
         Args:
-            texts: per row the committed text, None for rows that are not drafting.
+            texts: per row the committed text, None for rows that are not drafting; only to be
+                read, and only now.
             most: per row the most tokens to propose, ≥ 1 where there is a text.
             guide: for drafters that go token by token.
         """

@@ -41,26 +41,16 @@ def step_by_step(
                 out.stopped_by[row] = step.ended[row]
             drawing = [row for row in active if step.ended[row] is None]
         if drawing:
-            drawn = guide.choose(step, ahead, drawing, out)
-            drawing = list(drawn)
-            for row, token in drawn.items():
-                out.tokens[row].append(token)
-                text = ahead[row]
-                assert text is not None
-                text.append(token)
-        _clock(out, time.perf_counter() - began, catching_up)
+            drawing = guide.choose(step, ahead, drawing, out)
+        seconds = time.perf_counter() - began
+        if catching_up:
+            out.catch_up_seconds += seconds
+        else:
+            if not out.steps and not out.catch_up_seconds:
+                out.first_seconds = seconds
+            out.steps += 1
         going = guide.settle(drawing, most, out)
-        for row in active:
-            if row not in going:
-                ahead[row] = None
+        if going != active:
+            ahead = [text if row in going else None for row, text in enumerate(ahead)]
         active, catching_up = going, False
     return out
-
-
-def _clock(out: Proposal, seconds: float, catching_up: bool) -> None:
-    if catching_up:
-        out.catch_up_seconds += seconds
-        return
-    if not out.steps and not out.catch_up_seconds:
-        out.first_seconds = seconds
-    out.steps += 1

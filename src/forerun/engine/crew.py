@@ -108,9 +108,9 @@ class Crew:
         def open_(row: int, member: _Member) -> None:
             nonlocal worth
             opening = member.controller.open(member.state, member.given or costs)
-            member.memo, member.loss = opening.memo, opening.loss
+            member.memo = opening.memo
             if member.shares:
-                limits[row] = opening.most
+                member.loss, limits[row] = opening.loss, opening.most
                 shared.append(row)
                 worth += opening.worth if able[row] else opening.idle
             else:
@@ -133,26 +133,26 @@ class Crew:
         """
         answers, shared, worth = [False] * len(tokens), [], 0.0
 
-        def ask(row: int, member: _Member) -> None:
-            nonlocal worth
-            token = tokens[row]
+        for row, (member, token) in enumerate(zip(self._members, tokens, strict=True)):
+            if row in self.failed:
+                continue
             if token is None:
-                if member.shares:
-                    worth -= member.loss
-                return
+                worth -= member.loss
+                continue
             if not member.asks:
                 answers[row] = True
-                return
+                continue
             controller, state, costs = member.controller, member.state, member.given or self._costs
             assert costs is not None, "limits begins a round"
-            memo = member.memo = controller.fold(state, member.memo, token)
-            if not member.shares:
-                answers[row] = bool(controller.keep_going(state, costs, memo))
-                return
-            worth += controller.worth(state, costs, memo)
-            shared.append(row)
-
-        self._each(ask)
+            try:
+                memo = member.memo = controller.fold(state, member.memo, token)
+                if member.shares:
+                    worth += controller.worth(state, costs, memo)
+                    shared.append(row)
+                else:
+                    answers[row] = bool(controller.keep_going(state, costs, memo))
+            except Exception as error:  # a policy of anybody's
+                self.failed[row] = error
         for row in shared:
             answers[row] = worth > 0
         return answers

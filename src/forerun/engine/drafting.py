@@ -14,7 +14,7 @@ from forerun.engine.prediction import insert, prepend
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
-from forerun.runtime.base import best_of
+from forerun.runtime.base import Best, best_of
 from forerun.signals import measure
 from forerun.types import Stop, Token
 
@@ -30,6 +30,8 @@ class Guide:
         self.reads = bool(self._rule_signals or self._ranks)
         """Whether a rule reads more of the draft's distribution than its probabilities."""
         self.greedy = crew.signals if sampler.trivial and not self.reads else None
+        self.foresees = not self.reads and any(row.place or row.prediction for row in rows)
+        """Whether a request may know tokens ahead of the drafter: forced or predicted ones."""
         self.forced: dict[int, list[int]] = {}
         """Per row what its constraint forces, ahead of the drafter's tokens this round."""
         self.certain = sampler.all_greedy
@@ -37,7 +39,7 @@ class Guide:
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> dict[int, int]:
+    ) -> list[int]:
         """Draw a token for every active row and note in `proposal` what the draft says of it.
 
         Rows for which the draft says no numbers are left out: it has nothing to say.
@@ -45,30 +47,29 @@ class Guide:
         best, logits = step.best, step.logits
         if logits is not None and self.certain and not self.reads:
             best = best_of(self._shaped(logits, proposal), self._crew.signals)
-        if best is not None:
-            tokens, sound = [row[0] for row in best.tokens], [row[0] for row in best.sound]
-            said = {name: [row[0] for row in rows] for name, rows in best.signals.items()}
-        else:
+        elif best is None:
             assert logits is not None, "a step has logits or best tokens"
-            tokens, sound, said = self._draw(logits, texts, active, proposal)
-        out: dict[int, int] = {}
+            best = self._draw(logits, texts, active, proposal)
+        drawn = []
         for row in active:
-            if not sound[row]:
+            if not best.sound[row][0]:
                 proposal.stopped_by[row] = Stop.EXHAUSTED
                 continue
-            text = texts[row]
+            text, token = texts[row], best.tokens[row][0]
             assert text is not None
-            of_token = {name: values[row] for name, values in said.items()}
             before = text[-1] if len(text) > self._rows[row].prompt else -1
-            proposal.shown[row].append(Token(tokens[row], before, **of_token))
-            out[row] = tokens[row]
-        return out
+            said = {name: values[row][0] for name, values in best.signals.items()}
+            proposal.shown[row].append(Token(token, before, **said))
+            proposal.tokens[row].append(token)
+            text.append(token)
+            drawn.append(row)
+        return drawn
 
     def _draw(
         self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> tuple[list[int], list[bool], dict[str, list[float]]]:
-        """Per row a token under its sampling, whether its logits were sound, and what controllers
-        read of it; meaningless where a row is not active."""
+    ) -> Best:
+        """Per row a token under its sampling, and what controllers read of it; meaningless where a
+        row is not active."""
         sampler, rows = self._sampler, self._rows
         changed = self._shaped(logits, proposal)
         processed = sampler.sharpen(changed)[:, 0]
@@ -91,8 +92,8 @@ class Guide:
         if self._ranks:
             ranks = min(self._ranks, logits.shape[-1])
             proposal.ranked.append(logits.topk(ranks, dim=-1).indices)
-        said = {name: values.tolist() for name, values in measured.items()}
-        return picked.tolist(), top.isfinite().tolist(), said
+        said = {name: values.unsqueeze(-1).tolist() for name, values in measured.items()}
+        return Best(picked.unsqueeze(-1).tolist(), said, top.isfinite().unsqueeze(-1).tolist())
 
     def _shaped(self, logits: torch.Tensor, proposal: Proposal) -> torch.Tensor:
         """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""
@@ -111,16 +112,14 @@ class Guide:
                 newest[row] = proposal.shown[row][-1]
             go_on = crew.go(newest)
         for row in active:
-            tokens = proposal.tokens[row]
-            length, proposal.stopped_by[row] = draft_stop(
-                len(tokens),
-                not asked or go_on[row],
-                crew.drops_last[row],
-                tokens[-1] in self._rows[row].eos,
-            )
-            if proposal.stopped_by[row] is None and length < most[row]:
+            tokens, goes_on = proposal.tokens[row], not asked or go_on[row]
+            ends = tokens[-1] in self._rows[row].eos
+            length, why = draft_stop(len(tokens), goes_on, crew.drops_last[row], ends)
+            if why is not None:
+                proposal.stopped_by[row] = why
+                del tokens[length:]
+            elif length < most[row]:
                 going.append(row)
-            del tokens[length:]
         return going
 
 
@@ -131,8 +130,8 @@ def draft(
 
     Every row's `stopped_by` is set.
     """
-    forced = {} if guide.reads else _forced(rows, ready)
-    predicted = {} if guide.reads else _predictions(rows, ready)
+    forced = _forced(rows, ready) if guide.foresees else {}
+    predicted = _predictions(rows, ready) if guide.foresees else {}
     predicted = {i: tokens for i, tokens in predicted.items() if i not in forced}
     # A target that drafts cannot go on from tokens it has not verified.
     idle = {*predicted, *(forced if drafter.target is not None else ())}
@@ -154,9 +153,9 @@ def _forced(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[int]]:
     """Tokens that constraints force next, by row; a request that is to run plainly has none."""
     out = {}
     for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
-        plain = row.request.controller == FixedLength(0)
-        room = row.room(row.limit) if on and row.place is not None and not plain else 0
-        if row.place is not None and room:
+        if row.place is None or not on or row.request.controller == FixedLength(0):
+            continue
+        if room := row.room(row.limit):
             out[i] = row.place.forced(row.context[row.prompt :])[:room]
     return {i: tokens for i, tokens in out.items() if tokens}
 
@@ -177,8 +176,7 @@ def _predictions(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[i
     """Tokens that requests themselves predict next, by row."""
     out = {}
     for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
-        room = row.room(row.limit) if on else 0
-        if row.prediction is not None and room:
+        if row.prediction is not None and on and (room := row.room(row.limit)):
             out[i] = row.prediction.propose(row.context[row.prompt :], room)
     return {i: tokens for i, tokens in out.items() if tokens}
 
@@ -229,19 +227,18 @@ def _propose(
     if not any(most):
         out = Proposal.none(len(rows))
     else:
-        texts = [
-            [*row.context, *guide.forced.get(i, ())] if limit else None
-            for i, (row, limit) in enumerate(zip(rows, most, strict=True))
-        ]
+        texts = [row.context if limit else None for row, limit in zip(rows, most, strict=True)]
+        for i, tokens in guide.forced.items():
+            texts[i] = texts[i] and [*rows[i].context, *tokens]
         out = drafter.propose(texts, most, guide)
     for row, (limit, why) in enumerate(limits):
         tokens = out.tokens[row]
         assert len(tokens) <= limit, "a drafter proposes no more than it was asked for"
-        if out.stopped_by[row] is None:  # a block may go on beyond the end of the text
-            end = next((i for i, t in enumerate(tokens, 1) if t in rows[row].eos), 0)
-            if end:
-                del tokens[end:]
-                out.stopped_by[row] = Stop.END_OF_TEXT
-            else:
-                out.stopped_by[row] = proposal_stop(len(tokens), limit, why)
+        if out.stopped_by[row] is not None:
+            continue
+        if rows[row].eos.isdisjoint(tokens):
+            out.stopped_by[row] = proposal_stop(len(tokens), limit, why)
+        else:  # a block may go on beyond the end of the text
+            del tokens[next(i for i, t in enumerate(tokens, 1) if t in rows[row].eos) :]
+            out.stopped_by[row] = Stop.END_OF_TEXT
     return out

@@ -57,13 +57,14 @@ def compare(
             if they do; tells an error of the model from one of settings.
     """
     out: Judgements = {}
-    for row in (row for row, n in enumerate(wanted) if n):
-        draft, said, accepted = drafts[row], best.tokens[row], 0
-        sound = best.sound[row]
+    for row, known in enumerate(wanted):
+        if not known:
+            continue
+        draft, said, sound, accepted = drafts[row], best.tokens[row], best.sound[row], 0
         while accepted < len(draft) and draft[accepted] == said[accepted] and sound[accepted]:
             accepted += 1
         prob = [1.0] * accepted + [0.0] * (len(draft) - accepted)
-        if accepted == wanted[row]:
+        if accepted == known:
             out[row] = Judged(accepted, None, prob)
         elif sound[accepted]:
             out[row] = Judged(accepted, said[accepted], prob)

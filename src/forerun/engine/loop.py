@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from operator import add, eq, sub
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class Engine:
         self._meter = Meter() if meter is None else meter
         self._ids = itertools.count()
         self._crew = Crew(self._meter, self._memory)
+        self._inference = torch.inference_mode()  # made once: a round is short
         self._reuse = Reuse(prefixes, (self.target, *drafter.caches))
         self._refresh()
 
@@ -173,21 +175,21 @@ class Engine:
         self._waiting.clear()
         self._drop_rows()
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every row: draft, verify, judge, commit, observe."""
-        try:
-            self._admit()
-            if not self._rows:
-                return []
-            passed = self._schedule()
-            proposal = self._draft(passed)
-            judged = self._verify(passed, proposal)
-        except Exception as error:  # of a model: what shared the pass ends with it
-            return self._abandon(error)
-        committed = self._commit(proposal, judged)
-        self._observe(passed, proposal, judged)
-        return self._report(passed, proposal, judged, committed)
+        with self._inference:
+            try:
+                self._admit()
+                if not self._rows:
+                    return []
+                passed = self._schedule()
+                proposal = self._draft(passed)
+                judged = self._verify(passed, proposal)
+            except Exception as error:  # of a model: what shared the pass ends with it
+                return self._abandon(error)
+            committed = self._commit(proposal, judged)
+            self._observe(passed, proposal, judged)
+            return self._report(passed, proposal, judged, committed)
 
     def _admit(self) -> None:
         """Let waiting requests join, as rows that have read nothing yet."""
@@ -246,16 +248,17 @@ class Engine:
     def _schedule(self) -> Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
         waiting = self._reuse.fork(self._rows)
-        lengths = self.target.lengths
-        unread = [len(row.context) - n for row, n in zip(self._rows, lengths, strict=True)]
-        unread = [0 if i in waiting else count for i, count in enumerate(unread)]
-        upto = [n + count for n, count in zip(lengths, reading(unread, CHUNK), strict=True)]
+        lengths, texts = self.target.lengths, [len(row.context) for row in self._rows]
+        unread = list(map(sub, texts, lengths))
+        for row in waiting:
+            unread[row] = 0
+        upto = list(map(add, lengths, reading(unread, CHUNK)))
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         return Pass(
             time.perf_counter(),
             upto,
-            [n == len(row.context) for n, row in zip(upto, self._rows, strict=True)],
-            any(count > 1 for count in unread),
+            list(map(eq, upto, texts)),
+            max(unread) > 1,
             self.drafter.seconds,
             self.target.seconds,
             counters,

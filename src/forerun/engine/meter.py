@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from forerun.costs import Costs
 
@@ -33,8 +33,7 @@ MOST_SIZES = 6
 """Doublings of the batch beyond which sizes are taken together."""
 
 
-@dataclass(frozen=True)
-class Lap:
+class Lap(NamedTuple):
     """The clock of one round of a batch. Rounds that read prompts have none."""
 
     rows: int

@@ -52,10 +52,11 @@ class Row:
     logprobs: list[Logprob] = field(default_factory=list)
     _pieces: list[Piece] = field(default_factory=list)
 
-    @property
-    def sampling(self) -> Sampling:
-        """How its text is sampled."""
-        return self.request.sampling
+    def __post_init__(self) -> None:
+        self.sampling: Sampling = self.request.sampling
+        self._full = min(self.prompt + self.sampling.max_new_tokens, self.limit)
+        bonus = self.request.rule.has_bonus
+        self._draft_full = min(self.prompt + self.sampling.max_new_tokens - bonus, self.limit - 1)
 
     @property
     def produced(self) -> int:
@@ -66,9 +67,7 @@ class Row:
         """Most tokens worth drafting: all must fit, with the target's own that follows."""
         if self.rests_first and not self.rounds:
             return 0
-        budget = self.sampling.max_new_tokens - self.produced - self.request.rule.has_bonus
-        context = min(self.limit - 1, drafter_limit) - len(self.context)
-        return max(0, min(budget, context))
+        return max(0, min(self._draft_full, drafter_limit) - len(self.context))
 
     def predicted(self, drafted: int, accepted: int) -> None:
         """What became of a draft of its prediction."""
@@ -91,14 +90,15 @@ class Row:
         own = own if draft else Origin.PLAIN
         reason: FinishReason | None = None
         before = self.produced
-        own_token = [] if following is None else [following]
-        for place, token in enumerate([*draft[:accepted], *own_token]):
+        tokens = [*draft[:accepted], *([] if following is None else [following])]
+        forced = min(forced, accepted)
+        self.origins += [Origin.GRAMMAR] * forced + [Origin.DRAFT] * (accepted - forced) + [own]
+        for token in tokens:
             self.context.append(token)
-            drafter = Origin.GRAMMAR if place < forced else Origin.DRAFT
-            self.origins.append(drafter if place < accepted else own)
             reason = self._finished(token)
             if reason:
                 break
+        del self.origins[self.produced :]
         return self.produced - before, reason
 
     def cut(self, produced: int) -> None:
@@ -113,9 +113,9 @@ class Row:
             self.pieces(self.produced)
             if self.stops.met:
                 return "stop"
-        if self.produced >= self.sampling.max_new_tokens:
-            return "length"
-        return "context" if len(self.context) >= self.limit else None
+        if len(self.context) < self._full:
+            return None
+        return "length" if self.produced >= self.sampling.max_new_tokens else "context"
 
     def pieces(self, upto: int) -> list[Piece]:
         """The text of the first `upto` tokens, made now if nobody has looked before."""

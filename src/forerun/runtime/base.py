@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import wraps
+from operator import add
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -16,6 +18,7 @@ from forerun.signals import float_type, measure
 
 Pieces = Sequence[Sequence[int]]
 """Per row the token ids it is fed next; may be empty."""
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Facts:
     user calls the prompt is the source."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Best:
     """Per row and wanted position the most likely token and what its distribution says of it."""
 
@@ -171,6 +174,18 @@ def _best_on_cpu(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     return Best(by_row(tokens), {name: by_row(x) for name, x in values.items()}, by_row(sound))
 
 
+def _inferring(method: _Method) -> _Method:
+    """In `torch.inference_mode()`, which a round is in already: entering it again would take as
+    long as all else the engine does in a step."""
+    outside = torch.inference_mode()(method)
+
+    @wraps(method)
+    def run(*args: Any, **more: Any) -> Any:
+        return (method if torch.is_inference_mode_enabled() else outside)(*args, **more)
+
+    return run  # type: ignore[return-value]
+
+
 class Rows:
     """Ragged rows of one model, under one invariant.
 
@@ -232,7 +247,7 @@ class Rows:
         self.executor.copy_in(row, self.lengths[row], columns)
         self.lengths[row] += columns.count
 
-    @torch.inference_mode()
+    @_inferring
     def feed(self, pieces: Pieces, wanted: Sequence[int] | None = None) -> torch.Tensor:
         """Feed every row its next tokens and cover them; see `Executor.run`.
 
@@ -243,19 +258,21 @@ class Rows:
         Raises:
             PromptError: a row would grow beyond the context.
         """
-        began, counts = time.perf_counter(), self._counts(pieces)
-        logits = self.executor.run(self.lengths, pieces, counts if wanted is None else wanted)
-        self._covered(counts, began)
+        began, ends = time.perf_counter(), self._ends(pieces)
+        if wanted is None:
+            wanted = list(map(len, pieces))
+        logits = self.executor.run(self.lengths, pieces, wanted)
+        self._covered(ends, began)
         return logits
 
-    @torch.inference_mode()
+    @_inferring
     def best(
         self, pieces: Pieces, wanted: Sequence[int], signals: frozenset[str] = frozenset()
     ) -> Best:
         """Like `feed`, but only the most likely tokens; see `Executor.best`."""
-        began, counts = time.perf_counter(), self._counts(pieces)
+        began, ends = time.perf_counter(), self._ends(pieces)
         best = self.executor.best(self.lengths, pieces, wanted, signals)
-        self._covered(counts, began)
+        self._covered(ends, began)
         return best
 
     def read(self, texts: Pieces, room: int = 0, sources: Pieces | None = None) -> None:
@@ -270,17 +287,15 @@ class Rows:
             ]
             self.feed([*[[]] * first, *chunks], none)
 
-    def _counts(self, pieces: Pieces) -> list[int]:
-        counts = [len(piece) for piece in pieces]
-        for start, count in zip(self.lengths, counts, strict=True):
-            if start + count > self.limit:
-                raise PromptError(
-                    f"{start + count} tokens do not fit the model's context of {self.limit}"
-                )
-        return counts
+    def _ends(self, pieces: Pieces) -> list[int]:
+        assert len(pieces) == len(self.lengths), "a piece for every row"
+        ends = list(map(add, self.lengths, map(len, pieces)))
+        if ends and max(ends) > self.limit:
+            raise PromptError(f"{max(ends)} tokens do not fit the model's context of {self.limit}")
+        return ends
 
-    def _covered(self, counts: list[int], began: float) -> None:
-        self.lengths = [start + count for start, count in zip(self.lengths, counts, strict=True)]
+    def _covered(self, ends: list[int], began: float) -> None:
+        self.lengths = ends
         self.seconds += time.perf_counter() - began
         self.passes += 1
 
