@@ -503,7 +503,7 @@ def test_a_draft_must_also_earn_the_reading_of_prompts():
     state = auto.start()
     free = auto.open(state, costs)
     assert free.worth > 0
-    rate = 1 / (free.memo.price / costs.further)  # seconds a token of the best policy
+    rate = 1 / (free.loss / costs.further)  # seconds a token of the best policy
     assert auto.open(state, replace(costs, reading=0.9 * (1 - rate))).most == free.most
     assert auto.open(state, replace(costs, reading=0.9 * (1 - rate))).worth > 0
     assert auto.open(state, replace(costs, reading=1.1 * (1 - rate))).worth < 0
