@@ -1,8 +1,8 @@
 """One token of one row, by a graph whose shapes are all known when it is compiled.
 
 In a graph of open shapes every node asks before it runs whether its shapes have changed. Between
-the weights of a pass, which sweep the caches, that costs some 3 µs a node: 9 to 17 % of a pass of the
-shipped target. A row that decodes by itself, and every draft step of one row, needs none of it.
+the weights of a pass, which sweep the caches, that costs some 3 µs a node: 9 to 17 % of a pass of
+the shipped target. A row that decodes by itself, and every draft step of one row, needs none of it.
 """
 
 from __future__ import annotations
