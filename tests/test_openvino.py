@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import transformers as hf
 
 from forerun.errors import MissingExtraError, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import Rows
-from forerun.runtime.base import best_of
+from forerun.runtime.base import Facts, best_of
 from forerun.runtime.exits import LayersExecutor, layers_of
 from tiny import build, texts
 
@@ -33,6 +34,7 @@ from forerun.runtime.openvino.export import Attention, export  # noqa: E402
 from forerun.runtime.openvino.fuse import fuse  # noqa: E402
 from forerun.runtime.openvino.layers import OpenVINOLayersExecutor  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
+from forerun.runtime.openvino.single import Single, pays  # noqa: E402
 from forerun.runtime.openvino.weights import compress  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
@@ -598,3 +600,33 @@ def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_p
     found = sampling_defaults(saved_generation_config(str(tmp_path)))
     assert (found["temperature"], found["top_p"]) == (0.7, 0.9)
     assert saved_generation_config("") is saved_generation_config(str(tmp_path / "no")) is None
+
+
+def test_a_row_alone_goes_through_the_graph_of_one_token(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executing, "FIRST_BLOCKS", 1)
+    executor = from_model(model)
+    single = executor._single
+    assert single is not None
+    ran: list[int] = []
+
+    def noted(token: int, start: int, table: list[int]) -> Any:
+        ran.append(start)
+        return Single.run(single, token, start, table)
+
+    monkeypatch.setattr(single, "run", noted)
+    text = [(5 * i + 3) % 90 for i in range(nodes.BLOCK + 3)]
+    exact = alone(model, text)
+    inside = [9, 10, nodes.BLOCK - 1, 9]  # at last rolled back
+    for at in [*inside, nodes.BLOCK]:
+        executor.run([0, 0], [[], text[:at]], [0, 0])
+        close(executor.run([0, at], [[], text[at : at + 1]], [0, 1])[1, 0], exact[at])
+    assert ran == inside, "the second block lies beyond the one it was compiled for"
+
+
+@pytest.mark.parametrize("facts", [{"weights": 1 << 40}, {"weights": 0}, {"precision": "bfloat16"}])
+def test_weights_that_are_large_are_not_held_twice(facts: dict[str, Any]) -> None:
+    small = Facts(vocab_size=8, limit=8, weights=100)
+    assert pays(small)
+    assert not pays(replace(small, **facts))

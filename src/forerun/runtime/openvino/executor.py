@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -21,6 +22,7 @@ from forerun.runtime.openvino.blocks import Blocks
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import BLOCK
 from forerun.runtime.openvino.request import Request
+from forerun.runtime.openvino.single import Single, pays
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
@@ -60,7 +62,12 @@ class OpenVINOExecutor(Executor):
     def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
-        compiled = core().compile_model(graph, "CPU", settings(facts.precision, self.threads))
+        how = settings(facts.precision, self.threads)
+        compiled = core().compile_model(graph, "CPU", how)
+        self._single: Single | None = None
+        if pays(facts):
+            with suppress(RuntimeError):  # then all passes are of open shapes
+                self._single = Single(graph, facts, how, FIRST_BLOCKS)
         self._request = Request(compiled, facts.vocab_size)
         self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         self._storage: list[ov.Tensor] = []
@@ -189,6 +196,10 @@ class OpenVINOExecutor(Executor):
             return np.empty((0, self.facts.vocab_size), np.float32)
         ends = list(map(add, starts, counts))
         self.cover(ends)
+        if self._single is not None and sum(counts) == 1 == sum(wanted):
+            row = counts.index(1)
+            if self._single.holds(table := self._blocks.tables[row]):
+                return self._single.run(pieces[row][0], starts[row], table)
         if (counts, wanted) != self._shape:
             self._bind_shape(counts, list(wanted))
         if not self._tables_bound:
@@ -267,6 +278,8 @@ class OpenVINOExecutor(Executor):
             _bytes(new)[: old.get_byte_size()] = _bytes(old)
         for port, tensor in zip(self._pools, tensors, strict=True):
             self._request.set(port, tensor)
+        if self._single is not None:
+            self._single.bind(tensors)
         self._storage = tensors
         names = [port.get_any_name() for port in self._pools]
         self._named = dict(zip(names, tensors, strict=True))

@@ -57,7 +57,7 @@ def reference(model: Any, limit: int) -> Reference:
 
 
 def probe(executor: Executor, expected: Reference) -> None:
-    """Two ragged rows, a rollback, a row that joins and one that leaves.
+    """Two ragged rows, a rollback, a row that joins, one that leaves, one that goes on alone.
 
     Raises:
         UnsupportedModelError: logits differ from the model's by more than the precision explains.
@@ -69,11 +69,13 @@ def probe(executor: Executor, expected: Reference) -> None:
     ragged = executor.run([len(a) - 4, len(b) - 3, 0], [a[-4:-1], b[-3:-1], c[:-1]], [3, 2, 1])
     executor.keep([2, 0], [len(c) - 1, len(a) - 1])
     after = executor.run([len(c) - 1, len(a) - 1], [c[-1:], a[-1:]], [1, 1])[:, 0]
+    alone = executor.run([len(c) - 1, len(a) - 1], [[], a[-1:]], [0, 1])[1:, 0]
     executor.keep([], [])
-    logits = [ragged[0, :3], ragged[1, :2], ragged[2, :1], after]
+    logits = [ragged[0, :3], ragged[1, :2], ragged[2, :1], after, alone]
+    wanted = [*expected.arrays(), expected.after[1:]]
     worst = max(
         float(np.abs(x.numpy() - y).max()) / (float(np.abs(y).max()) + 1e-6)
-        for x, y in zip(logits, expected.arrays(), strict=True)
+        for x, y in zip(logits, wanted, strict=True)
     )
     if not worst <= TOLERANCE[executor.facts.precision]:  # NaN is no number to be below
         raise UnsupportedModelError(

@@ -27,7 +27,8 @@ class Request:
 
     def __init__(self, compiled: ov.CompiledModel, vocab_size: int) -> None:
         self._request = compiled.create_infer_request()
-        self._index = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
+        ports = enumerate(compiled.inputs)  # what falls out of a graph leaves its name to an input
+        self._index = {name: i for i, port in ports for name in port.get_names()}
         self._buffers: dict[tuple[str, int], tuple[memoryview, ov.Tensor]] = {}
         self._bound: dict[str, tuple[Any, ov.Tensor]] = {}  # OpenVINO does not keep their memory
         self._logits = np.empty((0, vocab_size), np.float32)
