@@ -77,13 +77,18 @@ def generate(
 
 
 def interleaved(
-    work: Sequence[Any], methods: Sequence[Any], run: Callable[[Any, Any], Any], label: str
+    work: Sequence[Any],
+    methods: Sequence[Any],
+    run: Callable[[Any, Any], Any],
+    label: str,
+    first: int = 0,
 ) -> list[list[Any]]:
-    """`run(item, method)` for every pair, methods side by side per item, in a rotating order."""
+    """`run(item, method)` for every pair, methods side by side per item, in a rotating order that
+    begins with the method at `first`."""
     out: list[list[Any]] = []
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(label, total=len(work) * len(methods))
-        for turn, item in enumerate(work):
+        for turn, item in enumerate(work, first):
             row: list[Any] = [None] * len(methods)
             for step in range(len(methods)):
                 index = (step + turn) % len(methods)
