@@ -260,6 +260,42 @@ def test_a_request_starts_from_the_newest_that_left() -> None:
     assert all((lap.draft_seconds > 0) == (lap.width > 0) for lap in meter.laps)
 
 
+class Reading(Meter):
+    """Notes what drafts read and which requests left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def read(self, rows: int, seconds: float, tokens: int) -> None:
+        assert seconds > 0
+        self.seen.append(("read", rows, tokens))
+        super().read(rows, seconds, tokens)
+
+    def left(self, prompt: int, output: int) -> None:
+        self.seen.append(("left", prompt, output))
+        super().left(prompt, output)
+
+
+def test_the_meter_is_told_what_drafts_read() -> None:
+    """Of each prompt of 20 all but the newest, and the one more that another row is behind."""
+    script, meter = chaotic(1), Reading()
+    drafter = ModelDrafter(ScriptedModel(script), V)
+    made = Engine(ScriptedModel(script), drafter, max_rows=2, meter=meter)
+    for tokens in (12, 4, 9):  # the third joins when the second has left
+        how = Sampling(max_new_tokens=tokens)
+        made.submit([1] * 20, how, CONTROLLERS.make("fixed(3)"), RULES.make("exact"))
+    list(made.run())
+    assert meter.seen == [
+        ("read", 2, 38), ("left", 0, 4), ("read", 2, 20), ("left", 0, 12), ("left", 20, 9)
+    ]  # fmt: skip
+    # Alone or plainly nothing is charged: no one else's prompt is read.
+    del meter.seen[:]
+    made.submit([1] * 20, Sampling(max_new_tokens=3), CONTROLLERS.make("fixed(0)"))
+    list(made.run())
+    assert meter.seen == [("left", 0, 3)]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_auto_in_a_batch_whose_rows_come_and_go(temperature: float) -> None:
     script = chaotic(16)

@@ -197,6 +197,8 @@ class Engine:
         if not joining:
             return
         del self._waiting[: len(joining)]
+        for row in joining:
+            row.joined = bool(self._rows)
         self._rows.extend(joining)
         longest = max(row.sampling.max_new_tokens for row in joining)
         room, began = longest + max(row.prompt for row in joining), time.perf_counter()
@@ -420,7 +422,7 @@ class Engine:
                 done = self._complete(row, reason, kept)
                 if reason != "error":
                     self._reuse.leave(row, i)
-                    self._meter.left(row.prompt - row.cached, row.produced)
+                    self._meter.left((row.prompt - row.cached) * row.joined, row.produced)
             events.append(event(row, proposal.tokens[i], before - count, before, done))
         self._keep(staying)
         return events

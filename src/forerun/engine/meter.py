@@ -111,7 +111,8 @@ class Meter:
             self._charged.clear()
 
     def left(self, prompt: int, output: int) -> None:
-        """Learn from a request that ended: tokens of its prompt to read, and of its output."""
+        """Learn from a request that ended: tokens of its output, and of its prompt if it joined
+        while others ran; of those that begin together all is read before anything is decided."""
         self._left = FADE * self._left[0] + prompt, FADE * self._left[1] + output
         self._charged.clear()
 

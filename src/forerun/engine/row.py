@@ -41,6 +41,8 @@ class Row:
     """In its constraint, if it has one."""
     cached: int = 0
     """Tokens of its prompt that were not read, for their columns were there."""
+    joined: bool = False
+    """Whether others ran when it came."""
     prefill: float = 0.0
     encode: float = 0.0
     """Seconds of joining, in which target and draft read its source and those beside it."""
