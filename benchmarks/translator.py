@@ -84,6 +84,8 @@ class Item:
 
 def read_set(data: Path | None, name: str) -> list[Item]:
     """The sources of a test set, in an order drawn once; those of the digest ship."""
+    if name not in SETS:
+        raise ValueError(f"no test set {name!r}; there are {', '.join(SETS)}")
     if name == "digest":
         return [Item(p.prompt, (p.answer,)) for p in zoo.sources(family="digest")]
     if data is None:

@@ -291,7 +291,8 @@ def test_the_meter_is_told_what_drafts_read() -> None:
     ]  # fmt: skip
     # Alone or plainly nothing is charged: no one else's prompt is read.
     del meter.seen[:]
-    made.submit([1] * 20, Sampling(max_new_tokens=3), CONTROLLERS.make("fixed(0)"))
+    plain = CONTROLLERS.make("fixed(0)")
+    made.submit([1] * 20, Sampling(max_new_tokens=3), plain, RULES.make("exact"))
     list(made.run())
     assert meter.seen == [("left", 0, 3)]
 
