@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from forerun import Model
+from forerun.cli.shared import pair_texts
 from sourced import TEXTS, Folders, save_folders
 
 
@@ -96,10 +98,27 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(kind, folders, pairs, tmp_path
     assert not any(p.requires_grad for p in model.target.executor.module().parameters())
 
 
-def test_the_targets_own_texts(train):
-    done = train("--own", "8", "--max-new-tokens", "6", "--json")
+def test_the_targets_own_texts_are_written_once(train, tmp_path, monkeypatch):
+    written, generate = [], Model.generate
+
+    def counted(self, prompts, **how):
+        written.append(len(prompts))
+        return generate(self, prompts, **how)
+
+    monkeypatch.setattr(Model, "generate", counted)
+    monkeypatch.setattr(pair_texts, "GROUP", 4)
+    own = ("--own", "6", "--max-new-tokens", "6", "--json")
+    done = train(*own)
     assert done.code == 0, done.err
-    assert done.json["texts"] == 7
+    assert done.json["texts"] == 5
+    assert written == [4, 2]
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "draft" / "own.jsonl").rename(other / "own.jsonl")
+    assert train(*own, "--kind", "block", "-o", str(other)).code == 0
+    assert written == [4, 2, 2]  # a last group that is short is written again
+    assert train(*own, "--max-new-tokens", "5", "--steps", "7").code == 0
+    assert written == [4, 2, 2, 4, 2]
 
 
 @pytest.mark.parametrize(

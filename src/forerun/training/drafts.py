@@ -7,6 +7,7 @@ training has in common is `Training`.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -388,7 +389,8 @@ class Trainer(Training[Text]):
         if self.settings.block == 1:
             return {"top1": round(float(torch.cat(hits).double().mean()), 4)}
         table = torch.tensor(runs, dtype=torch.float64)
-        depths = [round(float(v), 4) for v in table.nanmean(0)]
+        means = table.nanmean(0).tolist()
+        depths = [round(v, 4) for v in means if not math.isnan(v)]  # no text is longer
         kept = table.nan_to_num(0.0).cumprod(1).sum(1).mean()
         return {"top1": depths[0], "by_depth": depths, "accepted": round(float(kept), 3)}
 
