@@ -294,7 +294,7 @@ def _translator_quality(
 
 @app.command("serve-load")
 def _serve_load(
-    part: list[str] = ["curve", "prefix", "overload", "soak"],  # noqa: B006
+    part: list[str] = ["curve", "beside", "prefix", "overload", "soak"],  # noqa: B006
     prompts: int = 4,
     tokens: int = 48,
     seconds: float = 10.0,

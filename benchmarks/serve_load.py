@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ import numpy as np
 import forerun
 from benchmarks.closed_loop import Answer, closed_loop, in_turn, summary
 from benchmarks.common import RESULTS, Task, console, provenance, save, table, tasks
+from forerun import zoo
 from forerun.engine import Sampling
 from forerun.grammar import Grammars
 
@@ -32,6 +34,12 @@ MODES: dict[str, Any] = {
     "fixed(4)": {"controller": "fixed(4)"},
 }
 LATENCIES = (50, 99)
+OURS = (sys.executable, "-m", "forerun.cli", "serve", "--port", "0")
+THEIRS = (
+    str(Path(sys.executable).with_name("transformers")), "serve", str(zoo.TARGET),
+    "--host", "127.0.0.1", "--port", "8417", "--device", "cpu", "--dtype", "float32",
+    "--log-level", "info",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(*options: str) -> Iterator[Served]:
-    """`forerun serve` in a process of its own, on a free port."""
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def serving(*options: str, command: Sequence[str] = OURS) -> Iterator[Served]:
+    """A server in a process of its own, ours on a free port."""
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         for line in process.stderr:
             if found := re.search(r"http://[0-9.:]+", line):
+                # Who writes to a pipe that nobody reads stops when it is full.
+                threading.Thread(target=process.stderr.read, daemon=True).start()
                 yield Served(found[0], process)
                 return
         raise RuntimeError("the server did not start")
@@ -332,6 +341,54 @@ def soak(
     }
 
 
+def beside(
+    model: forerun.Model, work: Sequence[Task], clients: Sequence[int], seconds: float, turns: int
+) -> dict[str, Any]:
+    """Whole answers from this server and from transformers' own, greedy, without penalties."""
+    wanted = _alone(model, work, [Sampling(max_new_tokens=t.max_new_tokens) for t in work])
+    prompts = [model.tokenizer.decode(t.tokens) for t in work]
+    cells: dict[str, Any] = {}
+    with serving("--prefix-cache", "0") as ours, serving(command=THEIRS) as theirs:
+        servers = {"plain": (ours, False), "auto": (ours, {"controller": "auto"}),
+                   "transformers serve": (theirs, None)}  # fmt: skip
+        for count in clients:
+            speeds: dict[str, list[float]] = {name: [] for name in servers}
+            differing = dict.fromkeys(servers, 0)
+            for turn, step in itertools.product(range(turns + 1), range(len(servers))):
+                name = list(servers)[(turn + step) % len(servers)]
+                server, mode = servers[name]
+
+                def request(index: int, mode: Any = mode) -> dict[str, Any]:
+                    at = index % len(work)
+                    more = {} if mode is None else {"speculative": mode}
+                    return {"prompt": prompts[at], "max_tokens": work[at].max_new_tokens,
+                            "temperature": 0, **more}  # fmt: skip
+
+                lasts = seconds if turn else 4.0  # the first turn does not count
+                _, answers = asyncio.run(closed_loop(server.url, request, count, lasts))
+                time.sleep(0.5)
+                if not turn:
+                    continue
+                whole = [a for a in answers if a.complete and a.status == 200]
+                documents = [a.document() for a in whole]
+                tokens = sum(d["usage"]["completion_tokens"] for d in documents)
+                differing[name] += sum(
+                    d["choices"][0]["text"] != wanted[a.index % len(work)]
+                    for a, d in zip(whole, documents, strict=True)
+                )
+                speeds[name].append(tokens / seconds)
+                console.print(f"{count} clients, {name}: {speeds[name][-1]:.0f} tokens/s")
+            cells[str(count)] = {
+                name: {
+                    "tokens_per_second": float(np.mean(made)),
+                    "of_plain": [a / b for a, b in zip(made, speeds["plain"], strict=True)],
+                    "differing": differing[name],
+                }
+                for name, made in speeds.items()
+            }
+    return {"seconds": seconds * turns, "cells": cells}
+
+
 def prefix(model: forerun.Model, turns: int) -> dict[str, Any]:
     """Long prompts sent twice: time to the first token when it was read before, and when not."""
     pairs: list[tuple[float, float]] = []
@@ -372,6 +429,8 @@ def main(
         new["prefix"] = prefix(model, 12)
     if "overload" in parts:
         new["overload"] = overload(model, work, 300.0)
+    if "beside" in parts:
+        new["beside"] = beside(model, work, clients, lengths.seconds, lengths.turns)
     if "soak" in parts:
         short = [replace(t, max_new_tokens=min(t.max_new_tokens, 10)) for t in work]
         new["soak"] = soak(model, short, 10_000, 32, lengths.soak)
@@ -419,6 +478,18 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
             ],
             rows,
         )
+    if (part := results.get("beside")) is not None:
+        rows = [
+            [count, name, f"{cell['tokens_per_second']:.0f}", _ratios(cell["of_plain"]),
+             str(cell["differing"])]
+            for count, cells in part["cells"].items()
+            for name, cell in cells.items()
+        ]  # fmt: skip
+        yield (
+            f"Beside `transformers serve` (default settings, float32), same weights: whole answers "
+            f"in {part['seconds']:.0f} seconds a cell, greedy, no penalties; answers that differ "
+            f"from plain decoding alone. `{part['made']['command']}`\n\n"
+        ) + table(["clients", "server", "tokens/s", "of plain", "differing"], rows)
     if (part := results.get("prefix")) is not None:
         yield (
             f"A prompt of {part['prompt_tokens']} tokens sent twice, {part['turns']} times: TTFT "
