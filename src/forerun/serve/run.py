@@ -16,6 +16,9 @@ from forerun.serve.config import Config
 
 LINGER = 5
 """Seconds that connections have to close once nothing runs any more."""
+IDLE = 75
+"""Seconds that a connection may wait for its next request: longer than clients keep theirs, most
+of them 5 to 60. Whoever closes first must be the client, or what it sends just then is lost."""
 
 
 class Listener(uvicorn.Server):
@@ -34,6 +37,7 @@ class Listener(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="on",
+                timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=LINGER,
             )
         )
