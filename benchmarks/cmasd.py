@@ -66,6 +66,23 @@ class Run:
     draft_seconds: float = 0.0
     drift: float = 0.0
 
+    @classmethod
+    def of(cls, done: Sequence[forerun.Completion], seconds: float) -> Run:
+        """A batch that took so long."""
+        stats = [d.stats for d in done]
+        # Draft time is the batch's: every row of a round reports the same.
+        longest = max(stats, key=lambda s: s.rounds)
+        return cls(
+            [d.text for d in done],
+            seconds,
+            sum(s.tokens for s in stats),
+            sum(s.rounds for s in stats),
+            sum(s.accepted for s in stats),
+            sum(r.accepted < r.drafted for d in done for r in d.rounds),
+            longest.draft_seconds / max(longest.rounds, 1),
+            sum((s.drift_mean or 0) * s.tokens for s in stats),
+        )
+
 
 def execute(model: forerun.Model, batch: Batch, name: str, cap: int) -> Run:
     """Generate with one method."""
@@ -84,20 +101,7 @@ def execute(model: forerun.Model, batch: Batch, name: str, cap: int) -> Run:
         repetition_penalty=penalty,
         **settings,
     )
-    seconds = time.perf_counter() - began
-    stats = [d.stats for d in done]
-    # Draft time is the batch's: every row of a round reports the same.
-    longest = max(done, key=lambda d: d.stats.rounds)
-    return Run(
-        [d.text for d in done],
-        seconds,
-        sum(s.tokens for s in stats),
-        sum(s.rounds for s in stats),
-        sum(s.accepted for s in stats),
-        sum(r.accepted < r.drafted for d in done for r in d.rounds),
-        longest.stats.draft_seconds / max(longest.stats.rounds, 1),
-        sum((s.drift_mean or 0) * s.tokens for s in stats),
-    )
+    return Run.of(done, time.perf_counter() - began)
 
 
 def _beam(model: forerun.Model, texts: Sequence[str], limit: int, penalty: float) -> Run:

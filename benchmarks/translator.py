@@ -158,20 +158,7 @@ class Translator:
             batch_size=len(texts),
             max_new_tokens=CAP,
         )
-        seconds = time.perf_counter() - began
-        stats = [d.stats for d in done]
-        # Draft time is the batch's: every row of a round reports the same.
-        longest = max(stats, key=lambda s: s.rounds)
-        return Run(
-            [d.text for d in done],
-            seconds,
-            sum(s.tokens for s in stats),
-            sum(s.rounds for s in stats),
-            sum(s.accepted for s in stats),
-            sum(r.accepted < r.drafted for d in done for r in d.rounds),
-            longest.draft_seconds / max(longest.rounds, 1),
-            sum((s.drift_mean or 0) * s.tokens for s in stats),
-        )
+        return Run.of(done, time.perf_counter() - began)
 
     def _text(self, tokens: Sequence[int]) -> str:
         tokenizer: Any = self.model.tokenizer

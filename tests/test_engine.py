@@ -267,14 +267,14 @@ class Reading(Meter):
         super().__init__()
         self.seen: list[Any] = []
 
-    def read(self, rows: int, seconds: float, tokens: int) -> None:
+    def caught_up(self, rows: int, seconds: float, tokens: int) -> None:
         assert seconds > 0
         self.seen.append(("read", rows, tokens))
-        super().read(rows, seconds, tokens)
+        super().caught_up(rows, seconds, tokens)
 
-    def left(self, prompt: int, output: int) -> None:
+    def finished(self, prompt: int, output: int) -> None:
         self.seen.append(("left", prompt, output))
-        super().left(prompt, output)
+        super().finished(prompt, output)
 
 
 def test_the_meter_is_told_what_drafts_read() -> None:

@@ -108,17 +108,17 @@ def test_reading_prompts_is_charged_per_token_of_all_rows():
     meter = Meter()
     for width in (2, 3, 4) * 4:
         meter.tell(Lap(4, width, width, 0.002 * width, 0.0, 0.010))
-    meter.left(30, 10)
+    meter.finished(30, 10)
     assert meter.costs(4).reading == 0  # how long a drafter reads is not known
     for _ in range(3):
-        meter.read(4, 0.002 + 0.006, 60)  # a step, and 0.1 ms a token
+        meter.caught_up(4, 0.002 + 0.006, 60)  # a step, and 0.1 ms a token
     charged = meter.costs(4)
     assert charged.reading == pytest.approx(4 * 0.0001 * 3)
     assert meter.costs(4) is charged
     assert meter.costs(3).reading == pytest.approx(3 * 0.0001 * 3)
     assert (charged.draft, charged.verify) == (0.002, meter.costs(3).verify)
-    meter.read(4, 0.001, 60)  # less than a step says nothing
+    meter.caught_up(4, 0.001, 60)  # less than a step says nothing
     assert meter.costs(4).reading == pytest.approx(charged.reading)
     for _ in range(40):
-        meter.left(0, 10)  # their prompts were all cached
+        meter.finished(0, 10)  # their prompts were all cached
     assert meter.costs(4).reading < 0.02 * charged.reading

@@ -375,7 +375,8 @@ class Engine:
                 )  # fmt: skip
         self._crew.observe(outcomes)
         if proposal.catch_up_tokens:
-            self._meter.read(len(self._rows), proposal.catch_up_seconds, proposal.catch_up_tokens)
+            seconds, tokens = proposal.catch_up_seconds, proposal.catch_up_tokens
+            self._meter.caught_up(len(self._rows), seconds, tokens)
         if not passed.read:
             steps, reading = proposal.steps, proposal.catch_up_seconds
             self._meter.tell(
@@ -422,7 +423,7 @@ class Engine:
                 done = self._complete(row, reason, kept)
                 if reason != "error":
                     self._reuse.leave(row, i)
-                    self._meter.left((row.prompt - row.cached) * row.joined, row.produced)
+                    self._meter.finished((row.prompt - row.cached) * row.joined, row.produced)
             events.append(event(row, proposal.tokens[i], before - count, before, done))
         self._keep(staying)
         return events

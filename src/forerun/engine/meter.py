@@ -61,7 +61,10 @@ class Meter:
     def __init__(self) -> None:
         self._sizes: dict[int, _Timings] = {}
         self._given: Callable[[int], Costs] | None = None
-        self._read = self._left = 0.0, 0.0
+        self._caught_up = 0.0, 0.0
+        """Seconds of drafters' reading, and tokens, fading."""
+        self._finished = 0.0, 0.0
+        """Tokens of prompts that joined, and of outputs, fading."""
         self._charged: dict[int, tuple[Costs, Costs]] = {}
         """Per batch the costs in force, without the drafter's reading and with it."""
 
@@ -77,7 +80,7 @@ class Meter:
         if self._given is not None:
             return self._given(rows)
         costs = self._timings(rows).costs
-        (prompts, outputs), (seconds, tokens) = self._left, self._read
+        (prompts, outputs), (seconds, tokens) = self._finished, self._caught_up
         if not seconds or not outputs:
             return costs
         before, charged = self._charged.get(rows, (None, costs))
@@ -103,17 +106,19 @@ class Meter:
         if self._given is None and lap.verify_seconds > 0:
             self._timings(lap.rows).add(lap)
 
-    def read(self, rows: int, seconds: float, tokens: int) -> None:
+    def caught_up(self, rows: int, seconds: float, tokens: int) -> None:
         """Learn from a draft step in which so many tokens were read that were not followed."""
         extra = seconds - self._timings(rows).costs.draft
         if tokens and extra > 0:
-            self._read = FADE * self._read[0] + extra, FADE * self._read[1] + tokens
+            seen, count = self._caught_up
+            self._caught_up = FADE * seen + extra, FADE * count + tokens
             self._charged.clear()
 
-    def left(self, prompt: int, output: int) -> None:
+    def finished(self, prompt: int, output: int) -> None:
         """Learn from a request that ended: tokens of its output, and of its prompt if it joined
         while others ran; of those that begin together all is read before anything is decided."""
-        self._left = FADE * self._left[0] + prompt, FADE * self._left[1] + output
+        prompts, outputs = self._finished
+        self._finished = FADE * prompts + prompt, FADE * outputs + output
         self._charged.clear()
 
     def _timings(self, rows: int) -> _Timings:
