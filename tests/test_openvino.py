@@ -6,7 +6,6 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from tiny import build, texts
 ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
 from forerun.runtime.openvino import executor as executing  # noqa: E402
+from forerun.runtime.openvino import fixed, nodes, store  # noqa: E402
 from forerun.runtime.openvino import load as loading  # noqa: E402
-from forerun.runtime.openvino import nodes, store  # noqa: E402
 from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.blocks import Blocks  # noqa: E402
 from forerun.runtime.openvino.core import core  # noqa: E402
@@ -34,7 +33,6 @@ from forerun.runtime.openvino.export import Attention, export  # noqa: E402
 from forerun.runtime.openvino.fuse import fuse  # noqa: E402
 from forerun.runtime.openvino.layers import OpenVINOLayersExecutor  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
-from forerun.runtime.openvino.single import Single, pays  # noqa: E402
 from forerun.runtime.openvino.weights import compress  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
@@ -602,31 +600,59 @@ def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_p
     assert saved_generation_config("") is saved_generation_config(str(tmp_path / "no")) is None
 
 
-def test_a_row_alone_goes_through_the_graph_of_one_token(
+def test_a_row_alone_goes_through_graphs_of_fixed_shapes(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executing, "FIRST_BLOCKS", 1)
+    monkeypatch.setattr(fixed, "SMALLEST_WIDE", 0)
     executor = from_model(model)
-    single = executor._single
-    assert single is not None
-    ran: list[int] = []
+    ran: list[tuple[int, int]] = []
+    run = fixed.Fixed.run
 
-    def noted(token: int, start: int, table: list[int]) -> Any:
-        ran.append(start)
-        return Single.run(single, token, start, table)
+    def noted(self: fixed.Fixed, piece: list[int], start: int, *rest: Any) -> Any:
+        ran.append((self.tokens, start))
+        return run(self, piece, start, *rest)
 
-    monkeypatch.setattr(single, "run", noted)
-    text = [(5 * i + 3) % 90 for i in range(nodes.BLOCK + 3)]
+    monkeypatch.setattr(fixed.Fixed, "run", noted)
+    text = [(5 * i + 3) % 90 for i in range(nodes.BLOCK + 9)]
     exact = alone(model, text)
-    inside = [9, 10, nodes.BLOCK - 1, 9]  # at last rolled back
-    for at in [*inside, nodes.BLOCK]:
+
+    def feed(at: int, count: int, wanted: int) -> None:
         executor.run([0, 0], [[], text[:at]], [0, 0])
-        close(executor.run([0, at], [[], text[at : at + 1]], [0, 1])[1, 0], exact[at])
-    assert ran == inside, "the second block lies beyond the one it was compiled for"
+        ran.clear()
+        seen = executor.run([0, at], [[], text[at : at + count]], [0, wanted])
+        close(seen[1, :wanted], exact[at + count - wanted : at + count])
+
+    for count, tokens in ((1, 1), (2, 5), (5, 5), (6, 8), (8, 8), (3, 5)):
+        for at in (9, 10, nodes.BLOCK - tokens, 9):  # at last rolled back
+            for wanted in (1, count):
+                feed(at, count, wanted)
+                assert ran == [(tokens, at)]
+    feed(9, 9, 1)
+    assert not ran, "nothing was compiled for so many"
+    for at in (nodes.BLOCK - 2, nodes.BLOCK):
+        feed(at, 3, 2)
+        assert not ran, "the second block lies beyond the one they were compiled for"
 
 
-@pytest.mark.parametrize("facts", [{"weights": 1 << 40}, {"weights": 0}, {"precision": "bfloat16"}])
-def test_weights_that_are_large_are_not_held_twice(facts: dict[str, Any]) -> None:
-    small = Facts(vocab_size=8, limit=8, weights=100)
-    assert pays(small)
-    assert not pays(replace(small, **facts))
+def test_what_is_padded_does_not_reach_beyond_the_context(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed, "SMALLEST_WIDE", 0)
+    executor = from_model(model)
+    limit = executor.facts.limit
+    text = [(5 * i + 3) % 90 for i in range(limit)]
+    executor.run([0], [text[:-2]], [0])
+    close(executor.run([limit - 2], [text[-2:]], [2])[0], alone(model, text)[-2:])
+
+
+def test_copies_of_weights_are_bounded() -> None:
+    def of(weights: int, precision: str = "float32") -> tuple[int, ...]:
+        facts = Facts(vocab_size=8, limit=8, weights=weights, precision=precision)
+        return fixed.widths(facts)
+
+    million = 1 << 20
+    assert [of(n * million) for n in (16, 32, 64, 65)] == [(1, 5, 8), (1, 5), (1,), ()]
+    assert of(64 * million, "int8") == (1, 5, 8), "a byte each"
+    assert of(million) == (1,), "it stays in the caches"
+    assert of(0) == of(million, "bfloat16") == ()

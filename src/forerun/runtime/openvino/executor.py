@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -20,9 +19,9 @@ from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
 from forerun.runtime.openvino.blocks import Blocks
 from forerun.runtime.openvino.core import core
+from forerun.runtime.openvino.fixed import compiled_forms
 from forerun.runtime.openvino.nodes import BLOCK
 from forerun.runtime.openvino.request import Request
-from forerun.runtime.openvino.single import Single, pays
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
@@ -63,11 +62,9 @@ class OpenVINOExecutor(Executor):
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
         how = settings(facts.precision, self.threads)
-        compiled = core().compile_model(graph, "CPU", how)
-        self._single: Single | None = None
-        if pays(facts):
-            with suppress(RuntimeError):  # then all passes are of open shapes
-                self._single = Single(graph, facts, how, FIRST_BLOCKS)
+        compiled, self._fixed = compiled_forms(graph, facts, how, FIRST_BLOCKS)
+        widest = max((x.tokens for x in self._fixed), default=-1)
+        self._fits = [next(x for x in self._fixed if x.tokens >= n) for n in range(widest + 1)]
         self._request = Request(compiled, facts.vocab_size)
         self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         self._storage: list[ov.Tensor] = []
@@ -195,11 +192,13 @@ class OpenVINOExecutor(Executor):
         if not any(counts):
             return np.empty((0, self.facts.vocab_size), np.float32)
         ends = list(map(add, starts, counts))
+        if (size := sum(counts)) < len(self._fits) and max(counts) == size:
+            row, fixed = counts.index(size), self._fits[size]
+            end = starts[row] + fixed.tokens
+            self.cover([*ends[:row], min(end, self.facts.limit), *ends[row + 1 :]])
+            if end <= self.facts.limit and fixed.holds(table := self._blocks.tables[row]):
+                return fixed.run(pieces[row], starts[row], wanted[row], table)
         self.cover(ends)
-        if self._single is not None and sum(counts) == 1 == sum(wanted):
-            row = counts.index(1)
-            if self._single.holds(table := self._blocks.tables[row]):
-                return self._single.run(pieces[row][0], starts[row], table)
         if (counts, wanted) != self._shape:
             self._bind_shape(counts, list(wanted))
         if not self._tables_bound:
@@ -278,8 +277,8 @@ class OpenVINOExecutor(Executor):
             _bytes(new)[: old.get_byte_size()] = _bytes(old)
         for port, tensor in zip(self._pools, tensors, strict=True):
             self._request.set(port, tensor)
-        if self._single is not None:
-            self._single.bind(tensors)
+        for fixed in self._fixed:
+            fixed.bind(tensors)
         self._storage = tensors
         names = [port.get_any_name() for port in self._pools]
         self._named = dict(zip(names, tensors, strict=True))
