@@ -137,6 +137,9 @@ def test_the_whole_recipe_exports_a_loadable_pair(data: Path, tmp_path: Path) ->
     # A new run may begin from an exported model.
     begun = run(data, tmp_path / "again", 1, start=out / "target")
     assert begun.step == 1
+    (out / "draft.pt").unlink()
+    distill(data, out, steps=1, texts=500, start=out / "draft", compiled=False)
+    assert Run.load(out / "draft.pt", "draft").step == 1, "without practice"
 
 
 def test_a_draft_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: Path) -> None:

@@ -151,6 +151,10 @@ def distill(
     out: Annotated[Path, typer.Option(help="Folder of a finished target.")],
     steps: Annotated[int, typer.Option(help="Steps of learning, after copying practice.")] = 2000,
     texts: Annotated[int, typer.Option(help="Tokens that the target writes.")] = 400_000,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="An exported draft to begin from, without practice."),
+    ] = None,
     device: Device = "cpu",
     compiled: Compiled = True,
 ) -> None:
@@ -159,7 +163,7 @@ def distill(
 
     with _errors():
         how: dict[str, Any] = {"device": device, "compiled": compiled}
-        print(f"written: {learn(data, out, steps=steps, texts=texts, **how)}")
+        print(f"written: {learn(data, out, steps=steps, texts=texts, start=start, **how)}")
 
 
 @app.command()

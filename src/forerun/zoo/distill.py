@@ -10,6 +10,7 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,7 @@ def distill(
     *,
     steps: int,
     texts: int = 400_000,
+    start: Path | None = None,
     until: int | None = None,
     device: str = "cpu",
     compiled: bool = True,
@@ -223,7 +225,8 @@ def distill(
     """Stage 2: trains and exports ``out``/draft for the finished run in ``out``.
 
     ``texts`` is how many tokens the target writes, ``steps`` how long the draft learns after its
-    practice. Cut off, the same call goes on; ``until`` stops at that step, to be resumed.
+    practice. ``start`` is an exported draft to begin from, which needs no practice. Cut off, the
+    same call goes on; ``until`` stops at that step, to be resumed.
     """
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
@@ -239,7 +242,8 @@ def distill(
         run = Run.load(path, "draft", device)
     else:
         first = Run.load(out / CHECKPOINT)
-        run = Run.new(first.recipe, first.seed, "draft", device=device)
+        recipe = replace(first.recipe, practice_steps=0) if start else first.recipe
+        run = Run.new(recipe, first.seed, "draft", start=start, device=device)
     tokenizer = Tokenizer.from_file(str(out / TOKENIZER))
     loaded = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     target: Any = loaded.to(device).eval()
