@@ -42,8 +42,10 @@ class Task:
 PENALTY = zoo.PENALTY
 
 
-def tasks(model: forerun.Model, split: str, per_family: int, cap: int = 64) -> list[Task]:
-    """The first prompts of each family, outputs capped at `cap` tokens."""
+def tasks(
+    model: forerun.Model, split: str, per_family: int, cap: int = 64, long: bool = False
+) -> list[Task]:
+    """The first prompts of each family (with short outputs, or long ones), capped at `cap`."""
     return [
         Task(
             family,
@@ -51,7 +53,7 @@ def tasks(model: forerun.Model, split: str, per_family: int, cap: int = 64) -> l
             min(cap, p.max_new_tokens),
             PENALTY.get(family, 1.0),
         )
-        for family in zoo.families()
+        for family in (zoo.long_families() if long else zoo.families())
         for p in zoo.prompts(family, split, limit=per_family)
     ]
 

@@ -33,6 +33,7 @@ from benchmarks import (
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Long = Annotated[bool, typer.Option("--long", help="the families with long outputs instead")]
 
 
 @app.command("speedup")
@@ -40,17 +41,24 @@ def _speedup(
     prompts: int = 10,
     tokens: int = 64,
     temperature: float = 0.0,
+    long: Long = False,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
     """Speed-up over plain decoding per task family and controller (test prompts)."""
-    speedup.main(forerun.load(dtype=dtype, device=device), prompts, tokens, temperature)
+    speedup.main(forerun.load(dtype=dtype, device=device), prompts, tokens, temperature, long)
 
 
 @app.command("starting-lengths")
-def _starting(prompts: int = 3, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+def _starting(
+    prompts: int = 3,
+    tokens: int = 64,
+    long: Long = False,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
     """The GammaTune experiment: twelve starting lengths, throughput relative to fixed."""
-    starting_lengths.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+    starting_lengths.main(forerun.load(dtype=dtype, device=device), prompts, tokens, long)
 
 
 @app.command("starting-lengths-replay")

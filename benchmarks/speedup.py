@@ -8,7 +8,6 @@ import numpy as np
 
 import forerun
 from benchmarks.common import generate, geometric, interleaved, provenance, save, show, table, tasks
-from forerun import zoo
 
 FIXED = [f"fixed({n})" for n in (1, 2, 3, 4, 5, 6, 8, 12)]
 ADAPTIVE = [
@@ -18,15 +17,17 @@ ADAPTIVE = [
 ]  # fmt: skip
 
 
-def main(model: forerun.Model, prompts: int, tokens: int, temperature: float = 0.0) -> None:
-    """Measure and write `speedup.json`, or `speedup-sampled.json` above temperature 0."""
+def main(
+    model: forerun.Model, prompts: int, tokens: int, temperature: float = 0.0, long: bool = False
+) -> None:
+    """Measure and write `speedup.json`; `-sampled` above temperature 0, `-long` of long outputs."""
     methods: list[str | None] = [None, *FIXED, *ADAPTIVE]
-    work = tasks(model, "test", prompts, tokens)
+    work = tasks(model, "test", prompts, tokens, long)
     for method in methods:  # warm up
         generate(model, work[0], method, temperature)
     runs = interleaved(work, methods, lambda t, m: generate(model, t, m, temperature), "speed-up")
     results: dict[str, Any] = {}
-    for family in (*zoo.families(), "all"):
+    for family in (*dict.fromkeys(t.family for t in work), "all"):
         rows = [r for t, r in zip(work, runs, strict=True) if family in (t.family, "all")]
         cells: dict[str, Any] = {}
         for index, method in enumerate(methods):
@@ -45,9 +46,8 @@ def main(model: forerun.Model, prompts: int, tokens: int, temperature: float = 0
             }
         results[family] = cells
     made = provenance(model, prompts=prompts, tokens=tokens, temperature=temperature)
-    save(
-        "speedup-sampled" if temperature else "speedup", made, results, _text(results, temperature)
-    )
+    name = "speedup" + "-sampled" * bool(temperature) + "-long" * long
+    save(name, made, results, _text(results, temperature))
 
 
 def _text(results: dict[str, Any], temperature: float) -> str:

@@ -43,11 +43,11 @@ SLOPE, STREAMS = 0.03, 8
 """Of replays: share of a plain pass that each further token of it costs; orders of the prompts."""
 
 
-def main(model: forerun.Model, prompts: int, tokens: int) -> None:
-    """Measure and write `starting-lengths.json` and a plot."""
+def main(model: forerun.Model, prompts: int, tokens: int, long: bool = False) -> None:
+    """Measure and write `starting-lengths.json` and a plot; `-long` of long outputs."""
     specs = METHODS | PERSISTENT
     cases = [(name, n) for n in LENGTHS for name in specs]
-    work = tasks(model, "test", prompts, tokens)
+    work = tasks(model, "test", prompts, tokens, long)
     for name in specs:  # warm up
         generate(model, work[0], specs[name].format(n=5))
     run = lambda task, case: generate(model, task, specs[case[0]].format(n=case[1]))  # noqa: E731
@@ -64,10 +64,15 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
             )
         )
     results, rows = _summary(counts)
-    text = f"{INTRO} Greedy, batch 1, {len(work)} test prompts of all families.\n\n" + _table(rows)
-    save("starting-lengths", provenance(model, prompts=prompts, tokens=tokens), results, text)
+    mean = float(np.mean([c.stats.tokens for c in done]))
+    text = (
+        f"{INTRO} Greedy, batch 1, {len(work)} test prompts of all families with "
+        f"{'long' if long else 'short'} outputs, {mean:.0f} tokens each in the mean.\n\n"
+    ) + _table(rows)
+    name = "starting-lengths" + "-long" * long
+    save(name, provenance(model, prompts=prompts, tokens=tokens), results, text)
     speed = {name: [c.rate for c in found] for name, found in counts.items()}
-    _plot(speed, float(np.mean(speed["fixed"])))
+    _plot(name, speed, float(np.mean(speed["fixed"])))
 
 
 def replayed(model: forerun.Model, prompts: int, tokens: int, cost: float) -> None:
@@ -141,7 +146,7 @@ def _table(rows: list[list[str]]) -> str:
     return table(header, rows)
 
 
-def _plot(speed: dict[str, list[float]], base: float) -> None:
+def _plot(called: str, speed: dict[str, list[float]], base: float) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,5 +166,5 @@ def _plot(speed: dict[str, list[float]], base: float) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(RESULTS / "starting-lengths.png", dpi=150)
+    figure.savefig(RESULTS / f"{called}.png", dpi=150)
     pyplot.close(figure)
