@@ -167,7 +167,25 @@ def text(results: dict[str, Any], trace: Trace) -> str:
         ]  # fmt: skip
         head = ["", *families, "of oracle", "of informed", "mixed", "auto over it"]
         parts += [f"### {label}", table(head, rows)]
-    return "\n\n".join([*parts[:1], verdict(results, families), *parts[1:]])
+    return "\n\n".join([*parts[:1], summary(results), verdict(results, families), *parts[1:]])
+
+
+def summary(results: dict[str, Any]) -> str:
+    """All families together, a row per cell: `auto` beside the best other, as tuned."""
+    rows = []
+    for label, cell in results.items():
+        own = cell["controllers"][AUTO]
+        others = {n: c for n, c in cell["controllers"].items() if n.endswith(", tuned")}
+        best = max(others, key=lambda n: others[n]["speedup"]["all"]["mean"])
+        fixed = cell["bounds"]["best fixed"]["all"]["mean"]
+        rows.append(
+            [label, f"{fixed:.2f}",
+             f"{others[best]['speedup']['all']['mean']:.2f} (`{best.removesuffix(', tuned')}`)",
+             f"{own['speedup']['all']['mean']:.2f}", show(others[best]["auto over it"]["all"]),
+             f"{own['informed']['all']['mean']:.3f}", f"{own['oracle']['all']['mean']:.3f}"]
+        )  # fmt: skip
+    head = ["costs", "best fixed γ", "best other, tuned", "auto", "auto over it"]
+    return table([*head, "of the informed bound", "of the oracle"], rows)
 
 
 def share(cell: dict[str, Any], bound: str, of: str) -> float:

@@ -1,10 +1,16 @@
-"""Writes cli.md and methods.md from the code; `--check` only says whether they are current."""
+"""Writes cli.md and methods.md from the code, and what was measured into the pages that show it.
+
+A page says `<!-- table NAME N: ROW; ROW -->`, and between that and `<!-- end -->` stands the Nth
+table of `benchmarks/results/NAME.md` (default: the first), with these rows (default: all) and the
+command that made it. `--check` only says whether all pages are current.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +144,47 @@ def _angles(text: str) -> str:
     return "`".join(halves)
 
 
-PAGES = {"cli.md": cli, "methods.md": methods}
+RESULTS = HERE.parent / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- table (\S+?)(?: (\d+))?(?:: (.+?))? -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_results(path: Path) -> str:
+    """A page with the tables it asks for."""
+
+    def filled(match: re.Match[str]) -> str:
+        begin, name, number, rows, end = match.groups()
+        wanted = rows.split("; ") if rows else None
+        return f"{begin}\n{_measured(name, int(number or 1), wanted)}\n\n{end}"
+
+    return PLACE.sub(filled, path.read_text(encoding="utf-8"))
+
+
+def _measured(name: str, number: int, wanted: list[str] | None) -> str:
+    """A table of a result, and how it was made."""
+    _, made, *blocks = (RESULTS / f"{name}.md").read_text(encoding="utf-8").split("\n\n")
+    tables = [block.strip() for block in blocks if block.startswith("|")]
+    header, line, *rows = tables[number - 1].split("\n")
+    if wanted is not None:
+        by_name = {row.split("|")[1].strip(" `"): row for row in rows}
+        rows = [by_name[row] for row in wanted]
+    command, _, how = made.partition("  \n")
+    return "\n".join([header, line, *rows, "", f"{command}, {how}"])
+
+
+PAGES = {HERE / "cli.md": cli, HERE / "methods.md": methods} | {
+    page: partial(with_results, page)
+    for page in (HERE.parent / "README.md", HERE / "choosing.md", HERE / "measured.md")
+}
 
 
 def main(argv: list[str]) -> int:
     """Write the pages, or check them."""
     stale = []
-    for name, make in PAGES.items():
-        path, text = HERE / name, make()
+    for path, make in PAGES.items():
+        text = make()
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
-        stale.append(name)
+        stale.append(path.name)
         if "--check" not in argv:
             path.write_text(text, encoding="utf-8")
     if stale and "--check" in argv:
