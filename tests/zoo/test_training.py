@@ -24,7 +24,8 @@ from forerun.zoo.packing import Packer, drill
 from forerun.zoo.recipe import Architecture, Exits, Part, Recipe, variant
 from forerun.zoo.runs import Run, prepare_tokenizer, recipe_of, stopping
 from forerun.zoo.step import Functions
-from forerun.zoo.tasks.base import Pool
+from forerun.zoo.tasks import extraction
+from forerun.zoo.tasks.base import Pool, split_of
 from forerun.zoo.train import accumulate, curves, finish, train
 
 TINY = Recipe(
@@ -252,6 +253,16 @@ def test_drills_are_right_sums() -> None:
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
         assert result.endswith(f" = {value}.")
         assert value >= 0
+
+
+def test_a_quiz_asks_nothing_that_is_held_out() -> None:
+    rng = random.Random(1)
+    for pairs in (extraction.quiz(rng) for _ in range(200)):
+        passage = pairs[0][0].partition("\nQuestion")[0]
+        for (question, answer), more in zip(pairs, [False, *[True] * len(pairs)], strict=False):
+            assert split_of(passage * more + question) == "train"
+            assert answer.split()[-1].rstrip(".") in passage
+    assert max(len(extraction.quiz(rng)) for _ in range(50)) == 6
 
 
 def test_packed_documents_score_answers_only() -> None:

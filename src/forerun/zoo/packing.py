@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.zoo.recipe import Part, Recipe
-from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, stories
+from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, extraction, stories
 from forerun.zoo.tasks.base import Pool
 
 _GOLDEN = 0.6180339887498949
@@ -55,7 +55,7 @@ class Packer:
     def batches(self, step: int, finishing: bool = False) -> list[Batch]:
         """The micro-batches of ``step``: one per part of the recipe.
 
-        ``finishing`` leaves out drills and copies, which teach but are not asked for.
+        ``finishing`` leaves out copies and `LESSONS`, which teach but are not asked for.
         """
         return [
             self.batch(f"{step}/{number}", step * len(self.recipe.parts) + number, part, finishing)
@@ -75,7 +75,7 @@ class Packer:
             if part.kind == "tasks":
                 shares = self.recipe.task_weights | self.recipe.lesson_weights
             if finishing:
-                shares = {n: w for n, w in shares.items() if n not in ("drills", "copies")}
+                shares = {n: w for n, w in shares.items() if n not in (*LESSONS, "copies")}
             self._pack(rng, shares, ids[books:], weights[books:])
         return Batch(ids, weights)
 
@@ -129,8 +129,8 @@ class Packer:
         if name == "copies":
             string = self.string(rng)
             return [(string, prompt_weight), ([*string, 0], 1.0)]
-        if name == "drills":
-            pieces = [piece for task in drill(rng) for piece in task]
+        if name in LESSONS:
+            pieces = [piece for task in LESSONS[name](rng) for piece in task]
         else:
             family = FAMILIES.get(name) or LONG_FAMILIES[name]
             example = family.sample(rng, "train", self.pool)
@@ -182,3 +182,7 @@ def drill(rng: random.Random) -> list[tuple[str, str]]:
         task = f" {left} {sign} {right}"
         sums.append((task, f" {arithmetic.worked(left, sign, right)}"[len(task) :]))
     return sums
+
+
+LESSONS = {"drills": drill, "quiz": extraction.quiz}
+"""What teaches many tasks at once: each makes pairs of a task and its result."""

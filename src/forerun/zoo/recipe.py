@@ -100,20 +100,20 @@ class Recipe:
     """The micro-batches of one step."""
     task_weights: dict[str, float] = field(
         default_factory=lambda: {
-            "translation": 0.24,
-            "arithmetic": 0.16,
+            "translation": 0.32,
+            "arithmetic": 0.14,
             "extraction": 0.18,
             "rewriting": 0.16,
-            "chat": 0.10,
+            "chat": 0.07,
         }
     )
     """Shares of the tokens in task rows, together with ``lesson_weights``."""
     lesson_weights: dict[str, float] = field(
-        default_factory=lambda: {"drills": 0.08, "copies": 0.02, "tours": 0.06}
+        default_factory=lambda: {"drills": 0.05, "copies": 0.02, "tours": 0.04, "quiz": 0.12}
     )
     """Shares of what else is in task rows: ``drills`` are single sums with their carries,
-    ``copies`` strings given twice (both are left out while the learning rate falls), ``tours``
-    long chat."""
+    ``quiz`` many questions about a passage, ``copies`` strings given twice (these are left out
+    while the learning rate falls), ``tours`` long chat."""
     long_weights: dict[str, float] = field(
         default_factory=lambda: {"tales": 0.4, "revision": 0.4, "tours": 0.2}
     )
@@ -123,6 +123,7 @@ class Recipe:
             "translation": 0.4,
             "arithmetic": 0.1,
             "drills": 0.05,
+            "quiz": 0.05,
             "extraction": 0.1,
             "rewriting": 0.3,
             "chat": 0.2,

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from forerun.zoo.tasks import words
-from forerun.zoo.tasks.base import Example, Pool, draw, exact_match, pick_distinct
+from forerun.zoo.tasks.base import Example, Pool, draw, exact_match, pick_distinct, split_of
 
 NAME = "extraction"
 MAX_NEW_TOKENS = 48
@@ -128,19 +128,46 @@ _KINDS: tuple[Callable[[random.Random, int], list[Fact]], ...] = (
 )
 
 
-def generate(rng: random.Random) -> Example:
-    """A passage of three to five facts of one or two kinds, and one question about it."""
+def _facts(rng: random.Random) -> list[Fact]:
+    """Three to five facts of one or two kinds, no name in two of them."""
     count = rng.randint(3, 5)
     first = rng.randint(1, count)
     one, two = rng.sample(_KINDS, 2)
     facts = one(rng, first) + (two(rng, count - first) if count > first else [])
     names = words.BOYS + words.GIRLS + words.TOWNS
     if any(_mentions(facts, name) > 1 for name in names):  # a question could be ambiguous
-        return generate(rng)
+        return _facts(rng)
     rng.shuffle(facts)
-    question, answer = rng.choice(rng.choice(facts)[1])
+    return facts
+
+
+def _prompt(facts: list[Fact], question: str) -> str:
     passage = " ".join(sentence for sentence, _ in facts)
-    return Example(prompt=f"Passage: {passage}\nQuestion: {question}\nAnswer:", answer=f" {answer}")
+    return f"Passage: {passage}\nQuestion: {question}\nAnswer:"
+
+
+def generate(rng: random.Random) -> Example:
+    """A passage and one question about it."""
+    facts = _facts(rng)
+    question, answer = rng.choice(rng.choice(facts)[1])
+    return Example(_prompt(facts, question), f" {answer}")
+
+
+def quiz(rng: random.Random) -> list[tuple[str, str]]:
+    """A lesson: a passage of training and up to six questions about it, with their answers.
+
+    A passage is read once and much is learned of it. A question whose prompt is held out is not
+    asked.
+    """
+    facts = _facts(rng)
+    asked = [pair for _, questions in facts for pair in rng.sample(questions, 2)]
+    known = [(q, a) for q, a in asked if split_of(_prompt(facts, q)) == "train"]
+    rng.shuffle(known)
+    if not known:
+        return quiz(rng)
+    (first, answer), *more = known[:6]
+    begun = [(_prompt(facts, first), f" {answer}")]
+    return begun + [(f"\nQuestion: {q}\nAnswer:", f" {a}") for q, a in more]
 
 
 def _mentions(facts: list[Fact], word: str) -> int:
