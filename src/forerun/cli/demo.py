@@ -23,7 +23,7 @@ Try next:
   forerun list                                      the parts;  forerun info NAME  a card each
   forerun generate PROMPT --target ID_OR_PATH       your own Hugging Face model"""
 
-SHOWN = ("extraction", "arithmetic", "stories")
+SHOWN = ("tours", "arithmetic", "stories")
 """Families of the shipped test prompts, from easy to hard to run ahead of."""
 
 
