@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 
 import httpx2
 import pytest
@@ -51,11 +52,18 @@ def test_a_full_queue_answers_429_and_recovers(held):
 def test_a_connection_outlives_what_clients_keep_it_for(held):
     """httpx reuses one for 5 seconds: a server that closes it after as many loses requests."""
     server, _ = held
+
+    def status() -> int:
+        answer = HTTPResponse(client)
+        answer.begin()
+        answer.read()  # head and body may come apart
+        return answer.status
+
     with ask(server, max_tokens=4) as client:
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert status() == 200
         time.sleep(5.5)
         client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert status() == 200
 
 
 def test_more_texts_than_ever_fit_are_refused_for_good(held):

@@ -140,7 +140,9 @@ def told_of_prediction(done):
 
 @pytest.mark.parametrize("controller", ["fixed(0)", "fixed(2)", "auto"])
 def test_a_prediction_is_drafted_and_changes_no_text(shipped, controller):
-    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+    # Not a text that runs in circles: what is said twice may be taken up in the wrong place.
+    asked = "User: Tell me about Denmark, China and Cuba.\nAssistant:"
+    body = {"prompt": asked, "max_tokens": 60, "temperature": 0}
     body["speculative"] = {"controller": controller, "report": "summary"}
     free = shipped.complete(**body)
     text = free["choices"][0]["text"]
