@@ -85,6 +85,12 @@ def alone(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0]
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of several tokens for tiny models, too."""
+    monkeypatch.setattr(fixed, "SMALLEST_WIDE", 0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the exported graphs of this file's models, and nothing of the user's."""
@@ -604,7 +610,6 @@ def test_a_row_alone_goes_through_graphs_of_fixed_shapes(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executing, "FIRST_BLOCKS", 1)
-    monkeypatch.setattr(fixed, "SMALLEST_WIDE", 0)
     executor = from_model(model)
     ran: list[tuple[int, int]] = []
     run = fixed.Fixed.run
@@ -635,10 +640,7 @@ def test_a_row_alone_goes_through_graphs_of_fixed_shapes(
         assert not ran, "the second block lies beyond the one they were compiled for"
 
 
-def test_what_is_padded_does_not_reach_beyond_the_context(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fixed, "SMALLEST_WIDE", 0)
+def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:
     executor = from_model(model)
     limit = executor.facts.limit
     text = [(5 * i + 3) % 90 for i in range(limit)]
@@ -646,7 +648,9 @@ def test_what_is_padded_does_not_reach_beyond_the_context(
     close(executor.run([limit - 2], [text[-2:]], [2])[0], alone(model, text)[-2:])
 
 
-def test_copies_of_weights_are_bounded() -> None:
+def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
     def of(weights: int, precision: str = "float32") -> tuple[int, ...]:
         facts = Facts(vocab_size=8, limit=8, weights=weights, precision=precision)
         return fixed.widths(facts)

@@ -177,6 +177,8 @@ def test_what_is_wrong_is_one_line(data: Path, tmp_path: Path) -> None:
         run(data, tmp_path / "out", 0)
     with pytest.raises(FileNotFoundError, match="nothing to finish"):
         finish(data, tmp_path / "out", tmp_path / "copy", steps=1)
+    with pytest.raises(FileNotFoundError, match="no exported model at"):
+        run(data, tmp_path / "out", 1, start=tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no finished target"):
         distill(data, tmp_path / "out", steps=1)
     run(data, tmp_path / "out", 1)

@@ -63,6 +63,8 @@ class Run:
         if start is not None:
             from transformers import AutoModelForCausalLM
 
+            if not (start / "config.json").exists():
+                raise FileNotFoundError(f"no exported model at {start}")
             exported = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
             model.load_state_dict(exported.state_dict())
         model.to(device)
