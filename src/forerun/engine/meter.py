@@ -27,6 +27,8 @@ TIMINGS = 7
 """Timings whose median counts: outliers of a shared machine do not."""
 REFRESH = 4
 """Rounds from one summing up to the next, once there are so many timings."""
+ENOUGH = 2
+"""Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
 FADE = 0.9
 """Share of what was seen of reading, and of requests, that still counts at the next."""
 MOST_SIZES = 6
@@ -92,11 +94,11 @@ class Meter:
     def wants(self, rows: int) -> Literal["draft", "plain"] | None:
         """The kind of round that must be timed before costs mean anything, if there is one.
 
-        Any with a draft first; and where a batch of a size is new a plain one, to compare with.
+        Some with a draft first; and where a batch of a size is new a plain one, to compare with.
         """
         if self._given is not None:
             return None
-        if not any(timings.judged for timings in self._sizes.values()):
+        if not any(timings.enough for timings in self._sizes.values()):
             return "draft"
         new = rows > 1 and not self._timings(rows).plain
         return "plain" if new else None
@@ -134,7 +136,12 @@ class Meter:
 
 
 class _Timings:
-    """The newest timings in batches of one size, and the costs they amount to."""
+    """The newest timings in batches of one size, and the costs they amount to.
+
+    Of a row alone, plain decoding is compared with drafting, each going on: what a round takes
+    after one of the other kind is more, as its graph and weights have left the caches. So such a
+    round counts only as long as there is no other, or if it was faster than what is known.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -143,6 +150,10 @@ class _Timings:
         self.plain: deque[float] = deque(maxlen=TIMINGS)
         self.judged: deque[tuple[int, float]] = deque(maxlen=TIMINGS)
         """Width and seconds."""
+        self._drafting: bool | None = None
+        """Whether the newest round had a draft."""
+        self._settled: set[bool] = set()
+        """The kinds, likewise, of which one was timed after another."""
         self._newest: tuple[int, float] | None = None
         self._slope_sums = SLOPE_WEIGHT * SLOPE, SLOPE_WEIGHT
         self._slope, self._base, self._step, self._catch_up = SLOPE, 1.0, 1 / RATIO, 0.0
@@ -153,6 +164,11 @@ class _Timings:
     def known(self) -> bool:
         """Whether a round was timed."""
         return self._newest is not None
+
+    @property
+    def enough(self) -> bool:
+        """Whether drafting was timed well enough to decide by it."""
+        return len(self.judged) >= (1 if self.size else ENOUGH)
 
     def like(self, other: _Timings) -> None:
         """Take costs from another size, but for the plain pass, and the slope: that is taken to be
@@ -167,6 +183,8 @@ class _Timings:
         """One more round."""
         if lap.width or self.size:
             self._compare(lap.width, lap.verify_seconds)
+        if not self._counts(lap):
+            return
         if lap.width:
             self._catch_up = lap.catch_up_seconds
             self.judged.append((lap.width, lap.verify_seconds))
@@ -181,6 +199,24 @@ class _Timings:
         kind = self.judged if lap.width else self.plain
         if len(kind) < TIMINGS or self._laps % REFRESH == 0:
             self.costs = self._summed()
+
+    def _counts(self, lap: Lap) -> bool:
+        """Whether a round is taken; forgets those that it replaces."""
+        if self.size:
+            return True
+        drafts, before = lap.width > 0, self._drafting
+        self._drafting = drafts
+        expected = self._base * (1 + self._slope * (lap.width - 1)) if drafts else self.costs.plain
+        known, after_its_kind = drafts in self._settled, drafts == before
+        faster = lap.verify_seconds < expected
+        if known and not after_its_kind and not faster:
+            return False
+        if known != after_its_kind:
+            for timings in (self.judged, self.step, self.first) if drafts else (self.plain,):
+                timings.clear()
+        if after_its_kind:
+            self._settled.add(drafts)
+        return True
 
     def _compare(self, width: int, seconds: float) -> None:
         """Ridge regression of differences between a pass and the one before."""

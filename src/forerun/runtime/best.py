@@ -7,6 +7,7 @@ there and 40 (205) as a `TopK` node of the graph.
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,17 @@ def read(
     return tokens, sound, signals
 
 
+_kept = threading.local()
+
+
+def _scratch(size: int) -> NDArray[np.float32]:
+    """`(2, size)`, the same at every call: new memory is cold, and takes longer than the sums."""
+    held: NDArray[np.float32] | None = getattr(_kept, "scratch", None)
+    if held is None or held.shape[1] != size:
+        held = _kept.scratch = np.empty((2, size), np.float32)
+    return held
+
+
 def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dict[str, float]:
     """Signals of one distribution whose most likely token was chosen; see `forerun.signals`."""
     top = row[token]
@@ -48,8 +60,9 @@ def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dic
         out["logit_margin"] = margin
         out["softmax_margin"] = -math.expm1(-margin)
     if names & {"top1", "chosen", "entropy", "normalized_entropy"}:
-        below = row - top  # ≤ 0
-        weights = np.exp(below)
+        below, weights = _scratch(len(row))
+        np.subtract(row, top, out=below)  # ≤ 0
+        np.exp(below, out=weights)
         total = float(weights.sum())
         out["top1"] = out["chosen"] = 1 / total
         if names & {"entropy", "normalized_entropy"}:

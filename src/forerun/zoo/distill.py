@@ -62,12 +62,11 @@ def write_group(
 ) -> list[Document]:
     """What the target writes on a group of training prompts: a function of seed and ``turn``.
 
-    Families take turns, stories twice as often as others (by tokens, that gives them about twice
-    the share); a round of greedy texts is followed by one of texts sampled at temperature 1.
+    Families take turns, stories and translation, the hardest for a draft, twice; a round of greedy texts is followed by one of texts sampled at temperature 1.
     Documents have at most ``length`` tokens.
     """
     every = {**FAMILIES, **LONG_FAMILIES}
-    names = ["stories", *every]
+    names = ["stories", "translation", *every]
     family = every[names[turn % len(names)]]
     greedy = turn // len(names) % 2 == 0
     rng = random.Random(f"distill/{seed}/{turn}")

@@ -24,17 +24,19 @@ from forerun.runtime.openvino.request import Request
 WIDTHS = (1, 5, 8)
 """Tokens a graph is compiled for. Fewer are padded: between two weights that sweep the caches, a
 token more costs less than open shapes do."""
+SMALL_WIDTHS = (1, 2)
+"""Those of a small model: a draft whose tokens were all kept has two to read."""
 LARGEST_COPIES = 256 << 20
 """Bytes of weights up to which such graphs are held: each has its own copy, and the larger they are
 the less it matters what is between them."""
 SMALLEST_WIDE = 32 << 20
-"""Bytes of weights from which more than one token pays: what the caches hold is not swept."""
+"""Bytes of weights from which a model is not small."""
 
 
 def widths(facts: Facts) -> tuple[int, ...]:
     """The `WIDTHS` that are worth their memory."""
     size = facts.weights * {"float32": 4, "int8": 1}.get(facts.precision, 0)  # bf16: not tried
-    wanted = WIDTHS if size >= SMALLEST_WIDE else WIDTHS[:1]
+    wanted = WIDTHS if size >= SMALLEST_WIDE else SMALL_WIDTHS
     return wanted[: LARGEST_COPIES // size] if size else ()
 
 
