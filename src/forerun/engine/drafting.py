@@ -46,7 +46,7 @@ class Guide:
         """
         best, logits = step.best, step.logits
         if logits is not None and self.certain and not self.reads:
-            best = best_of(self._shaped(logits, proposal), self._crew.signals)
+            best = best_of(self._shaped(logits, proposal, own=True), self._crew.signals)
         elif best is None:
             assert logits is not None, "a step has logits or best tokens"
             best = self._draw(logits, texts, active, proposal)
@@ -95,12 +95,12 @@ class Guide:
         said = {name: values.unsqueeze(-1).tolist() for name, values in measured.items()}
         return Best(picked.unsqueeze(-1).tolist(), said, top.isfinite().unsqueeze(-1).tolist())
 
-    def _shaped(self, logits: torch.Tensor, proposal: Proposal) -> torch.Tensor:
+    def _shaped(self, logits: torch.Tensor, proposal: Proposal, own: bool = False) -> torch.Tensor:
         """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""
         drafted: Sequence[Sequence[int]] = proposal.tokens
         if self.forced:
             drafted = [[*self.forced.get(i, ()), *own] for i, own in enumerate(drafted)]
-        return self._sampler.shape(logits.unsqueeze(1), self._rows, drafted, None)
+        return self._sampler.shape(logits.unsqueeze(1), self._rows, drafted, None, own)
 
     def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
         """Rows that draft on after their newest token; those that stop are told why."""

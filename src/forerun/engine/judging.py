@@ -54,7 +54,7 @@ def compare(
         wanted: per row how many positions of the target's are known: none of a row that is not
             judged, one more than drafted, or as many if the round ends without a bonus token.
         logits: `(rows, n, V)` what the target said before the requests' own settings changed it,
-            if they do; tells an error of the model from one of settings.
+            if they can leave no token; tells an error of the model from one of settings.
     """
     out: Judgements = {}
     for row, known in enumerate(wanted):

@@ -240,6 +240,9 @@ class Engine:
         rows = self._rows
         self._sampler = Sampler([row.sampling for row in rows], [row.eos for row in rows])
         self._guide = Guide(rows, self._crew, self._sampler)
+        self._may_exclude = any(
+            row.place or row.sampling.logit_bias or row.sampling.min_new_tokens for row in rows
+        )
         self._scores = any(row.request.logprobs is not None for row in rows)
         self._compares = (
             self._sampler.all_greedy
@@ -316,8 +319,9 @@ class Engine:
         if self.drafter.hears:
             self._tell(logits.argmax(-1).tolist(), pieces, wanted)
         if self._compares:
-            shaped = self._sampler.shape(logits, rows, proposal.tokens)
-            return compare(rows, proposal.tokens, best_of(shaped, NO_SIGNALS), wanted, logits)
+            raw = logits if self._may_exclude else None
+            shaped = self._sampler.shape(logits, rows, proposal.tokens, own=raw is None)
+            return compare(rows, proposal.tokens, best_of(shaped, NO_SIGNALS), wanted, raw)
         out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:
             scoring.note(rows, proposal, logits, out)

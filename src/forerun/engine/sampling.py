@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,14 +66,18 @@ class Sampler:
         texts: Sequence[Text],
         drafted: Sequence[Sequence[int]],
         first: int | None = 0,
+        own: bool = False,
     ) -> torch.Tensor:
         """The first half of `process`, with its arguments: all but temperature and truncation.
 
-        With `first` None, position 0 follows all that a row has drafted.
+        With `first` None, position 0 follows all that a row has drafted; `own` logits may be
+        changed in place.
         """
         if not self._reshapes:
             return logits
-        out = _single(logits).clone()
+        out = _single(logits)
+        if not own:
+            out = out.clone()
         for row, settings in enumerate(self.rows):
             if settings.reshapes:
                 before = len(drafted[row]) if first is None else first
@@ -109,16 +113,7 @@ class Sampler:
         if early > 0:
             logits[:early, list(self._eos[row])] = -torch.inf
         if s.repetition_penalty != 1:
-            since = dict.fromkeys(history[:known], 0)  # the first position that has seen a token
-            for place, token in later:
-                since.setdefault(token, place)
-            tokens = _numbers(since, device)
-            at = logits[:, tokens]
-            scaled = torch.where(at > 0, at / s.repetition_penalty, at * s.repetition_penalty)
-            if later:
-                places = torch.arange(count, device=device).unsqueeze(1)
-                scaled = torch.where(places >= _numbers(since.values(), device), scaled, at)
-            logits[:, tokens] = scaled
+            _repeat_less(logits, s.repetition_penalty, history[:known], later)
         if s.presence_penalty or s.frequency_penalty:
             written = Counter(history[prompt:known])
             columns = {
@@ -163,6 +158,40 @@ class Sampler:
             floor = torch.tensor(min_p).to(like).view(shape)
             probs = logits.softmax(-1)
             logits.masked_fill_(probs < floor * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def _repeat_less(
+    logits: torch.Tensor,
+    penalty: float,
+    before: Sequence[int],
+    later: Sequence[tuple[int, int]],
+) -> None:
+    """Make tokens of the text less likely, in place.
+
+    Args:
+        logits: `(n, V)`, single precision or better.
+        penalty: what positive logits are divided by, and negative ones multiplied with.
+        before: the text that all positions follow.
+        later: what comes after it: the first position that has seen a token, and the token.
+    """
+    first = dict.fromkeys(before, 0) if later else {}
+    for place, token in later:
+        first.setdefault(token, place)
+    device = logits.device
+    tokens = _numbers(first or before, device)
+    unseen: Any = None
+    if later:
+        places = torch.arange(len(logits), device=device).unsqueeze(1)
+        unseen = places < _numbers(first.values(), device)
+    # On the CPU numpy takes a fraction of the time that torch does for so little.
+    lib: Any = torch
+    if device.type == "cpu":
+        lib, logits, tokens = np, logits.numpy(), tokens.numpy()  # type: ignore[assignment]
+        unseen = None if unseen is None else unseen.numpy()
+    at = logits[:, tokens]
+    scaled = lib.where(at > 0, at / penalty, at * penalty)
+    # A token that comes twice is set twice to the same.
+    logits[:, tokens] = scaled if unseen is None else lib.where(unseen, at, scaled)
 
 
 def _numbers(some: Collection[int], device: torch.device) -> torch.Tensor:

@@ -62,8 +62,9 @@ def write_group(
 ) -> list[Document]:
     """What the target writes on a group of training prompts: a function of seed and ``turn``.
 
-    Families take turns, stories and translation, the hardest for a draft, twice; a round of greedy texts is followed by one of texts sampled at temperature 1.
-    Documents have at most ``length`` tokens.
+    Families take turns, stories and translation, the hardest for a draft, twice; a round of greedy
+    texts is followed by one of texts sampled at temperature 1. Documents have at most ``length``
+    tokens.
     """
     every = {**FAMILIES, **LONG_FAMILIES}
     names = ["stories", "translation", *every]
