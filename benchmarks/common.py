@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 import forerun
 from forerun import zoo
+from forerun.controllers.auto import Auto
 from forerun.engine import Sampling
 from forerun.lab.traces import record
 from forerun.lab.traces.replay import geometric as geometric
@@ -101,7 +102,7 @@ def interleaved(
 
 
 def recorded(model: forerun.Model, work: Sequence[Task]) -> Trace:
-    """A trace of greedy texts."""
+    """A trace of greedy texts, as deep as `auto` drafts."""
     how = [
         Sampling(max_new_tokens=t.max_new_tokens, repetition_penalty=t.repetition_penalty)
         for t in work
@@ -112,6 +113,7 @@ def recorded(model: forerun.Model, work: Sequence[Task]) -> Trace:
             record.Task(t.family, str(i), t.tokens, sampling)
             for i, (t, sampling) in enumerate(zip(work, how, strict=True))
         ],
+        depth=Auto().high,
     )
 
 

@@ -52,7 +52,7 @@ def one(val: Trace, test: Trace, study: Study, cell: Cell, budget: int) -> dict[
     names = [n for n in CONTROLLERS.names() if n not in ("bounded", AUTO)]
     tuned = tune(val, cell, names, budget=budget)
     specs = {AUTO: AUTO}
-    for found in tuned.found:
+    for found in tuned.results:
         specs[f"{found.name}, default"] = found.default
         specs[f"{found.name}, tuned"] = found.best
     bounds = {
