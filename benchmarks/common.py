@@ -122,11 +122,14 @@ def show(cell: dict[str, float]) -> str:
     return f"{cell['mean']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]"
 
 
+def commit() -> str:
+    """The short name of the commit that is measured."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
     """What was measured on what, and the command that did it."""
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -137,7 +140,7 @@ def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
     return {
         "command": "python -m benchmarks.run " + " ".join(sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": git.stdout.strip(),
+        "commit": commit(),
         "device": str(model.target.device),
         "dtype": model.target.facts.precision,
         "runtime": model.target.facts.executor,
@@ -162,12 +165,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def resumed(name: str, **settings: Any) -> dict[str, Any]:
-    """What an interrupted run with the same settings has written; nothing if there was none."""
+    """What an interrupted run of the same commit, and so of the same models, and with the same
+    settings has written; nothing if there was none."""
     path = RESULTS / f"{name}.json"
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())
-    same = all(found["provenance"].get(key) == value for key, value in settings.items())
+    wanted = {"commit": commit(), **settings}
+    same = all(found["provenance"].get(key) == value for key, value in wanted.items())
     results: dict[str, Any] = found["results"] if same else {}
     return results
 
