@@ -70,7 +70,7 @@ def _starting_replay(prompts: int = 6, tokens: int = 96, cost: float = 6, dtype:
 @app.command("plain")
 def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Plain decoding through the engine against transformers' own `generate`."""
-    plain.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+    plain.main(forerun.load(dtype=dtype, device=device, runtime="torch"), prompts, tokens)
 
 
 @app.command("runtimes")
@@ -147,7 +147,7 @@ def _sweep(prompts: int = 16, tokens: int = 96, dtype: Dtype = "float32", device
 @app.command("readings")
 def _readings(prompts: int = 4, tokens: int = 48, dtype: Dtype = "float32"):
     """Readings of EARS, EASD and CM-ASD on the same positions."""
-    readings.main(forerun.load(dtype=dtype), prompts, tokens)
+    readings.main(forerun.load(dtype=dtype, runtime="torch"), prompts, tokens)
 
 
 @app.command("rules")
@@ -173,7 +173,9 @@ def _cmasd(
 ):
     """CM-ASD's ablation (Table III) in kind: speed at batch 1 and others (Fig. 2), drift."""
     sizes = [int(size) for size in batches.split(",")]
-    cmasd.main(forerun.load(dtype=dtype, device=device), singles, prompts, tokens, sizes)
+    cmasd.main(
+        forerun.load(dtype=dtype, device=device, runtime="torch"), singles, prompts, tokens, sizes
+    )
 
 
 @app.command("cm-asd-quality")
@@ -181,7 +183,7 @@ def _cmasd_quality(
     prompts: int = 150, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"
 ):
     """CM-ASD's ablation: quality per family."""
-    cmasd.scores(forerun.load(dtype=dtype, device=device), tokens, prompts)
+    cmasd.scores(forerun.load(dtype=dtype, device=device, runtime="torch"), tokens, prompts)
 
 
 @app.command("cm-asd-modes")

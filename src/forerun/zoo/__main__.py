@@ -183,7 +183,9 @@ def evaluate(
     ] = None,
     long: Annotated[bool, typer.Option(help="Also the families with long outputs.")] = False,
     limit: Annotated[int | None, typer.Option(help="Prompts per family; default: all.")] = None,
-    out: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("zoo.json"),
+    out: Annotated[Path, typer.Option(help="Where to write the report.", dir_okay=False)] = Path(
+        "zoo.json"
+    ),
     split: Annotated[str, typer.Option(help="test or val.")] = "test",
     device: Device = "cpu",
 ) -> None:
