@@ -311,10 +311,14 @@ def _serve_load(
     turns: int = 3,
     clients: list[int] = [1, 4, 16, 64],  # noqa: B006
     soak_seconds: float = 600.0,
+    vllm: Path | None = None,
 ):
-    """`forerun serve` under load: a curve over clients, ten times too much, 10,000 requests."""
+    """`forerun serve` under load: a curve over clients, ten times too much, 10,000 requests.
+
+    `--vllm` names the program of an environment with vLLM, for the part `beside`.
+    """
     lengths = serve_load.Lengths(seconds, turns, soak_seconds)
-    serve_load.main(forerun.load(), part, prompts, tokens, lengths, clients)
+    serve_load.main(forerun.load(), part, prompts, tokens, lengths, clients, vllm)
 
 
 @app.command("all")

@@ -35,11 +35,31 @@ MODES: dict[str, Any] = {
 }
 LATENCIES = (50, 99)
 OURS = (sys.executable, "-m", "forerun.cli", "serve", "--port", "0")
-THEIRS = (
-    str(Path(sys.executable).with_name("transformers")), "serve", str(zoo.TARGET),
-    "--host", "127.0.0.1", "--port", "8417", "--device", "cpu", "--dtype", "float32",
-    "--log-level", "info",
-)  # fmt: skip
+
+
+def others(vllm: Path | None) -> dict[str, tuple[str, ...]]:
+    """Commands of other servers with the same weights in float32, 16 rows, no prefix cache.
+
+    ``vllm`` is the program of an environment of its own.
+    """
+    own = (str(Path(sys.executable).with_name("transformers")), "serve", str(zoo.TARGET),
+           "--device", "cpu", "--log-level", "info")  # fmt: skip
+    commands: dict[str, tuple[str, ...]] = {
+        "transformers serve": own,
+        "transformers serve --continuous-batching": (*own, "--continuous-batching"),
+    }
+    if vllm is not None:
+        plain = (str(vllm), "serve", str(zoo.TARGET), "--max-num-seqs", "16",
+                 "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.1")  # fmt: skip
+        draft = {"method": "draft_model", "model": str(zoo.DRAFT), "num_speculative_tokens": 4}
+        commands |= {
+            "vllm serve": plain,
+            "vllm serve, draft, 4 tokens": (*plain, "--speculative-config", json.dumps(draft)),
+        }
+    return {
+        name: (*command, "--dtype", "float32", "--host", "127.0.0.1", "--port", str(8417 + i))
+        for i, (name, command) in enumerate(commands.items())
+    }
 
 
 @dataclass(frozen=True)
@@ -68,16 +88,19 @@ class Served:
 @contextlib.contextmanager
 def serving(*options: str, command: Sequence[str] = OURS) -> Iterator[Served]:
     """A server in a process of its own, ours on a free port."""
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"http://[0-9.:]+", line):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"http://127[0-9.:]+", line):
                 # Who writes to a pipe that nobody reads stops when it is full.
-                threading.Thread(target=process.stderr.read, daemon=True).start()
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                time.sleep(2)  # some say where before they listen
                 yield Served(found[0], process)
                 return
-        raise RuntimeError("the server did not start")
+        raise RuntimeError(f"{command[0]} did not start")
     finally:
         process.terminate()
         process.wait(30)
@@ -342,19 +365,27 @@ def soak(
 
 
 def beside(
-    model: forerun.Model, work: Sequence[Task], clients: Sequence[int], seconds: float, turns: int
+    model: forerun.Model,
+    work: Sequence[Task],
+    clients: Sequence[int],
+    lengths: Lengths,
+    vllm: Path | None,
 ) -> dict[str, Any]:
-    """Whole answers from this server and from transformers' own, greedy, without penalties."""
+    """Whole answers from this server and from `others`, greedy, without penalties."""
     wanted = _alone(model, work, [Sampling(max_new_tokens=t.max_new_tokens) for t in work])
     prompts = [model.tokenizer.decode(t.tokens) for t in work]
     cells: dict[str, Any] = {}
-    with serving("--prefix-cache", "0") as ours, serving(command=THEIRS) as theirs:
-        servers = {"plain": (ours, False), "auto": (ours, {"controller": "auto"}),
-                   "transformers serve": (theirs, None)}  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(serving("--prefix-cache", "0"))
+        servers: dict[str, tuple[Served, Any]] = {
+            "plain": (ours, False), "auto": (ours, {"controller": "auto"})
+        }  # fmt: skip
+        for name, command in others(vllm).items():
+            servers[name] = (stack.enter_context(serving(command=command)), None)
         for count in clients:
             speeds: dict[str, list[float]] = {name: [] for name in servers}
             differing = dict.fromkeys(servers, 0)
-            for turn, step in itertools.product(range(turns + 1), range(len(servers))):
+            for turn, step in itertools.product(range(lengths.turns + 1), range(len(servers))):
                 name = list(servers)[(turn + step) % len(servers)]
                 server, mode = servers[name]
 
@@ -364,7 +395,7 @@ def beside(
                     return {"prompt": prompts[at], "max_tokens": work[at].max_new_tokens,
                             "temperature": 0, **more}  # fmt: skip
 
-                lasts = seconds if turn else 4.0  # the first turn does not count
+                lasts = lengths.seconds if turn else 4.0  # the first turn does not count
                 _, answers = asyncio.run(closed_loop(server.url, request, count, lasts))
                 time.sleep(0.5)
                 if not turn:
@@ -376,7 +407,7 @@ def beside(
                     d["choices"][0]["text"] != wanted[a.index % len(work)]
                     for a, d in zip(whole, documents, strict=True)
                 )
-                speeds[name].append(tokens / seconds)
+                speeds[name].append(tokens / lengths.seconds)
                 console.print(f"{count} clients, {name}: {speeds[name][-1]:.0f} tokens/s")
             cells[str(count)] = {
                 name: {
@@ -386,7 +417,7 @@ def beside(
                 }
                 for name, made in speeds.items()
             }
-    return {"seconds": seconds * turns, "cells": cells}
+    return {"seconds": lengths.seconds * lengths.turns, "cells": cells}
 
 
 def prefix(model: forerun.Model, turns: int) -> dict[str, Any]:
@@ -417,6 +448,7 @@ def main(
     tokens: int,
     lengths: Lengths,
     clients: Sequence[int],
+    vllm: Path | None,
 ) -> None:
     """Measure some parts; what is known of the others is kept."""
     work = tasks(model, "test", prompts, tokens)
@@ -430,7 +462,7 @@ def main(
     if "overload" in parts:
         new["overload"] = overload(model, work, 300.0)
     if "beside" in parts:
-        new["beside"] = beside(model, work, clients, lengths.seconds, lengths.turns)
+        new["beside"] = beside(model, work, clients, lengths, vllm)
     if "soak" in parts:
         short = [replace(t, max_new_tokens=min(t.max_new_tokens, 10)) for t in work]
         new["soak"] = soak(model, short, 10_000, 32, lengths.soak)
@@ -486,7 +518,7 @@ def _texts(results: dict[str, Any]) -> Iterator[str]:
             for name, cell in cells.items()
         ]  # fmt: skip
         yield (
-            f"Beside `transformers serve` (default settings, float32), same weights: whole answers "
+            f"Beside other servers with the same weights in float32 and 16 rows: whole answers "
             f"in {part['seconds']:.0f} seconds a cell, greedy, no penalties; answers that differ "
             f"from plain decoding alone. `{part['made']['command']}`\n\n"
         ) + table(["clients", "server", "tokens/s", "of plain", "differing"], rows)
