@@ -67,6 +67,12 @@ def _starting_replay(prompts: int = 6, tokens: int = 96, cost: float = 6, dtype:
     starting_lengths.replayed(forerun.load(dtype=dtype), prompts, tokens, cost)
 
 
+@app.command("starting-lengths-pairs")
+def _starting_pairs(folders: list[Path], prompts: int = 6, tokens: int = 96):
+    """The replay on the shipped pair and on others: folders with target/ and draft/."""
+    starting_lengths.pairs(folders, prompts, tokens)
+
+
 @app.command("plain")
 def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Plain decoding through the engine against transformers' own `generate`."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoModelForCausalLM
 
 import forerun
 from benchmarks.common import (
     RESULTS,
+    Task,
     generate,
     interleaved,
     provenance,
@@ -18,6 +22,7 @@ from benchmarks.common import (
     table,
     tasks,
 )
+from forerun import zoo
 from forerun.costs import Costs
 from forerun.lab.traces.replay import stream
 
@@ -78,11 +83,61 @@ def main(model: forerun.Model, prompts: int, tokens: int, long: bool = False) ->
 def replayed(model: forerun.Model, prompts: int, tokens: int, cost: float) -> None:
     """The same by replay, free of the machine's noise; write `starting-lengths-replay.json`."""
     work = tasks(model, "test", prompts, tokens)
-    trace, cell = recorded(model, work), Costs.synthetic(cost, SLOPE)
-    random = np.random.default_rng(0)
+    counts = _replays(model, work, Costs.synthetic(cost, SLOPE), {**METHODS, **NEXT, **PERSISTENT})
+    results, rows = _summary(counts)
+    text = (
+        f"{INTRO} Greedy, {len(work)} test prompts of all families one after another in {STREAMS} "
+        f"random orders, by replay: a target pass costs {cost:g} draft steps, and each further "
+        f"token of it {SLOPE:g} of a plain one.\n\n" + _table(rows)
+    )
+    made = provenance(model, prompts=prompts, tokens=tokens, cost=cost)
+    save("starting-lengths-replay", made, results, text)
+
+
+def pairs(folders: Sequence[Path], prompts: int, tokens: int) -> None:
+    """The replay on the shipped pair and others (folders with target/ and draft/)."""
+    chosen = ("fixed", "gammatune", "gammatune+", "gammatune, persistent", "gammatune+, persistent")
+    specs = {name: spec for name, spec in (METHODS | PERSISTENT).items() if name in chosen}
+    results: dict[str, Any] = {}
+    rows = []
+    shipped = (zoo.TARGET, zoo.DRAFT)
+    for pair in (shipped, *((folder / "target", folder / "draft") for folder in folders)):
+        model, (sizes, cost) = forerun.load(*map(str, pair)), _sizes(pair)
+        work, cell = tasks(model, "test", prompts, tokens), Costs.synthetic(cost, SLOPE)
+        found, _ = _summary(_replays(model, work, cell, specs))
+        results[sizes] = {"cost": cost, "methods": found}
+        rows.append(
+            [sizes, f"{cost:.1f}", f"{found['fixed']['acceptance']:.2f}"]
+            + [f"{found[name]['mean']:.2f} ± {found[name]['std']:.2f}" for name in specs]
+        )
+    text = (
+        f"{INTRO} Greedy, {prompts} test prompts of each family one after another in {STREAMS} "
+        f"random orders, by replay: a target pass costs c draft steps, the ratio of the parameters "
+        f"that both read, and each further token of it {SLOPE:g} of a plain one. Pairs are named "
+        "by layers x hidden size; acceptance is that of fixed lengths.\n\n"
+    ) + table(["target, draft", "c", "acceptance", *[f"`{name}`" for name in specs]], rows)
+    made = provenance(model, prompts=prompts, tokens=tokens)
+    save("starting-lengths-pairs", made, results, text)
+
+
+def _sizes(pair: Sequence[Path]) -> tuple[str, float]:
+    """Layers and hidden sizes of target and draft, and the ratio of their parameters."""
+    shapes, weights = [], []
+    for folder in pair:
+        model = AutoModelForCausalLM.from_pretrained(str(folder))
+        shapes.append(f"{model.config.num_hidden_layers}x{model.config.hidden_size}")
+        weights.append(sum(p.numel() for p in model.parameters()))
+    return ", ".join(shapes), weights[0] / weights[1]
+
+
+def _replays(
+    model: forerun.Model, work: Sequence[Task], cell: Costs, specs: dict[str, str]
+) -> dict[str, list[Counts]]:
+    """Every method from every starting length, over texts recorded once."""
+    trace, random = recorded(model, work), np.random.default_rng(0)
     orders = np.stack([random.permutation(len(work)) for _ in range(STREAMS)])
     counts: dict[str, list[Counts]] = {}
-    for name, spec in {**METHODS, **NEXT, **PERSISTENT}.items():
+    for name, spec in specs.items():
         for n in LENGTHS:
             done = stream(trace, spec.format(n=n), cell, orders)
             counts.setdefault(name, []).append(
@@ -93,14 +148,7 @@ def replayed(model: forerun.Model, prompts: int, tokens: int, cost: float) -> No
                     int(done.rounds.sum()),
                 )
             )
-    results, rows = _summary(counts)
-    text = (
-        f"{INTRO} Greedy, {len(work)} test prompts of all families one after another in {STREAMS} "
-        f"random orders, by replay: a target pass costs {cost:g} draft steps, and each further "
-        f"token of it {SLOPE:g} of a plain one.\n\n" + _table(rows)
-    )
-    made = provenance(model, prompts=prompts, tokens=tokens, cost=cost)
-    save("starting-lengths-replay", made, results, text)
+    return counts
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 import forerun
 from forerun.checks import size
 from forerun.errors import SettingError
 from forerun.serve.config import Config
+from forerun.serve.run import bind
 from serve.conftest import Held, running
 
 GOOD = {"prompt": [3], "max_tokens": 1}
@@ -130,3 +133,11 @@ def test_settings_out_of_range(setting, word):
 def test_sizes_that_are_none(text):
     with pytest.raises(SettingError, match="size"):
         size(text)
+
+
+def test_what_is_written_goes_at_once():
+    with bind(Config(port=0)) as listening:
+        with socket.create_connection(listening.getsockname()):
+            connection, _ = listening.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -202,12 +202,15 @@ def test_a_saved_recipe_is_read_again() -> None:
 
 def test_variants_are_checked() -> None:
     assert variant() == Recipe()
-    small = variant("8x160", 0.0)
+    small = variant("8x160", 0.0, "2x64")
     assert small.target == Architecture(layers=8, hidden=160, heads=5, feed_forward=416)
+    assert small.draft == Architecture(layers=2, hidden=64, heads=2, feed_forward=166)
     assert small.exits.weight == 0
     for shape in ("8", "x", "0x32", "8x100", "ax32"):
         with pytest.raises(ValueError, match=r"shape must be|multiple of 32"):
             variant(shape)
+        with pytest.raises(ValueError, match=r"shape must be|multiple of 32"):
+            variant(draft_shape=shape)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         variant(exit_weight=-1.0)
 

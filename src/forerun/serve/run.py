@@ -75,7 +75,10 @@ def bind(config: Config) -> socket.socket:
         OSError: the address is taken or is none of this machine's.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    return socket.create_server((config.host, config.port), family=family, backlog=512)
+    listening = socket.create_server((config.host, config.port), family=family, backlog=512)
+    # Connections inherit it. Without, an answer's body waits until its head is acknowledged: 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def serve(model: Model, config: Config, ready: Callable[[str, Server], None]) -> None:

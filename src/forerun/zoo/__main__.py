@@ -49,6 +49,9 @@ def train(
     shape: Annotated[
         str | None, typer.Option(help="LAYERSxHIDDEN of a smaller model, for experiments: 8x160.")
     ] = None,
+    draft_shape: Annotated[
+        str | None, typer.Option(help="LAYERSxHIDDEN of the draft that distill will make.")
+    ] = None,
     exit_weight: Annotated[
         float | None, typer.Option(help="Weight of the early-exit loss; 0 leaves it out.")
     ] = None,
@@ -68,7 +71,7 @@ def train(
             seed=seed,
             resume=resume,
             start=start,
-            recipe=variant(shape, exit_weight),
+            recipe=variant(shape, exit_weight, draft_shape),
             device=device,
             compiled=compiled,
         )

@@ -163,24 +163,30 @@ class Recipe:
         return factor
 
 
-def variant(shape: str | None = None, exit_weight: float | None = None) -> Recipe:
-    """The recipe with a target of another ``shape`` ("8x160") or another exit weight.
+def variant(
+    shape: str | None = None, exit_weight: float | None = None, draft_shape: str | None = None
+) -> Recipe:
+    """The recipe with a target of another ``shape`` ("8x160"), exit weight, or draft's shape.
 
     Heads have 32 elements there, the feed-forward size is 2.6 times the hidden size. The warm-up
     takes 20 steps, as such runs are short.
     """
     recipe = Recipe()
     if shape is not None:
-        layers, _, hidden = shape.partition("x")
-        if not (layers.isdigit() and hidden.isdigit() and int(layers) and int(hidden)):
-            raise ValueError(f"shape must be like 8x160 (layers x hidden size), got {shape!r}")
-        if int(hidden) % 32:
-            raise ValueError(f"the hidden size must be a multiple of 32, got {hidden}")
-        inner = int(hidden) * 13 // 5
-        target = Architecture(int(layers), int(hidden), int(hidden) // 32, inner)
-        recipe = replace(recipe, target=target, warm_up=20)
+        recipe = replace(recipe, target=_shaped(shape), warm_up=20)
+    if draft_shape is not None:
+        recipe = replace(recipe, draft=_shaped(draft_shape))
     if exit_weight is not None:
         if not exit_weight >= 0:
             raise ValueError(f"the exit weight must be at least 0, got {exit_weight}")
         recipe = replace(recipe, exits=replace(recipe.exits, weight=exit_weight))
     return recipe
+
+
+def _shaped(shape: str) -> Architecture:
+    layers, _, hidden = shape.partition("x")
+    if not (layers.isdigit() and hidden.isdigit() and int(layers) and int(hidden)):
+        raise ValueError(f"shape must be like 8x160 (layers x hidden size), got {shape!r}")
+    if int(hidden) % 32:
+        raise ValueError(f"the hidden size must be a multiple of 32, got {hidden}")
+    return Architecture(int(layers), int(hidden), int(hidden) // 32, int(hidden) * 13 // 5)
