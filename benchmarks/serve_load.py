@@ -382,6 +382,7 @@ def beside(
         }  # fmt: skip
         for name, command in others(vllm).items():
             servers[name] = (stack.enter_context(serving(command=command)), None)
+        time.sleep(20)  # some still compile
         for count in clients:
             speeds: dict[str, list[float]] = {name: [] for name in servers}
             differing = dict.fromkeys(servers, 0)

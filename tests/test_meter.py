@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forerun.costs import Costs
-from forerun.engine.meter import PLAIN_GUESS, RATIO, Lap, Meter
+from forerun.engine.meter import PLAIN_GUESS, RATIO, STALE, Lap, Meter
 
 
 def test_nothing_is_known_before_a_round_was_timed():
@@ -60,6 +60,27 @@ def test_a_first_step_that_is_slower_is_told_apart():
     meter = Meter()
     meter.tell(Lap(1, 1, 0, 0.0, 0.0, 0.010, 0.1))
     assert meter.costs(1).ratio == pytest.approx(RATIO * PLAIN_GUESS)
+
+
+def test_a_busy_start_is_forgotten():
+    meter, draft = Meter(), lambda slow: Lap(1, 2, 2, 0.002 * slow, 0.001 * slow, 0.014)
+    for slow in (20, 20, 20):
+        meter.tell(draft(slow))
+    assert meter.wants(1) is None
+    assert meter.costs(1).draft > 0.01
+    for _ in range(STALE + 1):  # it rests
+        meter.tell(Lap(1, 0, verify_seconds=0.010))
+    assert meter.wants(1) is None
+    meter.tell(draft(1.5))  # a probe: its graph has left the caches
+    assert meter.wants(1) == "draft"
+    meter.tell(draft(1))
+    assert meter.costs(1).draft == pytest.approx(0.001)
+    meter.tell(draft(1))
+    assert meter.wants(1) is None
+    meter.tell(Lap(1, 0, verify_seconds=0.010))
+    meter.tell(draft(1.5))
+    assert meter.wants(1) is None, "what is known is new"
+    assert meter.costs(1).draft == pytest.approx(0.001)
 
 
 def test_more_tokens_never_take_less_time():

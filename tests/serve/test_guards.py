@@ -136,8 +136,7 @@ def test_sizes_that_are_none(text):
 
 
 def test_what_is_written_goes_at_once():
-    with bind(Config(port=0)) as listening:
-        with socket.create_connection(listening.getsockname()):
-            connection, _ = listening.accept()
-            with connection:
-                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with bind(Config(port=0)) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -29,6 +29,9 @@ REFRESH = 4
 """Rounds from one summing up to the next, once there are so many timings."""
 ENOUGH = 2
 """Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
+STALE = 256
+"""Rounds after which what drafting took is measured anew: two in a row, as one alone is no measure.
+A machine that was busy when it was first timed would else keep a row from drafting for good."""
 FADE = 0.9
 """Share of what was seen of reading, and of requests, that still counts at the next."""
 MOST_SIZES = 6
@@ -94,13 +97,15 @@ class Meter:
     def wants(self, rows: int) -> Literal["draft", "plain"] | None:
         """The kind of round that must be timed before costs mean anything, if there is one.
 
-        Some with a draft first; and where a batch of a size is new a plain one, to compare with.
+        Some with a draft first, and another after one that was too long ago to say anything; and
+        where a batch of a size is new a plain one, to compare with.
         """
         if self._given is not None:
             return None
-        if not any(timings.enough for timings in self._sizes.values()):
+        timings = self._timings(rows)
+        if timings.doubtful or not any(timings.enough for timings in self._sizes.values()):
             return "draft"
-        new = rows > 1 and not self._timings(rows).plain
+        new = rows > 1 and not timings.plain
         return "plain" if new else None
 
     def tell(self, lap: Lap) -> None:
@@ -140,7 +145,8 @@ class _Timings:
 
     Of a row alone, plain decoding is compared with drafting, each going on: what a round takes
     after one of the other kind is more, as its graph and weights have left the caches. So such a
-    round counts only as long as there is no other, or if it was faster than what is known.
+    round counts only as long as there is no other, or if it was faster than what is known. Drafts
+    after a long time without replace what was known.
     """
 
     def __init__(self, size: int) -> None:
@@ -154,6 +160,8 @@ class _Timings:
         """Whether the newest round had a draft."""
         self._settled: set[bool] = set()
         """The kinds, likewise, of which one was timed after another."""
+        self._age = 0
+        """Rounds since the newest draft that counted."""
         self._newest: tuple[int, float] | None = None
         self._slope_sums = SLOPE_WEIGHT * SLOPE, SLOPE_WEIGHT
         self._slope, self._base, self._step, self._catch_up = SLOPE, 1.0, 1 / RATIO, 0.0
@@ -170,6 +178,11 @@ class _Timings:
         """Whether drafting was timed well enough to decide by it."""
         return len(self.judged) >= (1 if self.size else ENOUGH)
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether the newest round drafted, and none that counts did for long."""
+        return self._drafting is True and self._age > STALE
+
     def like(self, other: _Timings) -> None:
         """Take costs from another size, but for the plain pass, and the slope: that is taken to be
         between that of a pass that reads weights, where it doubles with the batch, and that of one
@@ -183,9 +196,11 @@ class _Timings:
         """One more round."""
         if lap.width or self.size:
             self._compare(lap.width, lap.verify_seconds)
+        self._age += 1
         if not self._counts(lap):
             return
         if lap.width:
+            self._age = 0
             self._catch_up = lap.catch_up_seconds
             self.judged.append((lap.width, lap.verify_seconds))
             later = lap.steps - (lap.first_step_seconds > 0)
@@ -211,7 +226,7 @@ class _Timings:
         faster = lap.verify_seconds < expected
         if known and not after_its_kind and not faster:
             return False
-        if known != after_its_kind:
+        if known != after_its_kind or (drafts and self._age > STALE):
             for timings in (self.judged, self.step, self.first) if drafts else (self.plain,):
                 timings.clear()
         if after_its_kind:
