@@ -133,9 +133,12 @@ def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
 
 
 @app.command("specbound-relatives")
-def _specbound_relatives(prompts: int = 5, tokens: int = 64):
-    """Other drafters beside SpecBound: AdaDecode, Kangaroo, Medusa, Lookahead, lookup."""
-    specbound.relatives(prompts, tokens)
+def _specbound_relatives(prompts: int = 5, tokens: int = 64, full: Path | None = None):
+    """Other drafters beside SpecBound: AdaDecode, Kangaroo, Medusa, Lookahead, lookup.
+
+    `--full` names a folder of full exit heads that `forerun sweep specbound --keep` was run on.
+    """
+    specbound.relatives(prompts, tokens, full)
 
 
 @app.command("specbound-sweep")

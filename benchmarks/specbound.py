@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,10 +135,16 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     plots(results)
 
 
-def relatives(prompts: int, tokens: int) -> None:
-    """SpecBound's relatives beside it, greedy and short; writes `specbound-relatives.json`."""
+def relatives(prompts: int, tokens: int, full: Path | None) -> None:
+    """SpecBound's relatives beside it, greedy and short; writes `specbound-relatives.json`.
+
+    ``full``: full heads, swept (`train-exits --head full`, `sweep specbound --exits … --keep`).
+    """
     plain = forerun.load(draft="none", dtype="float32", runtime="torch")
-    specs = {"SpecBound, light heads": "specbound", **RELATIVES, **OTHERS}
+    specs = {"SpecBound, light heads": "specbound"}
+    if full is not None:
+        specs["SpecBound, full heads"] = f"specbound(exits={str(full)!r})"
+    specs |= RELATIVES | OTHERS
     models = {
         name: forerun.load(draft=spec, runtime="torch", dtype="float32")
         for name, spec in specs.items()
