@@ -240,10 +240,12 @@ class Auto(LengthController):
         paid = learn | (width > round.drafted)  # others drafted, and this request had no room
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
+        # A draft right after a probe may only be there to be timed.
+        going = where(round.accepted > 0, PROBE_INTERVAL, state.interval)
         return AutoState(
             select(learn, learned, state.learned),
             where(learn, 0, rested),
-            where(learn, where(state.rested > 0, longer, PROBE_INTERVAL), state.interval),
+            where(learn, where(state.rested > 0, longer, going), state.interval),
             where(paid, FADE * state.drafts + 1, state.drafts),
             where(paid, FADE * state.drafted + width, state.drafted),
             where(paid, FADE * state.committed + round.accepted + 1, state.committed),

@@ -30,8 +30,8 @@ REFRESH = 4
 ENOUGH = 2
 """Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
 STALE = 256
-"""Rounds after which what drafting took is measured anew: two in a row, as one alone is no measure.
-A machine that was busy when it was first timed would else keep a row from drafting for good."""
+"""Rounds after which the next draft replaces what drafting took, and so is followed by another. A
+machine that was busy when it was first timed would else keep a row from drafting for good."""
 FADE = 0.9
 """Share of what was seen of reading, and of requests, that still counts at the next."""
 MOST_SIZES = 6
@@ -97,13 +97,13 @@ class Meter:
     def wants(self, rows: int) -> Literal["draft", "plain"] | None:
         """The kind of round that must be timed before costs mean anything, if there is one.
 
-        Some with a draft first, and another after one that was too long ago to say anything; and
-        where a batch of a size is new a plain one, to compare with.
+        Some with a draft first; and where a batch of a size is new a plain one, to compare with.
         """
         if self._given is not None:
             return None
         timings = self._timings(rows)
-        if timings.doubtful or not any(timings.enough for timings in self._sizes.values()):
+        known = any(timings.enough for timings in self._sizes.values())
+        if not timings.enough and (timings.judged or not known):
             return "draft"
         new = rows > 1 and not timings.plain
         return "plain" if new else None
@@ -178,11 +178,6 @@ class _Timings:
         """Whether drafting was timed well enough to decide by it."""
         return len(self.judged) >= (1 if self.size else ENOUGH)
 
-    @property
-    def doubtful(self) -> bool:
-        """Whether the newest round drafted, and none that counts did for long."""
-        return self._drafting is True and self._age > STALE
-
     def like(self, other: _Timings) -> None:
         """Take costs from another size, but for the plain pass, and the slope: that is taken to be
         between that of a pass that reads weights, where it doubles with the batch, and that of one
@@ -224,9 +219,10 @@ class _Timings:
         expected = self._base * (1 + self._slope * (lap.width - 1)) if drafts else self.costs.plain
         known, after_its_kind = drafts in self._settled, drafts == before
         faster = lap.verify_seconds < expected
-        if known and not after_its_kind and not faster:
+        stale = drafts and self._age > STALE
+        if known and not (after_its_kind or faster or stale):
             return False
-        if known != after_its_kind or (drafts and self._age > STALE):
+        if stale or known != after_its_kind:
             for timings in (self.judged, self.step, self.first) if drafts else (self.plain,):
                 timings.clear()
         if after_its_kind:
