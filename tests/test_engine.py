@@ -665,6 +665,7 @@ def test_a_request_that_excludes_every_token_ends_alone() -> None:
         done = {e.request: e.completion for e in run.run() if e.completion}
         assert done[ids[0]].finish_reason == "error"
         assert "leave no token to choose" in done[ids[0]].error
+        assert done[ids[0]].error_type is SettingError
         assert done[ids[1]].tokens == [1, 2, 3, 4, 5]
 
 

@@ -75,7 +75,6 @@ def test_a_busy_start_is_forgotten():
     assert meter.wants(1) == "draft"
     meter.tell(draft(1))
     assert meter.costs(1).draft == pytest.approx(0.001)
-    meter.tell(draft(1))
     assert meter.wants(1) is None
     meter.tell(Lap(1, 0, verify_seconds=0.010))
     meter.tell(draft(1.5))

@@ -54,7 +54,7 @@ class UnsupportedModelError(ModelError):
 
 
 class NumericalError(ModelError):
-    """A model's logits are those of no distribution: NaN, +inf, or every token excluded."""
+    """A model's logits are those of no distribution: NaN or +inf."""
 
 
 class PromptError(ForerunError, ValueError):

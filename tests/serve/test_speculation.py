@@ -336,3 +336,11 @@ def test_other_structures(shipped):
     body = {"messages": [{"role": "user", "content": "JSON"}], "max_tokens": 12}
     done = shipped.post("/v1/chat/completions", **body, response_format={"type": "json_object"})
     assert done.json()["choices"][0]["message"]["content"].startswith("{")
+
+
+def test_a_structure_shorter_than_asked_for_is_the_clients_error(shipped):
+    pytest.importorskip("llguidance")
+    body = {"prompt": "Say:", "guided_choice": ["yes"], "min_tokens": 9, "max_tokens": 12}
+    done = shipped.post("/v1/completions", **body)
+    assert done.status_code == 400
+    assert "min_new_tokens and the constraint leave no token" in done.json()["error"]["message"]

@@ -12,7 +12,7 @@ import torch
 from forerun.drafters.base import Proposal
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
-from forerun.errors import NumericalError
+from forerun.errors import NumericalError, SettingError
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import Best
 from forerun.types import Draft, Target, Verdict
@@ -124,7 +124,7 @@ def _unsound(row: Row, accepted: int, excluded: bool) -> Exception:
     """Why the target has no next token for a row that accepted so many of its draft."""
     done = f"after {row.produced + accepted} new tokens"
     if excluded:
-        return NumericalError(
+        return SettingError(
             f"{done} logit_bias, min_new_tokens and the constraint leave no token to choose; "
             "allow one"
         )
