@@ -17,50 +17,55 @@ from forerun.lab.audit import explain, first_difference
 from forerun.lab.bench.peers import TransformersPlain
 from forerun.model import default_draft
 
-DRAFTERS = ["shared", "block", "lookup"]
+DRAFTERS = {"translator": ("shared", "block", "lookup"), "digest": ("block", "lookup")}
 SPECS = ["fixed(4)", "cm-asd", "cm-asd(two_pass=true)", "auto"]
 TOKENS = 64
 
 
 @cache
-def loaded(draft: str) -> forerun.Model:
-    return forerun.load("translator", draft, device="cpu")
+def loaded(target: str, draft: str) -> forerun.Model:
+    return forerun.load(target, draft, device="cpu")
 
 
-def sources(count: int) -> list[str]:
-    """Held-out English sentences, the later half of them in pairs."""
-    found = [
-        p.prompt.removeprefix("English: ").removesuffix("\nGerman:")
-        for split in ("test", "val")
-        for p in zoo.prompts("translation", split)
-    ]
-    half = count // 2
-    pairs = [f"{a} {b}" for a, b in zip(found, [*found[100:], *found[:100]], strict=True)]
-    out = [*found[:half], *pairs[: count - half]]
+def sources(target: str, count: int) -> list[str]:
+    """Held-out sources, each once.
+
+    English sentences, the later half of them in pairs; or passages, and more with their sentences
+    the other way round.
+    """
+    if target == "digest":
+        found = [p.prompt for split in ("test", "val") for p in zoo.sources(split, family=target)]
+        more = [". ".join(reversed(text.removesuffix(".").split(". "))) + "." for text in found]
+        out = [*found, *more][:count]
+    else:
+        found = [p.prompt for split in ("test", "val") for p in zoo.sources(split)]
+        half = count // 2
+        pairs = [f"{a} {b}" for a, b in zip(found, [*found[100:], *found[:100]], strict=True)]
+        out = [*found[:half], *pairs[: count - half]]
     assert len(out) == len(set(out)) == count
     return out
 
 
 @cache
-def plain(count: int, batch: int) -> list[Any]:
-    return loaded("none").generate(
-        sources(count), plain=True, batch_size=batch, max_new_tokens=TOKENS
+def plain(target: str, count: int, batch: int) -> list[Any]:
+    return loaded(target, "none").generate(
+        sources(target, count), plain=True, batch_size=batch, max_new_tokens=TOKENS
     )
 
 
 @cache
-def theirs(count: int, batch: int) -> list[list[int]]:
+def theirs(target: str, count: int, batch: int) -> list[list[int]]:
     """What transformers' own `generate` writes."""
-    model = loaded("none")
-    peer, ids = TransformersPlain(model), [model.encode(text) for text in sources(count)]
+    model = loaded(target, "none")
+    peer, ids = TransformersPlain(model), [model.encode(text) for text in sources(target, count)]
     made = [peer.generate(ids[i : i + batch], TOKENS) for i in range(0, count, batch)]
     return [row for done in made for row in done.tokens]
 
 
-def ties(count: int, found: list[list[int]], wanted: list[list[int]]) -> int:
+def ties(target: str, found: list[list[int]], wanted: list[list[int]]) -> int:
     """Fails on a difference that is no near-tie; how many near-ties there were."""
-    model, number = loaded("none"), 0
-    for text, a, b in zip(sources(count), wanted, found, strict=True):
+    model, number = loaded(target, "none"), 0
+    for text, a, b in zip(sources(target, len(found)), wanted, found, strict=True):
         if first_difference(a, b) is not None:
             why = explain(model, model.encode(text), a, b, rows=16)
             assert why.near_tie, f"{text!r}: {why.message}"
@@ -68,28 +73,34 @@ def ties(count: int, found: list[list[int]], wanted: list[list[int]]) -> int:
     return number
 
 
-def check(count: int, batch: int, drafter: str, spec: str) -> None:
-    made = loaded(drafter).generate(
-        sources(count), controller=spec, batch_size=batch, max_new_tokens=TOKENS
+def check(target: str, count: int, batch: int, drafter: str, spec: str) -> None:
+    made = loaded(target, drafter).generate(
+        sources(target, count), controller=spec, batch_size=batch, max_new_tokens=TOKENS
     )
     assert sum(c.stats.accepted for c in made) > 0
     found = [c.tokens for c in made]
-    assert ties(count, found, [c.tokens for c in plain(count, batch)]) <= count // 100
-    assert ties(count, found, theirs(count, batch)) <= count // 100
+    assert ties(target, found, [c.tokens for c in plain(target, count, batch)]) <= count // 100
+    assert ties(target, found, theirs(target, count, batch)) <= count // 100
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("drafter", ["shared", "block"])
-def test_greedy_speculation_is_plain_decoding_is_generate(drafter: str, spec: str) -> None:
-    check(24, 8, drafter, spec)
+@pytest.mark.parametrize(
+    ("target", "drafter"), [("translator", "shared"), ("translator", "block"), ("digest", "block")]
+)
+def test_greedy_speculation_is_plain_decoding_is_generate(
+    target: str, drafter: str, spec: str
+) -> None:
+    check(target, 24, 8, drafter, spec)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("target", "drafter"), [(target, draft) for target in DRAFTERS for draft in DRAFTERS[target]]
+)
 @pytest.mark.parametrize("batch", [1, 16])
-def test_so_it_is_on_500_sources(drafter: str, spec: str, batch: int) -> None:
-    check(500, batch, drafter, spec)
+def test_so_it_is_on_500_sources(target: str, drafter: str, spec: str, batch: int) -> None:
+    check(target, 500, batch, drafter, spec)
 
 
 def test_its_drafts_come_with_it() -> None:
@@ -100,7 +111,8 @@ def test_its_drafts_come_with_it() -> None:
     model = forerun.load("translator", device="cpu")
     assert model.target.facts.precision == "float32"
     assert (
-        model.generate("I like apples.").tokens == loaded("none").generate("I like apples.").tokens
+        model.generate("I like apples.").tokens
+        == loaded("translator", "none").generate("I like apples.").tokens
     )
     with pytest.raises(SettingError, match="this target has none"):
         forerun.load(draft="block", device="cpu", runtime="torch")
@@ -121,7 +133,7 @@ def test_it_translates() -> None:
 
     prompts = zoo.prompts("translation", "val", 60)
     texts = [p.prompt.removeprefix("English: ").removesuffix("\nGerman:") for p in prompts]
-    done = loaded("shared").generate(texts, max_new_tokens=TOKENS)
+    done = loaded("translator", "shared").generate(texts, max_new_tokens=TOKENS)
     most = max(len(p.references) for p in prompts)
     references = [[(*p.references, *[None] * most)[i] for p in prompts] for i in range(most)]
     assert sacrebleu.corpus_bleu([c.text for c in done], references).score > 10
@@ -134,7 +146,7 @@ def test_sampled_texts_have_the_translators_distribution(drafter: str) -> None:
     import torch
 
     top, count = 3, 2000
-    model = loaded("none")
+    model = loaded("translator", "none")
     hf: Any = model.target.executor.module()
     source = torch.tensor([model.encode("He was very tired when he came home.")])
     start = list(model.opening.prompt)
@@ -155,7 +167,9 @@ def test_sampled_texts_have_the_translators_distribution(drafter: str) -> None:
         for i in range(count)
     ]
     ids = [source[0].tolist()] * count
-    made = loaded(drafter).generate(ids, batch_size=100, controller="fixed(2)", sampling=how)
+    made = loaded("translator", drafter).generate(
+        ids, batch_size=100, controller="fixed(2)", sampling=how
+    )
     seen = [tuple(c.tokens) for c in made]
     assert set(seen) <= set(wanted)
     chi = sum((seen.count(text) - count * p) ** 2 / (count * p) for text, p in wanted.items())
