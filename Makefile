@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 setup: $(READY)
 
 demo: $(READY)
-	@$(PY) -m forerun.cli demo
+	@$(PY) -m forerun demo
 
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile

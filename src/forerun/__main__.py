@@ -1,4 +1,4 @@
-"""`python -m forerun.cli`."""
+"""`python -m forerun`."""
 
 import sys
 
