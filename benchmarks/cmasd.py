@@ -159,22 +159,23 @@ def tuned(model: forerun.Model, prompts: int, cap: int) -> int:
     return max(speeds, key=lambda k: float(np.log(speeds[k]).mean()))
 
 
-def main(
-    model: forerun.Model, singles: int, prompts: int, cap: int, batches: Sequence[int] = (16,)
-) -> None:
-    """Measure speed at batch 1 and others; write `cm-asd.json`."""
+def main(model: forerun.Model, least: int, cap: int, batches: Sequence[int]) -> None:
+    """Measure speed at batches of these sizes, each on the fewest batches that hold `least` prompts
+    of a seed and family; write `cm-asd.json`."""
     results: dict[str, Any] = {}
-    best = tuned(model, singles, cap)
+    best = tuned(model, max(least, 5), cap)
     METHODS[f"blockwise (k = {best}, tuned)"] = (f"fixed({best})", "standard")
     METHODS[f"w/o confidence (k = {best}, tuned, fixed τ)"] = (
         f"fixed({best})", "spec-verification",
     )  # fmt: skip
-    for size, count in ((1, singles), *((size, prompts) for size in batches)):
+    prompts = {size: size * -(-least // size) for size in batches}
+    most = max(prompts.values())
+    for size, count in prompts.items():
         work = [
             Batch(family, seed, part[i : i + size])
             for seed in range(SEEDS)
             for family in zoo.families()
-            for part in [zoo.prompts(family, "test")[seed * prompts : seed * prompts + count]]
+            for part in [zoo.prompts(family, "test")[seed * most : seed * most + count]]
             for i in range(0, len(part), size)
         ]
         names = list(METHODS)
@@ -184,10 +185,8 @@ def main(
             work, names, lambda batch, name: execute(model, batch, name, cap), f"batch {size}"
         )
         results[str(size)] = {name: _speed(work, runs, names.index(name)) for name in names}
-    made = provenance(
-        model, singles=singles, prompts=prompts, cap=cap, tuned=best, batches=list(batches)
-    )
-    save("cm-asd", made, results, _text(results, singles, prompts))
+    made = provenance(model, prompts=prompts, cap=cap, tuned=best)
+    save("cm-asd", made, results, _text(results, prompts, cap))
 
 
 def scores(model: forerun.Model, cap: int, whole: int) -> None:
@@ -244,7 +243,7 @@ def _speed(work: Sequence[Batch], runs: Sequence[Sequence[Run]], index: int) -> 
     }
 
 
-def _text(results: dict[str, Any], singles: int, prompts: int) -> str:
+def _text(results: dict[str, Any], prompts: dict[int, int], cap: int) -> str:
     def cell(value: dict[str, float], digits: int = 2) -> str:
         return f"{value['mean']:.{digits}f} ± {value['std']:.{digits}f}"
 
@@ -266,13 +265,13 @@ def _text(results: dict[str, Any], singles: int, prompts: int) -> str:
         ]
         header = ["variant", "accepted a round", "draft ms a round", "rollback rate",
                   "speed-up over plain", "over beam 5", "ms a token", "drift"]  # fmt: skip
-        parts.append(f"Batch {size}:\n\n" + table(header, rows))
+        parts.append(f"Batch {size}, {prompts[int(size)]} prompts each:\n\n{table(header, rows)}")
     return (
-        f"Greedy; {SEEDS} seeds, each with its own test prompts of every family ({singles} of each "
-        f"one by one, {prompts} of each in batches); mean ± standard deviation over seeds. "
-        "Speed-ups are of tokens per second, paired per prompt or batch, geometric means. Rollback "
-        "rate: rounds in which a drafted token was rejected. Drift: share of tokens that are not "
-        "the target's arg-max after the text before them. Quality: `cm-asd-quality`.\n\n"
+        f"Greedy, {cap} tokens at most; {SEEDS} seeds, each with its own test prompts of every "
+        "family; mean ± standard deviation over seeds. Speed-ups are of tokens per second, paired "
+        "per prompt or batch, geometric means. Rollback rate: rounds in which a drafted token was "
+        "rejected. Drift: share of tokens that are not the target's arg-max after the text before "
+        "them. Quality: `cm-asd-quality`.\n\n"
         + "\n\n".join(parts)
     )
 

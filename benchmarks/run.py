@@ -173,18 +173,15 @@ def _rules(
 
 @app.command("cm-asd")
 def _cmasd(
-    singles: int = 5,
-    prompts: int = 16,
-    tokens: int = 64,
-    batches: str = "16",
+    least: int = 3,
+    tokens: int = 32,
+    batches: str = "1,2,4,8,16",
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
     """CM-ASD's ablation (Table III) in kind: speed at batch 1 and others (Fig. 2), drift."""
     sizes = [int(size) for size in batches.split(",")]
-    cmasd.main(
-        forerun.load(dtype=dtype, device=device, runtime="torch"), singles, prompts, tokens, sizes
-    )
+    cmasd.main(forerun.load(dtype=dtype, device=device, runtime="torch"), least, tokens, sizes)
 
 
 @app.command("cm-asd-quality")
