@@ -271,8 +271,7 @@ def _text(results: dict[str, Any], prompts: dict[int, int], cap: int) -> str:
         "family; mean ± standard deviation over seeds. Speed-ups are of tokens per second, paired "
         "per prompt or batch, geometric means. Rollback rate: rounds in which a drafted token was "
         "rejected. Drift: share of tokens that are not the target's arg-max after the text before "
-        "them. Quality: `cm-asd-quality`.\n\n"
-        + "\n\n".join(parts)
+        "them. Quality: `cm-asd-quality`.\n\n" + "\n\n".join(parts)
     )
 
 
