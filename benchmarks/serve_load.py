@@ -34,7 +34,7 @@ MODES: dict[str, Any] = {
     "fixed(4)": {"controller": "fixed(4)"},
 }
 LATENCIES = (50, 99)
-OURS = (sys.executable, "-m", "forerun.cli", "serve", "--port", "0")
+OURS = (sys.executable, "-m", "forerun", "serve", "--port", "0")
 
 
 def others(vllm: Path | None) -> dict[str, tuple[str, ...]]:

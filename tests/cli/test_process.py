@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "forerun.cli"]
+COMMAND = [sys.executable, "-m", "forerun"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
     "TERM": "xterm-256color",
     "OMP_NUM_THREADS": "1",

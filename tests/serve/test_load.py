@@ -285,7 +285,7 @@ def test_a_silent_stream_gets_comments(held):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_the_command_serves_and_leaves_on_sigterm():
     options = "--port 0 --runtime torch --memory 1GB --max-rows 2 --queue 1 --prefix-cache 9MB"
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--api-key", "k", *options.split()]
+    command = [sys.executable, "-m", "forerun", "serve", "--api-key", "k", *options.split()]
     key = {"authorization": "Bearer k"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         line = process.stderr.readline()
