@@ -128,6 +128,11 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def _local(argument: str) -> str:
+    """Without the folder of an absolute path, which says nothing elsewhere."""
+    return Path(argument).name if argument.startswith("/") else argument
+
+
 def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
     """What was measured on what, and the command that did it."""
     cpu = platform.processor() or platform.machine()
@@ -138,7 +143,7 @@ def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
         ]
         cpu = f"{names[0]} × {len(names)}" if names else cpu
     return {
-        "command": "python -m benchmarks.run " + " ".join(sys.argv[1:]),
+        "command": "python -m benchmarks.run " + " ".join(map(_local, sys.argv[1:])),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "device": str(model.target.device),
