@@ -82,6 +82,16 @@ def test_a_busy_start_is_forgotten():
     assert meter.costs(1).draft == pytest.approx(0.001)
 
 
+def test_one_draft_of_a_row_alone_is_followed_by_another():
+    meter = Meter()
+    laps(meter, 8, 0.3, 20)
+    assert meter.wants(1) is None, "batches tell enough to begin with"
+    meter.tell(Lap(1, 2, 2, 0.002, 0.001, 0.014))
+    assert meter.wants(1) == "draft"
+    meter.tell(Lap(1, 2, 2, 0.002, 0.001, 0.014))
+    assert meter.wants(1) is None
+
+
 def test_more_tokens_never_take_less_time():
     meter = Meter()
     for _ in range(5):
