@@ -18,6 +18,8 @@ from forerun.errors import MissingExtraError, ModelError, SettingError, Unsuppor
 from forerun.runtime import Rows
 from forerun.runtime.base import Facts, best_of
 from forerun.runtime.exits import LayersExecutor, layers_of
+from sourced import alone as alone_with
+from sourced import build as build_encoder_decoder
 from tiny import build, texts
 
 ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
@@ -158,7 +160,7 @@ def test_a_graph_of_one_node_computes_attention() -> None:
 def test_families_equal_torch(family: str) -> None:
     model = tiny(family)
     executor = from_model(model, cached=False)
-    for pool in executor._storage:
+    for pool in executor.pool.named.values():
         pool.data[...] = np.nan  # what no token wrote must not be read
     a, b, c = texts(5, 40, 3)
     executor.run([0, 0], [[*a[:3], 9, 9], b[:-1]], [0, 1])
@@ -190,13 +192,6 @@ def test_refusals_name_the_reason(config: Any, reason: str) -> None:
         from_model(model)
     assert "\n" not in str(caught.value)
     assert model.config._attn_implementation == before
-
-
-def test_encoder_decoder_models_are_refused() -> None:
-    sizes = {"vocab_size": 96, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 2}
-    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, d_kv=16)).eval()
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        from_model(model)
 
 
 def test_the_model_stays_as_it_was(model: Any) -> None:
@@ -241,14 +236,14 @@ def test_the_pool_grows_and_is_given_back(model: Any, monkeypatch: pytest.Monkey
         close(got[row], alone(model, prompts[row])[20:])
     assert executor.nbytes > small
     rows.keep([])
-    assert executor._blocks.free == executor._blocks.total
+    assert executor.pool.blocks.free == executor.pool.blocks.total
 
 
 def test_what_is_reserved_is_bounded(
     executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = executor.nbytes
-    monkeypatch.setattr("forerun.runtime.openvino.executor.LARGEST_RESERVE", 2 * before)
+    monkeypatch.setattr("forerun.runtime.openvino.pool.LARGEST_RESERVE", 2 * before)
     executor.reserve(1000, 64)
     assert executor.nbytes == 2 * before
 
@@ -256,7 +251,7 @@ def test_what_is_reserved_is_bounded(
 def test_a_cache_that_memory_does_not_hold(executor: OpenVINOExecutor) -> None:
     before = executor.nbytes
     with pytest.raises(ModelError, match=r"no memory for a cache of .* use a smaller batch"):
-        executor._grow(1 << 40)
+        executor.pool.grow(1 << 40)
     assert executor.nbytes == before
     executor.run([0], [[5]], [1])
 
@@ -483,6 +478,7 @@ def test_precisions(model: Any) -> None:
         assert executor.facts.precision == name
         off = (executor.run([0], [text], [20])[0] - exact).abs().max() / exact.abs().max()
         assert 1e-4 < off < 0.1  # another model, but a near one
+        from_model(build_encoder_decoder("marian"), precision, threads=2)  # passes the probe
 
 
 @pytest.mark.parametrize(
@@ -638,6 +634,23 @@ def test_a_row_alone_goes_through_graphs_of_fixed_shapes(
     for at in (nodes.BLOCK - 2, nodes.BLOCK):
         feed(at, 3, 2)
         assert not ran, "the second block lies beyond the one they were compiled for"
+
+
+def test_a_row_with_a_source_goes_through_them_too() -> None:
+    model = build_encoder_decoder("bart", max_position_embeddings=300)
+    executor = from_model(model, cached=False)
+    (text,) = texts(20)
+    for source in texts(60, 7):  # of two blocks and of one
+        executor.attend([source])
+        executor.run([0], [text[:9]], [0])
+        exact = alone_with(model, source, text)
+        for at, count in ((9, 1), (10, 5), (12, 8), (9, 3)):
+            assert executor._fits_row(executor._fits[count], 0)
+            close(executor.run([at], [text[at : at + count]], [count])[0], exact[at : at + count])
+        executor.keep([], [])
+    executor.attend(texts(nodes.BLOCK * fixed.SOURCE_BLOCKS + 1))
+    executor.run([0], [text[:1]], [0])
+    assert not executor._fits_row(executor._fits[1], 0), "a longer source goes through open shapes"
 
 
 def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:

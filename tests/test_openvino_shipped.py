@@ -74,7 +74,7 @@ def test_greedy_text_is_torchs(
     plain = controller == "fixed(0)"
     drafter = NoDraft().build(None, None) if plain else ModelDrafter(draft, target.facts.vocab_size)
     assert texts(target, drafter, prompts, controller, rows) == reference
-    assert target._blocks.free == target._blocks.total
+    assert target.pool.blocks.free == target.pool.blocks.total
 
 
 @pytest.mark.parametrize("draft", ["specbound", "adadecode"])

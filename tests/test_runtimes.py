@@ -45,11 +45,13 @@ class Case:
         return self.rows_of(self.make())
 
 
-def of_encoder_decoder(family: str) -> Case:
+def of_encoder_decoder(
+    family: str, kind: Callable[[Any], Executor] = EncoderDecoderExecutor
+) -> Case:
     """All rows have one source; `test_encoder_decoder` gives each its own."""
     model = build_encoder_decoder(family)
     return Case(
-        lambda: EncoderDecoderExecutor(model),
+        lambda: kind(model),
         lambda tokens: alone_with(model, OneSource.SOURCE, tokens),
         OneSource,
     )
@@ -85,6 +87,8 @@ def of_openvino(family: str) -> Case:
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino.load import from_model
 
+    if family in ("marian", "bart"):
+        return of_encoder_decoder(family, from_model)
     return of_model(from_model, family)
 
 
@@ -99,7 +103,7 @@ def of_openvino_layers(family: str) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
-    **{f"openvino-{family}": lambda f=family: of_openvino(f) for family in ("llama", "gpt2")},
+    **{f"openvino-{f}": lambda f=f: of_openvino(f) for f in ("llama", "gpt2", "marian", "bart")},
     **{f"encoder-{f}": lambda f=f: of_encoder_decoder(f) for f in ("t5", "marian", "bart")},
     **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
     "openvino-layers-llama": lambda: of_openvino_layers("llama"),

@@ -146,7 +146,7 @@ class ModelDraft(DrafterSpec):
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""
         # An executor with a precision of its own is not told the target's.
-        dtype = target.facts.precision if target.executor.module() is not None else None
+        dtype = None if target.facts.executor == "openvino" else target.facts.precision
         rows = self.runtime.load(Source(self.path, target.device, dtype, self.trust_remote_code))
         if target_tokenizer is not None:
             tokenizer = load_tokenizer(self.path, self.trust_remote_code)

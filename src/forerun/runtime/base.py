@@ -144,6 +144,10 @@ class Executor(ABC):
         """
         raise SettingError("a source is for encoder-decoder models; this one has no encoder")
 
+    def beside(self, model: Any) -> Executor:
+        """One of this kind for another decoder, which attends to what this one's encoder reads."""
+        raise NotImplementedError
+
 
 def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     """The arg-max of `(rows, n, V)` logits, with one transfer to the host.

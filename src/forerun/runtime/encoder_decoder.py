@@ -15,7 +15,7 @@ from forerun.errors import ForerunWarning, UnsupportedModelError
 from forerun.runtime.base import Executor, Facts, Pieces, Rows
 from forerun.runtime.cache import RowCache
 from forerun.runtime.placement import additive, placement_of
-from forerun.runtime.sources import Encoder, SourceCache
+from forerun.runtime.sources import CrossAttention, Encoder, SourceCache, layers_of, projections
 from forerun.runtime.support import (
     PROVEN_ENCODER_DECODER,
     check_supported,
@@ -59,29 +59,22 @@ class EncoderDecoderExecutor(Executor):
         self.model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.encoder = encoder or Encoder(model)
-        self.encoder.shared |= encoder is not None
+        self.cross = CrossAttention(model, encoder)
         decoder = model.get_decoder()
         self.placement = placement_of(decoder, decoder_limit(model.config))
-        self.facts = facts_of(model, self.placement.limit)
-        self.cross = [_cross_attention(layer) for layer in _layers(decoder)]
-        self.cache, self.sources = OwnCache(), SourceCache(len(self.cross))
+        self.facts = facts_of(model)
+        self.cache, self.sources = OwnCache(), SourceCache(len(self.cross.layers))
         self._both = EncoderDecoderCache(self.cache, self.sources)
-        self._both.is_updated = dict.fromkeys(range(len(self.cross)), True)
+        self._both.is_updated = dict.fromkeys(range(len(self.cross.layers)), True)
         # Not None, so that layers attend to the source; never read, as the keys are cached.
         unread = torch.zeros(1, 1, model.config.d_model, device=self.device, dtype=self.dtype)
         self._unread = BaseModelOutput(last_hidden_state=unread)
         self._head = model.get_output_embeddings()
-        self.banned = _banned(model, self.facts.vocab_size)
+        self.banned = banned(model, self.facts.vocab_size)
         """Tokens that the model's generation settings rule out; their logits are −inf."""
         self._across: tuple[list[int], torch.Tensor] | None = None
-        if not quiet and (settings := not_applied(model)):
-            warnings.warn(
-                f"the model's generation settings hold what is not applied here: {settings}; its "
-                "text differs from transformers' unless they are switched off there",
-                ForerunWarning,
-                stacklevel=3,
-            )
+        if not quiet:
+            warn_of_settings(model)
         if encoder is None and model.config.model_type not in PROVEN_ENCODER_DECODER:
             probe_sources(Rows(self), model)
 
@@ -102,16 +95,16 @@ class EncoderDecoderExecutor(Executor):
     def attend(self, sources: Sequence[Sequence[int]]) -> None:
         """Read the sources of the rows that join next, and make their keys."""
         first = len(self.sources.lengths)
-        states = self.encoder.read(sources)
         self.sources.lengths.extend(map(len, sources))
         self._across = None
-        with torch.inference_mode():
-            for group in states:
-                rows = [first + place for place in group.places]
-                for layer, (key, value, size) in enumerate(self.cross):
-                    shape = (*group.values.shape[:2], -1, size)
-                    pair = [p(group.values).view(shape).transpose(1, 2) for p in (key, value)]
-                    self.sources.write(rows, layer, pair[0], pair[1])
+        for states, pairs in self.cross.read(sources):
+            rows = [first + place for place in states.places]
+            for layer, (keys, values) in enumerate(pairs):
+                self.sources.write(rows, layer, keys, values)
+
+    def beside(self, model: Any) -> Executor:
+        """The draft reads what this one's encoder read."""
+        return EncoderDecoderExecutor(model, self.cross.encoder, quiet=True)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One padded pass of the rows with something to feed."""
@@ -192,33 +185,16 @@ class EncoderDecoderExecutor(Executor):
             handle.remove()
 
 
-def _layers(decoder: Any) -> Any:
-    return decoder.block if hasattr(decoder, "block") else decoder.layers
-
-
-def _cross_attention(layer: Any) -> tuple[Any, Any, int]:
-    """Key and value projections of a layer's cross-attention, and the size of a head."""
-    attention = getattr(layer, "encoder_attn", None)
-    if attention is not None:
-        return attention.k_proj, attention.v_proj, attention.head_dim
-    try:
-        attention = layer.layer[1].EncDecAttention
-        return attention.k, attention.v, attention.key_value_proj_dim
-    except (AttributeError, IndexError, TypeError) as error:
-        raise UnsupportedModelError(
-            f"nobody knows where a {type(layer).__name__} attends to the source"
-        ) from error
-
-
-def facts_of(model: Any, limit: int) -> Facts:
+def facts_of(model: Any) -> Facts:
     """What an encoder-decoder model says of itself; a pass is one of its decoder."""
     config, decoder = model.config, model.get_decoder()
+    limit = placement_of(decoder, decoder_limit(config)).limit
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     cross = {
-        p for layer in _layers(decoder) for m in _cross_attention(layer)[:2] for p in m.parameters()
+        p for layer in layers_of(decoder) for m in projections(layer)[:2] for p in m.parameters()
     }
     read = {*decoder.parameters(), head} - {table} - cross
-    layers = len(_layers(decoder))
+    layers = len(layers_of(decoder))
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     width = getattr(config, "d_kv", None) or config.d_model // heads
     ends = _settings(model).get("eos_token_id")
@@ -273,7 +249,8 @@ def start_of(model: Any) -> tuple[int, ...]:
     return (int(starts[0]),) if forced is None else (int(starts[0]), int(forced))
 
 
-def _banned(model: Any, vocab_size: int) -> list[int]:
+def banned(model: Any, vocab_size: int) -> list[int]:
+    """Tokens that the model's generation settings rule out."""
     given = _settings(model)
     words = [word[0] for word in given.get("bad_words_ids", ()) if len(word) == 1]
     return sorted({i for i in (*words, *given.get("suppress_tokens", ())) if i < vocab_size})
@@ -290,6 +267,17 @@ _DEFAULTS: dict[str, Any] = {
     "do_sample": False,
     "begin_suppress_tokens": None,
 }
+
+
+def warn_of_settings(model: Any) -> None:
+    """Name generation settings of the model that are not applied here."""
+    if settings := not_applied(model):
+        warnings.warn(
+            f"the model's generation settings hold what is not applied here: {settings}; its "
+            "text differs from transformers' unless they are switched off there",
+            ForerunWarning,
+            stacklevel=4,
+        )
 
 
 def not_applied(model: Any) -> str:

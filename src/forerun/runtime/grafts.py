@@ -21,7 +21,6 @@ import torch
 
 from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime.base import Rows
-from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.fingerprints import fingerprint
 
 ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
@@ -258,9 +257,7 @@ def fill(own: Mapping[str, torch.Tensor], about: About, target: Any, folder: str
 
 def graft_rows(target: Rows, graft: Any) -> Rows:
     """Rows of a graft that attend to what the target's encoder read."""
-    executor = target.executor
-    assert isinstance(executor, EncoderDecoderExecutor)
-    return Rows(EncoderDecoderExecutor(graft, executor.encoder, quiet=True))
+    return Rows(target.executor.beside(graft))
 
 
 def model_of(target: Rows, drafter: str) -> Any:
@@ -269,9 +266,10 @@ def model_of(target: Rows, drafter: str) -> Any:
     Raises:
         SettingError: it has none.
     """
-    if not isinstance(target.executor, EncoderDecoderExecutor):
+    model = target.executor.module()
+    if model is None or target.facts.source_limit is None:
         raise SettingError(
             f"drafter {drafter} decodes on the states of the target's encoder, and this target "
             "has none; use a draft model or lookup"
         )
-    return target.executor.module()
+    return model

@@ -80,7 +80,7 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(str(name), **options)
-        if reason := refusal(config, windows, encoders=not windows):
+        if reason := refusal(config, windows, encoders=True):
             raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
         _check_generation_config(name)
         encodes = getattr(config, "is_encoder_decoder", False)

@@ -61,10 +61,16 @@ class Table(Placement):
     ) -> Iterator[torch.Tensor]:
         """Replace what the module looks up."""
         # Padding may point past the end.
-        places = self._table()[queries.clamp(max=self.limit - 1)]
-        handle = self._module.register_forward_hook(lambda module, args, out: places.to(out.dtype))
-        try:
+        with self.looked_up(queries.clamp(max=self.limit - 1)):
             yield additive(hidden, self._dtype)[:, None]
+
+    @contextmanager
+    def looked_up(self, places: torch.Tensor) -> Iterator[None]:
+        """Let the module look up these places, `(rows, width)`."""
+        found = self._table()[places]
+        handle = self._module.register_forward_hook(lambda module, args, out: found.to(out.dtype))
+        try:
+            yield
         finally:
             handle.remove()
 

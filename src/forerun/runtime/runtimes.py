@@ -142,7 +142,7 @@ def _exportable(source: Source) -> bool:
     from forerun.runtime.openvino.load import files
 
     here = files(source.name)
-    if here and _encodes(here[0]):
+    if here and _relative(here[0]):
         return False
     size = sum(path.stat().st_size for path in here)
     free = _free_memory()
@@ -155,13 +155,13 @@ def _exportable(source: Source) -> bool:
     return size > 0
 
 
-def _encodes(config: Path) -> bool:
-    """Whether a config.json says that there is an encoder, which no graph has: not worth a line."""
+def _relative(config: Path) -> bool:
+    """Whether a config.json is of T5's kind, whose bias no graph has: not worth a line."""
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and bool(found.get("is_encoder_decoder"))
+    return isinstance(found, dict) and "relative_attention_num_buckets" in found
 
 
 def _free_memory() -> int | None:

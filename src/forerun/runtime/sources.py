@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
+
+from forerun.errors import UnsupportedModelError
 
 TOGETHER = 32
 """Padded tokens per source that a pass of the encoder may waste."""
@@ -75,6 +77,62 @@ def _groups(lengths: Sequence[int]) -> list[list[int]]:
             out.append([])
         out[-1].append(place)
     return out
+
+
+class CrossAttention:
+    """Makes the keys and values that a model's decoder attends to.
+
+    Args:
+        model: with an encoder.
+        encoder: that of another model, whose states this decoder attends to.
+    """
+
+    def __init__(self, model: Any, encoder: Encoder | None = None) -> None:
+        self.encoder = encoder or Encoder(model)
+        self.encoder.shared |= encoder is not None
+        self.layers = [projections(layer) for layer in layers_of(model.get_decoder())]
+
+    @torch.inference_mode()
+    def read(
+        self, sources: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[States, list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Sources of alike lengths together, with their keys and values in every layer.
+
+        Both are `(sources, heads, columns, width)`; columns beyond a source mean nothing.
+        """
+        for states in self.encoder.read(sources):
+            x = states.values
+            yield (
+                states,
+                [
+                    (_by_head(key(x), width), _by_head(value(x), width))
+                    for key, value, width in self.layers
+                ],
+            )
+
+
+def _by_head(states: torch.Tensor, width: int) -> torch.Tensor:
+    """`(rows, heads, columns, width)` of `(rows, columns, heads · width)`."""
+    return states.view(*states.shape[:2], -1, width).transpose(1, 2)
+
+
+def layers_of(decoder: Any) -> Any:
+    """Its layers."""
+    return decoder.block if hasattr(decoder, "block") else decoder.layers
+
+
+def projections(layer: Any) -> tuple[Any, Any, int]:
+    """Key and value projections of a layer's cross-attention, and the size of a head."""
+    attention = getattr(layer, "encoder_attn", None)
+    if attention is not None:
+        return attention.k_proj, attention.v_proj, attention.head_dim
+    try:
+        attention = layer.layer[1].EncDecAttention
+        return attention.k, attention.v, attention.key_value_proj_dim
+    except (AttributeError, IndexError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"nobody knows where a {type(layer).__name__} attends to the source"
+        ) from error
 
 
 class SourceCache(Cache):

@@ -14,19 +14,17 @@ import openvino as ov
 import torch
 from numpy.typing import NDArray
 
-from forerun.errors import ModelError, SettingError
+from forerun.errors import SettingError
 from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
-from forerun.runtime.openvino.blocks import Blocks
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.fixed import compiled_forms
-from forerun.runtime.openvino.nodes import BLOCK
+from forerun.runtime.openvino.fixed import Fixed, compiled_forms
+from forerun.runtime.openvino.nodes import caches
+from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.request import Request
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
-LARGEST_RESERVE = 1 << 30
-"""Bytes of cache that are asked for before they are needed."""
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
@@ -66,59 +64,36 @@ class OpenVINOExecutor(Executor):
         widest = max((x.tokens for x in self._fixed), default=-1)
         self._fits = [next(x for x in self._fixed if x.tokens >= n) for n in range(widest + 1)]
         self._request = Request(compiled, facts.vocab_size)
-        self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
-        self._storage: list[ov.Tensor] = []
-        self._blocks = Blocks(BLOCK)
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
         self._places = memoryview(array("q", range(facts.limit)))
         self._shape: tuple[list[int], list[int]] = [], []
         self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
         self._tables_bound = False
-        self._grow(FIRST_BLOCKS)
+        self._ports = caches(compiled.inputs)
+        self.pool = Pool(self._ports, FIRST_BLOCKS, self._bind_pool)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache pool."""
-        return sum(tensor.get_byte_size() for tensor in self._storage)
+        return self.pool.nbytes
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
-        most = LARGEST_RESERVE * self._blocks.total // self.nbytes
-        self._grow(min(rows * -(-columns // BLOCK), most))
+        self.pool.reserve(rows, columns)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows, in this order; the blocks of the others are free again."""
-        twice = [at for at, row in enumerate(rows) if row in rows[:at]]
-        self._blocks.keep(rows)
+        self.pool.keep(rows, lengths)
         self._tables_bound = False
-        if twice:
-            held = [n if at in twice else 0 for at, n in enumerate(lengths)]
-            self._make_room(held)
-            self._blocks.cover(held)
-            for at in twice:
-                self._copy(self._blocks.tables[rows.index(rows[at])], self._blocks.tables[at])
 
     def copy_out(self, row: int, first: int, last: int) -> Columns:
         """Out of the row's blocks, as bytes."""
-        begin = first // BLOCK
-        blocks = self._blocks.tables[row][begin : -(-last // BLOCK)] if last > first else []
-        states = []
-        for tensor in self._storage:
-            pool = _blocks_of(tensor)
-            heads, width = pool.shape[1], pool.shape[3]
-            held = pool[blocks].transpose(1, 0, 2, 3).reshape(heads, -1, width)
-            at = first - begin * BLOCK
-            states.append(torch.from_numpy(held[:, at : at + last - first].copy()))
-        return Columns(tuple(states), last - first)
+        return Columns(self.pool.read(row, first, last), last - first)
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
         """Into the row's blocks, which it is given."""
-        rows, last = max(row + 1, len(self._blocks.tables)), first + columns.count
-        self.cover([last if at == row else 0 for at in range(rows)])
-        places = np.arange(first, last)
-        blocks = np.array(self._blocks.tables[row], dtype=np.intp)[places // BLOCK]
-        for tensor, states in zip(self._storage, columns.states, strict=True):
-            _blocks_of(tensor)[blocks, :, places % BLOCK] = states.numpy().transpose(1, 0, 2)
+        if self.pool.write(row, first, columns.states):
+            self._tables_bound = False
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One packed pass; the logits are the caller's own."""
@@ -196,8 +171,8 @@ class OpenVINOExecutor(Executor):
             row, fixed = counts.index(size), self._fits[size]
             end = starts[row] + fixed.tokens
             self.cover([*ends[:row], min(end, self.facts.limit), *ends[row + 1 :]])
-            if end <= self.facts.limit and fixed.holds(table := self._blocks.tables[row]):
-                return fixed.run(pieces[row], starts[row], wanted[row], table)
+            if end <= self.facts.limit and self._fits_row(fixed, row):
+                return fixed.run(pieces[row], starts[row], wanted[row], self.pool.tables[row])
         self.cover(ends)
         if (counts, wanted) != self._shape:
             self._bind_shape(counts, list(wanted))
@@ -211,24 +186,10 @@ class OpenVINOExecutor(Executor):
         self._request.infer()
         return self._logits
 
-    @property
-    def pool(self) -> dict[str, ov.Tensor]:
-        """The cache's tensors by name; another object when it has grown."""
-        return self._named
-
-    def blocks_of(self, row: int) -> list[int]:
-        """The blocks of a row, in order."""
-        return self._blocks.tables[row]
-
     def cover(self, ends: Sequence[int]) -> None:
         """Have blocks for rows of so many tokens."""
-        self._make_room(ends)
-        if self._blocks.cover(ends):
+        if self.pool.cover(ends):
             self._tables_bound = False
-
-    def _make_room(self, ends: Sequence[int]) -> None:
-        if (missing := self._blocks.missing(ends)) > 0:
-            self._grow(self._blocks.total + max(missing, self._blocks.total))
 
     def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
@@ -248,47 +209,22 @@ class OpenVINOExecutor(Executor):
 
     def _bind_tables(self) -> None:
         """Set the inputs that say where the fed rows' blocks are."""
-        tables = [self._blocks.tables[row] for row, *_ in self._fed]
+        tables = [self.pool.tables[row] for row, *_ in self._fed]
         blocks = [block for table in tables for block in table]
         begins = list(accumulate(map(len, tables)))
         self._request.input("block_indices", len(blocks))[:] = array("i", blocks)
         self._request.input("block_indices_begins", len(begins) + 1)[1:] = array("i", begins)
         self._tables_bound = True
 
-    def _grow(self, blocks: int) -> None:
-        """Have a pool of at least so many blocks; contents are kept."""
-        if blocks <= self._blocks.total:
-            return
-        try:
-            tensors = [
-                ov.Tensor(
-                    port.get_element_type(),
-                    ov.Shape(
-                        [blocks, *(d.get_length() for d in list(port.get_partial_shape())[1:])]
-                    ),
-                )
-                for port in self._pools
-            ]
-        except (RuntimeError, MemoryError) as error:
-            raise ModelError(
-                f"no memory for a cache of {blocks * BLOCK} tokens; use a smaller batch"
-            ) from error
-        for old, new in zip(self._storage, tensors, strict=False):  # none are old at first
-            _bytes(new)[: old.get_byte_size()] = _bytes(old)
-        for port, tensor in zip(self._pools, tensors, strict=True):
+    def _fits_row(self, fixed: Fixed, row: int) -> bool:
+        """Whether what a row holds can be read by a graph of fixed shapes."""
+        return fixed.holds(self.pool.tables[row])
+
+    def _bind_pool(self, tensors: list[ov.Tensor]) -> None:
+        for port, tensor in zip(self._ports, tensors, strict=True):
             self._request.set(port, tensor)
         for fixed in self._fixed:
             fixed.bind(tensors)
-        self._storage = tensors
-        names = [port.get_any_name() for port in self._pools]
-        self._named = dict(zip(names, tensors, strict=True))
-        self._blocks.grow(blocks)
-
-    def _copy(self, source: list[int], target: list[int]) -> None:
-        """Copy a row's blocks."""
-        for tensor in self._storage:
-            blocks = _bytes(tensor).reshape(self._blocks.total, -1)
-            blocks[target] = blocks[source[: len(target)]]
 
 
 def settings(precision: str, threads: int) -> dict[str, Any]:
@@ -319,16 +255,6 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
         "ENABLE_CPU_PINNING": False,  # all processes would be pinned to the same cores
         "INFERENCE_NUM_THREADS": threads,
     }
-
-
-def _bytes(tensor: ov.Tensor) -> NDArray[np.uint8]:
-    return tensor.data.view(np.uint8).reshape(-1)
-
-
-def _blocks_of(pool: ov.Tensor) -> NDArray[np.uint8]:
-    """A pool as bytes, `(blocks, heads, BLOCK, width)`."""
-    blocks, heads, size, _ = pool.get_shape()
-    return _bytes(pool).reshape(blocks, heads, size, -1)
 
 
 def _spans(counts: Iterable[int]) -> list[tuple[int, int]]:

@@ -24,9 +24,13 @@ import openvino as ov
 import openvino.opset15 as op
 import torch
 from openvino.frontend.pytorch import ConversionExtension
+from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.encoder_decoder import banned
 from forerun.runtime.layers import LayerAccess
+from forerun.runtime.placement import Table
+from forerun.runtime.support import decoder_limit
 
 INPUTS = ("input_ids", "position_ids", "wanted")
 """Of the exported graph: `(tokens, 1)` ids and positions, `(wanted,)` places of tokens whose logits
@@ -51,6 +55,8 @@ class Attention:
     """What products of queries and keys are multiplied by."""
     window: int
     """Tokens a query sees, itself among them; 0: all before it."""
+    source: bool = False
+    """Whether it is to the tokens of the row's source, whose keys and values are given."""
 
 
 @torch.library.custom_op("forerun::paged", mutates_args=())
@@ -87,7 +93,8 @@ def export(model: Any) -> ov.Model:
     """Turn a model into a graph with placeholders where its attention is.
 
     Args:
-        model: a decoder-only Hugging Face model on the CPU in fp32 (`in_fp32`).
+        model: a Hugging Face model on the CPU in fp32 (`in_fp32`). Of one with an encoder the
+            graph is the decoder; where it attends to the source, keys and values are left open.
 
     Returns:
         A graph of inputs `INPUTS` and output `logits`; `attentions` reads what its placeholders
@@ -98,8 +105,6 @@ def export(model: Any) -> ov.Model:
             through the interface, or an operation has no conversion; one line says which.
     """
     kind = model.config.get_text_config(decoder=True).model_type
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{kind}: attention to an encoder has no paged node")
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     calls: list[Attention] = []
@@ -113,6 +118,33 @@ def export(model: Any) -> ov.Model:
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     _name(graph, INPUTS, "logits", calls)
     return graph
+
+
+class _Decoder(_Flat):
+    """The decoder of a model with an encoder; what it attends to there falls out of the graph."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        decoder = model.get_decoder()
+        if not hasattr(decoder, "embed_positions"):
+            raise UnsupportedModelError("its attention has a bias by distance, the paged node none")
+        self.table = Table(decoder, decoder_limit(model.config))
+        self.width = model.config.d_model
+        ruled_out = banned(model, int(model.get_output_embeddings().weight.shape[0]))
+        self.ruled_out = torch.tensor(ruled_out) if ruled_out else None
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        self.wanted = wanted
+        unread = BaseModelOutput(last_hidden_state=torch.zeros(len(input_ids), 1, self.width))
+        with self.table.looked_up(position_ids):
+            logits = self.model(
+                encoder_outputs=unread, decoder_input_ids=input_ids, use_cache=False
+            ).logits[:, 0]
+        if self.ruled_out is not None:
+            logits = logits.index_fill(-1, self.ruled_out, -torch.inf)
+        return logits.float()
 
 
 class _Between(torch.nn.Module):
@@ -174,7 +206,7 @@ def _convert(model: Any, calls: list[Attention]) -> ov.Model:
         torch.arange(_EXAMPLE_TOKENS)[:, None],
         torch.arange(_EXAMPLE_TOKENS - 1),
     )
-    flat = _Flat(model)
+    flat = _Decoder(model) if model.config.is_encoder_decoder else _Flat(model)
     try:
         return _traced(model, calls, flat, example)
     finally:
@@ -212,7 +244,7 @@ def _attention_marked(model: Any, calls: list[Attention]) -> Iterator[None]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _marker(calls))
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _marker(model, calls))
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
     attention, experts = model.config._attn_implementation, model.get_experts_implementation()
     model.set_attn_implementation(_NAME)
@@ -226,7 +258,7 @@ def _attention_marked(model: Any, calls: list[Attention]) -> Iterator[None]:
             model.set_experts_implementation(experts)
 
 
-def _marker(calls: list[Attention]) -> Callable[..., tuple[torch.Tensor, None]]:
+def _marker(model: Any, calls: list[Attention]) -> Callable[..., tuple[torch.Tensor, None]]:
     def mark(
         module: Any,
         query: torch.Tensor,
@@ -240,7 +272,10 @@ def _marker(calls: list[Attention]) -> Callable[..., tuple[torch.Tensor, None]]:
             raise UnsupportedModelError("attention with a soft cap has no paged node")
         if options.get("s_aux") is not None:
             raise UnsupportedModelError("attention with sinks is not served")
-        if not getattr(module, "is_causal", True):
+        to_source = model.config.is_encoder_decoder and not module.is_causal
+        if to_source:
+            key = value = query  # of the right shape; the node is given the source's
+        elif not getattr(module, "is_causal", True):
             raise UnsupportedModelError("attention that is not causal has no paged node")
         call = Attention(
             query_heads=int(query.shape[1]),
@@ -249,6 +284,7 @@ def _marker(calls: list[Attention]) -> Callable[..., tuple[torch.Tensor, None]]:
             value_size=int(value.shape[3]),
             scale=float(query.shape[3]) ** -0.5 if scaling is None else float(scaling),
             window=int(options.get("sliding_window") or 0),
+            source=to_source,
         )
         calls.append(call)
         return torch.ops.forerun.paged(query, key, value, len(calls) - 1), None

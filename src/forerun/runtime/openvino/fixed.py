@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from forerun.runtime.base import Facts
 from forerun.runtime.openvino.core import core
+from forerun.runtime.openvino.nodes import SOURCE, SOURCE_ROW, caches
 from forerun.runtime.openvino.request import Request
 
 WIDTHS = (1, 5, 8)
@@ -29,8 +30,10 @@ SMALL_WIDTHS = (1, 2)
 LARGEST_COPIES = 256 << 20
 """Bytes of weights up to which such graphs are held: each has its own copy, and the larger they are
 the less it matters what is between them."""
-SMALLEST_WIDE = 32 << 20
+SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
+SOURCE_BLOCKS = 8
+"""Blocks of a source; longer ones go through open shapes."""
 
 
 def widths(facts: Facts) -> tuple[int, ...]:
@@ -57,40 +60,31 @@ class Fixed:
     def __init__(
         self, graph: ov.Model, tokens: int, facts: Facts, settings: dict[str, Any], blocks: int
     ) -> None:
-        shapes = {"subsequence_begins": [2], "block_indices": [blocks], "block_indices_begins": [2]}
-        shapes |= {"wanted": [tokens], "input_ids": [tokens, 1], "position_ids": [tokens, 1]}
-        for port in graph.inputs:
-            name, shape = port.get_any_name(), port.get_partial_shape()
-            if "_cache." in name:
-                shapes[name] = [blocks, *(size.get_length() for size in list(shape)[1:])]
-            elif name not in shapes:
-                shapes[name] = [1] * len(shape)
-        names = {name for port in graph.inputs for name in port.get_names()}
-        graph.reshape({n: ov.PartialShape(shape) for n, shape in shapes.items() if n in names})
+        shapes = _shapes(graph.inputs, tokens, blocks)
+        graph.reshape({name: ov.PartialShape(shape) for name, shape in shapes.items()})
         compiled = core().compile_model(graph, "CPU", settings)
         self.tokens = tokens
-        self._blocks = blocks
-        self._request = Request(compiled, facts.vocab_size)
-        self._pools = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
-        self._request.input("subsequence_begins", 2)[1] = tokens
-        self._request.input("wanted", tokens)[:] = array("q", range(tokens))
-        self._ends = self._request.input("block_indices_begins", 2)
-        self._table = self._request.input("block_indices", blocks)
-        self._past = self._request.input("past_lens", 1)
-        self._ids = self._request.input("input_ids", tokens)
-        self._positions = self._request.input("position_ids", tokens)
-        self._logits = self._request.output(tokens)
+        self.blocks = blocks
+        self.request = Request(compiled, facts.vocab_size)
+        self.request.input("subsequence_begins", 2)[1] = tokens
+        self.request.input("wanted", tokens)[:] = array("q", range(tokens))
+        self._ends = self.request.input("block_indices_begins", 2)
+        self._table = self.request.input("block_indices", blocks)
+        self._past = self.request.input("past_lens", 1)
+        self._ids = self.request.input("input_ids", tokens)
+        self._positions = self.request.input("position_ids", tokens)
+        self._logits = self.request.output(tokens)
 
-    def bind(self, pools: Iterable[ov.Tensor]) -> None:
-        """Read and write these pools, in the order of the graph's inputs."""
-        for port, pool in zip(self._pools, pools, strict=True):
-            end = [self._blocks, *list(pool.get_shape())[1:]]
+    def bind(self, pools: Iterable[ov.Tensor], prefix: str = "") -> None:
+        """Read and write these pools, in the order of the graph's inputs (`nodes.caches`)."""
+        for port, pool in zip(caches(self.request.inputs, prefix), pools, strict=True):
+            end = [self.blocks, *list(pool.get_shape())[1:]]
             part = ov.Tensor(pool, ov.Coordinate([0] * len(end)), ov.Coordinate(end))
-            self._request.set(port, part)
+            self.request.set(port, part)
 
     def holds(self, table: Sequence[int]) -> bool:
         """Whether a row of these blocks can be read."""
-        return len(table) <= self._blocks and max(table) < self._blocks
+        return len(table) <= self.blocks and max(table) < self.blocks
 
     def run(
         self, piece: Sequence[int], start: int, wanted: int, table: Sequence[int]
@@ -106,9 +100,27 @@ class Fixed:
         self._past[0] = start
         self._table[: len(table)] = array("i", table)
         self._ends[1] = len(table)
-        self._request.longest[0] = end
-        self._request.infer()
+        self.request.longest[0] = end
+        self.request.infer()
         return self._logits[len(piece) - wanted : len(piece)]
+
+
+def _shapes(inputs: Iterable[Any], tokens: int, blocks: int) -> dict[str, list[int]]:
+    """Of the inputs there are, for `tokens` tokens of one row and so many blocks of the pools."""
+    rows = {"subsequence_begins": [2], "block_indices": [blocks], "block_indices_begins": [2]}
+    every: dict[str, list[int]] = {name: [tokens, 1] for name in ("input_ids", "position_ids")}
+    every |= rows | {"wanted": [tokens], SOURCE_ROW: [tokens], f"{SOURCE}past_lens": [tokens]}
+    every |= {f"{SOURCE}{name}": [tokens + 1] for name, size in rows.items() if size == [2]}
+    every[f"{SOURCE}block_indices"] = [tokens * SOURCE_BLOCKS]
+    shapes = {}
+    for port in inputs:
+        name, given = port.get_any_name(), list(port.get_partial_shape())
+        known = [every[n] for n in port.get_names() if n in every]
+        if not known and given:  # the pools, and what the sources' last tokens have
+            first = blocks if "_cache." in name else 1
+            known = [[first, *(size.get_length() for size in given[1:])]]
+        shapes[name] = known[0] if known else []
+    return shapes
 
 
 def compiled_forms(

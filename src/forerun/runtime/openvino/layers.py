@@ -82,7 +82,7 @@ class OpenVINOLayersExecutor(LayersExecutor):
         counts = [count for *_, count in batch.spans]
         packed = torch.cat([batch.hidden[i, :count] for i, count in enumerate(counts)]).unsqueeze(1)
         begins = [self._starts[row] + begin for row, begin, _ in batch.spans]
-        tables = [self.whole.blocks_of(row) for row, *_ in batch.spans]
+        tables = [self.whole.pool.tables[row] for row, *_ in batch.spans]
         where = _inputs(begins, counts, tables)
         states = packed.numpy()
         cuts = [first, *(cut for cut in self._cuts if first < cut < last), last]
@@ -137,7 +137,7 @@ class _Range:
         self, hidden: NDArray[np.float32], where: dict[str, ov.Tensor], whole: OpenVINOExecutor
     ) -> NDArray[np.float32]:
         """`(tokens, 1, H)` states after the range; the caller's own."""
-        pool = whole.pool
+        pool = whole.pool.named
         if self._bound is not pool:  # it has grown since
             for own, shared in self._caches.items():
                 self._request.set_tensor(own, pool[shared])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
@@ -17,7 +19,9 @@ from forerun.runtime.openvino.export import export, in_fp32, reason
 from forerun.runtime.openvino.fuse import fuse
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import probe, reference
+from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import compress
+from forerun.runtime.sources import Encoder
 from forerun.runtime.support import refusal
 from forerun.runtime.torch_executor import facts_of
 
@@ -31,27 +35,29 @@ def from_model(
     threads: int | None = None,
     cached: bool = True,
     progress: Progress | None = None,
+    encoder: Encoder | None = None,
 ) -> OpenVINOExecutor:
-    """An executor for a live model, which it does not keep.
+    """An executor for a live model, which it does not keep unless it has an encoder.
 
     Args:
-        model: a decoder-only Hugging Face model.
+        model: a Hugging Face model.
         precision: of `PRECISIONS`: "fp32" (cache, too), "bf16" (both) or "int8" (weights; all
             else in fp32).
         threads: None: as many as torch has.
         cached: whether to look for the exported graph on disk, and to leave it there.
         progress: called before each slow step.
+        encoder: that of another executor, whose states this model's decoder attends to.
 
     Raises:
         UnsupportedModelError: this model cannot run here; one line says why.
         SettingError: a precision that is unknown or that so few threads cannot run.
     """
     settings(precision, threads or torch.get_num_threads())  # before anything takes long
-    if why := refusal(model.config, windows=True):
+    if why := refusal(model.config, windows=True, encoders=True):
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
-    return _made(entry, lambda: model, called, _Options(precision, threads, progress))
+    return _made(entry, lambda: model, called, _Options(precision, threads, progress, encoder))
 
 
 def from_name(
@@ -93,15 +99,17 @@ class _Options:
     precision: str
     threads: int | None
     progress: Progress | None
+    encoder: Encoder | None = None
 
 
 def _made(
     entry: str | None, torch_model: Callable[[], Any], name: str, options: _Options
 ) -> OpenVINOExecutor:
     """An executor from the store, else from the torch model, whose graph is then stored."""
+    torch_model = cache(torch_model)
     if entry and (stored := store.read(entry)):
         try:
-            return _executor(stored, name, options)
+            return _executor(stored, name, options, torch_model)
         except UnsupportedModelError:  # damaged where only the probe sees it
             store.discard(entry)
     stored = _export(torch_model(), options)
@@ -109,7 +117,7 @@ def _made(
         # Read back, its weights are pages of a file and no longer torch's.
         stored = store.read(entry) or stored
     try:
-        return _executor(stored, name, options)
+        return _executor(stored, name, options, torch_model)
     except UnsupportedModelError:
         if entry:
             store.discard(entry)
@@ -124,7 +132,8 @@ def _export(model: Any, options: _Options) -> store.Stored:
     if options.progress:
         options.progress("exporting the model to OpenVINO")
     model = in_fp32(model)
-    facts = replace(facts_of(model), executor="openvino")
+    encodes = model.config.is_encoder_decoder
+    facts = replace(sourced_facts(model) if encodes else facts_of(model), executor="openvino")
     graph = export(model)
     fuse(graph)
     if options.precision == "int8":
@@ -132,12 +141,21 @@ def _export(model: Any, options: _Options) -> store.Stored:
     return store.Stored(graph, facts, reference(model, facts.limit))
 
 
-def _executor(stored: store.Stored, name: str, options: _Options) -> OpenVINOExecutor:
+def _executor(
+    stored: store.Stored, name: str, options: _Options, torch_model: Callable[[], Any]
+) -> OpenVINOExecutor:
     if options.progress:
         options.progress("compiling the model")
     facts = replace(stored.facts, precision=PRECISIONS[options.precision], name=name)
     try:
-        executor = OpenVINOExecutor(attach(stored.graph), facts, options.threads)
+        graph = attach(stored.graph)
+        if facts.source_limit is None:
+            executor = OpenVINOExecutor(graph, facts, options.threads)
+        else:
+            model = in_fp32(torch_model())
+            executor = SourcedOpenVINOExecutor(
+                graph, facts, model, options.encoder, options.threads
+            )
     except RuntimeError as error:  # OpenVINO has no other
         raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
     probe(executor, stored.reference)

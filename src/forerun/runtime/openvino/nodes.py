@@ -8,6 +8,9 @@ of blocks, so rows of any length share a pass, and what lies beyond a row's leng
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import openvino as ov
 import openvino.opset15 as op
@@ -25,8 +28,12 @@ ROWS = (
     "max_context_len",
 )
 """Inputs that say which tokens belong to which row, in the node's order of inputs."""
-_ROWS_AT = (5, 6, 7, 8, 12)
-_CACHES_AT = {"key": 3, "value": 4}
+SOURCE = "source_"
+"""What is said of sources has names that begin so: rows, caches, and `SOURCE_LAST`."""
+SOURCE_LAST, SOURCE_ROW = "source_last", "source_row"
+"""`(rows, width)` keys and values, layer by layer, of each source's last token, and `(tokens,)` the
+row of each token: every token counts as a row that reads the last token of its source, so that it
+sees all of it and writes what is there already."""
 
 
 def attach(graph: ov.Model) -> ov.Model:
@@ -34,6 +41,7 @@ def attach(graph: ov.Model) -> ov.Model:
 
     It gains the inputs `ROWS` and, per call of attention, `key_cache.N` and `value_cache.N` of
     `(blocks, heads, BLOCK, width)`, whose type is the plug-in's choice (`KV_CACHE_PRECISION`).
+    Where calls are to sources, these have such inputs of their own, named `SOURCE` + the same.
     """
     calls = attentions(graph)
     new: list[ov.Node] = []
@@ -44,15 +52,33 @@ def attach(graph: ov.Model) -> ov.Model:
         new.append(node)
         return node.output(0)
 
-    shared = [parameter(n, ov.Type.i32, [] if n == "max_context_len" else [-1]) for n in ROWS]
+    def rows(prefix: str) -> list[ov.Output]:
+        shapes = [[] if name == "max_context_len" else [-1] for name in ROWS]
+        named = zip(ROWS, shapes, strict=True)
+        return [parameter(prefix + name, ov.Type.i32, shape) for name, shape in named]
+
+    own, of_source, last = rows(""), [], iter(())
+    if widths := [w for call in calls if call.source for w in _widths(call)]:
+        of_source = rows(SOURCE)
+        table = parameter(SOURCE_LAST, ov.Type.f32, [-1, sum(widths)])
+        read = op.gather(table, parameter(SOURCE_ROW, ov.Type.i32, [-1]), op.constant(0))
+        last = iter(op.variadic_split(read, op.constant(1), op.constant(widths)).outputs())
     packed = {n.get_friendly_name(): n for n in graph.get_ops()}
     for number, call in enumerate(calls):
         place = packed[f"{PLACEHOLDER}{number}"]
+        prefix = SOURCE if call.source else ""
         caches = [
-            parameter(f"{name}_cache.{number}", ov.Type.dynamic, [-1, call.key_heads, BLOCK, width])
+            parameter(
+                f"{prefix}{name}_cache.{number}",
+                ov.Type.dynamic,
+                [-1, call.key_heads, BLOCK, width],
+            )
             for name, width in (("key", call.key_size), ("value", call.value_size))
         ]
-        node = paged_attention(call, [place.input_value(i) for i in range(3)], caches, shared)
+        states = [place.input_value(i) for i in range(3)]
+        if call.source:
+            states[1:] = next(last), next(last)
+        node = paged_attention(call, states, caches, of_source if call.source else own)
         (following,) = (user.get_node() for user in place.output(0).get_target_inputs())
         for user in following.output(0).get_target_inputs():
             user.replace_source_output(node.output(0))
@@ -60,6 +86,17 @@ def attach(graph: ov.Model) -> ov.Model:
     _fold_scalars(graph)
     graph.validate_nodes_and_infer_types()
     return graph
+
+
+def caches(inputs: Iterable[Any], prefix: str = "") -> list[Any]:
+    """Those that are caches: the rows' own, or with the prefix `SOURCE` those of sources."""
+    begins = f"{prefix}key_cache.", f"{prefix}value_cache."
+    return [port for port in inputs if port.get_any_name().startswith(begins)]
+
+
+def _widths(call: Attention) -> tuple[int, int]:
+    """Of a token's keys and values, all heads."""
+    return call.key_heads * call.key_size, call.key_heads * call.value_size
 
 
 def paged_attention(

@@ -27,17 +27,15 @@ class Request:
 
     def __init__(self, compiled: ov.CompiledModel, vocab_size: int) -> None:
         self._request = compiled.create_infer_request()
+        self.inputs = compiled.inputs
         ports = enumerate(compiled.inputs)  # what falls out of a graph leaves its name to an input
         self._index = {name: i for i, port in ports for name in port.get_names()}
         self._buffers: dict[tuple[str, int], tuple[memoryview, ov.Tensor]] = {}
         self._bound: dict[str, tuple[Any, ov.Tensor]] = {}  # OpenVINO does not keep their memory
         self._logits = np.empty((0, vocab_size), np.float32)
         self._outputs: dict[int, tuple[NDArray[np.float32], ov.Tensor]] = {}
-        longest = np.zeros(1, np.int32)
-        self.longest = longest.data
+        self.longest = self.input("max_context_len", 1)
         """The one number of `max_context_len`."""
-        tensor = ov.Tensor(longest.reshape(()), shared_memory=True)
-        self._request.set_input_tensor(self._index["max_context_len"], tensor)
 
     def infer(self) -> None:
         """Run."""
@@ -66,7 +64,8 @@ class Request:
 
     def _make(self, name: str, size: int) -> tuple[memoryview, ov.Tensor]:
         array = np.zeros(size, np.int64 if name in _WIDE else np.int32)
-        shaped = array.reshape(-1, 1) if name in ("input_ids", "position_ids") else array
+        shape = (-1, 1) if name in ("input_ids", "position_ids") else (-1,)
+        shaped = array.reshape(() if name.endswith("max_context_len") else shape)
         view = array.data.cast("B").cast("q" if name in _WIDE else "i")
         held = view, ov.Tensor(shaped, shared_memory=True)
         if size <= LARGEST_BUFFER:

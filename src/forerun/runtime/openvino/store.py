@@ -26,7 +26,7 @@ from forerun.runtime.base import Facts
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.probe import Reference
 
-FORMAT = 2
+FORMAT = 3
 """Goes up when graphs of old versions of this package must not be used."""
 LARGEST_BYTES = 16 << 30
 """The store's size; beyond it the entries that were not used for longest are deleted."""
@@ -89,11 +89,14 @@ def read(name: str) -> Stored | None:
         for file, size in facts.pop("sizes").items():
             if (entry / file).stat().st_size != size:
                 raise ValueError(f"{file} is cut short")
+        if facts["eos"] is not None:
+            facts["eos"] = frozenset(facts["eos"])
+        facts["start"] = tuple(facts["start"])
         with np.load(entry / _REFERENCE) as arrays:
             reference = Reference(*(arrays[f"arr_{i}"] for i in range(len(arrays.files))))
         stored = Stored(
             core().read_model(entry / _GRAPH),
-            Facts(**{**facts, "eos": None if facts["eos"] is None else frozenset(facts["eos"])}),
+            Facts(**facts),
             reference,
         )
         os.utime(entry)

@@ -1,0 +1,142 @@
+"""Keys and values of rows, in blocks of memory that a compiled graph is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from numpy.typing import NDArray
+
+from forerun.errors import ModelError
+from forerun.runtime.openvino.blocks import Blocks
+from forerun.runtime.openvino.nodes import BLOCK
+
+LARGEST_RESERVE = 1 << 30
+"""Bytes of cache that are asked for before they are needed."""
+
+
+class Pool:
+    """A row's keys and values lie in blocks of `BLOCK` tokens.
+
+    Args:
+        ports: inputs of the graph that are its caches.
+        blocks: at first; it doubles when it runs out.
+        bind: called with their tensors, in that order, whenever these are others.
+    """
+
+    def __init__(
+        self, ports: Sequence[Any], blocks: int, bind: Callable[[list[ov.Tensor]], None]
+    ) -> None:
+        self._ports, self._bind = ports, bind
+        self._tensors: list[ov.Tensor] = []
+        self.blocks = Blocks(BLOCK)
+        self.grow(blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.get_byte_size() for tensor in self._tensors)
+
+    @property
+    def named(self) -> dict[str, ov.Tensor]:
+        """The tensors by name; another object when they are others."""
+        return self._named
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The blocks of each row, in order."""
+        return self.blocks.tables
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
+        most = LARGEST_RESERVE * self.blocks.total // self.nbytes
+        self.grow(min(rows * -(-columns // BLOCK), most))
+
+    def cover(self, ends: Sequence[int]) -> bool:
+        """Have blocks for rows of so many tokens; whether any row has new ones."""
+        if (missing := self.blocks.missing(ends)) > 0:
+            self.grow(self.blocks.total + max(missing, self.blocks.total))
+        return self.blocks.cover(ends)
+
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep these rows, in this order, with the tokens each holds; a row may be kept twice."""
+        twice = [at for at, row in enumerate(rows) if row in rows[:at]]
+        self.blocks.keep(rows)
+        if not twice:
+            return
+        self.cover([n if at in twice else 0 for at, n in enumerate(lengths)])
+        for tensor in self._tensors:
+            blocks = _bytes(tensor).reshape(self.blocks.total, -1)
+            for at in twice:
+                source, copy = self.tables[rows.index(rows[at])], self.tables[at]
+                blocks[copy] = blocks[source[: len(copy)]]
+
+    def read(self, row: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """A copy of what a row's tokens `first` to `last` have, as bytes, per tensor."""
+        begin = first // BLOCK
+        blocks = self.tables[row][begin : -(-last // BLOCK)] if last > first else []
+        out = []
+        for tensor in self._tensors:
+            pool = _blocks_of(tensor)
+            heads, width = pool.shape[1], pool.shape[3]
+            held = pool[blocks].transpose(1, 0, 2, 3).reshape(heads, -1, width)
+            at = first - begin * BLOCK
+            out.append(torch.from_numpy(held[:, at : at + last - first].copy()))
+        return tuple(out)
+
+    def write(self, row: int, first: int, states: Sequence[torch.Tensor]) -> bool:
+        """Let a row have `(heads, tokens, bytes)` per tensor from its token `first` on.
+
+        Returns:
+            Whether any row has new blocks.
+        """
+        rows, last = max(row + 1, len(self.tables)), first + states[0].shape[1]
+        changed = self.cover([last if at == row else 0 for at in range(rows)])
+        places = np.arange(first, last)
+        blocks = np.array(self.tables[row], dtype=np.intp)[places // BLOCK]
+        for tensor, new in zip(self._tensors, states, strict=True):
+            _blocks_of(tensor)[blocks, :, places % BLOCK] = new.numpy().transpose(1, 0, 2)
+        return changed
+
+    def grow(self, blocks: int) -> None:
+        """Have at least so many blocks; contents are kept.
+
+        Raises:
+            ModelError: there is no memory for them.
+        """
+        if blocks <= self.blocks.total:
+            return
+        try:
+            tensors = [
+                ov.Tensor(
+                    port.get_element_type(),
+                    ov.Shape(
+                        [blocks, *(d.get_length() for d in list(port.get_partial_shape())[1:])]
+                    ),
+                )
+                for port in self._ports
+            ]
+        except (RuntimeError, MemoryError) as error:
+            raise ModelError(
+                f"no memory for a cache of {blocks * BLOCK} tokens; use a smaller batch"
+            ) from error
+        for old, new in zip(self._tensors, tensors, strict=False):  # none are old at first
+            _bytes(new)[: old.get_byte_size()] = _bytes(old)
+        self._bind(tensors)
+        self._tensors = tensors
+        names = [port.get_any_name() for port in self._ports]
+        self._named = dict(zip(names, tensors, strict=True))
+        self.blocks.grow(blocks)
+
+
+def _bytes(tensor: ov.Tensor) -> NDArray[np.uint8]:
+    return tensor.data.view(np.uint8).reshape(-1)
+
+
+def _blocks_of(pool: ov.Tensor) -> NDArray[np.uint8]:
+    """A pool as bytes, `(blocks, heads, BLOCK, width)`."""
+    blocks, heads, size, _ = pool.get_shape()
+    return _bytes(pool).reshape(blocks, heads, size, -1)
