@@ -96,7 +96,8 @@ def graft(target: Any, layers: int, width: int = 1) -> Any:
         raise SettingError(f"width must be at least 1, got {width}")
     setattr(config, count, layers)
     try:
-        made = type(target)(config)
+        with torch.device("meta"):  # all of it is given below
+            made = type(target)(config)
         own, theirs = made.get_decoder(), target.get_decoder()
         _begin(own, theirs, layers, depth)
         table = theirs.embed_tokens
@@ -107,7 +108,7 @@ def graft(target: Any, layers: int, width: int = 1) -> Any:
         if hasattr(target, "final_logits_bias"):
             made.final_logits_bias = target.final_logits_bias
         inner = made.model if hasattr(made, "model") else made
-        inner.encoder = target.get_encoder()
+        inner.encoder, inner.shared = target.get_encoder(), table
     except (AttributeError, TypeError) as error:
         raise UnsupportedModelError(
             f"{config.model_type} models take no draft decoder: {error}"
@@ -130,7 +131,7 @@ def _begin(own: Any, theirs: Any, layers: int, depth: int) -> None:
             parts[1] = str(round(place * (depth - 1) / max(layers - 1, 1)) if layers > 1 else 0)
         if (value := source.get(".".join(parts))) is not None:
             begun[name] = value.detach().clone()
-    own.load_state_dict(begun, strict=False)
+    own.load_state_dict(begun, strict=False, assign=True)
 
 
 def own_parameters(graft: Any) -> dict[str, torch.nn.Parameter]:
