@@ -24,7 +24,7 @@ from forerun.zoo.packing import Packer, drill
 from forerun.zoo.recipe import Architecture, Exits, Part, Recipe, variant
 from forerun.zoo.runs import Run, prepare_tokenizer, recipe_of, stopping
 from forerun.zoo.step import Functions
-from forerun.zoo.tasks import extraction
+from forerun.zoo.tasks import extraction, rewriting
 from forerun.zoo.tasks.base import Pool, split_of
 from forerun.zoo.train import accumulate, curves, finish, train
 
@@ -268,6 +268,18 @@ def test_a_quiz_asks_nothing_that_is_held_out() -> None:
             assert split_of(passage * more + question) == "train"
             assert answer.split()[-1].rstrip(".") in passage
     assert max(len(extraction.quiz(rng)) for _ in range(50)) == 6
+
+
+def test_edits_say_what_the_family_would() -> None:
+    rng = random.Random(1)
+    sentences = ["She isn't sure that a cat, that old cat, sees the cat-flap.", "It rains."]
+    for _ in range(200):
+        pairs = rewriting.edit(rng, sentences)
+        prompt, _, said = "".join(part for pair in pairs for part in pair).partition("\nResult:")
+        assert split_of(f"{prompt}\nResult:") == "train"
+        change, _, text = prompt.removeprefix("Rewrite: ").partition("\nText: ")
+        assert said == f" {rewriting.apply(change, text)}"
+        assert {new.strip() for _, new in pairs[:-1]} == {change.split('"')[3]}
 
 
 def test_packed_documents_score_answers_only() -> None:

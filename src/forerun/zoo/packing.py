@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.zoo.recipe import Part, Recipe
-from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, extraction, stories
+from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, extraction, rewriting, stories
 from forerun.zoo.tasks.base import Pool
 
 _GOLDEN = 0.6180339887498949
@@ -130,7 +130,7 @@ class Packer:
             string = self.string(rng)
             return [(string, prompt_weight), ([*string, 0], 1.0)]
         if name in LESSONS:
-            pieces = [piece for task in LESSONS[name](rng) for piece in task]
+            pieces = [piece for task in LESSONS[name](rng, self.pool) for piece in task]
         else:
             family = FAMILIES.get(name) or LONG_FAMILIES[name]
             example = family.sample(rng, "train", self.pool)
@@ -184,5 +184,9 @@ def drill(rng: random.Random) -> list[tuple[str, str]]:
     return sums
 
 
-LESSONS = {"drills": drill, "quiz": extraction.quiz}
-"""What teaches many tasks at once: each makes pairs of a task and its result."""
+LESSONS: dict[str, Callable[[random.Random, Pool], list[tuple[str, str]]]] = {
+    "drills": lambda rng, pool: drill(rng),
+    "quiz": lambda rng, pool: extraction.quiz(rng),
+    "edits": lambda rng, pool: rewriting.edit(rng, pool.sentences),
+}
+"""What teaches more per token than a family does: each makes pairs of a task and its result."""

@@ -100,22 +100,28 @@ class Recipe:
     """The micro-batches of one step."""
     task_weights: dict[str, float] = field(
         default_factory=lambda: {
-            "translation": 0.32,
-            "arithmetic": 0.14,
-            "extraction": 0.18,
-            "rewriting": 0.16,
-            "chat": 0.07,
+            "translation": 0.18,
+            "arithmetic": 0.07,
+            "extraction": 0.2,
+            "rewriting": 0.22,
+            "chat": 0.03,
         }
     )
     """Shares of the tokens in task rows, together with ``lesson_weights``."""
     lesson_weights: dict[str, float] = field(
-        default_factory=lambda: {"drills": 0.05, "copies": 0.02, "tours": 0.04, "quiz": 0.12}
+        default_factory=lambda: {
+            "drills": 0.02,
+            "copies": 0.02,
+            "tours": 0.02,
+            "quiz": 0.12,
+            "edits": 0.12,
+        }
     )
     """Shares of what else is in task rows: ``drills`` are single sums with their carries,
-    ``quiz`` many questions about a passage, ``copies`` strings given twice (these are left out
-    while the learning rate falls), ``tours`` long chat."""
+    ``quiz`` many questions about a passage, ``edits`` words replaced in short texts, ``copies``
+    strings given twice (the decay's second half leaves these out), ``tours`` long chat."""
     long_weights: dict[str, float] = field(
-        default_factory=lambda: {"tales": 0.4, "revision": 0.4, "tours": 0.2}
+        default_factory=lambda: {"tales": 0.35, "revision": 0.5, "tours": 0.15}
     )
     """Shares of the tokens in long rows."""
     prompt_weights: dict[str, float] = field(
@@ -124,6 +130,7 @@ class Recipe:
             "arithmetic": 0.1,
             "drills": 0.05,
             "quiz": 0.05,
+            "edits": 0.2,
             "extraction": 0.1,
             "rewriting": 0.3,
             "chat": 0.2,
@@ -135,8 +142,8 @@ class Recipe:
     )
     """Loss weight of prompt tokens (answers have weight 1)."""
     exits: Exits = Exits()
-    muon_lr: float = 0.02
-    adam_lr: float = 0.003
+    muon_lr: float = 0.014
+    adam_lr: float = 0.002
     weight_decay: float = 0.02
     warm_up: int = 100
     """Steps over which the learning rate rises; then it stays until a decay is begun."""

@@ -64,7 +64,7 @@ def steps_of(run: Run, packer: Packer, functions: Functions) -> Iterator[dict[st
     """Trains; yields a record after every step. Ends with the decay, if one was begun."""
     while run.decay is None or run.step < sum(run.decay):
         begin = time.perf_counter()
-        finishing = run.decay is not None and run.step >= run.decay[0]
+        finishing = run.decay is not None and run.step >= run.decay[0] + run.decay[1] // 2
         rate = run.recipe.rate(run.step, run.decay)
         batches = packer.batches(run.step, finishing)
         loss = accumulate(run, batches, functions)

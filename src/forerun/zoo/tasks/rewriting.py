@@ -6,7 +6,7 @@ import random
 import re
 
 from forerun.zoo.tasks import words
-from forerun.zoo.tasks.base import Example, Pool, draw, exact_match
+from forerun.zoo.tasks.base import Example, Pool, draw, exact_match, split_of
 
 NAME = "rewriting"
 MAX_NEW_TOKENS = 96
@@ -84,10 +84,29 @@ def generate(rng: random.Random, sentences: list[str]) -> Example:
     if len(text) < 70 and rng.random() < 0.6:
         text = f"{text} {rng.choice(sentences)}"
     instruction = draw_instruction(rng, text)
-    return Example(
-        prompt=f"Rewrite: {instruction}\nText: {text}\nResult:",
-        answer=f" {apply(instruction, text)}",
-    )
+    return Example(prompt=_prompt(instruction, text), answer=f" {apply(instruction, text)}")
+
+
+def _prompt(instruction: str, text: str) -> str:
+    return f"Rewrite: {instruction}\nText: {text}\nResult:"
+
+
+def edit(rng: random.Random, sentences: list[str]) -> list[tuple[str, str]]:
+    """A lesson: a word replaced in three to eight words; each pair ends with the new one.
+
+    Most of a rewritten text is a copy: little of it says whether the change was understood.
+    """
+    said = rng.choice(sentences).split()
+    begin = rng.randrange(len(said))
+    text = " ".join(said[begin : begin + rng.randint(3, 8)])
+    old, new = rng.choice(_PLAIN_WORD.findall(text) or [""]), rng.choice(_NEW_WORDS)
+    prompt = _prompt(f'replace "{old}" with "{new}".', text)
+    if old in ("", new) or split_of(prompt) != "train":
+        return edit(rng, sentences)
+    *before, rest = re.split(rf"( ?)\b{re.escape(old)}\b", f" {text}")
+    parts, spaces = before[::2], before[1::2]
+    parts[0] = prompt + parts[0]
+    return [*zip(parts, (space + new for space in spaces), strict=True), (rest, "")]
 
 
 def sample(rng: random.Random, split: str, pool: Pool) -> Example:
