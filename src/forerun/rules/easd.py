@@ -128,21 +128,24 @@ class EASD(PositionRule):
 
     def fires(self, odds: Odds) -> torch.Tensor:
         """`(rows, K)` bool: where the penalty applies."""
-        raw = _raw(odds.target)[:, : odds.width]
-        if self.processed:
-            fires = odds.target_entropy.squeeze(-1) > self.entropy
-        else:
-            fires = entropy(raw.log_softmax(-1, dtype=float_type(raw))) > self.entropy
+        fires = odds.inside
         if self.draft_entropy:
             own = odds.draft_entropy if self.processed else odds.draft.signals["entropy"]
-            fires &= own > self.entropy
+            fires = fires & (own > self.entropy)
+            if not fires.any():  # the draft is sure: spare the target's distribution
+                return fires
+        raw = _raw(odds.target)[:, : odds.width]
+        if self.processed:
+            fires = fires & (odds.target_entropy.squeeze(-1) > self.entropy)
+        else:
+            fires = fires & (entropy(raw.log_softmax(-1, dtype=float_type(raw))) > self.entropy)
         if self.overlap:
             assert odds.draft.ranked is not None
             best = raw.topk(min(self.n, raw.shape[-1]), dim=-1).indices
             guess = odds.draft.ranked[..., : self.n]
             shared = (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
-            fires &= shared >= math.ceil(self.overlap * self.n - 1e-9)
-        return fires & odds.inside & _has_others(odds.target.logits[:, : odds.width])
+            fires = fires & (shared >= math.ceil(self.overlap * self.n - 1e-9))
+        return fires & _has_others(odds.target.logits[:, : odds.width])
 
     def _fires_at_bonus(self, odds: Odds) -> torch.Tensor:
         """`(rows,)` bool: where the target alone is so unsure of what follows the whole draft."""
