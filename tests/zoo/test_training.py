@@ -19,6 +19,7 @@ import torch
 from forerun.zoo import runs
 from forerun.zoo.corpus import load_pools
 from forerun.zoo.distill import distill, own_texts, pack_documents
+from forerun.zoo.export import average
 from forerun.zoo.optim import orthogonalise
 from forerun.zoo.packing import Packer, drill
 from forerun.zoo.recipe import Architecture, Exits, Part, Recipe, variant
@@ -213,6 +214,34 @@ def test_variants_are_checked() -> None:
             variant(draft_shape=shape)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         variant(exit_weight=-1.0)
+    assert variant(rate=0.5) == replace(Recipe(), muon_lr=0.01, adam_lr=0.0015)
+    with pytest.raises(ValueError, match="above 0, got 0"):
+        variant(rate=0)
+
+
+def test_the_average_of_two_models(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from forerun.zoo import DRAFT, TARGET
+
+    other = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(3)
+    other.save_pretrained(tmp_path / "other")
+    average(DRAFT, tmp_path / "other", 0.25, tmp_path / "between")
+    got, one = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (tmp_path / "between", DRAFT)
+    )
+    for name, weight in one.items():
+        torch.testing.assert_close(got[name], 1.5 * weight, rtol=0.01, atol=1e-6)
+    with pytest.raises(ValueError, match="different shapes"):
+        average(DRAFT, TARGET, 0.5, tmp_path / "none")
+    with pytest.raises(ValueError, match="between 0 and 1, got 2"):
+        average(DRAFT, DRAFT, 2, tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="no exported model"):
+        average(DRAFT, tmp_path / "missing", 0.5, tmp_path / "none")
 
 
 def test_batches_are_a_function_of_seed_and_step(packer: Packer) -> None:

@@ -55,6 +55,9 @@ def train(
     exit_weight: Annotated[
         float | None, typer.Option(help="Weight of the early-exit loss; 0 leaves it out.")
     ] = None,
+    rate: Annotated[
+        float, typer.Option(help="Peak learning rates, as a share of the recipe's.")
+    ] = 1.0,
     device: Device = "cpu",
     compiled: Compiled = True,
 ) -> None:
@@ -71,7 +74,7 @@ def train(
             seed=seed,
             resume=resume,
             start=start,
-            recipe=variant(shape, exit_weight, draft_shape),
+            recipe=variant(shape, exit_weight, draft_shape, rate),
             device=device,
             compiled=compiled,
         )
@@ -146,6 +149,21 @@ def finish(
 
     with _errors():
         print(f"written: {end(data, run, out, steps=steps, device=device, compiled=compiled)}")
+
+
+@app.command()
+def average(
+    first: Annotated[Path, typer.Argument(help="Folder of an exported model.")],
+    second: Annotated[Path, typer.Argument(help="Folder of one that was trained on from it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model between them.")],
+    share: Annotated[float, typer.Option(help="Of the second's weights, 0 to 1.")] = 0.5,
+) -> None:
+    """Write the weighted mean of two models' weights."""
+    from forerun.zoo.export import average as between
+
+    with _errors():
+        between(first, second, share, out)
+        print(f"written: {out}")
 
 
 @app.command()

@@ -41,6 +41,31 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
             os.replace(file, folder / file.name)
 
 
+def average(first: Path, second: Path, share: float, out: Path) -> None:
+    """Export the mean of two models' weights, ``share`` of it the second's.
+
+    Of a model and what further training made of it, it can be better than both: the noise of the
+    steps cancels, and less is forgotten (Wortsman et al., 2022).
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not 0 <= share <= 1:
+        raise ValueError(f"the share must be between 0 and 1, got {share}")
+    for folder in (first, second):
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"no exported model at {folder}")
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (first, second)
+    )
+    weights, others = one.state_dict(), two.state_dict()
+    shapes = [{name: value.shape for name, value in part.items()} for part in (weights, others)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"{first} and {second} are of different shapes")
+    one.load_state_dict({name: torch.lerp(weights[name], others[name], share) for name in weights})
+    export_model(one, AutoTokenizer.from_pretrained(first), out)
+
+
 def _tidy(path: Path, drop: tuple[str, ...], **values: str) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     for key in drop:

@@ -142,8 +142,8 @@ class Recipe:
     )
     """Loss weight of prompt tokens (answers have weight 1)."""
     exits: Exits = Exits()
-    muon_lr: float = 0.014
-    adam_lr: float = 0.002
+    muon_lr: float = 0.02
+    adam_lr: float = 0.003
     weight_decay: float = 0.02
     warm_up: int = 100
     """Steps over which the learning rate rises; then it stays until a decay is begun."""
@@ -171,14 +171,20 @@ class Recipe:
 
 
 def variant(
-    shape: str | None = None, exit_weight: float | None = None, draft_shape: str | None = None
+    shape: str | None = None,
+    exit_weight: float | None = None,
+    draft_shape: str | None = None,
+    rate: float = 1.0,
 ) -> Recipe:
     """The recipe with a target of another ``shape`` ("8x160"), exit weight, or draft's shape.
 
     Heads have 32 elements there, the feed-forward size is 2.6 times the hidden size. The warm-up
-    takes 20 steps, as such runs are short.
+    takes 20 steps, as such runs are short. ``rate`` times the peak learning rates.
     """
+    if not rate > 0:
+        raise ValueError(f"the rate must be above 0, got {rate}")
     recipe = Recipe()
+    recipe = replace(recipe, muon_lr=rate * recipe.muon_lr, adam_lr=rate * recipe.adam_lr)
     if shape is not None:
         recipe = replace(recipe, target=_shaped(shape), warm_up=20)
     if draft_shape is not None:
