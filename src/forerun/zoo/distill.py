@@ -20,7 +20,7 @@ import torch
 from forerun.zoo.corpus import load_pools
 from forerun.zoo.export import export_model
 from forerun.zoo.packing import Batch, Packer
-from forerun.zoo.recipe import Part
+from forerun.zoo.recipe import Part, Recipe
 from forerun.zoo.runs import CHECKPOINT, TOKENIZER, Run, keep, reporter, stopping
 from forerun.zoo.step import Functions, divergence, losses
 from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES
@@ -222,7 +222,7 @@ def distill(
     device: str = "cpu",
     compiled: bool = True,
 ) -> Path:
-    """Stage 2: trains and exports ``out``/draft for the finished run in ``out``.
+    """Stage 2: trains and exports ``out``/draft for the finished target in ``out``.
 
     ``texts`` is how many tokens the target writes, ``steps`` how long the draft learns after its
     practice. ``start`` is an exported draft to begin from, which needs no practice. Cut off, the
@@ -241,10 +241,14 @@ def distill(
     if path.exists():
         run = Run.load(path, "draft", device)
     else:
-        first = Run.load(out / CHECKPOINT)
-        recipe = replace(first.recipe, practice_steps=0) if start else first.recipe
-        run = Run.new(recipe, first.seed, "draft", start=start, device=device)
-    tokenizer = Tokenizer.from_file(str(out / TOKENIZER))
+        recipe, seed = Recipe(), 0
+        if (out / CHECKPOINT).exists():  # an average of two runs has none
+            first = Run.load(out / CHECKPOINT)
+            recipe, seed = first.recipe, first.seed
+        if start:
+            recipe = replace(recipe, practice_steps=0)
+        run = Run.new(recipe, seed, "draft", start=start, device=device)
+    tokenizer = Tokenizer.from_file(str(out / "target" / TOKENIZER))
     loaded = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     target: Any = loaded.to(device).eval()
     length = run.recipe.distill_length
