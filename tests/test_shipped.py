@@ -270,7 +270,7 @@ def test_transformers_agrees_with_plain_decoding(models: dict[str, forerun.Model
 def test_a_draft_that_says_nothing_of_its_tokens_is_planned_whole() -> None:
     model = forerun.load(draft="lookup", device="cpu")
     prompt, how = (
-        "the king and the queen and the king and the queen and the",
+        "Rewrite: repeat the text.\nText: The king and the queen went home.\nResult:",
         {"max_new_tokens": 16},
     )
     done = model.generate(prompt, controller="cm-asd(two_pass=true)", **how)

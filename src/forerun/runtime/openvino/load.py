@@ -152,9 +152,15 @@ def _executor(
         if facts.source_limit is None:
             executor = OpenVINOExecutor(graph, facts, options.threads)
         else:
-            model = in_fp32(torch_model())
             executor = SourcedOpenVINOExecutor(
-                graph, facts, model, options.encoder, options.threads
+                graph,
+                facts,
+                in_fp32(torch_model()),
+                lambda draft, encoder: from_model(
+                    draft, options.precision, options.threads, encoder=encoder
+                ),
+                options.encoder,
+                options.threads,
             )
     except RuntimeError as error:  # OpenVINO has no other
         raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error

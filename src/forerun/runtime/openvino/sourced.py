@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +33,7 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
     Args:
         graph, facts, threads: as for `OpenVINOExecutor`, of the decoder.
         model: the whole, on the CPU in fp32.
+        make: an executor of this kind for a model and the encoder whose states it attends to.
         encoder: that of another executor, whose states this decoder attends to.
     """
 
@@ -43,11 +44,12 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         graph: ov.Model,
         facts: Facts,
         model: Any,
+        make: Callable[[Any, Encoder], Executor],
         encoder: Encoder | None = None,
         threads: int | None = None,
     ) -> None:
         super().__init__(graph, facts, threads)
-        self.model, self.cross = model, CrossAttention(model, encoder)
+        self.model, self.cross, self._make = model, CrossAttention(model, encoder), make
         self._lengths: list[int] = []
         self._last: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._told: dict[int, int] = {}  # of graphs of so many tokens: the row they know of
@@ -61,9 +63,7 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
 
     def beside(self, model: Any) -> Executor:
         """The draft reads what this one's encoder read."""
-        from forerun.runtime.openvino.load import from_model
-
-        return from_model(model, self.facts.precision, self.threads, encoder=self.cross.encoder)
+        return self._make(model, self.cross.encoder)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows and their sources, in this order."""
