@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,6 @@ def _made(
     entry: str | None, torch_model: Callable[[], Any], name: str, options: _Options
 ) -> OpenVINOExecutor:
     """An executor from the store, else from the torch model, whose graph is then stored."""
-    torch_model = cache(torch_model)
     if entry and (stored := store.read(entry)):
         try:
             return _executor(stored, name, options, torch_model)
@@ -155,7 +153,7 @@ def _executor(
             executor = SourcedOpenVINOExecutor(
                 graph,
                 facts,
-                in_fp32(torch_model()),
+                in_fp32(torch_model()),  # the others hold none while they compile
                 lambda draft, encoder: from_model(
                     draft, options.precision, options.threads, encoder=encoder
                 ),
