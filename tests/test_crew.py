@@ -10,8 +10,8 @@ import pytest
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.controllers.auto import Auto
 from forerun.costs import Costs
-from forerun.engine.crew import Crew
-from forerun.engine.meter import Meter
+from forerun.engine.crew import MOST_UNTIMED, Crew
+from forerun.engine.meter import Lap, Meter
 from forerun.types import Round, Token
 
 COSTS = Costs.synthetic(5, 0.02)
@@ -138,3 +138,20 @@ def test_rows_that_cannot_draft_lose_the_time_of_those_that_can():
     assert crew.limits([i < enough - 2 for i in range(16)]) == [0] * 16
     # Where none can, nobody has chosen to rest.
     assert min(crew.limits([False] * 16)) > 0
+
+
+def test_a_round_that_is_not_timed_is_not_bent_to_be_timed():
+    meter = Meter()
+    crew = Crew(meter)
+    for _ in range(4):
+        crew.join(Auto())
+    assert max(crew.limits()) == max(crew.limits(timed=False)) == MOST_UNTIMED
+    meter.tell(Lap(4, 3, 3, 0.003, 0.001, 0.010))
+    assert meter.wants(4) == "plain"
+    assert crew.limits() == [0] * 4
+    assert min(crew.limits(timed=False)) > 0
+    # A draft as slow as its target rests, unless that tells the time.
+    crew = Crew(Meter(1.0))
+    crew.join(Auto())
+    assert crew.limits() == [MOST_UNTIMED]
+    assert crew.limits(timed=False) == [0]

@@ -19,6 +19,7 @@ from forerun.errors import (
 from forerun.runtime import Rows, load_model, torch_rows
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.support import PROVEN_ENCODER_DECODER, REFUSED_ENCODER_DECODER, refusal
+from forerun.testing import ScriptedModel
 from sourced import FAMILIES, alone, build
 from tiny import LIMIT, VOCAB
 from tiny import build as build_decoder
@@ -288,3 +289,34 @@ def test_a_shared_encoder_reads_once() -> None:
     handle.remove()
     assert len(calls) == 1
     close(small.feed([[96], [96]])[1, 0], alone(draft, sources[1], [96])[-1])
+
+
+@pytest.mark.parametrize("runtime", ["torch", "openvino"])
+def test_an_error_of_the_encoder_leaves_the_rows_as_they_were(runtime: str) -> None:
+    model, texts = build("marian"), [[5, 6, 7], [8, 9]]
+    if runtime == "openvino":
+        pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+        from forerun.runtime.openvino.load import from_model
+
+        rows = Rows(from_model(model, cached=False))
+    else:
+        rows = torch_rows(model)
+    rows.join(1, 4, texts[:1])
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.get_encoder().register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rows.join(2, 4, [[4] * 9, [3]])
+    handle.remove()
+    rows.join(1, 4, texts[1:])
+    logits = rows.feed([[96], [96]])
+    for got, source in zip(logits, texts, strict=True):
+        close(got[0], alone(model, source, [96])[-1])
+
+
+def test_an_executor_without_drafts_beside_it_says_so() -> None:
+    executor = ScriptedModel(torch.eye(4), source_limit=8)
+    with pytest.raises(SettingError, match="shares the target's encoder; use a draft model"):
+        executor.beside(None)

@@ -82,6 +82,25 @@ def test_a_busy_start_is_forgotten():
     assert meter.costs(1).draft == pytest.approx(0.001)
 
 
+def test_a_probe_that_only_caught_up_leaves_the_cost_ratio_as_it_was():
+    meter, draft = Meter(), Lap(1, 3, 3, 0.030, 0.010, 0.014)
+    for _ in range(8):
+        meter.tell(Lap(1, 0, verify_seconds=0.010))
+        meter.tell(draft)
+        meter.tell(draft)
+    assert meter.costs(1).draft == pytest.approx(0.010)
+    for _ in range(STALE + 1):
+        meter.tell(Lap(1, 0, verify_seconds=0.010))
+    meter.tell(Lap(1, 1, 0, 0.0, 0.0, 0.014, catch_up_seconds=0.3))
+    assert meter.costs(1).draft == pytest.approx(0.010, rel=0.1)
+
+
+def test_a_draft_as_large_as_the_target_is_not_taken_for_a_small_one():
+    for sizes, ratio in ((1.0, 1.0), (100.0, RATIO)):
+        costs = Meter(sizes).costs(1)
+        assert costs.verify_seconds(2) / costs.draft == pytest.approx(ratio)
+
+
 def test_a_row_alone_is_timed_after_its_own_kind_though_batches_are_known():
     meter, draft = Meter(), Lap(1, 2, 2, 0.002, 0.001, 0.014)
     laps(meter, 8, 0.3, 20)

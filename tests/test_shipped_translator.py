@@ -5,6 +5,7 @@ Where two texts part, both logits are recomputed; anything but a floating-point 
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
@@ -174,3 +175,21 @@ def test_sampled_texts_have_the_translators_distribution(drafter: str) -> None:
     assert set(seen) <= set(wanted)
     chi = sum((seen.count(text) - count * p) ** 2 / (count * p) for text, p in wanted.items())
     assert chi < 26.1  # 8 degrees of freedom, 0.001
+
+
+def test_a_block_is_paid_with_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter takes its pass for a round's start, not for the price of each further token."""
+    model = loaded("translator", "block")
+    feed, laps = type(model.drafter.rows).feed, []
+
+    def slow(self: Any, *how: Any) -> Any:
+        if self is model.drafter.rows:
+            time.sleep(0.02)
+        return feed(self, *how)
+
+    monkeypatch.setattr(type(model.drafter.rows), "feed", slow)
+    monkeypatch.setattr(model.meter, "tell", laps.append)
+    model.generate(sources("translator", 1)[0], controller="fixed(4)", max_new_tokens=20)
+    drafting = [lap for lap in laps if lap.steps]
+    assert max(lap.steps for lap in drafting) == 4
+    assert all(lap.first_step_seconds >= 0.02 for lap in drafting)

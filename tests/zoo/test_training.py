@@ -118,7 +118,9 @@ def test_a_decay_can_be_begun_at_any_time_and_is_resumed(data: Path, tmp_path: P
     assert (tmp_path / "run" / runs.CHECKPOINT).read_bytes() == kept  # it can go on
 
 
-def test_the_whole_recipe_exports_a_loadable_pair(data: Path, tmp_path: Path) -> None:
+def test_the_whole_recipe_exports_a_loadable_pair(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run(data, tmp_path / "run", 1)
@@ -142,6 +144,12 @@ def test_the_whole_recipe_exports_a_loadable_pair(data: Path, tmp_path: Path) ->
     (out / "draft.pt").unlink()
     distill(data, out, steps=1, texts=500, start=out / "draft", compiled=False)
     assert Run.load(out / "draft.pt", "draft").step == 1, "without practice"
+    # An average of two runs has no checkpoint to take the recipe from.
+    (out / "draft.pt").unlink()
+    (out / runs.CHECKPOINT).unlink()
+    monkeypatch.setattr("forerun.zoo.distill.Recipe", lambda: TINY)
+    assert distill(data, out, steps=1, texts=500, start=out / "draft", compiled=False)
+    assert Run.load(out / "draft.pt", "draft").step == 1
 
 
 def test_a_draft_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: Path) -> None:

@@ -72,17 +72,24 @@ class BlockDrafter(Drafter):
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
         """One pass for all places, then a token of each as far as the controllers want."""
         most = [min(n, self.width) for n in most]
-        self._ask(texts, max(most))
-        return step_by_step(_Columns(self._said, texts), texts, most, guide)
+        return step_by_step(_Columns(self, max(most)), texts, most, guide)
 
-    def _ask(self, texts: Texts, count: int) -> None:
-        """Logits of the next `count` places, for texts that they are not known of yet."""
+    def ask(self, texts: Texts, count: int) -> list[torch.Tensor | None]:
+        """Per text at least `(count, V)` logits of its next places; not asked again for a text
+        whose places are known."""
         new: list[list[int] | None] = []
         for text, answer in zip(texts, self._said, strict=True):
             known = answer is not None and answer[0] == text and len(answer[1]) >= count
             new.append(None if known else text)
-        if all(text is None for text in new):
-            return
+        if any(text is not None for text in new):
+            self._feed(new, count)
+        return [
+            None if text is None or answer is None else answer[1]
+            for text, answer in zip(texts, self._said, strict=True)
+        ]
+
+    def _feed(self, new: Sequence[list[int] | None], count: int) -> None:
+        """One pass over what is new of these texts, and over the queries of their next places."""
         behind = [[] if t is None else t[n:] for t, n in zip(new, self.rows.lengths, strict=True)]
         if max(map(len, behind)) > CHUNK:
             self.follow([None if t is None else t[:-1] for t in new])
@@ -102,21 +109,19 @@ class BlockDrafter(Drafter):
 
 
 class _Columns:
-    """What a pass said, place by place."""
+    """What a pass says, place by place. It is asked with the first, whose time the pass takes."""
 
-    def __init__(
-        self, answers: Sequence[tuple[list[int], torch.Tensor] | None], texts: Texts
-    ) -> None:
-        known = [answer[1] for answer in answers if answer is not None]
-        blank = torch.zeros_like(known[0][:1])
-        self._rows = [
-            answer[1] if answer is not None and text is not None else blank
-            for answer, text in zip(answers, texts, strict=True)
-        ]
+    def __init__(self, drafter: BlockDrafter, count: int) -> None:
+        self._drafter, self._count = drafter, count
+        self._rows: list[torch.Tensor] = []
         self._place = -1
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """The next place of every row."""
+        if not self._rows:
+            said = self._drafter.ask(texts, self._count)
+            blank = next(torch.zeros_like(logits[:1]) for logits in said if logits is not None)
+            self._rows = [blank if logits is None else logits for logits in said]
         self._place += 1
         at = [row[min(self._place, len(row) - 1)] for row in self._rows]
         return Step(torch.stack(at))

@@ -93,11 +93,12 @@ class Crew:
         self.drops_last = [c.drops_last for c in controllers]
         """Who leaves out the token at which drafting stopped."""
 
-    def limits(self, able: Sequence[bool] | None = None) -> list[int]:
+    def limits(self, able: Sequence[bool] | None = None, timed: bool = True) -> list[int]:
         """Most tokens to draft per row; begins a round.
 
         Args:
             able: per row whether it has room for a draft and its prompt is read; default: all.
+            timed: whether the meter will be told of the round.
         """
         rows = len(self._members)
         wanted = self._meter.wants(rows)
@@ -117,10 +118,12 @@ class Crew:
                 limits[row] = opening.alone
 
         self._each(open_)
-        if shared and wanted == "draft":
+        if wanted == "draft":
             for row in shared:
                 limits[row] = min(limits[row], MOST_UNTIMED)
-        elif any(able[row] for row in shared) and (wanted == "plain" or worth < 0):
+        forced = wanted if timed else None
+        rests = forced == "plain" or (worth < 0 and forced != "draft")
+        if rests and any(able[row] for row in shared):
             for row in shared:
                 limits[row] = 0
         return limits

@@ -124,11 +124,16 @@ class Guide:
 
 
 def draft(
-    rows: Sequence[Row], ready: Sequence[bool], drafter: Drafter, crew: Crew, guide: Guide
+    rows: Sequence[Row],
+    ready: Sequence[bool],
+    drafter: Drafter,
+    crew: Crew,
+    guide: Guide,
+    timed: bool,
 ) -> Proposal:
     """Draft for every row that is `ready`, as far as its room, controller and drafter let it.
 
-    Every row's `stopped_by` is set.
+    Every row's `stopped_by` is set. `timed`: whether the meter will be told of the round.
     """
     forced = _forced(rows, ready) if guide.foresees else {}
     predicted = _predictions(rows, ready) if guide.foresees else {}
@@ -140,7 +145,7 @@ def draft(
         max(row.room(drafter.limit) - len(forced.get(i, ())), 0) if on and i not in idle else 0
         for i, (row, on) in enumerate(zip(rows, ready, strict=True))
     ]
-    wanted = crew.limits([room > 0 for room in rooms])
+    wanted = crew.limits([room > 0 for room in rooms], timed)
     limits = [draft_limit(*pair) for pair in zip(wanted, rooms, strict=True)]
     out = _draft(rows, limits, drafter, crew, guide)
     insert(out, predicted)

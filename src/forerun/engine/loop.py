@@ -78,7 +78,7 @@ class Engine:
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
-        self._meter = Meter() if meter is None else meter
+        self._meter = Meter(drafter.ratio(self.target)) if meter is None else meter
         self._ids = itertools.count()
         self._crew = Crew(self._meter, self._memory)
         self._inference = torch.inference_mode()  # made once: a round is short
@@ -270,7 +270,9 @@ class Engine:
         )
 
     def _draft(self, passed: Pass) -> Proposal:
-        proposal = draft(self._rows, passed.ready, self.drafter, self._crew, self._guide)
+        proposal = draft(
+            self._rows, passed.ready, self.drafter, self._crew, self._guide, timed=not passed.read
+        )
         if not all(passed.ready):
             self.drafter.follow(
                 [

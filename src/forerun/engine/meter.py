@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from forerun.costs import Costs
 
 RATIO = 5.0
-"""Cost ratio until a round was timed."""
+"""Cost ratio until a round was timed, unless the models' sizes say less."""
 WARM_STEP = 0.7
 """A later draft step over a round's first, until one was timed."""
 PLAIN_GUESS = 0.75
@@ -61,9 +61,14 @@ class Meter:
 
     A batch of so many rows costs what batches up to the next power of two did; of a size that is
     new, what is known of the nearest.
+
+    Args:
+        ratio: target passes over draft steps by the models' sizes, > 0. A draft as large as the
+            target is not tried for many tokens just to be timed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ratio: float = RATIO) -> None:
+        self._ratio = min(ratio, RATIO)
         self._sizes: dict[int, _Timings] = {}
         self._given: Callable[[int], Costs] | None = None
         self._caught_up = 0.0, 0.0
@@ -132,7 +137,7 @@ class Meter:
         size = min((rows - 1).bit_length(), MOST_SIZES)
         timings = self._sizes.get(size)
         if timings is None:
-            timings = self._sizes[size] = _Timings(size)
+            timings = self._sizes[size] = _Timings(size, self._ratio)
         if not timings.known:
             timed = [other for other in self._sizes.values() if other.known]
             if timed:
@@ -149,7 +154,7 @@ class _Timings:
     after a long time without replace what was known.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, ratio: float) -> None:
         self.size = size
         self.step: deque[float] = deque(maxlen=TIMINGS)
         self.first: deque[float] = deque(maxlen=TIMINGS)
@@ -164,7 +169,7 @@ class _Timings:
         """Rounds since the newest draft that counted."""
         self._newest: tuple[int, float] | None = None
         self._slope_sums = SLOPE_WEIGHT * SLOPE, SLOPE_WEIGHT
-        self._slope, self._base, self._step, self._catch_up = SLOPE, 1.0, 1 / RATIO, 0.0
+        self._slope, self._base, self._step, self._catch_up = SLOPE, 1.0, 1 / ratio, 0.0
         self._laps = 0
         self.costs = self._summed()
 
@@ -253,11 +258,11 @@ class _Timings:
         plain = _median(self.plain)
         if step is None and first is not None:
             step = WARM_STEP * first
+        ratio = self._base / self._step  # what was not timed is as it was beside the other
         if base is None:
-            base = plain or (self._base if step is None else RATIO * step)
+            base = plain or (self._base if step is None else ratio * step)
         if step is None:
-            known = self._base > 0 and not self.judged and not self.plain
-            step = self._step if known else base / RATIO
+            step = base / ratio
         self._base, self._step = base, step
         # More tokens never take less time: the rest is noise.
         plain = min(plain, base) if plain is not None else PLAIN_GUESS * base

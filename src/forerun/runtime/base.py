@@ -145,8 +145,14 @@ class Executor(ABC):
         raise SettingError("a source is for encoder-decoder models; this one has no encoder")
 
     def beside(self, model: Any) -> Executor:
-        """One of this kind for another decoder, which attends to what this one's encoder reads."""
-        raise NotImplementedError
+        """One of this kind for another decoder, which attends to what this one's encoder reads.
+
+        Only of executors whose facts have a `source_limit` and that show their `module`.
+        """
+        raise SettingError(
+            f"{self.facts.executor or type(self).__name__} runs no draft that shares the target's "
+            "encoder; use a draft model or lookup, or `runtime='torch'`"
+        )
 
 
 def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:

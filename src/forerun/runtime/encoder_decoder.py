@@ -94,10 +94,11 @@ class EncoderDecoderExecutor(Executor):
 
     def attend(self, sources: Sequence[Sequence[int]]) -> None:
         """Read the sources of the rows that join next, and make their keys."""
+        read = list(self.cross.read(sources))  # an error of the encoder leaves all as it was
         first = len(self.sources.lengths)
         self.sources.lengths.extend(map(len, sources))
         self._across = None
-        for states, pairs in self.cross.read(sources):
+        for states, pairs in read:
             rows = [first + place for place in states.places]
             for layer, (keys, values) in enumerate(pairs):
                 self.sources.write(rows, layer, keys, values)

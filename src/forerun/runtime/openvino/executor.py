@@ -172,7 +172,7 @@ class OpenVINOExecutor(Executor):
             end = starts[row] + fixed.tokens
             self.cover([*ends[:row], min(end, self.facts.limit), *ends[row + 1 :]])
             if end <= self.facts.limit and self._fits_row(fixed, row):
-                return fixed.run(pieces[row], starts[row], wanted[row], self.pool.tables[row])
+                return self._run_row(fixed, row, pieces[row], starts[row], wanted[row])
         self.cover(ends)
         if (counts, wanted) != self._shape:
             self._bind_shape(counts, list(wanted))
@@ -219,6 +219,12 @@ class OpenVINOExecutor(Executor):
     def _fits_row(self, fixed: Fixed, row: int) -> bool:
         """Whether what a row holds can be read by a graph of fixed shapes."""
         return fixed.holds(self.pool.tables[row])
+
+    def _run_row(
+        self, fixed: Fixed, row: int, piece: Sequence[int], start: int, wanted: int
+    ) -> NDArray[np.float32]:
+        """Run a graph of fixed shapes on the only row that is fed."""
+        return fixed.run(piece, start, wanted, self.pool.tables[row])
 
     def _bind_pool(self, tensors: list[ov.Tensor]) -> None:
         for port, tensor in zip(self._ports, tensors, strict=True):

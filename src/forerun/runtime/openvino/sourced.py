@@ -75,10 +75,11 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
 
     def attend(self, sources: Sequence[Sequence[int]]) -> None:
         """Read the sources of the rows that join next, and make their keys."""
+        read = list(self.cross.read(sources))  # an error of the encoder leaves all as it was
         first = len(self._lengths)
         self._lengths.extend(map(len, sources))
         last = [torch.empty(0)] * len(sources)
-        for states, pairs in self.cross.read(sources):
+        for states, pairs in read:
             for at, (place, length) in enumerate(zip(states.places, states.lengths, strict=True)):
                 own = [states[at, :, :length] for pair in pairs for states in pair]
                 self.sources.write(first + place, 0, [self._bytes(x) for x in own])
@@ -106,13 +107,16 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
     def _fits_row(self, fixed: Fixed, row: int) -> bool:
         table = self.sources.tables[row]
         fits = super()._fits_row(fixed, row) and fixed.holds(table)
-        if not fits or len(table) > SOURCE_BLOCKS:
-            return False
+        return fits and len(table) <= SOURCE_BLOCKS
+
+    def _run_row(
+        self, fixed: Fixed, row: int, piece: Sequence[int], start: int, wanted: int
+    ) -> NDArray[np.float32]:
         if self._told.get(fixed.tokens) != row:
             rows, room = [row] * fixed.tokens, fixed.tokens * SOURCE_BLOCKS
             self._tell(fixed.request, rows, self._last[row : row + 1], room)
             self._told[fixed.tokens] = row
-        return True
+        return super()._run_row(fixed, row, piece, start, wanted)
 
     def _tell(
         self, request: Request, rows: Sequence[int], last: NDArray[np.float32], room: int = 0
