@@ -8,7 +8,6 @@ third parties add theirs by the entry points ``forerun.controllers``, ``forerun.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import math
 import re
@@ -43,6 +42,11 @@ _TOKEN = re.compile(
     r"|(?P<number>[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(?![\w.]))"
     r"|(?P<name>[A-Za-z_][\w.+/-]*)|(?P<mark>[(),=]))"
 )
+# What `repr` writes in a text.
+_ESCAPE = re.compile(
+    r"\\(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U00(?:0[\da-fA-F]|10)[\da-fA-F]{4}|.)", re.DOTALL
+)
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 _WORDS: dict[str, Any] = {
     "True": True,
     "False": False,
@@ -113,12 +117,20 @@ def _value(tokens: list[tuple[str, str, int]], text: str) -> tuple[Any, list[Any
     if not tokens:
         raise SettingError(f"missing value at the end of {text!r}")
     kind, word, _ = tokens[0]
-    if kind in ("string", "number"):
-        return ast.literal_eval(word), tokens[1:]
+    if kind == "string":
+        return _ESCAPE.sub(_unescaped, word[1:-1]), tokens[1:]
+    if kind == "number":
+        return (int if word.lstrip("+-").isdecimal() else float)(word), tokens[1:]
     followed = len(tokens) > 1 and tokens[1][1] == "("
     if kind == "name" and word in _WORDS and not followed:
         return _WORDS[word], tokens[1:]
     return _spec(tokens, text)
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    # `ast.literal_eval` is not safe in threads before Python 3.13.
+    code = match[1]
+    return chr(int(code[1:], 16)) if len(code) > 1 else _CONTROLS.get(code, code)
 
 
 class Registry:
