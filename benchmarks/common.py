@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -84,17 +85,17 @@ def interleaved(
     methods: Sequence[Any],
     run: Callable[[Any, Any], Any],
     label: str,
-    first: int = 0,
+    seed: int = 0,
 ) -> list[list[Any]]:
-    """`run(item, method)` for every pair, methods side by side per item, in a rotating order that
-    begins with the method at `first`."""
+    """`run(item, method)` for every pair, methods side by side per item, in an order drawn anew:
+    what ran just before decides what is in the caches, so no method may always follow another."""
+    rng = random.Random(seed)
     out: list[list[Any]] = []
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(label, total=len(work) * len(methods))
-        for turn, item in enumerate(work, first):
+        for item in work:
             row: list[Any] = [None] * len(methods)
-            for step in range(len(methods)):
-                index = (step + turn) % len(methods)
+            for index in rng.sample(range(len(methods)), len(methods)):
                 row[index] = run(item, methods[index])
                 progress.advance(bar)
             out.append(row)

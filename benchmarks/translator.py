@@ -213,8 +213,7 @@ def speed(
                     for first in range(seed * each, (seed + 1) * each, size)
                 ]
                 label = f"{name}, batch {size}, seed {seed}"
-                first = seed * len(names) // len(seeds)
-                runs = interleaved(work, names, engine.run, label, first)
+                runs = interleaved(work, names, engine.run, label, seed)
                 cell = results.setdefault(f"{name}/{size}", {"each": each, "seeds": {}})
                 cell["seeds"][str(seed)] = {n: _speed(runs, names, n) for n in names}
     made = provenance(engine.model, cap=CAP)
