@@ -198,6 +198,7 @@ def scores(model: forerun.Model, cap: int, whole: int) -> None:
 
 def _quality(model: forerun.Model, cap: int, whole: int) -> dict[str, Any]:
     """Scores on many test prompts, decoded in large batches; greedy, so once is enough."""
+    beams = forerun.load(dtype=model.target.facts.precision, runtime="torch")  # for `generate`
     out: dict[str, Any] = {}
     progress, task = bar("quality", len(METHODS) * len(zoo.families()))
     greedy: dict[str, list[str]] = {}
@@ -207,7 +208,8 @@ def _quality(model: forerun.Model, cap: int, whole: int) -> dict[str, Any]:
             for family in zoo.families():
                 items = zoo.prompts(family, "test", whole)
                 parts = [items[i : i + 50] for i in range(0, len(items), 50)]
-                done = [execute(model, Batch(family, 0, part), name, cap) for part in parts]
+                runs = beams if name == "beam 5" else model
+                done = [execute(runs, Batch(family, 0, part), name, cap) for part in parts]
                 texts = [t for d in done for t in d.texts]
                 greedy.setdefault(family, texts)
                 cell["score"][family] = quality(family, items, texts)

@@ -189,7 +189,7 @@ def _cmasd_quality(
     prompts: int = 150, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"
 ):
     """CM-ASD's ablation: quality per family."""
-    cmasd.scores(forerun.load(dtype=dtype, device=device, runtime="torch"), tokens, prompts)
+    cmasd.scores(forerun.load(dtype=dtype, device=device), tokens, prompts)
 
 
 @app.command("cm-asd-modes")
