@@ -154,8 +154,8 @@ def bench(
 ) -> None:
     """Measure methods and other implementations side by side, prompt by prompt.
 
-    Every prompt is written by all methods in turn, plain decoding among them, in an order that
-    rotates. Interrupted, it keeps what is complete, and the same command goes on.
+    Every prompt is written by all methods in turn, plain decoding among them, in an order
+    drawn anew. Interrupted, it keeps what is complete, and the same command goes on.
     """
     if context.invoked_subcommand is not None:
         return

@@ -1,8 +1,9 @@
 """Paired, interleaved measurements: every method on every prompt, side by side.
 
 A *group* is a batch of prompts decoded together. Per group all methods run in turn, in an order
-that rotates from group to group, so that a machine that gets slower or faster favours none. A
-group counts once every method has run on it: what is compared is always paired.
+drawn for it: a machine that gets slower or faster favours none, and none always finds in the caches
+what the same other one has left. A group counts once every method has run on it: what is compared
+is always paired.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -145,14 +147,13 @@ def measure(
     runs = _Progress(work, todo, active, tell)
     warm: set[int] = set()
     try:
-        for turn, group in enumerate(todo):
+        for group in todo:
             if group.batch not in warm:
                 _warm_up(results, group, active)
                 warm.add(group.batch)
             able = _able(active, group.batch)
             finished: dict[str, Run] = {}
-            for step in range(len(able)):
-                method = able[(step + turn) % len(able)]
+            for method in random.Random(repr(group.key)).sample(able, len(able)):
                 run = _try(results, method, group.tasks, active)
                 if run is not None:
                     finished[method.name] = run

@@ -324,8 +324,8 @@ def _method(document: Document) -> str:
              "write texts of one length"
     )  # fmt: skip
     return (
-        "<p>Per prompt all methods ran side by side in one process, in an order that rotates from "
-        "prompt to prompt; before that each wrote a few tokens that do not count. Texts were "
+        "<p>Per prompt all methods ran side by side in one process, in an order drawn for "
+        "each; before that each wrote a few tokens that do not count. Texts were "
         f"written {heat}, at most {s['max_new_tokens']} tokens. Times are wall times of whole "
         "requests, the prompt's processing included. Every sample is in <code>results.json</code>."
         "</p>"
