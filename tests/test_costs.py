@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,29 @@ def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"target", "draft", "cpu", "versions"} <= table.about.keys()
     assert model.target.lengths == [], "the caches are empty again"
     assert model.drafter.rows.lengths == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("quick_costs")
+def test_a_round_in_which_others_read_their_prompts_is_not_timed() -> None:
+    def rows(n: int) -> list[Any]:
+        def took(verify: float) -> Any:
+            return SimpleNamespace(
+                drafted=n, draft_seconds=0.1 * n, verify_seconds=verify, other_seconds=0.5
+            )
+
+        # The second row's prompt is read in the 9 s of the first one's second round.
+        times = [0.0, 9.0, 1.0, 1.5], [0.0, 1.0, 1.5]
+        return [SimpleNamespace(rounds=[took(t) for t in row]) for row in times]
+
+    def generate(prompts: Any, controller: str, **_: Any) -> list[Any]:
+        return rows(int(controller[len("fixed(") : -1]))
+
+    fake: Any = SimpleNamespace(generate=generate)
+    draft, passes, other = measuring._live(fake, [[1], [2]])
+    assert passes.keys() == {1, 2, 3, 5, 9}
+    assert {t for times in passes.values() for t in times} == {1.0, 1.5}
+    assert set(draft[2]) == {0.2}
+    assert set(other[0]) == {0.5}
 
 
 @pytest.mark.usefixtures("quick_costs")

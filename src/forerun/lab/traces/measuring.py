@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
+from forerun.engine.results import Round
 from forerun.errors import SettingError, require
 from forerun.lab.provenance import identity, machine
 from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread
@@ -217,14 +218,17 @@ def _live(
                 max_new_tokens=LIVE_TOKENS,
                 ignore_eos=True,
             )
-            # Rounds of the whole batch; the first is a warm-up, as is the first turn.
-            together = list(zip(*(c.rounds for c in done), strict=False))[1:]
-            for rounds in together if turn else ():
-                if all(r.drafted == n for r in rounds):
+            # Rows that share a round report one clock; where some are missing prompts were read.
+            shared: dict[tuple[float, float], list[Round]] = {}
+            for seen in chain.from_iterable(c.rounds for c in done):
+                shared.setdefault((seen.draft_seconds, seen.verify_seconds), []).append(seen)
+            for (drafting, verifying), rounds in shared.items():
+                every = len(rounds) == len(prompts) and all(r.drafted == n for r in rounds)
+                if turn and every and verifying:  # the first turn is a warm-up
                     other[n].append(rounds[0].other_seconds)
-                    passes[n + 1].append(rounds[0].verify_seconds)
+                    passes[n + 1].append(verifying)
                     if n:
-                        draft[n].append(rounds[0].draft_seconds)
+                        draft[n].append(drafting)
     timings = (draft, passes, other)
     draft, passes, other = ({n: t for n, t in series.items() if t} for series in timings)
     return draft, passes, other
