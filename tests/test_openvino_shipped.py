@@ -19,6 +19,7 @@ from forerun.drafters import Drafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NoDraft
 from forerun.engine import Engine
+from forerun.errors import SettingError
 from forerun.model import load
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
@@ -75,6 +76,20 @@ def test_greedy_text_is_torchs(
     drafter = NoDraft().build(None, None) if plain else ModelDrafter(draft, target.facts.vocab_size)
     assert texts(target, drafter, prompts, controller, rows) == reference
     assert target.pool.blocks.free == target.pool.blocks.total
+
+
+def test_a_draft_of_its_own_precision_changes_no_text(
+    prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    model = load(runtime="openvino(draft_precision='int8')")
+    drafter: Any = model.drafter
+    facts = model.target.facts, drafter.rows.facts
+    assert [part.precision for part in facts] == ["float32", "int8"]
+    done = model.generate(prompts, max_new_tokens=TOKENS, controller="fixed(4)")
+    assert [completion.tokens for completion in done] == reference
+    assert sum(completion.stats.accepted for completion in done) > TOKENS
+    with pytest.raises(SettingError, match="precision must be one of .* got 'q4'"):
+        load(draft="lookup", runtime="openvino(draft_precision='q4')")
 
 
 @pytest.mark.parametrize("draft", ["specbound", "adadecode"])

@@ -147,7 +147,8 @@ class ModelDraft(DrafterSpec):
         """Load the draft beside the target, on its device and in its dtype."""
         # An executor with a precision of its own is not told the target's.
         dtype = None if target.facts.executor == "openvino" else target.facts.precision
-        rows = self.runtime.load(Source(self.path, target.device, dtype, self.trust_remote_code))
+        source = Source(self.path, target.device, dtype, self.trust_remote_code, drafts=True)
+        rows = self.runtime.load(source)
         if target_tokenizer is not None:
             tokenizer = load_tokenizer(self.path, self.trust_remote_code)
             check_same_tokenizer(target_tokenizer, tokenizer, self.path)

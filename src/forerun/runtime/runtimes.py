@@ -29,6 +29,8 @@ class Source:
     device: str | torch.device | None = None
     dtype: str | torch.dtype | None = None
     trust_remote_code: bool = False
+    drafts: bool = False
+    """Whether it only runs ahead, so that its rounding changes no greedy text."""
 
 
 class RuntimeSpec(ABC):
@@ -66,11 +68,13 @@ class OpenVINORuntime(RuntimeSpec):
         precision: "fp32" (its cache, too; the default), "bf16" (both) or "int8" (weights, all else
             in fp32). The last two are other models than the one in fp32, and reports name them.
         threads: of OpenVINO, ≥ 1; None: as many as torch has.
+        draft_precision: of draft models; None: the same. Greedy text is the target's in any.
     """
 
     summary: ClassVar[str] = "OpenVINO's paged attention on a CPU; fast passes, fp32, bf16 or int8"
     precision: str = "fp32"
     threads: int | None = None
+    draft_precision: str | None = None
 
     def load(self, source: Source) -> Rows:
         """Export and compile it, or take the exported graph from the cache."""
@@ -85,9 +89,13 @@ class OpenVINORuntime(RuntimeSpec):
                 f"runtime openvino takes its precision from its own setting, got the dtype "
                 f"{str(dtype).removeprefix('torch.')}; write openvino(precision='bf16')"
             )
+        from forerun.runtime.openvino.executor import settings
         from forerun.runtime.openvino.load import from_name
 
-        return Rows(from_name(source.name, self.precision, self.threads, source.trust_remote_code))
+        if self.draft_precision:  # the target is loaded first, and takes long
+            settings(self.draft_precision, self.threads or torch.get_num_threads())
+        precision = (source.drafts and self.draft_precision) or self.precision
+        return Rows(from_name(source.name, precision, self.threads, source.trust_remote_code))
 
 
 @dataclass(frozen=True)
