@@ -25,7 +25,7 @@ from tiny import build, texts
 ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
 from forerun.runtime.openvino import executor as executing  # noqa: E402
-from forerun.runtime.openvino import fixed, nodes, store  # noqa: E402
+from forerun.runtime.openvino import forms, nodes, store  # noqa: E402
 from forerun.runtime.openvino import load as loading  # noqa: E402
 from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.blocks import Blocks  # noqa: E402
@@ -90,7 +90,7 @@ def alone(model: Any, tokens: list[int]) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of several tokens for tiny models, too."""
-    monkeypatch.setattr(fixed, "SMALLEST_WIDE", 0)
+    monkeypatch.setattr(forms, "SMALLEST_WIDE", 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -602,55 +602,92 @@ def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_p
     assert saved_generation_config("") is saved_generation_config(str(tmp_path / "no")) is None
 
 
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the graphs that ran."""
+    ran: list[int] = []
+    run = forms.Form.run
+
+    def noted(self: forms.Form, *arguments: Any) -> Any:
+        ran.append(self.tokens)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(forms.Form, "run", noted)
+    return ran
+
+
 def test_a_row_alone_goes_through_graphs_of_fixed_shapes(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executing, "FIRST_BLOCKS", 1)
+    monkeypatch.setattr(executing, "FIRST_BLOCKS", 1)  # the pool grows below them
     executor = from_model(model)
-    ran: list[tuple[int, int]] = []
-    run = fixed.Fixed.run
-
-    def noted(self: fixed.Fixed, piece: list[int], start: int, *rest: Any) -> Any:
-        ran.append((self.tokens, start))
-        return run(self, piece, start, *rest)
-
-    monkeypatch.setattr(fixed.Fixed, "run", noted)
     text = [(5 * i + 3) % 90 for i in range(nodes.BLOCK + 9)]
     exact = alone(model, text)
 
-    def feed(at: int, count: int, wanted: int) -> None:
+    def feed(at: int, count: int, wanted: int) -> int:
         executor.run([0, 0], [[], text[:at]], [0, 0])
-        ran.clear()
         seen = executor.run([0, at], [[], text[at : at + count]], [0, wanted])
         close(seen[1, :wanted], exact[at + count - wanted : at + count])
+        return sizes[-1]
 
     for count, tokens in ((1, 1), (2, 5), (5, 5), (6, 8), (8, 8), (3, 5)):
-        for at in (9, 10, nodes.BLOCK - tokens, 9):  # at last rolled back
+        for at in (9, 10, nodes.BLOCK - 2, nodes.BLOCK, 9):  # at last rolled back
             for wanted in (1, count):
-                feed(at, count, wanted)
-                assert ran == [(tokens, at)]
-    feed(9, 9, 1)
-    assert not ran, "nothing was compiled for so many"
-    for at in (nodes.BLOCK - 2, nodes.BLOCK):
-        feed(at, 3, 2)
-        assert not ran, "the second block lies beyond the one they were compiled for"
+                assert feed(at, count, wanted) == tokens
+    assert feed(9, 9, 1) == 0, "nothing is compiled for so many of a row alone"
 
 
-def test_a_row_with_a_source_goes_through_them_too() -> None:
+def test_rows_that_share_passes_go_through_larger_ones(model: Any, sizes: list[int]) -> None:
+    executor = from_model(model)
+    rows = texts(40, 60, 50)
+    exact = [alone(model, text) for text in rows]
+    held = [7, nodes.BLOCK - 1, 30]
+
+    def feed(*counts: int) -> int:
+        """From where each row stands: all is rolled back afterwards."""
+        pieces = [t[at : at + n] for t, at, n in zip(rows, held, counts, strict=True)]
+        seen = executor.run(held, pieces, counts)
+        for row, (at, n) in enumerate(zip(held, counts, strict=True)):
+            close(seen[row, :n], exact[row][at : at + n])
+        return sizes[-1]
+
+    executor.run([0] * 3, [text[:at] for text, at in zip(rows, held, strict=True)], [0] * 3)
+    # What is filled up is the last row that is fed, whatever the others hold.
+    assert [feed(1, 1, 1), feed(2, 1, 1), feed(2, 3, 0), feed(0, 4, 4)] == [5, 5, 5, 8]
+    assert feed(4, 4, 4) == 0
+    executor.reserve(3, 64)
+    assert [feed(4, 4, 4), feed(6, 5, 5), feed(1, 9, 0), feed(1, 1, 1)] == [12, 16, 12, 5]
+    assert feed(9, 5, 3) == 0
+    executor.keep([2, 0], [30, 7])
+    rows, exact, held = [rows[2], rows[0]], [exact[2], exact[0]], [30, 7]
+    assert [feed(6, 6), feed(1, 4), feed(0, 1)] == [12, 5, 1]
+
+
+def test_rows_with_sources_go_through_them_too(sizes: list[int]) -> None:
     model = build_encoder_decoder("bart", max_position_embeddings=300)
     executor = from_model(model, cached=False)
+    executor.reserve(2, 64)
     (text,) = texts(20)
-    for source in texts(60, 7):  # of two blocks and of one
+    sources = texts(60, 7)  # of two blocks and of one
+    exact = [alone_with(model, source, text) for source in sources]
+    for row, source in enumerate(sources):
         executor.attend([source])
         executor.run([0], [text[:9]], [0])
-        exact = alone_with(model, source, text)
         for at, count in ((9, 1), (10, 5), (12, 8), (9, 3)):
-            assert executor._fits_row(executor._fits[count], 0)
-            close(executor.run([at], [text[at : at + count]], [count])[0], exact[at : at + count])
+            seen = executor.run([at], [text[at : at + count]], [count])[0]
+            close(seen, exact[row][at : at + count])
+            assert sizes[-1] in (1, 5, 8)
         executor.keep([], [])
-    executor.attend(texts(nodes.BLOCK * fixed.SOURCE_BLOCKS + 1))
-    executor.run([0], [text[:1]], [0])
-    assert not executor._fits_row(executor._fits[1], 0), "a longer source goes through open shapes"
+    executor.attend(sources)
+    executor.run([0, 0], [text[:9], text[:5]], [0, 0])
+    for counts, tokens in (((1, 1), 5), ((2, 4), 8), ((0, 3), 5), ((6, 5), 12), ((9, 9), 0)):
+        pieces = [text[at : at + n] for at, n in zip((9, 5), counts, strict=True)]
+        seen = executor.run([9, 5], pieces, counts)
+        for row, (at, n) in enumerate(zip((9, 5), counts, strict=True)):
+            close(seen[row, :n], exact[row][at : at + n])
+        assert sizes[-1] == tokens
+    executor.keep([1], [5])
+    close(executor.run([5], [text[5:8]], [3])[0], exact[1][5:8])
 
 
 def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:
@@ -664,12 +701,14 @@ def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:
 def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
-    def of(weights: int, precision: str = "float32") -> tuple[int, ...]:
+    def of(weights: int, precision: str = "float32") -> tuple[list[int], list[int]]:
         facts = Facts(vocab_size=8, limit=8, weights=weights, precision=precision)
-        return fixed.widths(facts)
+        return forms.sizes(facts)
 
     million = 1 << 20
-    assert [of(n * million) for n in (16, 32, 64, 65)] == [(1, 5, 8), (1, 5), (1,), ()]
-    assert of(64 * million, "int8") == (1, 5, 8), "a byte each"
-    assert of(million) == (1, 2), "small ones stay in the caches"
-    assert of(0) == of(million, "bfloat16") == ()
+    every = [1, 5, 8], [12, 16]
+    assert of(16 * million) == of(64 * million, "int8") == every, "a byte each"
+    bounded = [of(n * million) for n in (24, 32, 48, 96, 97)]
+    assert bounded == [([1, 5, 8], [12]), ([1, 5, 8], []), ([1, 5], []), ([1], []), ([], [])]
+    assert of(million) == ([1, 2], [4, 8, 12, 16]), "small ones stay in the caches"
+    assert of(0) == of(million, "bfloat16") == ([], [])

@@ -63,4 +63,3 @@ class Blocks:
         self.tables = [left.pop(row, []) for row in rows]
         for table in left.values():
             self._free.extend(table)
-        self._free.sort(reverse=True)  # the lowest go first: see `fixed.Fixed.holds`

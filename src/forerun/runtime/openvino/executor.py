@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from operator import add
 from typing import Any
 
@@ -18,10 +16,8 @@ from forerun.errors import SettingError
 from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.fixed import Fixed, compiled_forms
-from forerun.runtime.openvino.nodes import caches
+from forerun.runtime.openvino.forms import Forms, spans
 from forerun.runtime.openvino.pool import Pool
-from forerun.runtime.openvino.request import Request
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
@@ -59,18 +55,10 @@ class OpenVINOExecutor(Executor):
     def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
-        how = settings(facts.precision, self.threads)
-        compiled, self._fixed = compiled_forms(graph, facts, how, FIRST_BLOCKS)
-        widest = max((x.tokens for x in self._fixed), default=-1)
-        self._fits = [next(x for x in self._fixed if x.tokens >= n) for n in range(widest + 1)]
-        self._request = Request(compiled, facts.vocab_size)
+        self._forms = Forms(graph, facts, settings(facts.precision, self.threads))
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
-        self._places = memoryview(array("q", range(facts.limit)))
-        self._shape: tuple[list[int], list[int]] = [], []
-        self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
-        self._tables_bound = False
-        self._ports = caches(compiled.inputs)
-        self.pool = Pool(self._ports, FIRST_BLOCKS, self._bind_pool)
+        self._version = 0  # of the tables
+        self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
 
     @property
     def nbytes(self) -> int:
@@ -80,11 +68,13 @@ class OpenVINOExecutor(Executor):
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
         self.pool.reserve(rows, columns)
+        if rows > 1:
+            self._forms.share()
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows, in this order; the blocks of the others are free again."""
         self.pool.keep(rows, lengths)
-        self._tables_bound = False
+        self._version += 1
 
     def copy_out(self, row: int, first: int, last: int) -> Columns:
         """Out of the row's blocks, as bytes."""
@@ -92,8 +82,7 @@ class OpenVINOExecutor(Executor):
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
         """Into the row's blocks, which it is given."""
-        if self.pool.write(row, first, columns.states):
-            self._tables_bound = False
+        self._version += self.pool.write(row, first, columns.states)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One packed pass; the logits are the caller's own."""
@@ -102,7 +91,7 @@ class OpenVINOExecutor(Executor):
         if seen.shape[0] == rows * width:
             return seen.clone().view(rows, width, self.facts.vocab_size)
         out = torch.zeros(rows, width, self.facts.vocab_size)
-        for row, (first, last) in enumerate(_spans(wanted)):
+        for row, (first, last) in enumerate(spans(wanted)):
             out[row, : last - first] = seen[first:last]
         return out
 
@@ -120,10 +109,10 @@ class OpenVINOExecutor(Executor):
         tokens, sound, values = read(self._pass(starts, pieces, wanted), signals)
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
-        spans, width = _spans(wanted), max(wanted, default=0)
+        places, width = spans(wanted), max(wanted, default=0)
 
         def by_row(values: list[Any], nothing: Any) -> list[list[Any]]:
-            return [values[a:b] + [nothing] * (width - b + a) for a, b in spans]
+            return [values[a:b] + [nothing] * (width - b + a) for a, b in places]
 
         return Best(
             by_row(tokens, 0),
@@ -164,73 +153,22 @@ class OpenVINOExecutor(Executor):
     ) -> NDArray[np.float32]:
         """Run one packed pass; `(sum(wanted), V)`, overwritten by the next one."""
         counts = [len(piece) for piece in pieces]
-        if not any(counts):
+        if not (size := sum(counts)):
             return np.empty((0, self.facts.vocab_size), np.float32)
         ends = list(map(add, starts, counts))
-        if (size := sum(counts)) < len(self._fits) and max(counts) == size:
-            row, fixed = counts.index(size), self._fits[size]
-            end = starts[row] + fixed.tokens
-            self.cover([*ends[:row], min(end, self.facts.limit), *ends[row + 1 :]])
-            if end <= self.facts.limit and self._fits_row(fixed, row):
-                return self._run_row(fixed, row, pieces[row], starts[row], wanted[row])
+        form = self._forms.fitting(size)
+        if padding := form.tokens and form.tokens - size:
+            last = max(row for row, count in enumerate(counts) if count)
+            if ends[last] + padding <= self.facts.limit:
+                ends[last] += padding
+            else:
+                form = self._forms.open
         self.cover(ends)
-        if (counts, wanted) != self._shape:
-            self._bind_shape(counts, list(wanted))
-        if not self._tables_bound:
-            self._bind_tables()
-        for at, (row, first, last) in enumerate(self._fed):
-            self._ids[first:last] = array("q", pieces[row])
-            self._positions[first:last] = self._places[starts[row] : ends[row]]
-            self._past[at] = starts[row]
-        self._request.longest[0] = max(ends)
-        self._request.infer()
-        return self._logits
+        return form.run(starts, pieces, wanted, ends, self.pool.tables, self._version)
 
     def cover(self, ends: Sequence[int]) -> None:
         """Have blocks for rows of so many tokens."""
-        if self.pool.cover(ends):
-            self._tables_bound = False
-
-    def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
-        """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
-        self._shape = counts, wanted
-        fed = [(row, *span) for row, span in enumerate(_spans(counts)) if counts[row]]
-        if [row for row, *_ in fed] != [row for row, *_ in self._fed]:
-            self._tables_bound = False
-        self._fed, size, request = fed, fed[-1][2], self._request
-        ends = [last for *_, last in fed]
-        heads = [at for row, _, last in fed for at in range(last - wanted[row], last)]
-        request.input("subsequence_begins", len(ends) + 1)[1:] = array("i", ends)
-        request.input("wanted", len(heads))[:] = array("q", heads)
-        self._logits = request.output(len(heads))
-        self._past = request.input("past_lens", len(fed))
-        self._ids = request.input("input_ids", size)
-        self._positions = request.input("position_ids", size)
-
-    def _bind_tables(self) -> None:
-        """Set the inputs that say where the fed rows' blocks are."""
-        tables = [self.pool.tables[row] for row, *_ in self._fed]
-        blocks = [block for table in tables for block in table]
-        begins = list(accumulate(map(len, tables)))
-        self._request.input("block_indices", len(blocks))[:] = array("i", blocks)
-        self._request.input("block_indices_begins", len(begins) + 1)[1:] = array("i", begins)
-        self._tables_bound = True
-
-    def _fits_row(self, fixed: Fixed, row: int) -> bool:
-        """Whether what a row holds can be read by a graph of fixed shapes."""
-        return fixed.holds(self.pool.tables[row])
-
-    def _run_row(
-        self, fixed: Fixed, row: int, piece: Sequence[int], start: int, wanted: int
-    ) -> NDArray[np.float32]:
-        """Run a graph of fixed shapes on the only row that is fed."""
-        return fixed.run(piece, start, wanted, self.pool.tables[row])
-
-    def _bind_pool(self, tensors: list[ov.Tensor]) -> None:
-        for port, tensor in zip(self._ports, tensors, strict=True):
-            self._request.set(port, tensor)
-        for fixed in self._fixed:
-            fixed.bind(tensors)
+        self._version += self.pool.cover(ends)
 
 
 def settings(precision: str, threads: int) -> dict[str, Any]:
@@ -261,9 +199,3 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
         "ENABLE_CPU_PINNING": False,  # all processes would be pinned to the same cores
         "INFERENCE_NUM_THREADS": threads,
     }
-
-
-def _spans(counts: Iterable[int]) -> list[tuple[int, int]]:
-    """Where pieces of so many entries begin and end, one after the other."""
-    ends = list(accumulate(counts))
-    return list(zip([0, *ends], ends, strict=False))

@@ -69,7 +69,6 @@ def probe(executor: Executor, expected: Reference) -> None:
     encodes = executor.facts.source_limit is not None
     if encodes:
         executor.attend([a, b])
-    executor.reserve(3, max(map(len, (a, b, c))) + 1)
     executor.run([0, 0], [a[:-4] + rejected, b[:-3] + rejected], [1, 0])
     if encodes:
         executor.attend([c])

@@ -1,0 +1,223 @@
+"""A model's compiled graphs: one for any number of tokens, and some for exactly so many.
+
+In a graph of open shapes every node asks before it runs whether its shapes have changed, and where
+they have it prepares itself anew. Between the weights of a pass, which sweep the caches, asking
+costs some 3 µs a node, and of the shipped target a change 1 to 2 ms of a pass of 5 to 10. In a
+graph for so many tokens only attention stays open, since rows come and go.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from forerun.runtime.base import Facts, Pieces
+from forerun.runtime.openvino.core import core
+from forerun.runtime.openvino.nodes import SOURCE_ROW, caches
+from forerun.runtime.openvino.request import Request
+
+SIZES = (1, 5, 8), (12, 16)
+"""Tokens that graphs are compiled for: of a row alone, and when rows first share passes."""
+SMALL_SIZES = (1, 2), (4, 8, 12, 16)
+"""Those of a small model: it drafts, a token of each row at a time."""
+MOST_PADDING = 3
+"""Tokens up to which a pass is filled up to such a size: between two weights that sweep the caches,
+so many more cost less than open shapes do."""
+LARGEST_COPIES = 384 << 20
+"""Bytes of weights up to which such graphs are held: each has its own copy, and the larger they are
+the less it matters what is between them."""
+SMALLEST_WIDE = 24 << 20
+"""Bytes of weights from which a model is not small."""
+
+
+def sizes(facts: Facts) -> tuple[list[int], list[int]]:
+    """Those that are worth their memory, of `SIZES` or `SMALL_SIZES`."""
+    size = facts.weights * {"float32": 4, "int8": 1}.get(facts.precision, 0)  # bf16: not tried
+    alone, shared = SIZES if size >= SMALLEST_WIDE else SMALL_SIZES
+    held = [*alone, *shared][: LARGEST_COPIES // size] if size else []
+    return held[: len(alone)], held[len(alone) :]
+
+
+Tell = Callable[[Request, list[int]], None]
+"""Is told of which row each token is that this request will be fed."""
+
+
+class Form:
+    """A compiled graph, and what is bound to its inputs.
+
+    Args:
+        graph: with paged-attention nodes; it is changed.
+        facts: of the model.
+        settings: of the plug-in.
+        tokens: every pass feeds so many; 0: any number.
+
+    Raises:
+        RuntimeError: this graph cannot be had for so many tokens.
+    """
+
+    def __init__(
+        self, graph: ov.Model, facts: Facts, settings: dict[str, Any], tokens: int = 0
+    ) -> None:
+        if tokens:
+            shapes = {"input_ids": [tokens, 1], "position_ids": [tokens, 1]}
+            shapes |= {"wanted": [tokens], SOURCE_ROW: [tokens]}
+            named = {name: port for port in graph.inputs for name in port.get_names()}
+            graph.reshape({named[n]: ov.PartialShape(s) for n, s in shapes.items() if n in named})
+        self.tokens = tokens
+        self.request = Request(core().compile_model(graph, "CPU", settings), facts.vocab_size)
+        self.tell: Tell | None = None
+        """Called when that has changed, if anybody wants to know."""
+        self._places = memoryview(array("q", range(facts.limit)))
+        self._shape: tuple[Sequence[int], Sequence[int]] = (), ()
+        self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
+        self._version = -1
+
+    def ports(self, prefix: str = "") -> list[Any]:
+        """The inputs that are pools; see `nodes.caches`."""
+        return caches(self.request.inputs, prefix)
+
+    def bind(self, pools: Iterable[ov.Tensor], prefix: str = "") -> None:
+        """Read and write these pools, in the order of these inputs."""
+        for port, pool in zip(self.ports(prefix), pools, strict=True):
+            self.request.set(port, pool)
+
+    def run(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        ends: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        version: int,
+    ) -> NDArray[np.float32]:
+        """One packed pass.
+
+        Args:
+            starts, pieces, wanted: see `Executor.run`.
+            ends: tokens each row holds afterwards. Of the last row that is fed all that the graph
+                takes beyond the pieces: it lies behind them, and what comes next overwrites it.
+            tables: each row's blocks, enough for that.
+            version: another one whenever the tables are others.
+
+        Returns:
+            `(sum(wanted), V)`, overwritten by the next pass.
+        """
+        counts = [len(piece) for piece in pieces]
+        if (counts, wanted) != self._shape:
+            self._bind_shape(counts, list(wanted))
+        if version != self._version:
+            self._bind_tables(tables)
+            self._version = version
+        for at, (row, first, last) in enumerate(self._fed):
+            piece = pieces[row]
+            self._ids[first : first + len(piece)] = array("q", piece)
+            self._positions[first:last] = self._places[starts[row] : ends[row]]
+            self._past[at] = starts[row]
+        self.request.longest[0] = max(ends)
+        self.request.infer()
+        return self._logits
+
+    def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
+        """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
+        self._shape = counts, wanted
+        fed = [(row, *span) for row, span in enumerate(spans(counts)) if counts[row]]
+        heads = [at for row, _, last in fed for at in range(last - wanted[row], last)]
+        size = self.tokens or fed[-1][2]
+        fed[-1] = *fed[-1][:2], size
+        if self.tell or [row for row, *_ in fed] != [row for row, *_ in self._fed]:
+            self._version = -1
+        self._fed, request = fed, self.request
+        ends = [last for *_, last in fed]
+        request.input("subsequence_begins", len(ends) + 1)[1:] = array("i", ends)
+        request.input("wanted", self.tokens or len(heads))[: len(heads)] = array("q", heads)
+        self._logits = request.output(self.tokens or len(heads))[: len(heads)]
+        self._past = request.input("past_lens", len(fed))
+        self._ids = request.input("input_ids", size)
+        self._positions = request.input("position_ids", size)
+
+    def _bind_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """Set the inputs that say where the fed rows' blocks are."""
+        held = [tables[row] for row, *_ in self._fed]
+        blocks = [block for table in held for block in table]
+        begins = list(accumulate(map(len, held)))
+        self.request.input("block_indices", len(blocks))[:] = array("i", blocks)
+        self.request.input("block_indices_begins", len(begins) + 1)[1:] = array("i", begins)
+        if self.tell:
+            self.tell(self.request, [row for row, a, b in self._fed for _ in range(a, b)])
+
+
+class Forms:
+    """The form for each number of tokens.
+
+    Args:
+        graph, facts, settings: as for `Form`; the graph is not changed.
+    """
+
+    def __init__(self, graph: ov.Model, facts: Facts, settings: dict[str, Any]) -> None:
+        def compiled(sizes: Sequence[int]) -> list[Form]:
+            return _compiled(lambda tokens: Form(graph.clone(), facts, settings, tokens), sizes)
+
+        alone, shared = sizes(facts)
+        self._later = partial(compiled, shared) if shared else None  # holds the graph
+        self._pools: dict[str, list[ov.Tensor]] = {}
+        self._tell: Tell | None = None
+        self.open, *self._exact = compiled([0, *alone])
+        self._order()
+
+    def fitting(self, tokens: int) -> Form:
+        """The one that takes least time for so many."""
+        return self._fitting[tokens] if tokens < len(self._fitting) else self.open
+
+    def share(self) -> None:
+        """Rows will share passes: have what these need, too. The first time it takes a moment."""
+        if self._later:
+            new, self._later = self._later(), None
+            for form in new:
+                form.tell = self._tell
+                for prefix, pools in self._pools.items():
+                    form.bind(pools, prefix)
+            self._exact += new
+            self._order()
+
+    def bind(self, pools: list[ov.Tensor], prefix: str = "") -> None:
+        """Let all read and write these pools; see `Form.bind`."""
+        self._pools[prefix] = pools
+        for form in (self.open, *self._exact):
+            form.bind(pools, prefix)
+
+    def tell(self, tell: Tell) -> None:
+        """Let all call this when which row each fed token is of has changed."""
+        self._tell = tell
+        for form in (self.open, *self._exact):
+            form.tell = tell
+
+    def _order(self) -> None:
+        self._fitting = [self.open] * (1 + max((form.tokens for form in self._exact), default=-1))
+        for form in reversed(self._exact):
+            for tokens in range(max(form.tokens - MOST_PADDING, 1), form.tokens + 1):
+                self._fitting[tokens] = form
+
+
+def _compiled(form: Callable[[int], Form], sizes: Sequence[int]) -> list[Form]:
+    """Those for so many tokens each; but for 0 only those that can be had."""
+    with ThreadPoolExecutor() as pool:  # most of compiling runs on one thread
+        made = [pool.submit(form, tokens) for tokens in sizes]
+    return [
+        form.result()
+        for tokens, form in zip(sizes, made, strict=True)
+        if not tokens or not isinstance(form.exception(), RuntimeError)
+    ]
+
+
+def spans(counts: Iterable[int]) -> list[tuple[int, int]]:
+    """Where pieces of so many entries begin and end, one after the other."""
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends, strict=False))
