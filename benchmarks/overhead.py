@@ -11,7 +11,7 @@ import forerun
 from benchmarks.common import PENALTY, generate, interleaved, provenance, save, table, tasks
 from forerun.drafters.model import ModelDrafter
 
-METHODS: list[str | None] = [None, "fixed(2)", "fixed(4)", "gammatune", "gammatune+", "auto"]
+METHODS: list[str | None] = [None, "fixed(2)", "fixed(4)", "gammatune", "gammatune+", "auto(high=4)", "auto"]
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 
@@ -32,15 +32,17 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
             "verify": verify / (draft + verify + other),
             "other": other / (draft + verify + other),
             "other_us_per_round": float(np.median(per_round)),
+            "drafted_per_round": sum(s.drafted for s in done) / sum(s.rounds for s in done),
         }
     costs = forward_costs(model)
     text = (
         "Share of the rounds' time outside both models' forward passes (batch 1, greedy):\n\n"
         + table(
-            ["controller", "draft", "verify", "everything else", "of which per round"],
+            ["controller", "draft", "verify", "everything else", "of which per round",
+             "drafted per round"],
             [
                 [m, f"{s['draft']:.1%}", f"{s['verify']:.1%}", f"**{s['other']:.1%}**",
-                 f"{s['other_us_per_round']:.0f} µs"]
+                 f"{s['other_us_per_round']:.0f} µs", f"{s['drafted_per_round']:.1f}"]
                 for m, s in shares.items()
             ],
         )
