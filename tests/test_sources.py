@@ -161,6 +161,7 @@ def test_beam_search_is_a_peer(model: Model) -> None:
     assert done.tokens[0] == out[0, 1 : 1 + len(done.tokens[0])].tolist()
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_calibrate_and_costs_read_sources(model: Model) -> None:
     found = easd(model, SOURCES, sampling=Sampling(max_new_tokens=8))
     assert found.target.steps == found.draft.steps > 0

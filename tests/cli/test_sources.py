@@ -77,6 +77,7 @@ def test_record_replay_and_tune(forerun, trace, tmp_path):
     assert found.code == 0, found.err
 
 
+@pytest.mark.usefixtures("quick_costs")
 def test_audit_calibrate_and_costs(forerun, models, prompts):
     done = forerun("audit", *models, "--prompts", prompts, "--max-new-tokens", "8",
                    "--batch-size", "2", "--json")  # fmt: skip
