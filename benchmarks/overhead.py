@@ -11,7 +11,9 @@ import forerun
 from benchmarks.common import PENALTY, generate, interleaved, provenance, save, table, tasks
 from forerun.drafters.model import ModelDrafter
 
-METHODS: list[str | None] = [None, "fixed(2)", "fixed(4)", "gammatune", "gammatune+", "auto(high=4)", "auto"]
+METHODS: list[str | None] = [
+    None, "fixed(2)", "fixed(4)", "gammatune", "gammatune+", "auto(high=4)", "auto",
+]  # fmt: skip
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 

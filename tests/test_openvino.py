@@ -690,6 +690,27 @@ def test_rows_with_sources_go_through_them_too(sizes: list[int]) -> None:
     close(executor.run([5], [text[5:8]], [3])[0], exact[1][5:8])
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_what_cannot_be_compiled_goes_through_open_shapes(
+    model: Any, sizes: list[int], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    made = forms.Form.__init__
+
+    def refuse(self: forms.Form, *arguments: Any) -> None:
+        if arguments[-1] in (5, 16):
+            raise error
+        made(self, *arguments)
+
+    monkeypatch.setattr(forms.Form, "__init__", refuse)
+    executor = from_model(model)
+    executor.reserve(2, 64)
+    (text,) = texts(20)
+    exact = alone(model, text)
+    for count, tokens in ((4, 0), (7, 8), (12, 12), (14, 0)):
+        close(executor.run([0], [text[:count]], [count])[0], exact[:count])
+        assert sizes[-1] == tokens
+
+
 def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:
     executor = from_model(model)
     limit = executor.facts.limit

@@ -60,7 +60,7 @@ class Form:
         tokens: every pass feeds so many; 0: any number.
 
     Raises:
-        RuntimeError: this graph cannot be had for so many tokens.
+        RuntimeError, MemoryError: this graph cannot be had for so many tokens.
     """
 
     def __init__(
@@ -206,14 +206,14 @@ class Forms:
                 self._fitting[tokens] = form
 
 
-def _compiled(form: Callable[[int], Form], sizes: Sequence[int]) -> list[Form]:
+def _compiled(make: Callable[[int], Form], sizes: Sequence[int]) -> list[Form]:
     """Those for so many tokens each; but for 0 only those that can be had."""
     with ThreadPoolExecutor() as pool:  # most of compiling runs on one thread
-        made = [pool.submit(form, tokens) for tokens in sizes]
+        made = [pool.submit(make, tokens) for tokens in sizes]
     return [
         form.result()
         for tokens, form in zip(sizes, made, strict=True)
-        if not tokens or not isinstance(form.exception(), RuntimeError)
+        if not tokens or not isinstance(form.exception(), (RuntimeError, MemoryError))
     ]
 
 
