@@ -47,7 +47,7 @@ def sizes(facts: Facts) -> tuple[list[int], list[int]]:
 
 
 Tell = Callable[[Request, list[int]], None]
-"""Is told of which row each token is that this request will be fed."""
+"""Is given a request and, for each token it will be fed, the row it belongs to."""
 
 
 class Form:
@@ -74,7 +74,7 @@ class Form:
         self.tokens = tokens
         self.request = Request(core().compile_model(graph, "CPU", settings), facts.vocab_size)
         self.tell: Tell | None = None
-        """Called when that has changed, if anybody wants to know."""
+        """Called when the rows of the tokens, or the tables, are others; None: nobody needs it."""
         self._places = memoryview(array("q", range(facts.limit)))
         self._shape: tuple[Sequence[int], Sequence[int]] = (), ()
         self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
@@ -177,7 +177,8 @@ class Forms:
         return self._fitting[tokens] if tokens < len(self._fitting) else self.open
 
     def share(self) -> None:
-        """Rows will share passes: have what these need, too. The first time it takes a moment."""
+        """Compile, once, what passes of several rows need, too: half a second for the shipped
+        pair."""
         if self._later:
             new, self._later = self._later(), None
             for form in new:
@@ -194,7 +195,7 @@ class Forms:
             form.bind(pools, prefix)
 
     def tell(self, tell: Tell) -> None:
-        """Let all call this when which row each fed token is of has changed."""
+        """Let all call this; see `Form.tell`."""
         self._tell = tell
         for form in (self.open, *self._exact):
             form.tell = tell
