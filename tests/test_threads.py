@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.controllers import CONTROLLERS
 from forerun.drafters.model import ModelDrafter
-from forerun.engine import Engine
+from forerun.engine import Engine, Sampling
 from forerun.engine.shared import Turns
 from forerun.errors import PromptError, SettingError
 from forerun.model import Model
+from forerun.rules import RULES
 from forerun.testing import ScriptedModel
 from test_engine import V, chaotic, noisy
 
@@ -85,6 +87,23 @@ def test_eight_threads() -> None:
     assert shared.target.lengths == []
 
 
+def test_an_event_may_be_looked_at_while_another_thread_takes_the_next_round() -> None:
+    class Slow:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            time.sleep(1e-3)
+            return "".join(map(str, tokens))
+
+    model = make()
+    wanted = model.generate([1], max_new_tokens=20).tokens
+    run = Engine(model.target, model.drafter, Slow())
+    run.submit([1], Sampling(max_new_tokens=20), CONTROLLERS.make("fixed"), RULES.make("exact"))
+    with ThreadPoolExecutor(8) as pool:
+        looks = [pool.submit(lambda e: e.pieces, event) for event in run.run()]
+    pieces = [piece for look in looks for piece in look.result()]
+    assert [piece.token for piece in pieces] == wanted
+    assert "".join(piece.text for piece in pieces) == "".join(map(str, wanted))
+
+
 def test_streams_of_one_thread_may_be_read_in_any_order() -> None:
     alone, model = make(), make()
     asked = calls(9, 6)
@@ -139,10 +158,6 @@ def test_a_forgotten_stream_gives_its_rows_back() -> None:
 
 
 def test_rows_of_an_engine_of_ones_own_are_respected() -> None:
-    from forerun.controllers import CONTROLLERS
-    from forerun.engine import Sampling
-    from forerun.rules import RULES
-
     model = make()
     own = Engine(model.target, model.drafter)
     own.submit([1], Sampling(), CONTROLLERS.make("fixed"), RULES.make("exact"))

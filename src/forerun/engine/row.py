@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Row:
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     _pieces: list[Piece] = field(default_factory=list)
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+    """Events are looked at in any thread, while another takes the next round."""
 
     def __post_init__(self) -> None:
         self.sampling: Sampling = self.request.sampling
@@ -121,10 +124,11 @@ class Row:
 
     def pieces(self, upto: int) -> list[Piece]:
         """The text of the first `upto` tokens, made now if nobody has looked before."""
-        for place in range(len(self._pieces), upto):
-            token = self.context[self.prompt + place]
-            text = self.stops.push(self.text.push(token))
-            self._pieces.append(Piece(token, text, self.origins[place]))
+        with self._looking:
+            for place in range(len(self._pieces), upto):
+                token = self.context[self.prompt + place]
+                text = self.stops.push(self.text.push(token))
+                self._pieces.append(Piece(token, text, self.origins[place]))
         return self._pieces
 
     def complete(self, reason: FinishReason, error: Exception | None = None) -> Completion:
