@@ -35,7 +35,7 @@ from forerun.runtime.openvino.export import Attention, export  # noqa: E402
 from forerun.runtime.openvino.fuse import fuse  # noqa: E402
 from forerun.runtime.openvino.layers import OpenVINOLayersExecutor  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
-from forerun.runtime.openvino.weights import compress  # noqa: E402
+from forerun.runtime.openvino.weights import compress, halve, keep_halves  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
 WINDOW = 8
@@ -711,6 +711,56 @@ def test_what_cannot_be_compiled_goes_through_open_shapes(
         assert sizes[-1] == tokens
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "bart"])
+def test_bfloat16_weights_are_read_as_they_are(family: str, sizes: list[int]) -> None:
+    sourced = family == "bart"
+    model = build_encoder_decoder("bart") if sourced else tiny(family)
+    model = model.bfloat16().float()
+    graph = export(model)
+    products = sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
+    assert halve(graph) == products
+    executor = from_model(model, cached=False)
+    (text,) = texts(30)
+    exact = alone_with(model, text, text) if sourced else alone(model, text)
+    if sourced:
+        executor.attend([text])
+    at = 0
+    for count, tokens in ((9, 0), (1, 1), (3, 4), (4, 4), (5, 5), (7, 8)):
+        close(executor.run([at], [text[at : at + count]], [count])[0], exact[at : at + count])
+        at += count
+        assert sizes[-1] == tokens
+
+
+def test_weights_that_are_not_bfloat16_stay(model: Any) -> None:
+    graph = export(model)
+    assert halve(graph) == 0
+    assert not keep_halves(graph)
+
+
+@pytest.mark.usefixtures("own_store")
+@pytest.mark.parametrize("tied", [True, False])
+def test_halved_weights_of_a_large_model(
+    monkeypatch: pytest.MonkeyPatch, tied: bool, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(forms, "LARGEST_COPIES", 1)
+    tiny("llama", tie_word_embeddings=tied).bfloat16().save_pretrained(tmp_path / "model")
+    read = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    exact = alone(read, text := texts(30)[0])
+    for stored in (False, True):
+        executor = from_name(tmp_path / "model")
+        assert stored or not executor._forms._others
+        close(executor.run([0], [text], [30])[0], exact)
+        close(executor.run([20], [text[20:23]], [3])[0], exact[20:23])
+        executor.keep([], [])
+        executor.reserve(2, 64)  # rows share passes
+        assert executor._forms.fitting(4) is executor._forms.open is not executor._forms.fitting(5)
+        close(executor.run([0, 0], [text[:9], text], [9, 30])[0, :9], exact[:9])
+        close(executor.run([9, 30], [text[9:11], []], [2, 0])[0], exact[9:11])
+    if MULTIPLIES_BFLOAT16:
+        reduced = from_name(tmp_path / "model", "bf16", threads=2).run([0], [text], [30])[0]
+        assert 1e-4 < (reduced - exact).abs().max() / exact.abs().max() < 0.1
+
+
 def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:
     executor = from_model(model)
     limit = executor.facts.limit
@@ -722,9 +772,11 @@ def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:
 def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
-    def of(weights: int, precision: str = "float32") -> tuple[list[int], list[int]]:
+    def of(
+        weights: int, precision: str = "float32", halved: bool = False
+    ) -> tuple[list[int], list[int]]:
         facts = Facts(vocab_size=8, limit=8, weights=weights, precision=precision)
-        return forms.sizes(facts)
+        return forms.sizes(facts, halved)
 
     million = 1 << 20
     every = [1, 5, 8], [12, 16]
@@ -733,3 +785,9 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bounded == [([1, 5, 8], [12]), ([1, 5, 8], []), ([1, 5], []), ([1], []), ([], [])]
     assert of(million) == ([1, 2], [4, 8, 12, 16]), "small ones stay in the caches"
     assert of(0) == of(million, "bfloat16") == ([], [])
+    bounded = [of(n * million, halved=True) for n in (16, 24, 32, 48, 96)]
+    assert bounded[:2] == [([1, 4, 5, 8], [12, 16]), ([1, 4, 5, 8], [12])]
+    assert bounded[2:] == [([1, 4, 5, 8], []), ([1, 4, 5], []), ([1, 4], [])]
+    assert of(million, halved=True) == of(million)
+    large = [of(n * million, halved=True) for n in (97, 512, 513)]
+    assert large == [([1], [0]), ([], [0]), ([], [])]

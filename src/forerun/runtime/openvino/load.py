@@ -19,7 +19,7 @@ from forerun.runtime.openvino.fuse import fuse
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import probe, reference
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
-from forerun.runtime.openvino.weights import compress
+from forerun.runtime.openvino.weights import compress, halve
 from forerun.runtime.sources import Encoder
 from forerun.runtime.support import refusal
 from forerun.runtime.torch_executor import facts_of
@@ -134,8 +134,7 @@ def _export(model: Any, options: _Options) -> store.Stored:
     facts = replace(sourced_facts(model) if encodes else facts_of(model), executor="openvino")
     graph = export(model)
     fuse(graph)
-    if options.precision == "int8":
-        compress(graph)
+    (compress if options.precision == "int8" else halve)(graph)
     return store.Stored(graph, facts, reference(model, facts.limit))
 
 

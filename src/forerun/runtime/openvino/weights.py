@@ -1,10 +1,65 @@
-"""Weights in 8 bits: a model of its own, near the one it is made from."""
+"""Weights in fewer bits: in 16 the same numbers, in 8 a model of its own, near the one it is of."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import openvino as ov
 import openvino.opset15 as op
+from numpy.typing import NDArray
+
+_AS_THEY_ARE = "decompression_0", "disabled_constant_folding_0"
+"""Attributes of a conversion that the plug-in leaves to the product which reads it."""
+
+
+def halve(graph: ov.Model) -> int:
+    """Hold tables and matrices that are bfloat16 numbers, as most checkpoints' are, in 16 bits.
+
+    Every number stays the same. Products are multiplied in fp32 as before; `keep_halves` lets them
+    read 16 bits a weight, without it the plug-in widens the weights when it compiles.
+
+    Args:
+        graph: in fp32; it is changed.
+
+    Returns:
+        How many matrices of products.
+    """
+    made: dict[int, ov.Node | None] = {}
+
+    def half(matrix: NDArray[np.float32]) -> ov.Node | None:
+        if (at := matrix.ctypes.data) not in made:  # embeddings may be the head, too
+            bits = matrix.view(np.uint32)
+            made[at] = None if (bits & 0xFFFF).any() else _bfloat16(bits >> 16)
+        return made[at]
+
+    def wide(matrix: NDArray[np.float32]) -> ov.Node | None:
+        held = half(matrix)
+        return held and op.convert(held, "f32")
+
+    for node in graph.get_ordered_ops():
+        table = node.input_value(0).get_node() if node.get_type_name() == "Gather" else None
+        if table and _is_matrix(table) and (held := half(table.data)):
+            row = op.convert(op.gather(held, node.input_value(1), node.input_value(2)), "f32")
+            _replace(node, row)
+    return _rewritten(graph, wide)
+
+
+def keep_halves(graph: ov.Model) -> bool:
+    """Have products read halved weights as they are; whether there are any."""
+    halves = list(_halves(graph))
+    for convert in halves:
+        info = convert.get_rt_info()
+        for name in _AS_THEY_ARE:
+            info[name] = ""
+    return bool(halves)
+
+
+def widen(graph: ov.Model) -> None:
+    """Hold matrices that were halved in fp32 again, for clones of the graph to share."""
+    for convert in list(_halves(graph)):
+        bits = convert.input_value(0).get_node().data.view(np.uint16)
+        _replace(convert, op.constant((bits.astype(np.uint32) << 16).view(np.float32)))
 
 
 def compress(graph: ov.Model) -> int:
@@ -19,27 +74,55 @@ def compress(graph: ov.Model) -> int:
     Returns:
         How many matrices.
     """
+    return _rewritten(graph, _rounded)
+
+
+def _rewritten(graph: ov.Model, rewritten: Callable[[NDArray[np.float32]], ov.Node | None]) -> int:
+    """Give products `(outputs, inputs)` matrices in another form; None leaves one as it is."""
     done = 0
     for node in graph.get_ordered_ops():
         if node.get_type_name() != "MatMul":
             continue
         source = node.input_value(1).get_node()
-        if source.get_type_name() != "Constant" or source.data.ndim != 2:
+        if not _is_matrix(source):
             continue
-        matrix = source.data
         attributes = node.get_attributes()
-        outputs_first = matrix if attributes["transpose_b"] else matrix.T
-        rounded = op.matmul(
-            node.input_value(0), _rounded(outputs_first), attributes["transpose_a"], True
-        )
-        for user in node.output(0).get_target_inputs():
-            user.replace_source_output(rounded.output(0))
+        outputs_first = source.data if attributes["transpose_b"] else source.data.T
+        matrix = rewritten(np.ascontiguousarray(outputs_first))
+        if matrix is None:
+            continue
+        _replace(node, op.matmul(node.input_value(0), matrix, attributes["transpose_a"], True))
         done += 1
     graph.validate_nodes_and_infer_types()
     return done
 
 
-def _rounded(matrix: np.ndarray) -> ov.Node:
+def _is_matrix(node: ov.Node) -> bool:
+    constant = node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32
+    return constant and node.data.ndim == 2
+
+
+def _halves(graph: ov.Model) -> Iterator[ov.Node]:
+    """Conversions of halved matrices of products."""
+    for node in graph.get_ops():
+        if node.get_type_name() == "Convert":
+            source = node.input_value(0).get_node()
+            if source.get_type_name() == "Constant" and source.get_element_type() == ov.Type.bf16:
+                yield node
+
+
+def _replace(node: ov.Node, by: ov.Node) -> None:
+    for user in node.output(0).get_target_inputs():
+        user.replace_source_output(by.output(0))
+
+
+def _bfloat16(bits: NDArray[np.uint32]) -> ov.Node:
+    tensor = ov.Tensor(ov.Type.bf16, ov.Shape(list(bits.shape)))
+    tensor.data.view(np.uint16)[...] = bits
+    return op.constant(tensor)
+
+
+def _rounded(matrix: NDArray[np.float32]) -> ov.Node:
     """`(outputs, inputs)` weights as int8 times a scale per output."""
     scale = np.abs(matrix).max(1, keepdims=True) / 127
     scale[scale == 0] = 1
