@@ -59,6 +59,7 @@ def sizes(facts: Facts, halved: bool) -> tuple[list[int], list[int]]:
         halved: whether its weights are bfloat16 numbers.
     """
     size = weighed(facts)
+    alone: tuple[int, ...]
     alone, shared = SIZES if size >= SMALLEST_WIDE else SMALL_SIZES
     if size >= SMALLEST_WIDE and not halved:  # nothing makes four tokens cheaper than five then
         alone = tuple(n for n in alone if n != HALVED)

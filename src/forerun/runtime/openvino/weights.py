@@ -29,8 +29,8 @@ def halve(graph: ov.Model) -> int:
 
     def half(matrix: NDArray[np.float32]) -> ov.Node | None:
         if (at := matrix.ctypes.data) not in made:  # embeddings may be the head, too
-            bits = matrix.view(np.uint32)
-            made[at] = None if (bits & 0xFFFF).any() else _bfloat16(bits >> 16)
+            low, high = np.moveaxis(matrix.view(np.uint16).reshape(*matrix.shape, 2), -1, 0)
+            made[at] = None if low.any() else _bfloat16(high)
         return made[at]
 
     def wide(matrix: NDArray[np.float32]) -> ov.Node | None:
@@ -116,7 +116,7 @@ def _replace(node: ov.Node, by: ov.Node) -> None:
         user.replace_source_output(by.output(0))
 
 
-def _bfloat16(bits: NDArray[np.uint32]) -> ov.Node:
+def _bfloat16(bits: NDArray[np.uint16]) -> ov.Node:
     tensor = ov.Tensor(ov.Type.bf16, ov.Shape(list(bits.shape)))
     tensor.data.view(np.uint16)[...] = bits
     return op.constant(tensor)
