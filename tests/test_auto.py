@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forerun.controllers import CONTROLLERS
-from forerun.controllers.auto import Auto, AutoState
+from forerun.controllers.auto import Auto, AutoState, Terms
 from forerun.controllers.auto_survival import (
     GREEDY,
     SCALE_WEIGHTS,
@@ -16,8 +16,11 @@ from forerun.controllers.auto_survival import (
     TYPICAL_MARGIN,
     USELESS_KEPT,
     USELESS_START,
+    Drafted,
     Survival,
     in_force,
+    next_kept,
+    typical,
 )
 from forerun.controllers.auto_table import PRIOR_WEIGHT, Table
 from forerun.costs import Costs
@@ -157,11 +160,44 @@ def test_the_rule_by_hand():
     worth = kept.prod() * ahead * (1 - sigmoid(USELESS_START))
     for price in (worth - 1e-9, worth + 1e-9):
         terms, drafted = controller.open(state, COSTS).memo
-        memo = terms._replace(price=price), drafted
+        memo = terms._replace(rate=price / COSTS.further), drafted
         for token in told(margins):
             memo = controller.fold(state, memo, token)
         assert controller.worth(state, COSTS, memo) == pytest.approx(worth - price, abs=1e-12)
         assert controller.keep_going(state, COSTS, memo) == (worth > price)
+
+
+def test_a_token_that_pays_for_a_level_is_weighed_with_those_behind_it():
+    # The fourth token widens the pass by half of one, the next three by nothing.
+    costs = Costs(0.1, ((1, 1.0), (4, 1.0), (5, 1.5), (8, 1.5), (9, 2.5)), levels=(1, 4, 8))
+    controller = Auto()
+    by = in_force(controller.start().learned)
+
+    def worth(tokens, margin, survival=0.99, rate=2.0):
+        drafted = Drafted(survival, tokens, margin, tokens * margin)
+        memo = Terms(by, 1.0, rate), drafted
+        return next_kept(drafted, by), controller.worth(controller.start(), costs, memo)
+
+    kept, got = worth(3, 8.0)
+    first, second = 0.99 * kept - 2 * 0.6, 0.99 * kept**2 - 2 * 0.1
+    assert first < 0 < got
+    assert got == pytest.approx(first + second), "not by itself"
+    assert worth(3, 8.0, rate=1.0)[1] == pytest.approx(0.99 * kept - 0.6), "this is enough"
+    for tokens, seconds in ((1, 0.1), (2, 0.1), (4, 0.1), (5, 0.1), (9, 1.1)):
+        assert worth(tokens, 8.0)[1] == pytest.approx(0.99 * kept - 2 * seconds)
+    kept, got = worth(3, 0.1, 0.5)
+    most = max(0.5 * sum(kept**j for j in range(1, n + 1)) - 1.0 - 0.2 * n for n in range(1, 5))
+    assert got == pytest.approx(most)
+    assert got < 0, "where a miss is near, not for the others either"
+    # The best length takes the level whole, too.
+    for later, length in ((0.95, 7), (0.9, 3), (0.3, 2)):
+        assert controller._best_fixed(0.9, later, costs)[0] == length
+    state = AutoState(drafts=2.0, drafted=9.0, committed=8.0)  # 4.5 tokens a round
+    rate = controller.open(state, costs).memo[0].rate
+    length, tokens, seconds = controller._best_fixed(
+        *typical(state.learned, by, 1 - sigmoid(USELESS_START)), costs
+    )
+    assert rate == pytest.approx((12 * tokens + 8) / (12 * seconds + 2 * 1.95), rel=1e-3)
 
 
 def test_price_is_the_rate_times_what_a_token_costs():
@@ -179,7 +215,7 @@ def test_price_is_the_rate_times_what_a_token_costs():
     ]
     opening = controller.open(state, COSTS)
     np.testing.assert_allclose(opening.loss, max(rates) * each, rtol=1e-12)
-    assert opening.memo[0].price == opening.loss
+    assert opening.memo[0].rate == pytest.approx(max(rates))
     # Rounds so far are added to twelve expected ones.
     tokens, seconds = max(
         ((1 + first * sum(later**j for j in range(n)), 1.35 + (n - 1) * each)

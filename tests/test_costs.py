@@ -42,17 +42,34 @@ def test_rounds() -> None:
     assert costs.draft_seconds(np.array([0, 1, 3])) == pytest.approx([0, 0.12, 0.32])
     assert costs.round_seconds(3, 2) == pytest.approx(0.32 + 1.1 + 0.05)
     assert costs.one == pytest.approx(0.12 + 1.1 + 0.05)
-    assert costs.widening == pytest.approx(0.2)  # from 2 to 4 tokens
-    assert costs.further == pytest.approx(0.3)
+    assert costs.further == pytest.approx(0.3)  # from 2 to 4 tokens 0.2 each
     assert Cell(0.1, ((1, 1.0),)).further == pytest.approx(0.1)
-    assert Cell(0.1, ((1, 1.0), (2, 1.2))).widening == pytest.approx(0.2)
-    assert Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1))).widening == 0
+    assert Cell(0.1, ((1, 1.0), (2, 1.2))).further == pytest.approx(0.3)
+    assert Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1))).further == pytest.approx(0.1)
+
+
+def test_levels_of_passes(tmp_path: Any) -> None:
+    points = ((1, 1.0), (2, 1.4), (4, 1.2), (5, 2.0), (8, 2.6), (9, 2.2), (12, 2.8))
+    costs = Cell(0.1, points, 0.05, first=0.02, levels=(1, 4, 8))
+    level, wider = 1.3, (2.0 + 2.2 + 2.4 + 2.6) / 4  # means; 3, 6, 7 lie between
+    rounds = [0.12 + 0.1 * n + 0.05 for n in range(8)]
+    judging = [level] * 3 + [wider] * 4 + [wider]  # less for more tokens is noise
+    assert costs.rounds == pytest.approx([a + b for a, b in zip(rounds, judging, strict=True)])
+    assert costs.further == pytest.approx(0.1 + (2.8 - 2.2) / 3)
+    assert [costs.next(n) for n in (1, 2, 4, 6)] == pytest.approx([0.1] * 4)
+    assert costs.next(3) == pytest.approx(0.1 + wider - level)
+    assert costs.next(8) == costs.next(30) == costs.further
+    table = Costs((costs,))
+    table.write(tmp_path / "costs.json")
+    assert Costs.read(tmp_path / "costs.json").at().levels == (1, 4, 8)
+    with pytest.raises(SettingError, match="levels"):
+        Cell(0.1, points, levels=(4, 4))
 
 
 def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:
     Costs((Cell(0.1, ((1, 1.0),), catch_up=0.5),)).write(tmp_path / "costs.json")
     (cell,) = json.loads((tmp_path / "costs.json").read_text())["cells"]
-    names = {"draft", "verify", "fixed", "batch", "context", "first", "ratio", "spread"}
+    names = {"draft", "verify", "fixed", "batch", "context", "first", "levels", "ratio", "spread"}
     assert cell.keys() == names
     assert Costs.read(tmp_path / "costs.json").at().catch_up == 0
 

@@ -9,6 +9,10 @@ from forerun.costs import Costs
 from forerun.engine.meter import PLAIN_GUESS, RATIO, STALE, Lap, Meter
 
 
+def widening(costs: Costs) -> float:
+    return costs.further - costs.draft
+
+
 def test_nothing_is_known_before_a_round_was_timed():
     meter = Meter()
     assert meter.wants(1) == meter.wants(4) == "draft"
@@ -40,7 +44,7 @@ def test_costs_are_found_and_outliers_are_not():
     assert costs.draft == pytest.approx(0.002, rel=0.01)
     assert costs.plain == pytest.approx(0.010, rel=0.01)
     assert costs.verify_seconds(2) == pytest.approx(0.0134, rel=0.05)
-    assert costs.widening == pytest.approx(0.0004, rel=0.5)
+    assert widening(costs) == pytest.approx(0.0004, rel=0.5)
 
 
 def test_a_first_step_that_is_slower_is_told_apart():
@@ -133,15 +137,15 @@ def test_costs_are_known_per_size_of_the_batch():
     laps(meter, 8, 0.3, 100)
     laps(meter, 2, 0.05, 100)
     small, large = meter.costs(2), meter.costs(8)
-    assert small.widening == pytest.approx(0.05, rel=0.3)
-    assert large.widening == pytest.approx(0.3, rel=0.3)
+    assert widening(small) == pytest.approx(0.05, rel=0.3)
+    assert widening(large) == pytest.approx(0.3, rel=0.3)
     assert [meter.costs(rows) for rows in (5, 6, 7)] == [large] * 3  # share their costs
     assert meter.wants(8) is meter.wants(2) is meter.wants(1) is None
     assert meter.wants(4) == "plain"  # to compare with
     new = meter.costs(4)
     assert new.draft == pytest.approx(0.2)
-    share = new.widening / new.verify_seconds(2)
-    assert share > small.widening / small.verify_seconds(2)
+    share = widening(new) / new.verify_seconds(2)
+    assert share > widening(small) / small.verify_seconds(2)
     meter.tell(Lap(4, 0, verify_seconds=1.1))
     assert meter.wants(4) is None
     assert meter.costs(4).plain == pytest.approx(1.1)
@@ -172,3 +176,30 @@ def test_reading_prompts_is_charged_per_token_of_all_rows():
     for _ in range(40):
         meter.finished(0, 10)  # their prompts were all cached
     assert meter.costs(4).reading < 0.02 * charged.reading
+
+
+def test_passes_of_a_level_are_timed_together():
+    levels, rng = (1, 4, 5, 8), np.random.default_rng(0)
+    meter = Meter(levels=lambda: levels)
+    took = {1: 0.0022, 4: 0.0025, 5: 0.0034, 8: 0.0040}
+
+    def drafted(*lengths: int) -> Costs:
+        for _ in range(60):
+            n = int(rng.choice(lengths))
+            seconds = took[next(x for x in levels if x > n)] * float(rng.uniform(0.95, 1.05))
+            meter.tell(Lap(1, n, n, 0.0004 * n, 0.0, seconds))
+        return meter.costs(1)
+
+    costs = drafted(0, 1, 2, 3)
+    assert costs.plain == pytest.approx(0.0022, rel=0.06)
+    assert [costs.verify_seconds(n) for n in (2, 3, 4)] == pytest.approx([0.0025] * 3, rel=0.06)
+    assert 0.0025 <= costs.verify_seconds(5) < 0.0027, "not timed: each token adds a little"
+    costs = drafted(0, 3, 4, 5, 7)
+    for width, seconds in ((4, 0.0025), (5, 0.0034), (6, 0.0040), (8, 0.0040)):
+        assert costs.verify_seconds(width) == pytest.approx(seconds, rel=0.06)
+    assert costs.next(3) - costs.draft == pytest.approx(0.0009, rel=0.3)
+    assert costs.next(5) == pytest.approx(costs.draft)
+    assert meter.costs(4).levels == (), "what rows of a batch share is another size every time"
+    levels = (*levels, 12)
+    meter.tell(Lap(1, 3, 3, 0.0012, 0.0, 0.0025))
+    assert drafted(0, 3).levels == levels, "as when more graphs are compiled"

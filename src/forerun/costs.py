@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from forerun.checks import whole
@@ -37,6 +38,9 @@ class Costs:
     """What a round's first draft step takes more than others: the target's weights are in the
     caches then, after a round that kept everything there are two tokens to read, and the engine
     has more to do than in a round without a draft."""
+    levels: tuple[int, ...] = ()
+    """Widths, rising, up to which a pass takes as long as one of that width; of others every token
+    adds something."""
     catch_up: float = 0.0
     """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
@@ -54,6 +58,8 @@ class Costs:
         for name in ("fixed", "first", "catch_up", "reading"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
+        rising = all(a < b for a, b in pairwise((0, *self.levels)))
+        require(rising, "levels", self.levels, "widths, rising")
         whole("batch", self.batch, 1)
         whole("context", self.context, 1)
 
@@ -99,16 +105,39 @@ class Costs:
         return self.round_seconds(1, 2)
 
     @cached_property
-    def widening(self) -> float:
-        """Seconds that each further token adds to a target pass that judges one: the mean over
-        the widths given."""
-        widest = max(self.verify[-1][0], 3)
-        return max(self.verify_seconds(widest) - self.verify_seconds(2), 0.0) / (widest - 2)
+    def rounds(self) -> list[float]:
+        """Seconds of rounds that draft 1, 2, … tokens, up to beyond the last level; each further
+        token adds `further`. Passes of a level take their mean, since all else is noise."""
+        judging, first = [], 2
+        for last in self.levels:
+            if last >= first:
+                taken = [self.verify_seconds(width) for width in range(first, last + 1)]
+                judging += [sum(taken) / len(taken)] * len(taken)
+                first = last + 1
+        judging.append(self.verify_seconds(first))
+        longest = accumulate(judging, max)
+        return [self.draft_seconds(n) + v + self.fixed for n, v in enumerate(longest, 1)]
 
     @cached_property
     def further(self) -> float:
-        """Seconds of each further drafted token: its draft step and what it adds to the pass."""
-        return self.draft + self.widening
+        """Seconds of each further drafted token: its draft step, and what it adds to the pass, as
+        the mean over the widths given."""
+        width = len(self.rounds) + 1
+        widest = max(self.verify[-1][0], width + 1)
+        added = self.verify_seconds(widest) - self.verify_seconds(width)
+        return self.draft + max(added, 0.0) / (widest - width)
+
+    def next(self, drafted: int) -> float:
+        """Seconds of one more drafted token in a round that has so many, ≥ 1.
+
+        >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
+        >>> [round(costs.next(drafted), 9) for drafted in (2, 3, 4)]
+        [0.1, 1.1, 0.1]
+        """
+        known = self.rounds
+        if drafted >= len(known):
+            return self.further
+        return known[drafted] - known[drafted - 1]
 
     @property
     def ratio(self) -> float:

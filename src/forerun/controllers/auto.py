@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, whole
@@ -12,7 +12,15 @@ from forerun.controllers import auto_survival as survival
 from forerun.controllers.auto_survival import LogOdds, Survival
 from forerun.controllers.auto_table import Table
 from forerun.controllers.base import LengthController, Opening
-from forerun.controllers.elementwise import anywhere, maximum, minimum, select, sigmoid, where
+from forerun.controllers.elementwise import (
+    anywhere,
+    interpolated,
+    maximum,
+    minimum,
+    select,
+    sigmoid,
+    where,
+)
 from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import Round, Stop, Token
@@ -58,8 +66,8 @@ class Terms(NamedTuple):
     """The log-odds in force."""
     useful: float
     """Probability that the draft is of use at all, `1 − u`."""
-    price: float
-    """Tokens that must be expected of a drafted one, `λ·(d + v·V)`."""
+    rate: float
+    """λ, the tokens per second of the best policy."""
 
 
 Memo = tuple[Terms, survival.Drafted | None]
@@ -199,23 +207,23 @@ class Auto(LengthController):
 
     def open(self, state: AutoState, costs: Costs) -> Opening:
         """What a draft is expected to gain, and the price of its tokens."""
-        costs = self.own_costs or costs
-        learned, one, further = state.learned, costs.one, self._further(costs)
-        plain = self._plain(costs)
+        costs = self._in_force(costs)
+        learned, plain = state.learned, self._plain(costs)
         by, useful = survival.in_force(learned), sigmoid(-learned.useless)
-        length, tokens = self._best_fixed(*survival.typical(learned, by, useful), one, further)
+        best = self._best_fixed(*survival.typical(learned, by, useful), costs)
+        length, tokens, seconds = best
         tokens = PRIOR_ROUNDS * tokens + state.committed
-        seconds = PRIOR_ROUNDS * (one + (length - 1) * further)
-        seconds = seconds + state.drafts * one + (state.drafted - state.drafts) * further
+        mean = maximum(state.drafted, NO_TIME) / maximum(state.drafts, NO_TIME)
+        seconds = PRIOR_ROUNDS * seconds + state.drafts * _seconds(costs, mean)
         rounds = PRIOR_ROUNDS + state.drafts
         worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
-        price = maximum(tokens / seconds, 1 / plain) * further
+        rate = maximum(tokens / seconds, 1 / plain)
         if anywhere(worth < 0):
-            rests = self._resting(state, costs, worth, further)
+            rests = self._resting(state, costs, worth)
             worth, idle = where(worth < 0, rests, worth), where(worth < 0, rests, idle)
         # A draft that says nothing has no better place to stop than the best fixed length.
         most = where(learned.blind[1] > 0, length, self.high)
-        return Opening(most, worth, price, (Terms(by, useful, price), None), idle)
+        return Opening(most, worth, rate * costs.further, (Terms(by, useful, rate), None), idle)
 
     def fold(self, state: AutoState, memo: Memo, token: Token) -> Memo:
         """One more drafted token."""
@@ -223,11 +231,23 @@ class Auto(LengthController):
         return terms, survival.extended(drafted, terms.by, state.table, token)
 
     def worth(self, state: AutoState, costs: Costs, memo: Memo) -> float:
-        """The chance that the next token is kept, less its price."""
-        (by, useful, price), drafted = memo
+        """The chance that the next token is kept, less its price; where it pays for a level of the
+        pass, with as many of the tokens behind it as is best."""
+        (by, useful, rate), drafted = memo
         if drafted is None:
             return math.inf
-        return useful * drafted.survival * survival.next_kept(drafted, by) - price
+        costs, kept = self._in_force(costs), survival.next_kept(drafted, by)
+        tokens, gain = drafted.tokens, useful * drafted.survival * kept
+        worth = best = gain - rate * costs.next(tokens)
+        levels = len(costs.rounds)
+        while tokens < levels and anywhere(best <= 0):
+            tokens, gain = tokens + 1, gain * kept
+            step = gain - rate * costs.next(tokens)
+            if tokens >= levels and not anywhere(step > 0):
+                break
+            worth = worth + step
+            best = maximum(best, worth)
+        return best
 
     def observe(self, state: AutoState, costs: Costs, round: Round) -> AutoState:
         """Learn from the tokens that were judged."""
@@ -252,40 +272,53 @@ class Auto(LengthController):
             table,
         )
 
-    def _further(self, costs: Costs) -> float:
-        """Seconds of each further drafted token, `d + v·V`."""
-        if self.slope is None or self.cost is not None:
-            return costs.further
-        return costs.draft + self.slope * costs.verify_seconds(2)
+    def _in_force(self, costs: Costs) -> Costs:
+        """The costs to decide by."""
+        if self.own_costs is not None or self.slope is None:
+            return self.own_costs or costs
+        return _with_slope(costs, self.slope)
 
     def _plain(self, costs: Costs) -> float:
         """Seconds of a plain token, less those of reading prompts that it saves the drafter."""
         left: float = maximum(costs.plain - costs.reading, NO_TIME * costs.plain)
         return left
 
-    def _best_fixed(
-        self, first: float, later: float, one: float, further: float
-    ) -> tuple[int, float]:
+    def _best_fixed(self, first: float, later: float, costs: Costs) -> tuple[int, float, float]:
         """The length with the most tokens per second if tokens are kept with these probabilities,
-        and the tokens it commits."""
-        length, tokens, seconds, more = 1, 1 + first, one, first
-        for _ in range(self.high - 1):
+        the tokens it commits, and the seconds it takes."""
+        best = length, tokens, seconds = 1, 1 + first, costs.one
+        more, levels = first, len(costs.rounds)
+        for length in range(2, self.high + 1):
             more = more * later
-            longer = (tokens + more) * seconds > tokens * (seconds + further)
-            if not anywhere(longer):  # the rate has one peak
+            tokens, seconds = tokens + more, seconds + costs.next(length - 1)
+            longer = tokens * best[2] > best[1] * seconds
+            if anywhere(longer):
+                best = select(longer, (length, tokens, seconds), best)
+            elif length >= levels:  # the rate has one peak from there on
                 break
-            length = length + longer
-            tokens = tokens + longer * more
-            seconds = seconds + longer * further
-        return length, tokens
+        return best
 
-    def _resting(self, state: AutoState, costs: Costs, worth: float, further: float) -> float:
+    def _resting(self, state: AutoState, costs: Costs, worth: float) -> float:
         """A draft's worth, below 0, while the next probe comes nearer: from 0 on it is due."""
         plain, one = costs.plain, costs.one
         # Slower even if all were kept: a probe could only find other costs.
-        best = maximum(2 / one, (1 + self.high) / (one + (self.high - 1) * further))
+        best = maximum(2 / one, (1 + self.high) / _seconds(costs, self.high))
         interval = where(best * self._plain(costs) < 1, LONGEST_PROBE_INTERVAL, state.interval)
         rest = maximum(interval * ((one + costs.catch_up) / plain - 1), 0.0)
         left = rest - state.rested
         nearer: float = where(left > 0, worth * left / (rest + 1), 0.0)
         return nearer
+
+
+def _seconds(costs: Costs, drafted: float) -> float:
+    """Of a round that drafts so many tokens, ≥ 1, also between whole numbers."""
+    seconds: float = interpolated(costs.rounds, drafted - 1, costs.further)
+    return seconds
+
+
+@lru_cache(16)
+def _with_slope(costs: Costs, slope: float) -> Costs:
+    """Costs whose passes grow by `slope` of one that judges a token, with each further one."""
+    judged = costs.verify_seconds(2)
+    verify = ((1, costs.verify[0][1]), (2, judged), (3, (1 + slope) * judged))
+    return replace(costs, verify=verify, levels=())

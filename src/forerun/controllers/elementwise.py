@@ -94,6 +94,18 @@ def entries(table: Any) -> Any:
     return table.data if table.ndim == 1 else table  # of one request: Python's own numbers
 
 
+def interpolated(table: list[float], place: Any, slope: float) -> Any:
+    """A table's entry at a place ≥ 0, linear between two of them and by the slope beyond."""
+    last = len(table) - 1
+    if isinstance(place, _Array):
+        beyond = np.maximum(place - last, 0)
+        return np.interp(place, np.arange(last + 1), table) + slope * beyond
+    if place >= last:
+        return table[last] + slope * (place - last)
+    whole = int(place)
+    return table[whole] + (table[whole + 1] - table[whole]) * (place - whole)
+
+
 def anywhere(condition: Any) -> bool:
     """Whether it holds for any request."""
     return bool(condition.any() if isinstance(condition, _Array) else condition)

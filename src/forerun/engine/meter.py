@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sized
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -65,10 +65,11 @@ class Meter:
     Args:
         ratio: target passes over draft steps by the models' sizes, > 0. A draft as large as the
             target is not tried for many tokens just to be timed.
+        levels: `Executor.levels` of the target, asked for whenever costs are summed up.
     """
 
-    def __init__(self, ratio: float = RATIO) -> None:
-        self._ratio = min(ratio, RATIO)
+    def __init__(self, ratio: float = RATIO, levels: Callable[[], tuple[int, ...]] = tuple) -> None:
+        self._ratio, self._levels = min(ratio, RATIO), levels
         self._sizes: dict[int, _Timings] = {}
         self._given: Callable[[int], Costs] | None = None
         self._caught_up = 0.0, 0.0
@@ -137,7 +138,8 @@ class Meter:
         size = min((rows - 1).bit_length(), MOST_SIZES)
         timings = self._sizes.get(size)
         if timings is None:
-            timings = self._sizes[size] = _Timings(size, self._ratio)
+            levels: Callable[[], tuple[int, ...]] = tuple if size else self._levels
+            timings = self._sizes[size] = _Timings(size, self._ratio, levels)
         if not timings.known:
             timed = [other for other in self._sizes.values() if other.known]
             if timed:
@@ -154,13 +156,15 @@ class _Timings:
     after a long time without replace what was known.
     """
 
-    def __init__(self, size: int, ratio: float) -> None:
-        self.size = size
+    def __init__(self, size: int, ratio: float, levels: Callable[[], tuple[int, ...]]) -> None:
+        self.size, self._levels = size, levels
         self.step: deque[float] = deque(maxlen=TIMINGS)
         self.first: deque[float] = deque(maxlen=TIMINGS)
         self.plain: deque[float] = deque(maxlen=TIMINGS)
         self.judged: deque[tuple[int, float]] = deque(maxlen=TIMINGS)
-        """Width and seconds."""
+        """Tokens beyond those of a pass that judges one, and seconds."""
+        self._of_level: dict[int, deque[float]] = {}
+        """Seconds, by the same tokens, of passes that such a level has."""
         self._drafting: bool | None = None
         """Whether the newest round had a draft."""
         self._settled: set[bool] = set()
@@ -194,15 +198,19 @@ class _Timings:
 
     def add(self, lap: Lap) -> None:
         """One more round."""
+        more = self._more(lap.width + 1)
         if lap.width or self.size:
-            self._compare(lap.width, lap.verify_seconds)
+            self._compare(more, lap.verify_seconds)
         self._age += 1
         if not self._counts(lap):
             return
         if lap.width:
             self._age = 0
             self._catch_up = lap.catch_up_seconds
-            self.judged.append((lap.width, lap.verify_seconds))
+            self.judged.append((more, lap.verify_seconds))
+            of_level = self._of_level.setdefault(more, deque(maxlen=TIMINGS))
+            of_level.append(lap.verify_seconds)
+            kind: Sized = of_level if self._levels() else self.judged
             later = lap.steps - (lap.first_step_seconds > 0)
             if later > 0 and lap.draft_seconds > 0:
                 self.step.append((lap.draft_seconds - lap.first_step_seconds) / later)
@@ -210,8 +218,8 @@ class _Timings:
                 self.first.append(lap.first_step_seconds)
         else:
             self.plain.append(lap.verify_seconds)
+            kind = self.plain
         self._laps += 1
-        kind = self.judged if lap.width else self.plain
         if len(kind) < TIMINGS or self._laps % REFRESH == 0:
             self.costs = self._summed()
 
@@ -221,7 +229,7 @@ class _Timings:
             return True
         drafts, before = lap.width > 0, self._drafting
         self._drafting = drafts
-        expected = self._base * (1 + self._slope * (lap.width - 1)) if drafts else self.costs.plain
+        expected = self.costs.verify_seconds(lap.width + 1)
         known, after_its_kind = drafts in self._settled, drafts == before
         faster = lap.verify_seconds < expected
         stale = drafts and self._age > STALE
@@ -230,16 +238,26 @@ class _Timings:
         if stale or known != after_its_kind:
             for timings in (self.judged, self.step, self.first) if drafts else (self.plain,):
                 timings.clear()
+            if drafts and stale:
+                self._of_level.clear()
+            elif drafts:
+                self._of_level.pop(self._more(lap.width + 1), None)
         if after_its_kind:
             self._settled.add(drafts)
         return True
 
-    def _compare(self, width: int, seconds: float) -> None:
+    def _more(self, tokens: int) -> int:
+        """How many tokens more than one that judges a token a pass of so many takes time for."""
+        levels = self._levels()
+        filled = [next((level for level in levels if level >= n), n) for n in (tokens, 2)]
+        return filled[0] - filled[1]
+
+    def _compare(self, more: int, seconds: float) -> None:
         """Ridge regression of differences between a pass and the one before."""
-        if self._newest is not None and (wider := width - self._newest[0]):
-            before_width, before = self._newest
-            narrow = (before_width, before) if wider > 0 else (width, seconds)
-            unit = narrow[1] / max(1 + self._slope * (narrow[0] - 1), 0.5)  # width may be 0
+        if self._newest is not None and (wider := more - self._newest[0]):
+            before_more, before = self._newest
+            narrow = (before_more, before) if wider > 0 else (more, seconds)
+            unit = narrow[1] / max(1 + self._slope * narrow[0], 0.5)  # it may be below 0
             expected = self._slope * wider
             # The start of a row alone is about right; a batch's is a guess, which the first two
             # passes settle.
@@ -249,28 +267,50 @@ class _Timings:
             xy, xx = self._slope_sums
             self._slope_sums = xy + wider * (expected + off), xx + wider * wider
             self._slope = min(max(self._slope_sums[0] / self._slope_sums[1], 0.0), 1.0)
-        self._newest = width, seconds
+        self._newest = more, seconds
 
     def _summed(self) -> Costs:
         """The costs in force."""
         step, first = _median(self.step), _median(self.first)
-        base = _median([s / (1 + self._slope * (w - 1)) for w, s in self.judged])
+        base = _median([s / (1 + self._slope * more) for more, s in self.judged])
         plain = _median(self.plain)
         if step is None and first is not None:
             step = WARM_STEP * first
         ratio = self._base / self._step  # what was not timed is as it was beside the other
         if base is None:
             base = plain or (self._base if step is None else ratio * step)
+        if levels := self._levels():
+            base = self._level(0, base)
         if step is None:
             step = base / ratio
         self._base, self._step = base, step
         # More tokens never take less time: the rest is noise.
         plain = min(plain, base) if plain is not None else PLAIN_GUESS * base
-        verify = ((1, plain), (2, base), (3, base * (1 + self._slope)))
+        verify, longest = [(1, plain)], plain
+        for last in levels:
+            if last >= (width := verify[-1][0] + 1):
+                longest = max(longest, self._level(self._more(last), base))
+                verify += [(n, longest) for n in sorted({width, last})]
+        width = verify[-1][0] + 1  # behind all levels
+        longest = max(longest, base * (1 + self._slope * self._more(width)))
+        verify += [(width, longest), (width + 1, longest + self._slope * base)]
         lead = max(first - step, 0.0) if first is not None else 0.0
-        return Costs(step, verify, batch=2**self.size, first=lead, catch_up=self._catch_up)
+        return Costs(
+            step,
+            tuple(verify),
+            batch=2**self.size,
+            first=lead,
+            levels=levels,
+            catch_up=self._catch_up,
+        )
+
+    def _level(self, more: int, base: float) -> float:
+        """Seconds of passes of a level: timed ones, or as its tokens make expected."""
+        timed = self._of_level.get(more, ())
+        median = _median(timed) if len(timed) >= ENOUGH else None
+        return base * (1 + self._slope * more) if median is None else median
 
 
-def _median(values: deque[float] | list[float]) -> float | None:
+def _median(values: Collection[float]) -> float | None:
     """The lower median; None if there are no values."""
     return sorted(values)[(len(values) - 1) // 2] if values else None

@@ -93,6 +93,12 @@ class Executor(ABC):
     copies: ClassVar[bool] = False
     """Whether it has `copy_out` and `copy_in`."""
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Tokens, rising, up to which a pass of one row takes as long as one of so many; none if
+        every token adds something."""
+        return ()
+
     @abstractmethod
     def reserve(self, rows: int, columns: int) -> None:
         """Expect so many rows of so many tokens; more may come."""

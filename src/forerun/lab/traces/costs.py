@@ -152,7 +152,8 @@ def _cell(entry: dict[str, Any]) -> Cell:
     verify = tuple((int(width), float(seconds)) for width, seconds in entry["verify"])
     numbers = float(entry["draft"]), verify, float(entry["fixed"])
     sizes = int(entry["batch"]), int(entry["context"])
-    return Cell(*numbers, *sizes, float(entry.get("first", 0.0)))
+    levels = tuple(map(int, entry.get("levels", ())))
+    return Cell(*numbers, *sizes, float(entry.get("first", 0.0)), levels)
 
 
 def _spread(entry: dict[str, Any]) -> Spread:

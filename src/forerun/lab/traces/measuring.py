@@ -134,7 +134,8 @@ def _cells(
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
         lead = first + max(more - fixed, 0.0)
-        cell = Cell(step + work, seconds, fixed, batch, context, lead)
+        levels = model.target.executor.levels if batch == 1 else ()
+        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels)
         spread = Spread(
             _range([(took - first) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),

@@ -61,6 +61,11 @@ class OpenVINOExecutor(Executor):
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
 
     @property
+    def levels(self) -> tuple[int, ...]:
+        """Up to the sizes of graphs, but for what is far below one and goes through open shapes."""
+        return self._forms.levels
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the cache pool."""
         return self.pool.nbytes

@@ -212,6 +212,7 @@ class Forms:
 
         alone, shared = sizes(facts, halved)
         self._later = partial(compiled, shared) if shared else None  # holds the graph
+        self._own_levels = {HALVED} if narrow and weighed(facts) else set()
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
         self.open, *self._others = compiled([0, *alone], narrow, needed=1)
@@ -253,6 +254,9 @@ class Forms:
         for form in reversed(exact):
             for tokens in range(max(form.tokens - MOST_PADDING, 1), form.tokens + 1):
                 self._fitting[tokens] = form
+        ends = {n for n in range(1, most + 1) if self.fitting(n + 1) is not self.fitting(n)}
+        self.levels = tuple(sorted(ends | self._own_levels))
+        """Tokens up to which a pass takes as long as one of so many."""
 
 
 def _compiled(make: Callable[[int], Form], sizes: Sequence[int], needed: int) -> list[Form]:
