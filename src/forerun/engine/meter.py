@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from forerun.costs import Costs
+from forerun.engine.levels import ENOUGH, STALE, TIMINGS, Levels, filled, median
 
 RATIO = 5.0
 """Cost ratio until a round was timed, unless the models' sizes say less."""
@@ -23,15 +24,8 @@ SLOPE_WEIGHT = 20.0
 MOST_JUMP = 0.3
 """Most by which the difference of two passes is taken to be off what their widths make expected,
 as a share of the shorter: more is an outlier."""
-TIMINGS = 7
-"""Timings whose median counts: outliers of a shared machine do not."""
 REFRESH = 4
 """Rounds from one summing up to the next, once there are so many timings."""
-ENOUGH = 2
-"""Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
-STALE = 256
-"""Rounds after which the next draft replaces what drafting took, and so is followed by another. A
-machine that was busy when it was first timed would else keep a row from drafting for good."""
 FADE = 0.9
 """Share of what was seen of reading, and of requests, that still counts at the next."""
 MOST_SIZES = 6
@@ -65,7 +59,7 @@ class Meter:
     Args:
         ratio: target passes over draft steps by the models' sizes, > 0. A draft as large as the
             target is not tried for many tokens just to be timed.
-        levels: `Executor.levels` of the target, asked for whenever costs are summed up.
+        levels: `Executor.levels` of the target, asked for in every round of a row alone.
     """
 
     def __init__(self, ratio: float = RATIO, levels: Callable[[], tuple[int, ...]] = tuple) -> None:
@@ -157,14 +151,12 @@ class _Timings:
     """
 
     def __init__(self, size: int, ratio: float, levels: Callable[[], tuple[int, ...]]) -> None:
-        self.size, self._levels = size, levels
+        self.size, self._levels, self._of_level = size, levels, Levels()
         self.step: deque[float] = deque(maxlen=TIMINGS)
         self.first: deque[float] = deque(maxlen=TIMINGS)
         self.plain: deque[float] = deque(maxlen=TIMINGS)
         self.judged: deque[tuple[int, float]] = deque(maxlen=TIMINGS)
-        """Tokens beyond those of a pass that judges one, and seconds."""
-        self._of_level: dict[int, deque[float]] = {}
-        """Seconds, by the same tokens, of passes that such a level has."""
+        """Width and seconds."""
         self._drafting: bool | None = None
         """Whether the newest round had a draft."""
         self._settled: set[bool] = set()
@@ -198,19 +190,18 @@ class _Timings:
 
     def add(self, lap: Lap) -> None:
         """One more round."""
-        more = self._more(lap.width + 1)
+        levels, few = self._levels(), False
         if lap.width or self.size:
-            self._compare(more, lap.verify_seconds)
+            self._compare(lap.width, lap.verify_seconds)
         self._age += 1
         if not self._counts(lap):
             return
         if lap.width:
             self._age = 0
             self._catch_up = lap.catch_up_seconds
-            self.judged.append((more, lap.verify_seconds))
-            of_level = self._of_level.setdefault(more, deque(maxlen=TIMINGS))
-            of_level.append(lap.verify_seconds)
-            kind: Sized = of_level if self._levels() else self.judged
+            self.judged.append((lap.width, lap.verify_seconds))
+            if levels:
+                few = self._of_level.add(levels, lap.width + 1, lap.verify_seconds)
             later = lap.steps - (lap.first_step_seconds > 0)
             if later > 0 and lap.draft_seconds > 0:
                 self.step.append((lap.draft_seconds - lap.first_step_seconds) / later)
@@ -218,9 +209,9 @@ class _Timings:
                 self.first.append(lap.first_step_seconds)
         else:
             self.plain.append(lap.verify_seconds)
-            kind = self.plain
         self._laps += 1
-        if len(kind) < TIMINGS or self._laps % REFRESH == 0:
+        kind = self.judged if lap.width else self.plain
+        if few or len(kind) < TIMINGS or self._laps % REFRESH == 0:
             self.costs = self._summed()
 
     def _counts(self, lap: Lap) -> bool:
@@ -238,26 +229,18 @@ class _Timings:
         if stale or known != after_its_kind:
             for timings in (self.judged, self.step, self.first) if drafts else (self.plain,):
                 timings.clear()
-            if drafts and stale:
-                self._of_level.clear()
-            elif drafts:
-                self._of_level.pop(self._more(lap.width + 1), None)
+            if drafts:
+                self._of_level.forget(None if stale else filled(self._levels(), lap.width + 1))
         if after_its_kind:
             self._settled.add(drafts)
         return True
 
-    def _more(self, tokens: int) -> int:
-        """How many tokens more than one that judges a token a pass of so many takes time for."""
-        levels = self._levels()
-        filled = [next((level for level in levels if level >= n), n) for n in (tokens, 2)]
-        return filled[0] - filled[1]
-
-    def _compare(self, more: int, seconds: float) -> None:
+    def _compare(self, width: int, seconds: float) -> None:
         """Ridge regression of differences between a pass and the one before."""
-        if self._newest is not None and (wider := more - self._newest[0]):
-            before_more, before = self._newest
-            narrow = (before_more, before) if wider > 0 else (more, seconds)
-            unit = narrow[1] / max(1 + self._slope * narrow[0], 0.5)  # it may be below 0
+        if self._newest is not None and (wider := width - self._newest[0]):
+            before_width, before = self._newest
+            narrow = (before_width, before) if wider > 0 else (width, seconds)
+            unit = narrow[1] / max(1 + self._slope * (narrow[0] - 1), 0.5)  # width may be 0
             expected = self._slope * wider
             # The start of a row alone is about right; a batch's is a guess, which the first two
             # passes settle.
@@ -267,50 +250,38 @@ class _Timings:
             xy, xx = self._slope_sums
             self._slope_sums = xy + wider * (expected + off), xx + wider * wider
             self._slope = min(max(self._slope_sums[0] / self._slope_sums[1], 0.0), 1.0)
-        self._newest = more, seconds
+        self._newest = width, seconds
 
     def _summed(self) -> Costs:
         """The costs in force."""
         step, first = _median(self.step), _median(self.first)
-        base = _median([s / (1 + self._slope * more) for more, s in self.judged])
+        base = _median([s / (1 + self._slope * (w - 1)) for w, s in self.judged])
         plain = _median(self.plain)
         if step is None and first is not None:
             step = WARM_STEP * first
         ratio = self._base / self._step  # what was not timed is as it was beside the other
         if base is None:
             base = plain or (self._base if step is None else ratio * step)
-        if levels := self._levels():
-            base = self._level(0, base)
         if step is None:
             step = base / ratio
+        if levels := self._levels():
+            table = self._of_level.table(levels, plain, base, SLOPE)
+            base = table[0][1]
+        else:
+            table = [(2, base), (3, base * (1 + self._slope))]
         self._base, self._step = base, step
         # More tokens never take less time: the rest is noise.
         plain = min(plain, base) if plain is not None else PLAIN_GUESS * base
-        verify, longest = [(1, plain)], plain
-        for last in levels:
-            if last >= (width := verify[-1][0] + 1):
-                longest = max(longest, self._level(self._more(last), base))
-                verify += [(n, longest) for n in sorted({width, last})]
-        width = verify[-1][0] + 1  # behind all levels
-        longest = max(longest, base * (1 + self._slope * self._more(width)))
-        verify += [(width, longest), (width + 1, longest + self._slope * base)]
-        lead = max(first - step, 0.0) if first is not None else 0.0
         return Costs(
             step,
-            tuple(verify),
+            ((1, plain), *table),
             batch=2**self.size,
-            first=lead,
+            first=max(first - step, 0.0) if first is not None else 0.0,
             levels=levels,
             catch_up=self._catch_up,
         )
 
-    def _level(self, more: int, base: float) -> float:
-        """Seconds of passes of a level: timed ones, or as its tokens make expected."""
-        timed = self._of_level.get(more, ())
-        median = _median(timed) if len(timed) >= ENOUGH else None
-        return base * (1 + self._slope * more) if median is None else median
-
 
 def _median(values: Collection[float]) -> float | None:
     """The lower median; None if there are no values."""
-    return sorted(values)[(len(values) - 1) // 2] if values else None
+    return median(values) if values else None
