@@ -9,7 +9,7 @@ TIMINGS = 7
 """Timings whose median counts: outliers of a shared machine do not."""
 ENOUGH = 2
 """Timings of a level before it is known: the lower of two is no outlier."""
-STALE = 256
+STALE = 128
 """Timings of other levels after which those of one are forgotten: a machine that was busy when it
 was timed would else keep a row from trying it again."""
 
@@ -58,15 +58,17 @@ class Levels:
                 known[level] = median(timings)
         known = known or {filled(levels, 2): base}
         out: list[tuple[int, float]] = []
-        longest, first, last = 0.0, 2, levels[-1]
+        taken, last = known.get(1, 0.0), 1
         for level in levels:
-            if level >= first:  # more tokens never take less time: the rest is noise
-                longest = max(longest, _between(known, level, slope))
-                out += [(width, longest) for width in sorted({first, level})]
-                first = level + 1
-        beyond = [(s - longest) / (n - last) for n, s in known.items() if n > last]
-        adds = max(median(beyond), 0.0) if beyond else slope * longest
-        return [*out, (last + 1, longest + adds), (last + 2, longest + 2 * adds)]
+            if level > last:
+                taken = _bounded(_between(known, level, slope), level, taken, last)
+                out += [(width, taken) for width in sorted({last + 1, level})]
+                last = level
+        beyond = [
+            (_bounded(s, n, taken, last) - taken) / (n - last) for n, s in known.items() if n > last
+        ]
+        adds = median(beyond) if beyond else slope * taken
+        return [*out, (last + 1, taken + adds), (last + 2, taken + 2 * adds)]
 
 
 def filled(levels: Sequence[int], tokens: int) -> int:
@@ -77,6 +79,12 @@ def filled(levels: Sequence[int], tokens: int) -> int:
 def median(values: Collection[float]) -> float:
     """The lower median of values, at least one."""
     return sorted(values)[(len(values) - 1) // 2]
+
+
+def _bounded(seconds: float, tokens: int, before: float, fewer: int) -> float:
+    """More tokens never take less time than fewer did, nor more than passes of so few that make up
+    as many: the rest is noise."""
+    return max(before, min(seconds, -(-tokens // fewer) * before)) if before else seconds
 
 
 def _between(known: dict[int, float], level: int, slope: float) -> float:

@@ -16,7 +16,7 @@ from forerun.errors import SettingError
 from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.forms import Forms, spans
+from forerun.runtime.openvino.forms import HALVED, Forms, spans
 from forerun.runtime.openvino.pool import Pool
 
 FIRST_BLOCKS = 64
@@ -160,6 +160,8 @@ class OpenVINOExecutor(Executor):
         counts = [len(piece) for piece in pieces]
         if not (size := sum(counts)):
             return np.empty((0, self.facts.vocab_size), np.float32)
+        if HALVED < size <= self._forms.most_split:
+            return self._in_parts(starts, pieces, wanted)
         ends = list(map(add, starts, counts))
         form = self._forms.fitting(size)
         if padding := form.tokens and form.tokens - size:
@@ -170,6 +172,22 @@ class OpenVINOExecutor(Executor):
                 form = self._forms.open
         self.cover(ends)
         return form.run(starts, pieces, wanted, ends, self.pool.tables, self._version)
+
+    def _in_parts(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Passes of `HALVED` tokens, a row after the other."""
+        starts, left, seen = list(starts), [list(piece) for piece in pieces], []
+        while any(left):
+            part, said, room = [], [], HALVED
+            for row, piece in enumerate(left):
+                part.append(piece[:room])
+                left[row] = piece[room:]
+                room -= len(part[row])
+                said.append(max(min(wanted[row] - len(left[row]), len(part[row])), 0))
+            seen.append(self._pass(starts, part, said).copy())
+            starts = list(map(add, starts, map(len, part)))
+        return np.concatenate(seen)
 
     def cover(self, ends: Sequence[int]) -> None:
         """Have blocks for rows of so many tokens."""

@@ -36,12 +36,12 @@ a third more."""
 MOST_PADDING = 3
 """Tokens up to which a pass is filled up to such a size: between two weights that sweep the caches,
 so many more cost less than open shapes do."""
+MOST_SPLIT = 16
+"""Tokens up to which a pass of a model that reads all weights in 16 bits is made of several of
+`HALVED` tokens: of 0.5 billion weights each takes 22 ms, one of 8 to 16 tokens 80 to 110."""
 LARGEST_COPIES = 384 << 20
 """Bytes of weights up to which such graphs are held: each has its own copy, and the larger they are
 the less it matters what is between them."""
-LARGEST_WIDENED = 2 << 30
-"""Bytes of weights up to which a model too large for such copies is held in 32 bits, too, once rows
-share passes of more than `HALVED` tokens."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
@@ -52,7 +52,7 @@ def weighed(facts: Facts) -> int:
 
 
 def sizes(facts: Facts, halved: bool) -> tuple[list[int], list[int]]:
-    """Those that are worth their memory, of `SIZES` or `SMALL_SIZES`; 0 is any number of tokens.
+    """Those that are worth their memory, of `SIZES` or `SMALL_SIZES`.
 
     Args:
         facts: of the model.
@@ -65,8 +65,6 @@ def sizes(facts: Facts, halved: bool) -> tuple[list[int], list[int]]:
         alone = tuple(n for n in alone if n != HALVED)
     copies = [size // 2 if halved and n <= HALVED else size for n in (*alone, *shared)]
     fitting = sum(total <= LARGEST_COPIES for total in accumulate(copies)) if size else 0
-    if halved and LARGEST_COPIES < size <= LARGEST_WIDENED:
-        return list(alone[:fitting]), [0]
     return list(alone[:fitting]), list(shared[: max(fitting - len(alone), 0)])
 
 
@@ -190,8 +188,9 @@ class Forms:
 
     def __init__(self, graph: ov.Model, facts: Facts, settings: dict[str, Any]) -> None:
         halved = keep_halves(graph.clone())
+        large = halved and weighed(facts) > LARGEST_COPIES
         # bfloat16 products read them as they are, whatever the tokens.
-        narrow = halved and not 0 < weighed(facts) <= LARGEST_COPIES
+        narrow = large or (halved and facts.precision == "bfloat16")
 
         @cache
         def widened() -> ov.Model:
@@ -199,7 +198,7 @@ class Forms:
             widen(wide)
             return wide
 
-        def compiled(sizes: Sequence[int], narrow: bool = False, needed: int = 0) -> list[Form]:
+        def compiled(sizes: Sequence[int]) -> list[Form]:
             if not narrow:
                 widened()  # once, not in every thread
 
@@ -208,19 +207,20 @@ class Forms:
                 keep_halves(own)
                 return Form(own, facts, settings, tokens)
 
-            return _compiled(form, sizes, needed)
+            return _compiled(form, sizes)
 
         alone, shared = sizes(facts, halved)
         self._later = partial(compiled, shared) if shared else None  # holds the graph
-        self._own_levels = {HALVED} if narrow and weighed(facts) else set()
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
-        self.open, *self._others = compiled([0, *alone], narrow, needed=1)
+        self.most_split = MOST_SPLIT if large else 0
+        """Tokens up to which a pass is better made of several of `HALVED`."""
+        self.open, *self._exact = compiled([0, *alone])
         self._order()
 
     def fitting(self, tokens: int) -> Form:
         """The one that takes least time for so many."""
-        return self._fitting[tokens] if tokens < len(self._fitting) else self._beyond
+        return self._fitting[tokens] if tokens < len(self._fitting) else self.open
 
     def share(self) -> None:
         """Compile, once, what passes of several rows need, too: half a second for the shipped
@@ -231,42 +231,41 @@ class Forms:
                 form.tell = self._tell
                 for prefix, pools in self._pools.items():
                     form.bind(pools, prefix)
-            self._others += new
+            self._exact += new
             self._order()
 
     def bind(self, pools: list[ov.Tensor], prefix: str = "") -> None:
         """Let all read and write these pools; see `Form.bind`."""
         self._pools[prefix] = pools
-        for form in (self.open, *self._others):
+        for form in (self.open, *self._exact):
             form.bind(pools, prefix)
 
     def tell(self, tell: Tell) -> None:
         """Let all call this; see `Form.tell`."""
         self._tell = tell
-        for form in (self.open, *self._others):
+        for form in (self.open, *self._exact):
             form.tell = tell
 
     def _order(self) -> None:
-        exact = sorted((form for form in self._others if form.tokens), key=lambda f: f.tokens)
-        self._beyond = next((form for form in self._others if not form.tokens), self.open)
-        most = max(HALVED, *(form.tokens for form in exact), 0)
-        self._fitting = [self.open if n <= HALVED else self._beyond for n in range(most + 1)]
+        exact = sorted(self._exact, key=lambda form: form.tokens)
+        self._fitting = [self.open] * (1 + max((form.tokens for form in exact), default=-1))
         for form in reversed(exact):
             for tokens in range(max(form.tokens - MOST_PADDING, 1), form.tokens + 1):
                 self._fitting[tokens] = form
-        ends = {n for n in range(1, most + 1) if self.fitting(n + 1) is not self.fitting(n)}
-        self.levels = tuple(sorted(ends | self._own_levels))
+        last = {n for n, form in enumerate(self._fitting) if n and self.fitting(n + 1) is not form}
+        split = set(range(HALVED, self.most_split + 1, HALVED))
+        self.levels = tuple(sorted(last | split))
         """Tokens up to which a pass takes as long as one of so many."""
 
 
-def _compiled(make: Callable[[int], Form], sizes: Sequence[int], needed: int) -> list[Form]:
-    """Those for so many tokens each; but for the first `needed` only those that can be had."""
+def _compiled(make: Callable[[int], Form], sizes: Sequence[int]) -> list[Form]:
+    """Those for so many tokens each; but for 0 only those that can be had."""
     with ThreadPoolExecutor() as pool:  # most of compiling runs on one thread
         made = [pool.submit(make, tokens) for tokens in sizes]
     return [
         form.result()
-        for n, form in enumerate(made)
-        if n < needed or not isinstance(form.exception(), (RuntimeError, MemoryError))
+        for tokens, form in zip(sizes, made, strict=True)
+        if not tokens or not isinstance(form.exception(), (RuntimeError, MemoryError))
     ]
 
 
