@@ -178,28 +178,18 @@ def test_reading_prompts_is_charged_per_token_of_all_rows():
     assert meter.costs(4).reading < 0.02 * charged.reading
 
 
-def test_passes_of_a_level_are_timed_together():
+def test_passes_of_levels_cost_what_they_did_relative_to_each_other():
     levels, rng = (1, 4, 5, 8), np.random.default_rng(0)
-    meter = Meter(levels=lambda: levels)
-    took = {1: 0.0022, 4: 0.0025, 5: 0.0034, 8: 0.0040}
-
-    def drafted(*lengths: int) -> Costs:
-        for _ in range(60):
-            n = int(rng.choice(lengths))
-            seconds = took[next(x for x in levels if x > n)] * float(rng.uniform(0.95, 1.05))
-            meter.tell(Lap(1, n, n, 0.0004 * n, 0.0, seconds))
-        return meter.costs(1)
-
-    costs = drafted(0, 1, 2, 3)
-    assert costs.plain == pytest.approx(0.0022, rel=0.06)
-    assert [costs.verify_seconds(n) for n in (2, 3, 4)] == pytest.approx([0.0025] * 3, rel=0.06)
-    assert 0.0025 <= costs.verify_seconds(5) < 0.0027, "not timed: each token adds a little"
-    costs = drafted(0, 3, 4, 5, 7)
-    for width, seconds in ((4, 0.0025), (5, 0.0034), (6, 0.0040), (8, 0.0040)):
-        assert costs.verify_seconds(width) == pytest.approx(seconds, rel=0.06)
-    assert costs.next(3) - costs.draft == pytest.approx(0.0009, rel=0.3)
-    assert costs.next(5) == pytest.approx(costs.draft)
+    timed = ((1, 2.2), (2, 2.5), (4, 2.5), (5, 3.4), (6, 4.0), (8, 4.0), (16, 6.0))
+    meter = Meter(passes=timed, levels=levels)
+    assert meter.costs(1).verify_seconds(8) / meter.costs(1).verify_seconds(3) == 4.0 / 2.5
+    for drafted in (3, 7, 3, 5, 0, 0, 0, 1, 3, 3, 12):  # the machine is twice as slow now
+        width = next((level for level in levels if level > drafted), drafted + 1)
+        seconds = 0.002 * float(np.interp(width, *zip(*timed, strict=True)))
+        seconds *= float(rng.uniform(0.97, 1.03)) * (5 if drafted == 5 else 1)  # one is disturbed
+        meter.tell(Lap(1, drafted, drafted, 0.0004 * drafted, 0.0, seconds))
+    costs = meter.costs(1)
+    assert costs.levels == levels
+    for width, seconds in timed:
+        assert costs.verify_seconds(width) == pytest.approx(0.002 * seconds, rel=0.04)
     assert meter.costs(4).levels == (), "what rows of a batch share is another size every time"
-    levels = (*levels, 12)
-    meter.tell(Lap(1, 3, 3, 0.0012, 0.0, 0.0025))
-    assert drafted(0, 3).levels == levels, "as when more graphs are compiled"

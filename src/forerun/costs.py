@@ -16,6 +16,9 @@ from typing import Any
 from forerun.checks import whole
 from forerun.errors import require
 
+Passes = tuple[tuple[int, float], ...]
+"""`(width, seconds)` of target passes fed so many tokens, widths rising from 1."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -27,9 +30,8 @@ class Costs:
 
     draft: float
     """One more drafted token: the drafter's forward, and the engine's work for a drafted token."""
-    verify: tuple[tuple[int, float], ...]
-    """`(width, seconds)` of a target pass fed so many tokens, widths rising from 1; linear in
-    between, beyond them by the last slope."""
+    verify: Passes
+    """Of the target; linear in between, beyond the last width by the last slope."""
     fixed: float = 0.0
     """Per round, outside both models."""
     batch: int = 1

@@ -65,7 +65,7 @@ class Model:
         self.opening = Opening(self.target.facts.start)
         """With an encoder: what its texts begin with, where a call asks for nothing else."""
         self._memory: Memory = {}
-        self.meter = Meter(drafter.ratio(self.target), lambda: self.target.executor.levels)
+        self.meter = Meter.of(self.target, drafter)
         """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
         Reuse(prefixes, (self.target, *drafter.caches))  # refuses what keeps none
         self.prefixes = prefixes

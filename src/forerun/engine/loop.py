@@ -78,11 +78,7 @@ class Engine:
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
-        self._meter = (
-            Meter(drafter.ratio(self.target), lambda: self.target.executor.levels)
-            if meter is None
-            else meter
-        )
+        self._meter = Meter.of(self.target, drafter) if meter is None else meter
         self._ids = itertools.count()
         self._crew = Crew(self._meter, self._memory)
         self._inference = torch.inference_mode()  # made once: a round is short

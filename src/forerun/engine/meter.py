@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from forerun.costs import Costs
-from forerun.engine.levels import ENOUGH, STALE, TIMINGS, Levels, filled, median
+from forerun.costs import Costs, Passes
+from forerun.drafters.base import Drafter
+from forerun.runtime.base import Rows
 
 RATIO = 5.0
 """Cost ratio until a round was timed, unless the models' sizes say less."""
@@ -24,8 +25,15 @@ SLOPE_WEIGHT = 20.0
 MOST_JUMP = 0.3
 """Most by which the difference of two passes is taken to be off what their widths make expected,
 as a share of the shorter: more is an outlier."""
+TIMINGS = 7
+"""Timings whose median counts: outliers of a shared machine do not."""
 REFRESH = 4
 """Rounds from one summing up to the next, once there are so many timings."""
+ENOUGH = 2
+"""Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
+STALE = 256
+"""Rounds after which the next draft replaces what drafting took, and so is followed by another. A
+machine that was busy when it was first timed would else keep a row from drafting for good."""
 FADE = 0.9
 """Share of what was seen of reading, and of requests, that still counts at the next."""
 MOST_SIZES = 6
@@ -59,11 +67,14 @@ class Meter:
     Args:
         ratio: target passes over draft steps by the models' sizes, > 0. A draft as large as the
             target is not tried for many tokens just to be timed.
-        levels: `Executor.levels` of the target, asked for in every round of a row alone.
+        passes, levels: of the target's executor; see there.
     """
 
-    def __init__(self, ratio: float = RATIO, levels: Callable[[], tuple[int, ...]] = tuple) -> None:
-        self._ratio, self._levels = min(ratio, RATIO), levels
+    def __init__(
+        self, ratio: float = RATIO, passes: Passes = (), levels: tuple[int, ...] = ()
+    ) -> None:
+        self._ratio = min(ratio, RATIO)
+        self._shape = Costs(1.0, passes, levels=levels) if passes else None
         self._sizes: dict[int, _Timings] = {}
         self._given: Callable[[int], Costs] | None = None
         self._caught_up = 0.0, 0.0
@@ -72,6 +83,12 @@ class Meter:
         """Tokens of prompts that joined, and of outputs, fading."""
         self._charged: dict[int, tuple[Costs, Costs]] = {}
         """Per batch the costs in force, without the drafter's reading and with it."""
+
+    @classmethod
+    def of(cls, target: Rows, drafter: Drafter) -> Meter:
+        """One for these."""
+        executor = target.executor
+        return cls(drafter.ratio(target), executor.timed, executor.levels)
 
     @classmethod
     def given(cls, costs: Costs | Callable[[int], Costs]) -> Meter:
@@ -132,8 +149,8 @@ class Meter:
         size = min((rows - 1).bit_length(), MOST_SIZES)
         timings = self._sizes.get(size)
         if timings is None:
-            levels: Callable[[], tuple[int, ...]] = tuple if size else self._levels
-            timings = self._sizes[size] = _Timings(size, self._ratio, levels)
+            shape = None if size else self._shape
+            timings = self._sizes[size] = _Timings(size, self._ratio, shape)
         if not timings.known:
             timed = [other for other in self._sizes.values() if other.known]
             if timed:
@@ -150,8 +167,8 @@ class _Timings:
     after a long time without replace what was known.
     """
 
-    def __init__(self, size: int, ratio: float, levels: Callable[[], tuple[int, ...]]) -> None:
-        self.size, self._levels, self._of_level = size, levels, Levels()
+    def __init__(self, size: int, ratio: float, shape: Costs | None) -> None:
+        self.size, self._shape = size, shape
         self.step: deque[float] = deque(maxlen=TIMINGS)
         self.first: deque[float] = deque(maxlen=TIMINGS)
         self.plain: deque[float] = deque(maxlen=TIMINGS)
@@ -190,7 +207,6 @@ class _Timings:
 
     def add(self, lap: Lap) -> None:
         """One more round."""
-        levels, few = self._levels(), False
         if lap.width or self.size:
             self._compare(lap.width, lap.verify_seconds)
         self._age += 1
@@ -200,8 +216,6 @@ class _Timings:
             self._age = 0
             self._catch_up = lap.catch_up_seconds
             self.judged.append((lap.width, lap.verify_seconds))
-            if levels:
-                few = self._of_level.add(levels, lap.width + 1, lap.verify_seconds)
             later = lap.steps - (lap.first_step_seconds > 0)
             if later > 0 and lap.draft_seconds > 0:
                 self.step.append((lap.draft_seconds - lap.first_step_seconds) / later)
@@ -211,7 +225,7 @@ class _Timings:
             self.plain.append(lap.verify_seconds)
         self._laps += 1
         kind = self.judged if lap.width else self.plain
-        if few or len(kind) < TIMINGS or self._laps % REFRESH == 0:
+        if len(kind) < TIMINGS or self._laps % REFRESH == 0:
             self.costs = self._summed()
 
     def _counts(self, lap: Lap) -> bool:
@@ -229,8 +243,6 @@ class _Timings:
         if stale or known != after_its_kind:
             for timings in (self.judged, self.step, self.first) if drafts else (self.plain,):
                 timings.clear()
-            if drafts:
-                self._of_level.forget(None if stale else filled(self._levels(), lap.width + 1))
         if after_its_kind:
             self._settled.add(drafts)
         return True
@@ -255,7 +267,7 @@ class _Timings:
     def _summed(self) -> Costs:
         """The costs in force."""
         step, first = _median(self.step), _median(self.first)
-        base = _median([s / (1 + self._slope * (w - 1)) for w, s in self.judged])
+        base = _median([seconds / self._share(width + 1) for width, seconds in self.judged])
         plain = _median(self.plain)
         if step is None and first is not None:
             step = WARM_STEP * first
@@ -264,24 +276,26 @@ class _Timings:
             base = plain or (self._base if step is None else ratio * step)
         if step is None:
             step = base / ratio
-        if levels := self._levels():
-            table = self._of_level.table(levels, plain, base, SLOPE)
-            base = table[0][1]
-        else:
-            table = [(2, base), (3, base * (1 + self._slope))]
         self._base, self._step = base, step
         # More tokens never take less time: the rest is noise.
         plain = min(plain, base) if plain is not None else PLAIN_GUESS * base
+        widths = [width for width, _ in self._shape.verify if width > 1] if self._shape else [2, 3]
         return Costs(
             step,
-            ((1, plain), *table),
+            ((1, plain), *((width, base * self._share(width)) for width in widths)),
             batch=2**self.size,
             first=max(first - step, 0.0) if first is not None else 0.0,
-            levels=levels,
+            levels=self._shape.levels if self._shape else (),
             catch_up=self._catch_up,
         )
 
+    def _share(self, tokens: int) -> float:
+        """Seconds of a pass of so many tokens over those of one that judges a token."""
+        if self._shape is None:
+            return 1 + self._slope * (tokens - 2)
+        return self._shape.verify_seconds(tokens) / self._shape.verify_seconds(2)
 
-def _median(values: Collection[float]) -> float | None:
+
+def _median(values: deque[float] | list[float]) -> float | None:
     """The lower median; None if there are no values."""
-    return median(values) if values else None
+    return sorted(values)[(len(values) - 1) // 2] if values else None

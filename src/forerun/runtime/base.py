@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from forerun.costs import Passes
 from forerun.errors import PromptError, SettingError
 from forerun.runtime.best import read
 from forerun.signals import float_type, measure
@@ -93,11 +94,11 @@ class Executor(ABC):
     copies: ClassVar[bool] = False
     """Whether it has `copy_out` and `copy_in`."""
 
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Tokens, rising, up to which a pass of one row takes as long as one of so many; none if
-        every token adds something."""
-        return ()
+    levels: tuple[int, ...] = ()
+    """Tokens, rising, up to which a pass of one row takes as long as one of so many; of others
+    every token adds something."""
+    timed: Passes = ()
+    """What passes of one row took when the model was loaded; empty if nobody looked."""
 
     @abstractmethod
     def reserve(self, rows: int, columns: int) -> None:

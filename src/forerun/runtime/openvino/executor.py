@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from operator import add
 from typing import Any
@@ -24,6 +25,9 @@ FIRST_BLOCKS = 64
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
+TIMED_CONTEXT, TURNS = 64, 5
+"""Tokens of the row whose passes are timed when a model is loaded, and passes of each width, of
+which the shortest counts."""
 PRECISIONS = {
     "float32": "float32",
     "fp32": "float32",
@@ -56,19 +60,45 @@ class OpenVINOExecutor(Executor):
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
         self._forms = Forms(graph, facts, settings(facts.precision, self.threads))
+        self.levels = self._forms.levels
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
         self._version = 0  # of the tables
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
 
     @property
-    def levels(self) -> tuple[int, ...]:
-        """Up to the sizes of graphs, but for what is far below one and goes through open shapes."""
-        return self._forms.levels
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the cache pool."""
         return self.pool.nbytes
+
+    def time(self) -> None:
+        """Note what passes of a row take, when there are no rows; that also spares real ones the
+        first pass of each graph, which takes several times as long."""
+        context = min(TIMED_CONTEXT, self.facts.limit // 2)
+        if self.facts.source_limit is not None:
+            self.attend([[0]])
+
+        def seconds(tokens: int) -> float:
+            taken = []
+            for _ in range(TURNS):
+                began = time.perf_counter()
+                self.run([context], [[0] * tokens], [tokens])
+                taken.append(time.perf_counter() - began)
+            return min(taken)
+
+        self.run([0], [[0] * context], [0])
+        out, last = [(1, seconds(1))], max(self.levels, default=0)
+        for tokens in (*(n for n in self.levels if n > 1), *([2 * last] if last else [])):
+            if context + tokens > self.facts.limit:
+                break
+            first, before = out[-1]
+            # More tokens take no less time, nor more than shorter passes of as many: that is noise.
+            most = min(-(-tokens // n) * taken for n, taken in out)
+            split = HALVED < tokens <= self._forms.most_split
+            taken = most if split else min(max(seconds(tokens), before), most)
+            out += [(n, taken) for n in ([first + 1] if tokens <= last else []) if n < tokens]
+            out.append((tokens, taken))
+        self.timed = tuple(out) if last else ()
+        self.keep([], [])
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
