@@ -25,7 +25,7 @@ FIRST_BLOCKS = 64
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
-TIMED_CONTEXT, TURNS = 64, 5
+TIMED_CONTEXT, TURNS = 64, 7
 """Tokens of the row whose passes are timed when a model is loaded, and passes of each width, of
 which the shortest counts."""
 PRECISIONS = {
@@ -77,26 +77,24 @@ class OpenVINOExecutor(Executor):
         if self.facts.source_limit is not None:
             self.attend([[0]])
 
-        def seconds(tokens: int) -> float:
-            taken = []
-            for _ in range(TURNS):
-                began = time.perf_counter()
-                self.run([context], [[0] * tokens], [tokens])
-                taken.append(time.perf_counter() - began)
-            return min(taken)
-
         self.run([0], [[0] * context], [0])
-        out, last = [(1, seconds(1))], max(self.levels, default=0)
-        for tokens in (*(n for n in self.levels if n > 1), *([2 * last] if last else [])):
-            if context + tokens > self.facts.limit:
-                break
+        last, split = max(self.levels, default=0), self._forms.most_split
+        widths = sorted({1, *self.levels, 2 * last} - {0})
+        real = [n for n in widths if n <= HALVED or not split]  # the others are made of these
+        seconds = {n: math.inf for n in real if context + n <= self.facts.limit}
+        for tokens in (
+            list(seconds) * TURNS
+        ):  # in turns, as live: weights of one leave those of others
+            began = time.perf_counter()
+            self.run([context], [[0] * tokens], [tokens])
+            seconds[tokens] = min(seconds[tokens], time.perf_counter() - began)
+        out = [(1, seconds[1])]
+        for tokens in widths[1:]:
             first, before = out[-1]
             # More tokens take no less time, nor more than shorter passes of as many: that is noise.
             most = min(-(-tokens // n) * taken for n, taken in out)
-            split = HALVED < tokens <= self._forms.most_split
-            taken = most if split else min(max(seconds(tokens), before), most)
-            out += [(n, taken) for n in ([first + 1] if tokens <= last else []) if n < tokens]
-            out.append((tokens, taken))
+            taken = min(max(seconds.get(tokens, most), before), most)
+            out += [(n, taken) for n in sorted({first + 1, tokens} if tokens <= last else {tokens})]
         self.timed = tuple(out) if last else ()
         self.keep([], [])
 
