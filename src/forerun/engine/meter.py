@@ -174,6 +174,8 @@ class _Timings:
         self.plain: deque[float] = deque(maxlen=TIMINGS)
         self.judged: deque[tuple[int, float]] = deque(maxlen=TIMINGS)
         """Width and seconds."""
+        self._of_level: dict[int, deque[tuple[int, float]]] = {}
+        """Number of the lap and seconds of passes, by the level they are of."""
         self._drafting: bool | None = None
         """Whether the newest round had a draft."""
         self._settled: set[bool] = set()
@@ -216,6 +218,8 @@ class _Timings:
             self._age = 0
             self._catch_up = lap.catch_up_seconds
             self.judged.append((lap.width, lap.verify_seconds))
+            own = self._of_level.setdefault(self._level(lap.width + 1), deque(maxlen=TIMINGS))
+            own.append((self._laps, lap.verify_seconds))
             later = lap.steps - (lap.first_step_seconds > 0)
             if later > 0 and lap.draft_seconds > 0:
                 self.step.append((lap.draft_seconds - lap.first_step_seconds) / later)
@@ -279,21 +283,40 @@ class _Timings:
         self._base, self._step = base, step
         # More tokens never take less time: the rest is noise.
         plain = min(plain, base) if plain is not None else PLAIN_GUESS * base
-        widths = [width for width, _ in self._shape.verify if width > 1] if self._shape else [2, 3]
         return Costs(
             step,
-            ((1, plain), *((width, base * self._share(width)) for width in widths)),
+            ((1, plain), *self._judging(base)),
             batch=2**self.size,
             first=max(first - step, 0.0) if first is not None else 0.0,
             levels=self._shape.levels if self._shape else (),
             catch_up=self._catch_up,
         )
 
+    def _judging(self, base: float) -> Passes:
+        """Passes that judge tokens; `base` is the seconds of one that judges a single one."""
+        if self._shape is None:
+            return (2, base), (3, base * (1 + self._slope))
+        out: list[tuple[int, float]] = []
+        for width, _ in self._shape.verify[1:]:
+            own = self._of_level.get(self._level(width), ())
+            recent = [seconds for lap, seconds in own if lap > self._laps - STALE]
+            known = _median(recent) if len(recent) > ENOUGH else None
+            seconds = base * self._share(width) if known is None else known
+            # More tokens take no less time, nor more than shorter passes of as many: that is noise.
+            bounds = [-(-width // shorter) * taken for shorter, taken in out]
+            out.append((width, min([max([seconds, *(taken for _, taken in out)]), *bounds])))
+        return tuple(out)
+
     def _share(self, tokens: int) -> float:
         """Seconds of a pass of so many tokens over those of one that judges a token."""
         if self._shape is None:
             return 1 + self._slope * (tokens - 2)
         return self._shape.verify_seconds(tokens) / self._shape.verify_seconds(2)
+
+    def _level(self, tokens: int) -> int:
+        """The level of a pass of so many tokens; beyond all of them the tokens."""
+        levels = self._shape.levels if self._shape else ()
+        return next((level for level in levels if level >= tokens), tokens)
 
 
 def _median(values: deque[float] | list[float]) -> float | None:

@@ -76,15 +76,12 @@ class OpenVINOExecutor(Executor):
         context = min(TIMED_CONTEXT, self.facts.limit // 2)
         if self.facts.source_limit is not None:
             self.attend([[0]])
-
         self.run([0], [[0] * context], [0])
         last, split = max(self.levels, default=0), self._forms.most_split
         widths = sorted({1, *self.levels, 2 * last} - {0})
         real = [n for n in widths if n <= HALVED or not split]  # the others are made of these
         seconds = {n: math.inf for n in real if context + n <= self.facts.limit}
-        for tokens in (
-            list(seconds) * TURNS
-        ):  # in turns, as live: weights of one leave those of others
+        for tokens in list(seconds) * TURNS:  # in turns, as live: each finds the caches cold
             began = time.perf_counter()
             self.run([context], [[0] * tokens], [tokens])
             seconds[tokens] = min(seconds[tokens], time.perf_counter() - began)
