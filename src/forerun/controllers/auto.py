@@ -103,6 +103,9 @@ class Auto(LengthController):
       that found it of no use makes the next one a little less hopeful, several make it rest.
     - A draft that says nothing of its tokens (lookup) is as long as the best fixed length, by how
       many first tokens of a round, and how many further ones, were kept.
+    - Of a request alone `v·V` is what the token really adds. Where a pass takes as long for eight
+      tokens as for five (`Costs.levels`), the fifth pays for the others, and is weighed with as
+      many of them as is best: `max_k Σ_{j≤k} S_i·ŝ^j − λ·(k·d + v_k·V)`.
     - λ is tokens over seconds of the request's rounds, fading, added to some rounds of the best
       fixed length for the expected acceptance (so it needs no start), and at least the plain rate.
       The seconds are those the costs say. A drafter reads the prompts of requests that come, too;

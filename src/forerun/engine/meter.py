@@ -27,7 +27,7 @@ MOST_JUMP = 0.3
 as a share of the shorter: more is an outlier."""
 TIMINGS = 7
 """Timings whose median counts: outliers of a shared machine do not."""
-REFRESH = 4
+REFRESH = 8
 """Rounds from one summing up to the next, once there are so many timings."""
 ENOUGH = 2
 """Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
