@@ -197,13 +197,13 @@ def test_passes_of_levels_cost_what_they_did_relative_to_each_other():
 
 def test_a_level_that_was_timed_wrongly_at_the_start_is_found_out():
     meter = Meter(passes=((1, 2.2), (2, 4.6), (4, 4.6), (5, 4.8), (8, 4.8)), levels=(1, 4, 8))
-    for _ in range(4):
+    for _ in range(6):
         for drafted, seconds in ((3, 0.0025), (7, 0.004), (7, 0.004), (3, 0.0025)):
             meter.tell(Lap(1, drafted, drafted, 0.0004 * drafted, 0.0, seconds))
     costs = meter.costs(1)
     assert [costs.verify_seconds(n) for n in (2, 4, 5, 8)] == [0.0025, 0.0025, 0.004, 0.004]
     for _ in range(STALE):
         meter.tell(Lap(1, 3, 3, 0.0012, 0.0, 0.0025))
-    for seconds in (0.1, 0.2, 0.3, 0.4):  # hardly, but with the machine busy all the while
+    for seconds in (0.1, 0.2, 0.3, 0.4) * 2:  # hardly, but with the machine busy all the while
         meter.tell(Lap(1, 7, 7, 0.0028, 0.0, seconds))
     assert meter.costs(1).verify_seconds(8) == 0.005, "no longer than two passes of four"
