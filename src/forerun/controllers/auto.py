@@ -297,7 +297,8 @@ class Auto(LengthController):
             longer = tokens * best[2] > best[1] * seconds
             if anywhere(longer):
                 best = select(longer, (length, tokens, seconds), best)
-            elif length >= levels:  # the rate has one peak from there on
+            # The rate has one peak beyond all levels, and none where a step alone is not worth it.
+            elif length >= levels or not anywhere(more * best[2] > best[1] * costs.draft):
                 break
         return best
 
