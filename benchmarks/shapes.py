@@ -34,7 +34,8 @@ from forerun.lab.traces.trace import Trace
 
 PRECISIONS = ("fp32", "bf16", "int8")
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-WIDTHS = (1, 2, 3, 5, 9, 17)
+WIDTHS = (1, 2, 4, 5, 8, 9, 17)
+SPECS = ("fixed(3)", "fixed(4)", "auto")
 CONTEXT = 96
 REPEATS = 7
 ROUND = 0.0005
@@ -136,8 +137,10 @@ def measure(folder: Path, precision: str, threads: int) -> dict[str, Any]:
             taken.append(time.perf_counter() - began)
         seconds[width] = statistics.median(taken[1:])
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    levels = executor.levels
     del executor
     return {
+        "levels": levels,
         "weights": size // BYTES[precision],
         "bytes": size,
         "start_seconds": start,
@@ -167,11 +170,8 @@ def _replayed(cells: dict[str, Any], trace: Trace) -> dict[str, Any]:
             continue
         widths = sorted((int(width), seconds) for width, seconds in cell["seconds"].items())
         first = {int(width): seconds for width, seconds in draft["seconds"].items()}[1]
-        costs = Costs(first, tuple(widths), fixed=ROUND)
-        found = {
-            spec: summarise(trace, replay(trace, spec, costs))["all"]
-            for spec in ("fixed(4)", "auto")
-        }
+        costs = Costs(first, tuple(widths), fixed=ROUND, levels=tuple(cell["levels"]))
+        found = {spec: summarise(trace, replay(trace, spec, costs))["all"] for spec in SPECS}
         plain = 1 / (widths[0][1] + ROUND)
         out[name] = {"plain": plain} | {
             spec: {"speedup": f["speedup"], "tokens_per_second": f["tokens_per_second"]["mean"]}
@@ -206,14 +206,14 @@ def _text(cells: dict[str, Any], replayed: dict[str, Any]) -> str:
                 f"{r['plain']:.1f}",
                 *(
                     f"{r[spec]['tokens_per_second']:.1f} ({r[spec]['speedup']['mean']:.2f}×)"
-                    for spec in ("fixed(4)", "auto")
+                    for spec in SPECS
                 ),
             ]
             for name, r in replayed.items()
         ]
         text += "\n\nTokens/s if drafts fared as the shipped pair's do, drafted by the model of "
         text += f"{DRAFT} in the same precision (replay):\n\n"
-        text += table(["target", "plain", "fixed(4)", "auto"], lines)
+        text += table(["target", "plain", *SPECS], lines)
     return text
 
 

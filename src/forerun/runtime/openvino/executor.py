@@ -25,7 +25,7 @@ FIRST_BLOCKS = 64
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
-TIMED_CONTEXT, TURNS = 64, 7
+TIMED_CONTEXT, TURNS = 64, 6
 """Tokens of the row whose passes are timed when a model is loaded, and passes of each width, of
 which the shortest counts."""
 PRECISIONS = {
@@ -78,7 +78,7 @@ class OpenVINOExecutor(Executor):
             self.attend([[0]])
         self.run([0], [[0] * context], [0])
         last, split = max(self.levels, default=0), self._forms.most_split
-        widths = sorted({1, *self.levels, 2 * last} - {0})
+        widths = sorted({1, *self.levels, 2 * last, 4 * last} - {0})
         real = [n for n in widths if n <= HALVED or not split]  # the others are made of these
         seconds = {n: math.inf for n in real if context + n <= self.facts.limit}
         for tokens in list(seconds) * TURNS:  # in turns, as live: each finds the caches cold
