@@ -73,12 +73,14 @@ class OpenVINOExecutor(Executor):
     def time(self) -> None:
         """Note what passes of a row take, when there are no rows; that also spares real ones the
         first pass of each graph, which takes several times as long."""
+        if not self.levels:
+            return
         context = min(TIMED_CONTEXT, self.facts.limit // 2)
         if self.facts.source_limit is not None:
             self.attend([[0]])
         self.run([0], [[0] * context], [0])
-        last, split = max(self.levels, default=0), self._forms.most_split
-        widths = sorted({1, *self.levels, 2 * last, 4 * last} - {0})
+        last, split = max(self.levels), self._forms.most_split
+        widths = sorted({1, *self.levels, 2 * last, 4 * last})
         real = [n for n in widths if n <= HALVED or not split]  # the others are made of these
         seconds = {n: math.inf for n in real if context + n <= self.facts.limit}
         for tokens in list(seconds) * TURNS:  # in turns, as live: each finds the caches cold
@@ -92,7 +94,7 @@ class OpenVINOExecutor(Executor):
             most = min(-(-tokens // n) * taken for n, taken in out)
             taken = min(max(seconds.get(tokens, most), before), most)
             out += [(n, taken) for n in sorted({first + 1, tokens} if tokens <= last else {tokens})]
-        self.timed = tuple(out) if last else ()
+        self.timed = tuple(out)
         self.keep([], [])
 
     def reserve(self, rows: int, columns: int) -> None:

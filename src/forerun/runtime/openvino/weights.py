@@ -25,21 +25,24 @@ def halve(graph: ov.Model) -> int:
     Returns:
         How many matrices of products.
     """
-    made: dict[int, ov.Node | None] = {}
+    nodes = graph.get_ordered_ops()  # held, so that no memory is another constant's later
+    tables: dict[int, ov.Node | None] = {}  # embeddings may be the head, too
 
     def half(matrix: NDArray[np.float32]) -> ov.Node | None:
-        if (at := matrix.ctypes.data) not in made:  # embeddings may be the head, too
-            low, high = np.moveaxis(matrix.view(np.uint16).reshape(*matrix.shape, 2), -1, 0)
-            made[at] = None if low.any() else _bfloat16(high)
-        return made[at]
+        if matrix.ctypes.data in tables:
+            return tables[matrix.ctypes.data]
+        low, high = np.moveaxis(matrix.view(np.uint16).reshape(*matrix.shape, 2), -1, 0)
+        return None if low.any() else _bfloat16(high)
 
     def wide(matrix: NDArray[np.float32]) -> ov.Node | None:
         held = half(matrix)
         return held and op.convert(held, "f32")
 
-    for node in graph.get_ordered_ops():
+    for node in nodes:
         table = node.input_value(0).get_node() if node.get_type_name() == "Gather" else None
-        if table and _is_matrix(table) and (held := half(table.data)):
+        if not table or not _is_matrix(table):
+            continue
+        if held := tables.setdefault(table.data.ctypes.data, half(table.data)):
             row = op.convert(op.gather(held, node.input_value(1), node.input_value(2)), "f32")
             _replace(node, row)
     return _rewritten(graph, wide)
