@@ -57,8 +57,10 @@ def of_encoder_decoder(
     )
 
 
-def of_model(kind: Callable[[Any], Executor], family: str) -> Case:
-    model = build(family)
+def of_model(
+    kind: Callable[[Any], Executor], family: str, change: Callable[[Any], Any] = lambda model: model
+) -> Case:
+    model = change(build(family))
 
     def alone(tokens: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -92,6 +94,22 @@ def of_openvino(family: str) -> Case:
     return of_model(from_model, family)
 
 
+def of_halved(family: str, large: bool = False) -> Case:
+    """Of weights that are bfloat16 numbers; a large model has them in no other form."""
+    forms = pytest.importorskip("forerun.runtime.openvino.forms", reason="needs openvino")
+    from forerun.runtime.openvino.load import from_model
+
+    def make(model: Any) -> Executor:
+        with pytest.MonkeyPatch.context() as patch:
+            if large:
+                patch.setattr(forms, "LARGEST_COPIES", 1)
+            executor = from_model(model, cached=False)
+        assert 4 in executor.levels or not large
+        return executor
+
+    return of_model(make, family, lambda model: model.bfloat16().float())
+
+
 def of_openvino_layers(family: str) -> Case:
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
@@ -106,6 +124,8 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"openvino-{f}": lambda f=f: of_openvino(f) for f in ("llama", "gpt2", "marian", "bart")},
     **{f"encoder-{f}": lambda f=f: of_encoder_decoder(f) for f in ("t5", "marian", "bart")},
     **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
+    "openvino-halved-gpt2": lambda: of_halved("gpt2"),
+    "openvino-halved-llama-large": lambda: of_halved("llama", large=True),
     "openvino-layers-llama": lambda: of_openvino_layers("llama"),
     "scripted": of_script,
 }
