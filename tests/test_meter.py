@@ -9,10 +9,6 @@ from forerun.costs import Costs
 from forerun.engine.meter import PLAIN_GUESS, RATIO, STALE, Lap, Meter
 
 
-def widening(costs: Costs) -> float:
-    return costs.further - costs.draft
-
-
 def test_nothing_is_known_before_a_round_was_timed():
     meter = Meter()
     assert meter.wants(1) == meter.wants(4) == "draft"
@@ -44,7 +40,7 @@ def test_costs_are_found_and_outliers_are_not():
     assert costs.draft == pytest.approx(0.002, rel=0.01)
     assert costs.plain == pytest.approx(0.010, rel=0.01)
     assert costs.verify_seconds(2) == pytest.approx(0.0134, rel=0.05)
-    assert widening(costs) == pytest.approx(0.0004, rel=0.5)
+    assert costs.widening == pytest.approx(0.0004, rel=0.5)
 
 
 def test_a_first_step_that_is_slower_is_told_apart():
@@ -137,15 +133,15 @@ def test_costs_are_known_per_size_of_the_batch():
     laps(meter, 8, 0.3, 100)
     laps(meter, 2, 0.05, 100)
     small, large = meter.costs(2), meter.costs(8)
-    assert widening(small) == pytest.approx(0.05, rel=0.3)
-    assert widening(large) == pytest.approx(0.3, rel=0.3)
+    assert small.widening == pytest.approx(0.05, rel=0.3)
+    assert large.widening == pytest.approx(0.3, rel=0.3)
     assert [meter.costs(rows) for rows in (5, 6, 7)] == [large] * 3  # share their costs
     assert meter.wants(8) is meter.wants(2) is meter.wants(1) is None
     assert meter.wants(4) == "plain"  # to compare with
     new = meter.costs(4)
     assert new.draft == pytest.approx(0.2)
-    share = widening(new) / new.verify_seconds(2)
-    assert share > widening(small) / small.verify_seconds(2)
+    share = new.widening / new.verify_seconds(2)
+    assert share > small.widening / small.verify_seconds(2)
     meter.tell(Lap(4, 0, verify_seconds=1.1))
     assert meter.wants(4) is None
     assert meter.costs(4).plain == pytest.approx(1.1)

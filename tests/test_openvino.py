@@ -35,7 +35,7 @@ from forerun.runtime.openvino.export import Attention, export  # noqa: E402
 from forerun.runtime.openvino.fuse import fuse  # noqa: E402
 from forerun.runtime.openvino.layers import OpenVINOLayersExecutor  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
-from forerun.runtime.openvino.weights import compress, halve, keep_halves  # noqa: E402
+from forerun.runtime.openvino.weights import compress, halve, is_halved  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
 WINDOW = 8
@@ -734,7 +734,7 @@ def test_bfloat16_weights_are_read_as_they_are(family: str, sizes: list[int]) ->
 def test_weights_that_are_not_bfloat16_stay(model: Any) -> None:
     graph = export(model)
     assert halve(graph) == 0
-    assert not keep_halves(graph)
+    assert not is_halved(graph)
 
 
 @pytest.mark.usefixtures("own_store")

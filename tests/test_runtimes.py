@@ -96,7 +96,8 @@ def of_openvino(family: str) -> Case:
 
 def of_halved(family: str, large: bool = False) -> Case:
     """Of weights that are bfloat16 numbers; a large model has them in no other form."""
-    forms = pytest.importorskip("forerun.runtime.openvino.forms", reason="needs openvino")
+    pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+    from forerun.runtime.openvino import forms
     from forerun.runtime.openvino.load import from_model
 
     def make(model: Any) -> Executor:

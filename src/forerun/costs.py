@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,6 +19,17 @@ from forerun.errors import require
 
 Passes = tuple[tuple[int, float], ...]
 """`(width, seconds)` of target passes fed so many tokens, widths rising from 1."""
+
+
+def bounded(seconds: float, width: int, shorter: Sequence[tuple[int, float]]) -> float:
+    """Seconds of a pass, without noise: more tokens take no less time than fewer do, nor more than
+    shorter passes that hold as many.
+
+    >>> [bounded(seconds, 5, [(1, 1.0), (4, 1.2)]) for seconds in (1.0, 2.0, 9.0)]
+    [1.2, 2.0, 2.4]
+    """
+    least = max((taken for _, taken in shorter), default=0.0)
+    return min([max(seconds, least), *(-(-width // n) * taken for n, taken in shorter)])
 
 
 @dataclass(frozen=True)
@@ -121,13 +133,18 @@ class Costs:
         return [self.draft_seconds(n) + v + self.fixed for n, v in enumerate(longest, 1)]
 
     @cached_property
-    def further(self) -> float:
-        """Seconds of each further drafted token: its draft step, and what it adds to the pass, as
-        the mean over the widths given."""
+    def widening(self) -> float:
+        """Seconds that each token behind the levels adds to a target pass: the mean over the widths
+        given."""
         width = len(self.rounds) + 1
         widest = max(self.verify[-1][0], width + 1)
         added = self.verify_seconds(widest) - self.verify_seconds(width)
-        return self.draft + max(added, 0.0) / (widest - width)
+        return max(added, 0.0) / (widest - width)
+
+    @cached_property
+    def further(self) -> float:
+        """Seconds of each further drafted token: its draft step and what it adds to the pass."""
+        return self.draft + self.widening
 
     def next(self, drafted: int) -> float:
         """Seconds of one more drafted token in a round that has so many, ≥ 1.

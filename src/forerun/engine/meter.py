@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from forerun.costs import Costs, Passes
+from forerun.costs import Costs, Passes, bounded
 from forerun.drafters.base import Drafter
 from forerun.runtime.base import Rows
 
@@ -302,9 +302,7 @@ class _Timings:
             recent = [seconds for lap, seconds in own if lap > self._laps - STALE]
             known = _median(recent) if len(recent) > ENOUGH else None
             seconds = base * self._share(width) if known is None else known
-            # More tokens take no less time, nor more than shorter passes of as many: that is noise.
-            bounds = [-(-width // shorter) * taken for shorter, taken in out]
-            out.append((width, min([max([seconds, *(taken for _, taken in out)]), *bounds])))
+            out.append((width, bounded(seconds, width, out)))
         return tuple(out)
 
     def _share(self, tokens: int) -> float:

@@ -13,6 +13,7 @@ import openvino as ov
 import torch
 from numpy.typing import NDArray
 
+from forerun.costs import bounded
 from forerun.errors import SettingError
 from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
@@ -70,7 +71,7 @@ class OpenVINOExecutor(Executor):
         """Bytes of the cache pool."""
         return self.pool.nbytes
 
-    def time(self) -> None:
+    def time_passes(self) -> None:
         """Note what passes of a row take, when there are no rows; that also spares real ones the
         first pass of each graph, which takes several times as long."""
         if not self.levels:
@@ -89,10 +90,8 @@ class OpenVINOExecutor(Executor):
             seconds[tokens] = min(seconds[tokens], time.perf_counter() - began)
         out = [(1, seconds[1])]
         for tokens in widths[1:]:
-            first, before = out[-1]
-            # More tokens take no less time, nor more than shorter passes of as many: that is noise.
-            most = min(-(-tokens // n) * taken for n, taken in out)
-            taken = min(max(seconds.get(tokens, most), before), most)
+            first = out[-1][0]
+            taken = bounded(seconds.get(tokens, math.inf), tokens, out)
             out += [(n, taken) for n in sorted({first + 1, tokens} if tokens <= last else {tokens})]
         self.timed = tuple(out)
         self.keep([], [])

@@ -23,7 +23,7 @@ from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import SOURCE_ROW, caches
 from forerun.runtime.openvino.request import Request
-from forerun.runtime.openvino.weights import keep_halves, widen
+from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
 
 SIZES = (1, 4, 5, 8), (12, 16)
 """Tokens that graphs are compiled for: of a row alone, and when rows first share passes."""
@@ -187,7 +187,7 @@ class Forms:
     """
 
     def __init__(self, graph: ov.Model, facts: Facts, settings: dict[str, Any]) -> None:
-        halved = keep_halves(graph.clone())
+        halved = is_halved(graph)
         large = halved and weighed(facts) > LARGEST_COPIES
         # bfloat16 products read them as they are, whatever the tokens.
         narrow = large or (halved and facts.precision == "bfloat16")

@@ -162,7 +162,7 @@ def _executor(
     except RuntimeError as error:  # OpenVINO has no other
         raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
     probe(executor, stored.reference)
-    executor.time()
+    executor.time_passes()
     return executor
 
 

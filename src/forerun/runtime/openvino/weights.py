@@ -48,14 +48,17 @@ def halve(graph: ov.Model) -> int:
     return _rewritten(graph, wide)
 
 
-def keep_halves(graph: ov.Model) -> bool:
-    """Have products read halved weights as they are; whether there are any."""
-    halves = list(_halves(graph))
-    for convert in halves:
+def is_halved(graph: ov.Model) -> bool:
+    """Whether any matrices are."""
+    return any(True for _ in _halves(graph))
+
+
+def keep_halves(graph: ov.Model) -> None:
+    """Have products read halved weights as they are."""
+    for convert in _halves(graph):
         info = convert.get_rt_info()
         for name in _AS_THEY_ARE:
             info[name] = ""
-    return bool(halves)
 
 
 def widen(graph: ov.Model) -> None:
