@@ -28,6 +28,8 @@ from forerun.lab.traces.replay import geometric as geometric
 from forerun.lab.traces.trace import Trace
 
 RESULTS = Path(__file__).parent / "results"
+BLOCK = 4
+"""Items that a method runs one after the other before the next one's turn."""
 console = Console(stderr=True)
 
 
@@ -47,12 +49,12 @@ PENALTY = zoo.PENALTY
 def tasks(
     model: forerun.Model, split: str, per_family: int, cap: int = 64, long: bool = False
 ) -> list[Task]:
-    """The first prompts of each family (with short outputs, or long ones), capped at `cap`."""
+    """The first prompts of each family, with short outputs (at most `cap` tokens) or long ones."""
     return [
         Task(
             family,
             model.encode(p.prompt),
-            min(cap, p.max_new_tokens),
+            p.max_new_tokens if long else min(cap, p.max_new_tokens),
             PENALTY.get(family, 1.0),
         )
         for family in (zoo.long_families() if long else zoo.families())
@@ -86,19 +88,20 @@ def interleaved(
     run: Callable[[Any, Any], Any],
     label: str,
     seed: int = 0,
+    block: int = BLOCK,
 ) -> list[list[Any]]:
-    """`run(item, method)` for every pair, methods side by side per item, in an order drawn anew:
-    what ran just before decides what is in the caches, so no method may always follow another."""
+    """`run(item, method)` for every pair. Methods take turns, each for a block of items, in an
+    order drawn anew per block: a machine that gets slower favours none, no method always follows
+    another, and most runs find in the caches what a method in use finds there, its own graphs."""
     rng = random.Random(seed)
-    out: list[list[Any]] = []
+    out: list[list[Any]] = [[None] * len(methods) for _ in work]
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(label, total=len(work) * len(methods))
-        for item in work:
-            row: list[Any] = [None] * len(methods)
+        for first in range(0, len(work), block):
             for index in rng.sample(range(len(methods)), len(methods)):
-                row[index] = run(item, methods[index])
-                progress.advance(bar)
-            out.append(row)
+                for item, row in zip(work[first : first + block], out[first:], strict=False):
+                    row[index] = run(item, methods[index])
+                    progress.advance(bar)
     return out
 
 

@@ -32,22 +32,24 @@ from forerun.types import FloatArray
 
 METHODS = ["auto", "fixed(3)", "fixed(7)", "hf-heuristic", "hf-threshold", "gammatune",
            "gammatune+", "cm-asd", "sglang-ema", "goodput"]  # fmt: skip
-PARTS = 4
+PARTS = 10
 
 
-def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
-    """Live speed-up of ten controllers beside what replay predicts; write `live.json`."""
+def predicted(model: forerun.Model, prompts: int, tokens: int, long: bool = False) -> None:
+    """Live speed-up of ten controllers beside what replay predicts; write `live.json`, or with
+    `-long` and `-torch` in its name."""
     # The time that penalties take is not among the costs.
-    work = [t for t in tasks(model, "test", prompts, tokens) if t.family not in PENALTY]
+    work = [t for t in tasks(model, "test", prompts, tokens, long) if t.family not in PENALTY]
     trace = recorded(model, work)
     methods: list[str | None] = [None, *METHODS]
     for method in methods:
         generate(model, work[0], method)
+    context = int(np.mean([len(t.tokens) for t in work]) + trace.sizes.mean() / 2)
     # A shared machine is not as fast all the time: each part has its own costs.
     parts = [np.arange(part, len(work), PARTS) for part in range(PARTS)]
     runs, tables = {}, []
     for part in parts:
-        tables.append(measure(model, [1], [128]).at(1, 128))
+        tables.append(measure(model, [1], [context]).at(1, context))
         model.meter = Meter.given(tables[-1])
         model.forget()
         done = interleaved(
@@ -90,7 +92,9 @@ def predicted(model: forerun.Model, prompts: int, tokens: int) -> None:
             ["controller", "live", "predicted", "live / predicted", "rounds", "identical"], rows
         )
     )
-    save("live", provenance(model, prompts=prompts, tokens=tokens), cells, text)
+    runtime = model.target.facts.executor
+    name = "live" + "-long" * long + f"-{runtime}" * (runtime != "openvino")
+    save(name, provenance(model, prompts=prompts, tokens=tokens), cells, text)
 
 
 def _told(trace: Trace, method: str, cell: Cell) -> list[FloatArray]:

@@ -103,9 +103,17 @@ def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", devi
 
 
 @app.command("live")
-def _live(prompts: int = 8, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+def _live(
+    prompts: int = 8,
+    tokens: int = 64,
+    long: Long = False,
+    runtime: str = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
     """Live speed-ups beside replay's predictions, ten controllers (test prompts)."""
-    live.predicted(forerun.load(dtype=dtype, device=device), prompts, tokens)
+    model = forerun.load(dtype=dtype, device=device, runtime=runtime)
+    live.predicted(model, prompts, tokens, long)
 
 
 @app.command("never-slower")
