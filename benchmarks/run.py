@@ -33,6 +33,7 @@ from benchmarks import (
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Runtime = Annotated[str, typer.Option(help="torch or openvino; auto: openvino if installed")]
 Long = Annotated[bool, typer.Option("--long", help="the families with long outputs instead")]
 
 
@@ -97,9 +98,15 @@ def _shapes(
 
 
 @app.command("overhead")
-def _overhead(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
+def _overhead(
+    prompts: int = 6,
+    tokens: int = 64,
+    runtime: Runtime = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
     """Share of a round spent outside model forwards, and the cost of one forward by width."""
-    overhead.main(forerun.load(dtype=dtype, device=device), prompts, tokens)
+    overhead.main(forerun.load(dtype=dtype, device=device, runtime=runtime), prompts, tokens)
 
 
 @app.command("live")
@@ -107,7 +114,7 @@ def _live(
     prompts: int = 8,
     tokens: int = 64,
     long: Long = False,
-    runtime: str = "auto",
+    runtime: Runtime = "auto",
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):

@@ -17,6 +17,7 @@ from forerun.controllers.elementwise import (
     interpolated,
     maximum,
     minimum,
+    remembered,
     select,
     sigmoid,
     where,
@@ -211,22 +212,14 @@ class Auto(LengthController):
     def open(self, state: AutoState, costs: Costs) -> Opening:
         """What a draft is expected to gain, and the price of its tokens."""
         costs = self._in_force(costs)
-        learned, plain = state.learned, self._plain(costs)
-        by, useful = survival.in_force(learned), sigmoid(-learned.useless)
-        best = self._best_fixed(*survival.typical(learned, by, useful), costs)
-        length, tokens, seconds = best
-        tokens = PRIOR_ROUNDS * tokens + state.committed
-        mean = maximum(state.drafted, NO_TIME) / maximum(state.drafts, NO_TIME)
-        seconds = PRIOR_ROUNDS * seconds + state.drafts * _seconds(costs, mean)
-        rounds = PRIOR_ROUNDS + state.drafts
-        worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
-        rate = maximum(tokens / seconds, 1 / plain)
-        if anywhere(worth < 0):
-            rests = self._resting(state, costs, worth)
-            worth, idle = where(worth < 0, rests, worth), where(worth < 0, rests, idle)
-        # A draft that says nothing has no better place to stop than the best fixed length.
-        most = where(learned.blind[1] > 0, length, self.high)
-        return Opening(most, worth, rate * costs.further, (Terms(by, useful, rate), None), idle)
+        drafting = state.drafts, state.drafted, state.committed
+        opening = _drafting(self, state.learned, drafting, costs)
+        if not anywhere(opening.worth < 0):
+            return opening
+        rests = self._resting(state, costs, opening.worth)
+        worth = where(opening.worth < 0, rests, opening.worth)
+        idle = where(opening.worth < 0, rests, opening.idle)
+        return opening._replace(worth=worth, idle=idle)
 
     def fold(self, state: AutoState, memo: Memo, token: Token) -> Memo:
         """One more drafted token."""
@@ -312,6 +305,33 @@ class Auto(LengthController):
         left = rest - state.rested
         nearer: float = where(left > 0, worth * left / (rest + 1), 0.0)
         return nearer
+
+
+@remembered
+def _drafting(
+    auto: Auto, learned: Survival, drafting: tuple[float, float, float], costs: Costs
+) -> Opening:
+    """What a draft is expected to gain; it stays as it is while a request rests.
+
+    Args:
+        auto: its settings count.
+        learned: how tokens are kept.
+        drafting: `drafts`, `drafted` and `committed` of the state.
+        costs: in force.
+    """
+    plain, (drafts, drafted, committed) = auto._plain(costs), drafting
+    by, useful = survival.in_force(learned), sigmoid(-learned.useless)
+    best = auto._best_fixed(*survival.typical(learned, by, useful), costs)
+    length, tokens, seconds = best
+    tokens = PRIOR_ROUNDS * tokens + committed
+    mean = maximum(drafted, NO_TIME) / maximum(drafts, NO_TIME)
+    seconds = PRIOR_ROUNDS * seconds + drafts * _seconds(costs, mean)
+    rounds = PRIOR_ROUNDS + drafts
+    worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
+    rate = maximum(tokens / seconds, 1 / plain)
+    # A draft that says nothing has no better place to stop than the best fixed length.
+    most = where(learned.blind[1] > 0, length, auto.high)
+    return Opening(most, worth, rate * costs.further, (Terms(by, useful, rate), None), idle)
 
 
 def _seconds(costs: Costs, drafted: float) -> float:

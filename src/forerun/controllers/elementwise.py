@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
 from forerun.types import IntArray
 
 _Array = np.ndarray
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
@@ -141,6 +143,21 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
     if not isinstance(condition, _Array):
         return yes if condition else no
     return mapped(lambda a, b: np.where(condition, a, b), yes, no)
+
+
+def remembered(function: _Function) -> _Function:
+    """A pure function that is often asked the same of one request; it has the newest results at
+    hand, but for those of arrays."""
+    known = lru_cache(64)(function)
+
+    @wraps(function)
+    def ask(*args: Any) -> Any:
+        try:
+            return known(*args)
+        except TypeError:  # arrays have no hash
+            return function(*args)
+
+    return ask  # type: ignore[return-value]
 
 
 def mapped(function: Callable[..., Any], *trees: Any) -> Any:
