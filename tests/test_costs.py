@@ -240,11 +240,28 @@ def test_a_round_in_which_others_read_their_prompts_is_not_timed() -> None:
         return rows(int(controller[len("fixed(") : -1]))
 
     fake: Any = SimpleNamespace(generate=generate)
-    draft, passes, other = measuring._live(fake, [[1], [2]])
+    draft, passes, other = measuring._live(fake, [[1], [2]], measuring.LIVE)
     assert passes.keys() == {1, 2, 3, 5, 9}
     assert {t for times in passes.values() for t in times} == {1.0, 1.5}
     assert set(draft[2]) == {0.2}
     assert set(other[0]) == {0.5}
+
+
+@pytest.mark.usefixtures("quick_costs")
+def test_passes_of_each_level_are_run_live_if_a_row_is_alone(
+    model: Model, monkeypatch: Any
+) -> None:
+    drafted: list[tuple[int, ...]] = []
+    real = measuring._live
+
+    def live(model: Model, prompts: Any, lengths: Any) -> Any:
+        drafted.append(tuple(lengths))
+        return real(model, prompts, lengths)
+
+    monkeypatch.setattr(measuring, "_live", live)
+    monkeypatch.setattr(model.target.executor, "levels", (1, 4, 8, 16))
+    assert measure(model, [1, 2], [8], widths=[4, 8], repeats=1).cells[0].levels == (1, 4, 8, 16)
+    assert drafted == [(0, 1, 2, 3, 4, 7, 8), (0, 1, 2, 4, 8)], "16 is beyond the widths asked for"
 
 
 @pytest.mark.usefixtures("quick_costs")

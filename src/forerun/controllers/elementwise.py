@@ -147,7 +147,13 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
 
 def remembered(function: _Function) -> _Function:
     """A pure function that is often asked the same of one request; it has the newest results at
-    hand, but for those of arrays."""
+    hand, but for those of arrays.
+
+    >>> asked = []
+    >>> double = remembered(lambda x: asked.append(x) or 2 * x)
+    >>> double(2), double(2), double(np.array([3])).tolist(), asked
+    (4, 4, [6], [2, array([3])])
+    """
     known = lru_cache(64)(function)
 
     @wraps(function)

@@ -20,7 +20,7 @@ WARM = 3
 """Warm-up turns, not counted."""
 LIVE = (0, 1, 2, 4, 8)
 """Tokens drafted per round in the live runs from which the costs of draft steps and of the
-engine's own work are fitted."""
+engine's own work are fitted; of a row alone also those that fill a pass up to each level."""
 LIVE_TOKENS = 48  # written per text in a live run
 LIVE_TURNS = 10  # live runs of each draft length, the first a warm-up
 
@@ -125,7 +125,9 @@ def _cells(
     for batch, context in sizes:
         prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
         turns = _passes(model.target, *model.contexts(prompts), widths, repeats, tell)
-        draft, passes, other = _live(model, prompts)
+        levels = model.target.executor.levels if batch == 1 else ()
+        lengths = sorted({*LIVE, *(n - 1 for n in levels if n <= widths[-1])})
+        draft, passes, other = _live(model, prompts, lengths)
         verify = _as_live(turns, passes)
         # Rounds without a draft save more than one token's work, so they are not on the line.
         rounds = {n: float(np.median(times)) for n, times in other.items()}
@@ -134,7 +136,6 @@ def _cells(
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
         lead = first + max(more - fixed, 0.0)
-        levels = model.target.executor.levels if batch == 1 else ()
         cell = Cell(step + work, seconds, fixed, batch, context, lead, levels)
         spread = Spread(
             _range([(took - first) / n for n, times in draft.items() for took in times]),
@@ -202,15 +203,15 @@ def _as_live(
 
 
 def _live(
-    model: Model, prompts: Sequence[Sequence[int]]
+    model: Model, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> tuple[dict[int, list[float]], dict[int, list[float]], dict[int, list[float]]]:
     """Seconds of live rounds: in the draft, by tokens drafted per row; in the target, by width;
     outside both models, by tokens drafted."""
-    draft: dict[int, list[float]] = {n: [] for n in LIVE if n}
-    passes: dict[int, list[float]] = {n + 1: [] for n in LIVE}
-    other: dict[int, list[float]] = {n: [] for n in LIVE}
+    draft: dict[int, list[float]] = {n: [] for n in lengths if n}
+    passes: dict[int, list[float]] = {n + 1: [] for n in lengths}
+    other: dict[int, list[float]] = {n: [] for n in lengths}
     for turn in range(LIVE_TURNS):
-        for n in LIVE:
+        for n in lengths:
             done = model.generate(
                 prompts,
                 controller=f"fixed({n})",
