@@ -93,7 +93,7 @@ def interleaved(
     """`run(item, method)` for every pair. Methods take turns, each for a block of items, in an
     order drawn anew per block: a machine that gets slower favours none, no method always follows
     another, and most runs find in the caches what a method in use finds there, its own graphs."""
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed}/{label}")
     out: list[list[Any]] = [[None] * len(methods) for _ in work]
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(label, total=len(work) * len(methods))
