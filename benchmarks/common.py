@@ -88,7 +88,6 @@ def interleaved(
     run: Callable[[Any, Any], Any],
     label: str,
     seed: int = 0,
-    block: int = BLOCK,
 ) -> list[list[Any]]:
     """`run(item, method)` for every pair. Methods take turns, each for a block of items, in an
     order drawn anew per block: a machine that gets slower favours none, no method always follows
@@ -97,9 +96,9 @@ def interleaved(
     out: list[list[Any]] = [[None] * len(methods) for _ in work]
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(label, total=len(work) * len(methods))
-        for first in range(0, len(work), block):
+        for first in range(0, len(work), BLOCK):
             for index in rng.sample(range(len(methods)), len(methods)):
-                for item, row in zip(work[first : first + block], out[first:], strict=False):
+                for item, row in zip(work[first : first + BLOCK], out[first:], strict=False):
                     row[index] = run(item, methods[index])
                     progress.advance(bar)
     return out

@@ -94,7 +94,8 @@ def predicted(model: forerun.Model, prompts: int, tokens: int, long: bool = Fals
     )
     runtime = model.target.facts.executor
     name = "live" + "-long" * long + f"-{runtime}" * (runtime != "openvino")
-    save(name, provenance(model, prompts=prompts, tokens=tokens), cells, text)
+    made = provenance(model, prompts=prompts, tokens=None if long else tokens)
+    save(name, made, cells, text)
 
 
 def _told(trace: Trace, method: str, cell: Cell) -> list[FloatArray]:

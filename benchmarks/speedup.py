@@ -45,7 +45,8 @@ def main(
                 "identical": sum(r[index].tokens == r[0].tokens for r in rows),
             }
         results[family] = cells
-    made = provenance(model, prompts=prompts, tokens=tokens, temperature=temperature)
+    cap = None if long else tokens
+    made = provenance(model, prompts=prompts, tokens=cap, temperature=temperature)
     mean = float(np.mean([r[0].stats.tokens for r in runs]))
     name = "speedup" + "-sampled" * bool(temperature) + "-long" * long
     save(name, made, results, _text(results, temperature, mean))

@@ -75,7 +75,8 @@ def main(model: forerun.Model, prompts: int, tokens: int, long: bool = False) ->
         f"{'long' if long else 'short'} outputs, {mean:.0f} tokens each in the mean.\n\n"
     ) + _table(rows)
     name = "starting-lengths" + "-long" * long
-    save(name, provenance(model, prompts=prompts, tokens=tokens), results, text)
+    made = provenance(model, prompts=prompts, tokens=None if long else tokens)
+    save(name, made, results, text)
     speed = {name: [c.rate for c in found] for name, found in counts.items()}
     _plot(name, speed, float(np.mean(speed["fixed"])))
 

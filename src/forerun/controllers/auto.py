@@ -212,8 +212,8 @@ class Auto(LengthController):
     def open(self, state: AutoState, costs: Costs) -> Opening:
         """What a draft is expected to gain, and the price of its tokens."""
         costs = self._in_force(costs)
-        drafting = state.drafts, state.drafted, state.committed
-        opening = _drafting(self, state.learned, drafting, costs)
+        seen = state.drafts, state.drafted, state.committed
+        opening = self._expected(state.learned, *seen, costs)
         if not anywhere(opening.worth < 0):
             return opening
         rests = self._resting(state, costs, opening.worth)
@@ -268,6 +268,25 @@ class Auto(LengthController):
             table,
         )
 
+    @remembered
+    def _expected(
+        self, learned: Survival, drafts: float, drafted: float, committed: float, costs: Costs
+    ) -> Opening:
+        """What a round's draft is expected to gain: the same for as long as a request rests."""
+        plain = self._plain(costs)
+        by, useful = survival.in_force(learned), sigmoid(-learned.useless)
+        best = self._best_fixed(*survival.typical(learned, by, useful), costs)
+        length, tokens, seconds = best
+        tokens = PRIOR_ROUNDS * tokens + committed
+        mean = maximum(drafted, NO_TIME) / maximum(drafts, NO_TIME)
+        seconds = PRIOR_ROUNDS * seconds + drafts * _seconds(costs, mean)
+        rounds = PRIOR_ROUNDS + drafts
+        worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
+        rate = maximum(tokens / seconds, 1 / plain)
+        # A draft that says nothing has no better place to stop than the best fixed length.
+        most = where(learned.blind[1] > 0, length, self.high)
+        return Opening(most, worth, rate * costs.further, (Terms(by, useful, rate), None), idle)
+
     def _in_force(self, costs: Costs) -> Costs:
         """The costs to decide by."""
         if self.own_costs is not None or self.slope is None:
@@ -305,33 +324,6 @@ class Auto(LengthController):
         left = rest - state.rested
         nearer: float = where(left > 0, worth * left / (rest + 1), 0.0)
         return nearer
-
-
-@remembered
-def _drafting(
-    auto: Auto, learned: Survival, drafting: tuple[float, float, float], costs: Costs
-) -> Opening:
-    """What a draft is expected to gain; it stays as it is while a request rests.
-
-    Args:
-        auto: its settings count.
-        learned: how tokens are kept.
-        drafting: `drafts`, `drafted` and `committed` of the state.
-        costs: in force.
-    """
-    plain, (drafts, drafted, committed) = auto._plain(costs), drafting
-    by, useful = survival.in_force(learned), sigmoid(-learned.useless)
-    best = auto._best_fixed(*survival.typical(learned, by, useful), costs)
-    length, tokens, seconds = best
-    tokens = PRIOR_ROUNDS * tokens + committed
-    mean = maximum(drafted, NO_TIME) / maximum(drafts, NO_TIME)
-    seconds = PRIOR_ROUNDS * seconds + drafts * _seconds(costs, mean)
-    rounds = PRIOR_ROUNDS + drafts
-    worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
-    rate = maximum(tokens / seconds, 1 / plain)
-    # A draft that says nothing has no better place to stop than the best fixed length.
-    most = where(learned.blind[1] > 0, length, auto.high)
-    return Opening(most, worth, rate * costs.further, (Terms(by, useful, rate), None), idle)
 
 
 def _seconds(costs: Costs, drafted: float) -> float:
