@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.zoo.recipe import Architecture
+from forerun.zoo.recipe import Architecture, Guide
 from forerun.zoo.step import Functions, divergence, losses, states
 
 PLAIN = Functions.make(compiled=False)
@@ -50,7 +50,7 @@ def test_states_are_those_of_transformers(model: Any, length: int) -> None:
 
 def test_loss_and_gradients_are_those_of_cross_entropy(model: Any) -> None:
     ids, weights = batch()
-    loss, matched = losses(model, ids, weights, PLAIN)
+    loss, matched, _ = losses(model, ids, weights, PLAIN)
     assert matched == {}
     loss.backward()
     mine = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy(model: Any) -> None:
 def test_an_exit_is_drawn_to_the_final_distribution_which_is_a_constant(model: Any) -> None:
     ids, weights = batch(20)
     positions = torch.arange(0, 38, 3)
-    _, matched = losses(model, ids, weights, PLAIN, (1,), positions)
+    _, matched, _ = losses(model, ids, weights, PLAIN, (1,), positions)
     matched[1].backward()
     mine = {n: None if g is None else g.clone() for n, g in gradients(model).items()}
     model.zero_grad()
@@ -88,9 +88,41 @@ def test_an_exit_that_says_what_the_last_layer_says_is_left_alone(model: Any) ->
     ids, weights = batch(20)
     for p in model.model.layers[2].parameters():
         torch.nn.init.zeros_(p)  # the third layer adds nothing
-    _, matched = losses(model, ids, weights, PLAIN, (2,), torch.arange(38))
+    _, matched, _ = losses(model, ids, weights, PLAIN, (2,), torch.arange(38))
     matched[2].backward()
     assert all(g is None or g.abs().max() < 1e-5 for g in gradients(model).values())
+
+
+def test_a_negative_weight_asks_for_the_opposite(model: Any) -> None:
+    ids, weights = batch(30)
+    weights[:, 15:] *= -1
+    loss = losses(model, ids, weights, PLAIN).final
+    loss.backward()
+    mine = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    log = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    opposite = (1 - log.exp()).log()
+    weight = weights[:, 1:]
+    wanted = -(torch.where(weight < 0, -weight * opposite, weight * log)).sum()
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(mine[name], p.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_guide_is_the_attention_of_a_head_and_what_layers_after_it_say(model: Any) -> None:
+    ids, weights = batch(20)
+    places = torch.tensor([[0, 9, 3], [1, 17, 17]])
+    guide = Guide(depth=1, head=1, answers=(2, 3), attention=1, answer=1)
+    [(looks, says)] = losses(model, ids, weights, PLAIN, guided=[(guide, places)]).guides
+    model.set_attn_implementation("eager")
+    out = model.model(ids, output_attentions=True, output_hidden_states=True)
+    row, asked, place = places.T
+    torch.testing.assert_close(looks, -out.attentions[1][row, 1, asked, place].log().mean())
+    # transformers has the last layer's state after the norm.
+    states = [model.model.norm(out.hidden_states[2]), out.hidden_states[3]]
+    said = [F.cross_entropy(model.lm_head(s[row, asked]), ids[row, asked + 1]) for s in states]
+    torch.testing.assert_close(says, torch.stack(said).mean())
 
 
 def test_divergence_trains_the_draft_only() -> None:
@@ -112,8 +144,8 @@ def test_in_bfloat16_the_losses_are_those_of_float32(model: Any) -> None:
     rounded = Functions(PLAIN.layer, PLAIN.score, PLAIN.match, torch.bfloat16)
     ids, weights = batch(40)
     positions = torch.arange(0, 70, 2)
-    loss, matched = losses(model, ids, weights, rounded, (1,), positions)
-    exact, exactly = losses(model, ids, weights, PLAIN, (1,), positions)
+    loss, matched, _ = losses(model, ids, weights, rounded, (1,), positions)
+    exact, exactly, _ = losses(model, ids, weights, PLAIN, (1,), positions)
     assert float(loss) == pytest.approx(float(exact), rel=0.02)
     assert float(matched[1]) == pytest.approx(float(exactly[1]), rel=0.02)
 
@@ -127,7 +159,7 @@ def test_the_compiled_step_is_the_plain_one(model: Any) -> None:
     positions = torch.arange(0, 500, 2)
     gained = []
     for functions in (compiled, rounded):
-        loss, matched = losses(model, ids, weights, functions, (1,), positions)
+        loss, matched, _ = losses(model, ids, weights, functions, (1,), positions)
         (loss + matched[1]).backward()
         gained.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad()

@@ -21,13 +21,14 @@ from forerun.zoo.corpus import load_pools
 from forerun.zoo.distill import distill, own_texts, pack_documents
 from forerun.zoo.export import average
 from forerun.zoo.optim import orthogonalise
-from forerun.zoo.packing import Packer, drill
-from forerun.zoo.recipe import Architecture, Exits, Part, Recipe, variant
+from forerun.zoo.packing import Packer, copied, drill
+from forerun.zoo.recipe import Architecture, Exits, Guide, Part, Recipe, Unlikely, variant
 from forerun.zoo.runs import Run, prepare_tokenizer, recipe_of, stopping
 from forerun.zoo.step import Functions
 from forerun.zoo.tasks import extraction, rewriting
 from forerun.zoo.tasks.base import Pool, split_of
-from forerun.zoo.train import accumulate, curves, finish, train
+from forerun.zoo.train import accumulate, curves, finish, train, unlearn
+from forerun.zoo.unlikely import circles, repeated
 
 TINY = Recipe(
     target=Architecture(layers=4, hidden=32, heads=2, feed_forward=48),
@@ -37,6 +38,8 @@ TINY = Recipe(
     parts=(Part("books", 1, 128), Part("tasks", 2, 256), Part("long", 2, 256)),
     warm_up=2,
     exits=Exits(first=1, drawn=2, share=4),
+    guides={"copies": Guide(depth=1, head=0, answers=(2, 3), attention=0.1, answer=0.2)},
+    unlikely=Unlikely(every=2, rows=2, prompt=8, length=24),
     distill_tokens=512,
     distill_length=128,
     practice_steps=2,
@@ -304,7 +307,55 @@ def test_a_quiz_asks_nothing_that_is_held_out() -> None:
         for (question, answer), more in zip(pairs, [False, *[True] * len(pairs)], strict=False):
             assert split_of(passage * more + question) == "train"
             assert answer.split()[-1].rstrip(".") in passage
-    assert max(len(extraction.quiz(rng)) for _ in range(50)) == 6
+    assert max(len(extraction.quiz(rng)) for _ in range(50)) == 10
+
+
+def test_questions_guide_to_the_words_that_they_end_with(packer: Packer) -> None:
+    batch = packer.batch("x", 0, Part("tasks", 4, 512))
+    places = batch.guides["questions"]
+    assert len(places) > 5
+    decode = packer.tokenizer.decode
+    for (row, asked, place), second in zip(places[::2], places[1::2], strict=True):
+        assert second == (row, asked + 1, place)
+        ids = batch.ids[row].tolist()
+        document = decode(ids[: asked + 1]).rpartition("Passage: ")[2]
+        passage, _, questions = document.partition("\n")
+        word = decode([ids[place]]).strip()
+        assert word in passage
+        assert questions.endswith(f"{word}?\nAnswer:")
+
+
+def test_copies_are_guided_to_the_token_that_came_next(packer: Packer) -> None:
+    assert copied([1, 2, 3, 4, 9, 1, 2, 3, 4, 5], size=3) == [(7, 3)]
+    assert copied([1, 2, 3, 4, 0, 1, 2, 3, 4], size=3) == []  # another document
+    assert copied([1, 2, 1, 2, 1], size=2) == [(3, 2)]
+    batch = packer.batch("x", 0, Part("long", 2, 256))
+    for row, asked, place in batch.guides["copies"]:
+        assert row == 1  # the first row is a book
+        assert batch.ids[row, place] == batch.ids[row, asked + 1]
+
+
+def test_what_repeats_is_every_token_of_a_stretch_that_stood_before() -> None:
+    #                        1 2 3 4 stood before; so did 2 3 4 1
+    assert repeated([1, 2, 3, 4, 1, 2, 3, 4, 1, 9]) == [*[False] * 4, *[True] * 5, False]
+    assert repeated([7, 7, 7, 7, 7], size=4) == [False, *[True] * 4]
+    assert repeated([1, 2, 3, 1, 2, 3], start=4) == [False, False]
+
+
+def test_circles_are_unlearned(packer: Packer) -> None:
+    """A model that writes one token for ever: some steps later it says it less."""
+    recipe = replace(TINY, unlikely=Unlikely(rows=2, prompt=4, length=20), adam_lr=0.03)
+    packer = Packer(packer.tokenizer, packer.pool, recipe, 5)
+    made = Run.new(recipe, 0)
+    batch = circles(made.model, packer, 0)
+    assert (batch.ids == circles(made.model, packer, 0).ids).all()
+    assert (batch.weights[:, :4] == 0).all()
+    assert set(np.unique(batch.weights)) == {-1.0, 0.0}
+    before = unlearn(made, batch, PLAIN)
+    for step in range(12):
+        made.update(1.0)
+        unlearn(made, circles(made.model, packer, step), PLAIN)
+    assert unlearn(made, circles(made.model, packer, 0), PLAIN) < before
 
 
 def test_edits_say_what_the_family_would() -> None:
@@ -369,7 +420,7 @@ def test_the_exit_loss_makes_layers_agree(packer: Packer) -> None:
 
 def test_the_defaults_fit_the_shipped_sizes() -> None:
     recipe = Recipe()
-    assert sum(part.rows * part.length for part in recipe.parts) == 8192
+    assert sum(part.rows * part.length for part in recipe.parts) == 7168
     assert set(recipe.prompt_weights) >= (
         set(recipe.task_weights) | set(recipe.lesson_weights) | set(recipe.long_weights)
     )

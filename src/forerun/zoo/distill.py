@@ -197,7 +197,7 @@ def steps_of(
             rate = min(1.0, 20 * progress + 0.05, 1 - progress)
         ids, weights = run.tensors(batch)
         if run.step < practice:
-            loss, _ = losses(run.model, ids, weights, functions)
+            loss = losses(run.model, ids, weights, functions).final
         else:
             loss = divergence(target, run.model, ids, weights, functions)
         loss = loss / weights[:, 1:].sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, extraction, r
 from forerun.zoo.tasks.base import Pool
 
 _GOLDEN = 0.6180339887498949
+GUIDED = 128
+"""The most copies of a micro-batch that are guided."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Batch:
 
     ids: NDArray[np.int64]
     weights: NDArray[np.float32]
+    guides: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """By the guide's name row, place from which a token is predicted, and place to look at."""
 
 
 class Packer:
@@ -65,21 +69,25 @@ class Packer:
     def batch(self, key: str, index: int, part: Part, finishing: bool = False) -> Batch:
         """A micro-batch: a function of the seed, ``key`` (documents) and ``index`` (books)."""
         rng = random.Random(f"{self.seed}/{key}")
+        guides: dict[str, list[tuple[int, int, int]]] = {}
         ids = np.zeros((part.rows, part.length), dtype=np.int64)
         weights = np.ones((part.rows, part.length), dtype=np.float32)
         books = {"books": part.rows, "tasks": 0, "long": part.rows // 2}[part.kind]
         for row in range(books):
-            ids[row] = self._stretch(index * part.rows + row, part.length)
+            ids[row] = self.stretch(index * part.rows + row, part.length)
         if books < part.rows:
             shares = self.recipe.long_weights
             if part.kind == "tasks":
                 shares = self.recipe.task_weights | self.recipe.lesson_weights
             if finishing:
                 shares = {n: w for n, w in shares.items() if n not in (*LESSONS, "copies")}
-            self._pack(rng, shares, ids[books:], weights[books:])
-        return Batch(ids, weights)
+            asked = self._pack(rng, shares, ids[books:], weights[books:])
+            guides["questions"] = [(books + row, at, place) for row, at, place in asked]
+            again = [(r, *p) for r in range(books, part.rows) for p in copied(ids[r].tolist())]
+            guides["copies"] = rng.sample(again, min(GUIDED, len(again)))
+        return Batch(ids, weights, guides)
 
-    def _stretch(self, index: int, length: int) -> NDArray[np.int64]:
+    def stretch(self, index: int, length: int) -> NDArray[np.int64]:
         """A stretch of a book from a paragraph on; starts are spread evenly over the corpus."""
         place = (index * _GOLDEN + self.seed * 0.1) % 1.0
         # The simple books are visited about twice as often per token as the long novels.
@@ -99,9 +107,13 @@ class Packer:
         shares: Mapping[str, float],
         ids: NDArray[np.int64],
         weights: NDArray[np.float32],
-    ) -> None:
-        """Packs whole documents, each where it first fits; beginnings of book stretches fill up."""
+    ) -> list[tuple[int, int, int]]:
+        """Packs whole documents, each where it first fits; beginnings of book stretches fill up.
+
+        Returns where `questions` guide.
+        """
         rows, length = ids.shape
+        asked: list[tuple[int, int, int]] = []
         ends = [0] * rows
         used = {name: rng.random() * 200 for name in shares}
         misses = 0
@@ -114,6 +126,9 @@ class Packer:
                 misses += 1
                 used[name] += size / 8  # let shorter families try
                 continue
+            if name in ("extraction", "quiz"):
+                places = self.questions(segments)
+                asked += [(row, ends[row] + at, ends[row] + place) for at, place in places]
             for tokens, weight in segments:
                 begin, ends[row] = ends[row], ends[row] + len(tokens)
                 ids[row, begin : ends[row]] = tokens
@@ -121,7 +136,26 @@ class Packer:
             used[name] += size
         for row, end in enumerate(ends):
             if end < length:
-                ids[row, end:] = self._stretch(rng.randrange(1 << 30), length - end)
+                ids[row, end:] = self.stretch(rng.randrange(1 << 30), length - end)
+        return asked
+
+    def questions(self, segments: list[tuple[list[int], float]]) -> list[tuple[int, int]]:
+        """Of questions about a passage: where an answer's first two tokens are predicted, and the
+        place to look at.
+
+        That is the word which the question ends with, if the passage has it just once.
+        """
+        line = self.tokenizer.token_to_id("Ċ")
+        first = segments[0][0]
+        passage = first[: first.index(line)]
+        places, at = [], 0
+        for (prompt, _), (answer, _) in zip(segments[::2], segments[1::2], strict=True):
+            word = prompt[prompt.index(line, len(prompt) - 4) - 2]  # before "?\nAnswer:"
+            if passage.count(word) == 1:
+                place, before = passage.index(word), at + len(prompt) - 1
+                places += [(before, place), (before + 1, place)]
+            at += len(prompt) + len(answer)
+        return places
 
     def document(self, rng: random.Random, name: str) -> list[tuple[list[int], float]]:
         """A training document of the family ``name``: pieces of token ids and their loss weight."""
@@ -161,6 +195,21 @@ class Packer:
             ids[at : at + len(twice)] = twice
             weights[at + len(string) : at + len(twice)] = 1
             at += len(twice)
+
+
+def copied(ids: list[int], size: int = 3) -> list[tuple[int, int]]:
+    """Places whose next token continues a stretch of ``size`` tokens that stood before in the
+    document, and the place of that token there."""
+    places, known, begin = [], dict[tuple[int, ...], int](), 0
+    for at, token in enumerate(ids[:-1]):
+        if token == 0:
+            known, begin = {}, at + 1
+        elif at - begin + 1 >= size:
+            stretch = tuple(ids[at - size + 1 : at + 1])
+            if stretch in known and ids[known[stretch] + 1] == ids[at + 1]:
+                places.append((at, known[stretch] + 1))
+            known[stretch] = at
+    return places
 
 
 def drill(rng: random.Random) -> list[tuple[str, str]]:

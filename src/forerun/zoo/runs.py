@@ -18,7 +18,7 @@ import torch
 
 from forerun.zoo.optim import optimizers
 from forerun.zoo.packing import Batch
-from forerun.zoo.recipe import Architecture, Exits, Part, Recipe
+from forerun.zoo.recipe import Architecture, Exits, Guide, Part, Recipe, Unlikely
 from forerun.zoo.tasks import FAMILIES
 from forerun.zoo.tasks.base import Pool
 from forerun.zoo.tokenizer import train_tokenizer
@@ -141,6 +141,12 @@ def recipe_of(saved: dict[str, Any]) -> Recipe:
         known[name] = Architecture(**known[name])
     known["parts"] = tuple(Part(**part) for part in known["parts"])
     known["exits"] = Exits(**known["exits"])
+    if "guides" in known:
+        known["guides"] = {
+            name: Guide(**how | {"answers": tuple(how["answers"])})
+            for name, how in known["guides"].items()
+        }
+    known["unlikely"] = Unlikely(**known.get("unlikely", {}))
     return Recipe(**known)
 
 

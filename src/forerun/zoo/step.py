@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from forerun.zoo.optim import product_type
+from forerun.zoo.recipe import Guide
 
 BLOCK = 128
 """Queries per block of attention."""
@@ -78,10 +79,17 @@ def layer(
 def score_piece(
     state: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted cross-entropy against token ids, summed, and its gradient by the logits."""
+    """Weighted cross-entropy against token ids, summed, and its gradient by the logits.
+
+    A negative weight asks for the opposite, that the token be unlikely: ``-log(1 - p)`` for
+    ``-log p`` (Welleck et al., 2020).
+    """
     logits = (state @ head.t()).float()
     log = logits.log_softmax(-1)
-    loss = -(log.gather(1, goal[:, None])[:, 0] * weight).sum()
+    said = log.gather(1, goal[:, None])[:, 0]
+    share = said.exp().clamp(max=0.9999)
+    loss = (torch.where(weight < 0, (-share).log1p(), -said) * weight).sum()
+    weight = torch.where(weight < 0, weight * share / (1 - share), weight)
     hot = torch.arange(logits.shape[1], device=goal.device)[None] == goal[:, None]
     slope = (log.exp() - hot.float()) * weight[:, None]
     return loss, slope.to(state.dtype)
@@ -155,16 +163,21 @@ class Functions:
         )
 
 
+def turns(config: Any, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary positions, (length, size / 2)."""
+    size = config.hidden_size // config.num_attention_heads
+    place = torch.arange(max(size, length), device=device).float()
+    speed = config.rope_parameters["rope_theta"] ** -(place[:size:2] / size)
+    angle = torch.outer(place[:length], speed)
+    return angle.cos(), angle.sin()
+
+
 def states(
     model: Any, ids: torch.Tensor, functions: Functions, wanted: frozenset[int] = frozenset()
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The last state and those after the ``wanted`` layers, (rows, length, hidden), before norm."""
     config = model.config
-    size = config.hidden_size // config.num_attention_heads
-    place = torch.arange(max(size, ids.shape[1]), device=ids.device).float()
-    speed = config.rope_parameters["rope_theta"] ** -(place[:size:2] / size)
-    angle = torch.outer(place[: ids.shape[1]], speed)
-    turn = (angle.cos(), angle.sin())
+    turn = turns(config, ids.shape[1], ids.device)
     x = model.model.embed_tokens(ids)
     between = {}
     for depth, block in enumerate(model.model.layers, start=1):
@@ -192,6 +205,17 @@ def predictions(
     return normed, model.lm_head.weight.to(dtype)
 
 
+class Losses(NamedTuple):
+    """The losses of a micro-batch."""
+
+    final: torch.Tensor
+    """Weighted cross-entropy of the next tokens, summed."""
+    exits: dict[int, torch.Tensor]
+    """Per exit its cross-entropy against the final distribution, summed, not yet weighted."""
+    guides: list[tuple[torch.Tensor, torch.Tensor]]
+    """Per guide the mean cross-entropy of its head's attention, and of what follows from it."""
+
+
 def losses(
     model: Any,
     ids: torch.Tensor,
@@ -199,25 +223,55 @@ def losses(
     functions: Functions,
     exits: Sequence[int] = (),
     positions: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Summed weighted cross-entropy of the next tokens, and per exit its loss, not yet weighted.
+    guided: Sequence[tuple[Guide, torch.Tensor]] = (),
+) -> Losses:
+    """All losses of a micro-batch.
 
     ``ids`` and ``weights`` are (rows, length); the weights belong to predicting each position.
     ``exits`` are layers whose states, through the last norm and the shared head, are matched with
     the final distribution on ``positions`` (indices into rows x (length - 1)). That distribution
-    is a constant there: it is not drawn towards what shallow layers can do.
+    is a constant there: it is not drawn towards what shallow layers can do. ``guided`` has places
+    (count, 3), as in `Batch`, for each guide.
     """
-    x, between = states(model, ids, functions, frozenset(exits))
+    wanted = frozenset(exits).union(*((how.depth, *how.answers) for how, _ in guided))
+    x, between = states(model, ids, functions, wanted)
     final, head = predictions(model, x[:, :-1], functions.dtype)
     goal, weight = ids[:, 1:].reshape(-1), weights[:, 1:].reshape(-1)
     loss = _InPieces.apply(final, head, goal, weight, functions.score)
     matched = {}
-    for depth, state in between.items():
-        chosen = state[:, :-1].reshape(-1, state.shape[-1])[positions]
+    for depth in exits:
+        chosen = between[depth][:, :-1].reshape(-1, x.shape[-1])[positions]
         shallow, _ = predictions(model, chosen, functions.dtype)
-        wanted, share = final.detach()[positions], weight[positions]
-        matched[depth] = _InPieces.apply(shallow, head, wanted, share, functions.match, head)
-    return loss, matched
+        target, share = final.detach()[positions], weight[positions]
+        matched[depth] = _InPieces.apply(shallow, head, target, share, functions.match, head)
+    return Losses(loss, matched, [_guide(model, ids, between, *one) for one in guided])
+
+
+def _guide(
+    model: Any,
+    ids: torch.Tensor,
+    between: dict[int, torch.Tensor],
+    how: Guide,
+    places: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    row, asked, place = places.unbind(1)
+    config, block = model.config, model.model.layers[how.depth]
+    size = config.hidden_size // config.num_attention_heads
+    y = norm(between[how.depth], block.input_layernorm.weight, config.rms_norm_eps, torch.float32)
+    own = slice(how.head * size, (how.head + 1) * size)
+    turn = turns(config, ids.shape[1], ids.device)
+    q, k = (
+        rotate(F.linear(y, matrix.weight[own]), *turn)
+        for matrix in (block.self_attn.q_proj, block.self_attn.k_proj)
+    )
+    scores = torch.einsum("ns,nls->nl", q[row, asked], k[row]) * size**-0.5
+    later = torch.arange(ids.shape[1], device=ids.device)[None] > asked[:, None]
+    looks = F.cross_entropy(scores.masked_fill(later, float("-inf")), place)
+    says = torch.zeros((), device=ids.device)
+    for depth in how.answers:
+        state, head = predictions(model, between[depth][row, asked], torch.float32)
+        says = says + F.cross_entropy(state @ head.t(), ids[row, asked + 1]) / len(how.answers)
+    return looks, says
 
 
 def divergence(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from forerun.zoo.corpus import load_pools
@@ -21,6 +22,7 @@ from forerun.zoo.runs import CHECKPOINT, LOG, TOKENIZER, Run, keep, prepare_toke
 from forerun.zoo.step import Functions, losses
 from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES
 from forerun.zoo.tasks.base import Pool
+from forerun.zoo.unlikely import circles
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,20 @@ class Loss:
     final: float
     exits: dict[int, float]
     """Per drawn layer: cross-entropy against the last layer's distribution."""
+    guides: dict[str, tuple[float, float]]
+    """Per guide: of where its head looks, and of what its layers say."""
 
 
 def accumulate(run: Run, batches: list[Batch], functions: Functions) -> Loss:
     """Adds the gradients of all micro-batches of a step; losses are means over the step."""
     rng = random.Random(f"exits/{run.seed}/{run.step}")
-    exits, layers = run.recipe.exits, run.recipe.target.layers
+    recipe, exits, layers = run.recipe, run.recipe.exits, run.recipe.target.layers
+    guides = {name: how for name, how in recipe.guides.items() if how.fits(recipe.target)}
     depth_weights = exits.weights(layers)
     total = float(sum(batch.weights[:, 1:].sum() for batch in batches))
     final = 0.0
     measured: dict[int, list[float]] = {}
+    shown: dict[str, list[tuple[float, float]]] = {name: [] for name in guides}
     for batch in batches:
         ids, weights = run.tensors(batch)
         scored = weights[:, 1:].reshape(-1)
@@ -47,17 +53,35 @@ def accumulate(run: Run, batches: list[Batch], functions: Functions) -> Loss:
         count = max(1, len(scored) // exits.share)
         chosen = sorted(rng.sample(range(len(scored)), count))
         positions = torch.tensor(chosen, device=ids.device)
-        loss, matched = losses(run.model, ids, weights, functions, drawn, positions)
-        objective = loss / total
+        names = [name for name in guides if batch.guides.get(name)]
+        guided = [(guides[n], torch.tensor(batch.guides[n], device=ids.device)) for n in names]
+        loss = losses(run.model, ids, weights, functions, drawn, positions, guided)
+        objective = loss.final / total
         # A micro-batch counts by its weights, not by what of them was drawn.
         seen = max(float(scored[positions].sum()), 1e-6)
         part = float(scored.sum()) / total
-        for depth, value in matched.items():
+        for depth, value in loss.exits.items():
             objective = objective + value * (depth_weights[depth] * part / seen)
             measured.setdefault(depth, []).append(float(value.detach()) / seen)
+        for name, (looks, says) in zip(names, loss.guides, strict=True):
+            objective = objective + looks * guides[name].attention + says * guides[name].answer
+            shown[name].append((float(looks.detach()), float(says.detach())))
         objective.backward()
-        final += float(loss.detach())
-    return Loss(final / total, {d: sum(v) / len(v) for d, v in sorted(measured.items())})
+        final += float(loss.final.detach())
+    return Loss(
+        final / total,
+        {d: sum(v) / len(v) for d, v in sorted(measured.items())},
+        {name: tuple(np.mean(values, axis=0)) for name, values in shown.items() if values},
+    )
+
+
+def unlearn(run: Run, batch: Batch, functions: Functions) -> float:
+    """Adds the gradient of the unlikelihood of what repeats in ``batch``; returns its share."""
+    how = run.recipe.unlikely
+    written = batch.ids.shape[0] * (how.length - how.prompt)
+    loss = losses(run.model, *run.tensors(batch), functions).final
+    (loss * (how.weight / written)).backward()
+    return float(-batch.weights.sum()) / written
 
 
 def steps_of(run: Run, packer: Packer, functions: Functions) -> Iterator[dict[str, Any]]:
@@ -68,6 +92,10 @@ def steps_of(run: Run, packer: Packer, functions: Functions) -> Iterator[dict[st
         rate = run.recipe.rate(run.step, run.decay)
         batches = packer.batches(run.step, finishing)
         loss = accumulate(run, batches, functions)
+        circling = {}
+        if run.recipe.unlikely.weight and run.step % run.recipe.unlikely.every == 0:
+            batch = circles(run.model, packer, run.step)
+            circling["repeated"] = round(unlearn(run, batch, functions), 3)
         run.update(rate)
         yield run.advance(
             sum(batch.ids.size for batch in batches),
@@ -75,6 +103,8 @@ def steps_of(run: Run, packer: Packer, functions: Functions) -> Iterator[dict[st
             rate=round(rate, 4),
             loss=round(loss.final, 4),
             exits={depth: round(value, 3) for depth, value in loss.exits.items()},
+            guides={n: [round(float(v), 3) for v in both] for n, both in loss.guides.items()},
+            **circling,
         )
 
 

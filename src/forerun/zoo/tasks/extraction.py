@@ -154,18 +154,18 @@ def generate(rng: random.Random) -> Example:
 
 
 def quiz(rng: random.Random) -> list[tuple[str, str]]:
-    """A lesson: a passage of training and up to six questions about it, with their answers.
+    """A lesson: a passage of training and up to ten questions about it, with their answers.
 
     A passage is read once and much is learned of it. A question whose prompt is held out is not
     asked.
     """
     facts = _facts(rng)
-    asked = [pair for _, questions in facts for pair in rng.sample(questions, 2)]
+    asked = [pair for _, questions in facts for pair in rng.sample(questions, 3)]
     known = [(q, a) for q, a in asked if split_of(_prompt(facts, q)) == "train"]
     rng.shuffle(known)
     if not known:
         return quiz(rng)
-    (first, answer), *more = known[:6]
+    (first, answer), *more = known[:10]
     begun = [(_prompt(facts, first), f" {answer}")]
     return begun + [(f"\nQuestion: {q}\nAnswer:", f" {a}") for q, a in more]
 

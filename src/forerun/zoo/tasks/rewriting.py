@@ -92,13 +92,13 @@ def _prompt(instruction: str, text: str) -> str:
 
 
 def edit(rng: random.Random, sentences: list[str]) -> list[tuple[str, str]]:
-    """A lesson: a word replaced in three to eight words; each pair ends with the new one.
+    """A lesson: a word replaced in three to twenty words; each pair ends with the new one.
 
     Most of a rewritten text is a copy: little of it says whether the change was understood.
     """
     said = rng.choice(sentences).split()
     begin = rng.randrange(len(said))
-    text = " ".join(said[begin : begin + rng.randint(3, 8)])
+    text = " ".join(said[begin : begin + rng.randint(3, 20)])
     old, new = rng.choice(_PLAIN_WORD.findall(text) or [""]), rng.choice(_NEW_WORDS)
     prompt = _prompt(f'replace "{old}" with "{new}".', text)
     if old in ("", new) or split_of(prompt) != "train":
