@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from forerun import __version__
 from forerun.cli.info import card_lines
 from forerun.cli.shared.catalog import KINDS, cards
+from forerun.zoo.__main__ import app as recipe
 
 
 def test_version_and_help(forerun):
@@ -97,6 +99,13 @@ def test_unknown_names(forerun):
     assert "did you mean 'lookup'" in forerun("info", "lokup").error
     result = forerun("cite", "gamatune")
     assert (result.code, "did you mean 'gammatune'" in result.error) == (2, True)
+
+
+def test_every_command_of_the_recipe_is_one_of_forerun_zoo(forerun):
+    shown = forerun("zoo").out
+    for command in recipe.registered_commands:
+        name = command.name or command.callback.__name__
+        assert re.search(rf"^│ {name} ", shown, re.MULTILINE), name
 
 
 def test_model_card(forerun, monkeypatch):

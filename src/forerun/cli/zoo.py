@@ -22,12 +22,6 @@ def card() -> None:
     typer.echo(model_card().rstrip("\n"))
 
 
-app.command("train")(recipe.train)
-app.command("finish")(recipe.finish)
-app.command("distill")(recipe.distill)
-app.command("curves")(recipe.curves)
-app.command("translator")(recipe.translator)
-app.command("pairs")(recipe.pairs)
-app.command("bleu")(recipe.bleu)
-app.command("evaluate")(recipe.evaluate)
-app.command("prompts")(recipe.prompts)
+for command in recipe.app.registered_commands:
+    assert command.callback is not None
+    app.command(command.name)(command.callback)
