@@ -28,7 +28,7 @@ from forerun.zoo.step import Functions
 from forerun.zoo.tasks import extraction, rewriting
 from forerun.zoo.tasks.base import Pool, split_of
 from forerun.zoo.train import accumulate, curves, finish, train, unlearn
-from forerun.zoo.unlikely import circles, repeated
+from forerun.zoo.unlikely import continuations, repeated
 
 TINY = Recipe(
     target=Architecture(layers=4, hidden=32, heads=2, feed_forward=48),
@@ -347,15 +347,15 @@ def test_circles_are_unlearned(packer: Packer) -> None:
     recipe = replace(TINY, unlikely=Unlikely(rows=2, prompt=4, length=20), adam_lr=0.03)
     packer = Packer(packer.tokenizer, packer.pool, recipe, 5)
     made = Run.new(recipe, 0)
-    batch = circles(made.model, packer, 0)
-    assert (batch.ids == circles(made.model, packer, 0).ids).all()
+    batch = continuations(made.model, packer, 0)
+    assert (batch.ids == continuations(made.model, packer, 0).ids).all()
     assert (batch.weights[:, :4] == 0).all()
     assert set(np.unique(batch.weights)) == {-1.0, 0.0}
     before = unlearn(made, batch, PLAIN)
     for step in range(12):
         made.update(1.0)
-        unlearn(made, circles(made.model, packer, step), PLAIN)
-    assert unlearn(made, circles(made.model, packer, 0), PLAIN) < before
+        unlearn(made, continuations(made.model, packer, step), PLAIN)
+    assert unlearn(made, continuations(made.model, packer, 0), PLAIN) < before
 
 
 def test_edits_say_what_the_family_would() -> None:

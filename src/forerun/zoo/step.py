@@ -86,9 +86,9 @@ def score_piece(
     """
     logits = (state @ head.t()).float()
     log = logits.log_softmax(-1)
-    said = log.gather(1, goal[:, None])[:, 0]
-    share = said.exp().clamp(max=0.9999)
-    loss = (torch.where(weight < 0, (-share).log1p(), -said) * weight).sum()
+    of_goal = log.gather(1, goal[:, None])[:, 0]
+    share = of_goal.exp().clamp(max=0.9999)
+    loss = (torch.where(weight < 0, (-share).log1p(), -of_goal) * weight).sum()
     weight = torch.where(weight < 0, weight * share / (1 - share), weight)
     hot = torch.arange(logits.shape[1], device=goal.device)[None] == goal[:, None]
     slope = (log.exp() - hot.float()) * weight[:, None]
@@ -266,12 +266,14 @@ def _guide(
     )
     scores = torch.einsum("ns,nls->nl", q[row, asked], k[row]) * size**-0.5
     later = torch.arange(ids.shape[1], device=ids.device)[None] > asked[:, None]
-    looks = F.cross_entropy(scores.masked_fill(later, float("-inf")), place)
-    says = torch.zeros((), device=ids.device)
+    attention = F.cross_entropy(scores.masked_fill(later, float("-inf")), place)
+    answers = torch.zeros((), device=ids.device)
     for depth in how.answers:
         state, head = predictions(model, between[depth][row, asked], torch.float32)
-        says = says + F.cross_entropy(state @ head.t(), ids[row, asked + 1]) / len(how.answers)
-    return looks, says
+        answers = answers + F.cross_entropy(state @ head.t(), ids[row, asked + 1]) / len(
+            how.answers
+        )
+    return attention, answers
 
 
 def divergence(

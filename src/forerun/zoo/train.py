@@ -22,7 +22,7 @@ from forerun.zoo.runs import CHECKPOINT, LOG, TOKENIZER, Run, keep, prepare_toke
 from forerun.zoo.step import Functions, losses
 from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES
 from forerun.zoo.tasks.base import Pool
-from forerun.zoo.unlikely import circles
+from forerun.zoo.unlikely import continuations
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Loss:
     exits: dict[int, float]
     """Per drawn layer: cross-entropy against the last layer's distribution."""
     guides: dict[str, tuple[float, float]]
-    """Per guide: of where its head looks, and of what its layers say."""
+    """Per guide: of its attention, and of the answers of its layers."""
 
 
 def accumulate(run: Run, batches: list[Batch], functions: Functions) -> Loss:
@@ -45,7 +45,7 @@ def accumulate(run: Run, batches: list[Batch], functions: Functions) -> Loss:
     total = float(sum(batch.weights[:, 1:].sum() for batch in batches))
     final = 0.0
     measured: dict[int, list[float]] = {}
-    shown: dict[str, list[tuple[float, float]]] = {name: [] for name in guides}
+    guided_losses: dict[str, list[tuple[float, float]]] = {name: [] for name in guides}
     for batch in batches:
         ids, weights = run.tensors(batch)
         scored = weights[:, 1:].reshape(-1)
@@ -63,15 +63,17 @@ def accumulate(run: Run, batches: list[Batch], functions: Functions) -> Loss:
         for depth, value in loss.exits.items():
             objective = objective + value * (depth_weights[depth] * part / seen)
             measured.setdefault(depth, []).append(float(value.detach()) / seen)
-        for name, (looks, says) in zip(names, loss.guides, strict=True):
-            objective = objective + looks * guides[name].attention + says * guides[name].answer
-            shown[name].append((float(looks.detach()), float(says.detach())))
+        for name, (attention, answers) in zip(names, loss.guides, strict=True):
+            objective = (
+                objective + attention * guides[name].attention + answers * guides[name].answer
+            )
+            guided_losses[name].append((float(attention.detach()), float(answers.detach())))
         objective.backward()
         final += float(loss.final.detach())
     return Loss(
         final / total,
         {d: sum(v) / len(v) for d, v in sorted(measured.items())},
-        {name: tuple(np.mean(values, axis=0)) for name, values in shown.items() if values},
+        {name: tuple(np.mean(values, axis=0)) for name, values in guided_losses.items() if values},
     )
 
 
@@ -92,10 +94,10 @@ def steps_of(run: Run, packer: Packer, functions: Functions) -> Iterator[dict[st
         rate = run.recipe.rate(run.step, run.decay)
         batches = packer.batches(run.step, finishing)
         loss = accumulate(run, batches, functions)
-        circling = {}
+        repetition = {}
         if run.recipe.unlikely.weight and run.step % run.recipe.unlikely.every == 0:
-            batch = circles(run.model, packer, run.step)
-            circling["repeated"] = round(unlearn(run, batch, functions), 3)
+            batch = continuations(run.model, packer, run.step)
+            repetition["repeated"] = round(unlearn(run, batch, functions), 3)
         run.update(rate)
         yield run.advance(
             sum(batch.ids.size for batch in batches),
@@ -104,7 +106,7 @@ def steps_of(run: Run, packer: Packer, functions: Functions) -> Iterator[dict[st
             loss=round(loss.final, 4),
             exits={depth: round(value, 3) for depth, value in loss.exits.items()},
             guides={n: [round(float(v), 3) for v in both] for n, both in loss.guides.items()},
-            **circling,
+            **repetition,
         )
 
 

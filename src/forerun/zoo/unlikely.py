@@ -31,13 +31,13 @@ def repeated(ids: Sequence[int], start: int = 0, size: int = NGRAM) -> list[bool
     return marks[start:]
 
 
-def circles(model: Any, packer: Packer, step: int) -> Batch:
+def continuations(model: Any, packer: Packer, step: int) -> Batch:
     """The model's own greedy continuations of books; tokens that repeat have weight -1, others 0.
 
     A function of the model, the packer's seed and ``step``.
     """
     how = packer.recipe.unlikely
-    rng = random.Random(f"circles/{packer.seed}/{step}")
+    rng = random.Random(f"continuations/{packer.seed}/{step}")
     prompts = [
         [int(t) for t in packer.stretch(rng.randrange(1 << 30), how.prompt)]
         for _ in range(how.rows)
