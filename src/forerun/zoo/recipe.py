@@ -131,7 +131,7 @@ class Recipe:
     tokenizer_draws: int = 4000
     """Generated documents per family that the tokenizer is trained on, beside the books."""
     parts: tuple[Part, ...] = (
-        Part("books", 2, 512),
+        Part("books", 4, 512),
         Part("tasks", 4, 512),
         Part("tasks", 4, 512),
         Part("long", 2, 1024),
@@ -139,21 +139,21 @@ class Recipe:
     """The micro-batches of one step."""
     task_weights: dict[str, float] = field(
         default_factory=lambda: {
-            "translation": 0.16,
-            "arithmetic": 0.05,
+            "translation": 0.30,
+            "arithmetic": 0.08,
             "extraction": 0.12,
-            "rewriting": 0.18,
-            "chat": 0.03,
+            "rewriting": 0.16,
+            "chat": 0.06,
         }
     )
     """Shares of the tokens in task rows, together with ``lesson_weights``."""
     lesson_weights: dict[str, float] = field(
         default_factory=lambda: {
             "drills": 0.02,
-            "copies": 0.02,
+            "copies": 0.01,
             "tours": 0.02,
-            "quiz": 0.35,
-            "edits": 0.16,
+            "quiz": 0.13,
+            "edits": 0.10,
         }
     )
     """Shares of what else is in task rows: ``drills`` are single sums with their carries,
