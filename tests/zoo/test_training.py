@@ -420,7 +420,7 @@ def test_the_exit_loss_makes_layers_agree(packer: Packer) -> None:
 
 def test_the_defaults_fit_the_shipped_sizes() -> None:
     recipe = Recipe()
-    assert sum(part.rows * part.length for part in recipe.parts) == 7168
+    assert sum(part.rows * part.length for part in recipe.parts) == 8192
     assert set(recipe.prompt_weights) >= (
         set(recipe.task_weights) | set(recipe.lesson_weights) | set(recipe.long_weights)
     )
