@@ -342,7 +342,7 @@ def test_what_repeats_is_every_token_of_a_stretch_that_stood_before() -> None:
     assert repeated([1, 2, 3, 1, 2, 3], start=4) == [False, False]
 
 
-def test_circles_are_unlearned(packer: Packer) -> None:
+def test_repetition_is_unlearned(packer: Packer) -> None:
     """A model that writes one token for ever: some steps later it says it less."""
     recipe = replace(TINY, unlikely=Unlikely(rows=2, prompt=4, length=20), adam_lr=0.03)
     packer = Packer(packer.tokenizer, packer.pool, recipe, 5)

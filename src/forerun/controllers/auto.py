@@ -131,8 +131,8 @@ class Auto(LengthController):
     Deviations: the rule is the best one if survival only falls, as when the next tokens are alike;
     a doubtful token followed by certain ones is worth a little more than it says. With `cost`
     given, a request decides for itself whoever shares its pass, so in a large batch it can be
-    slower than plain decoding. The starting values were fitted to texts of the pair that shipped
-    before this one.
+    slower than plain decoding. The starting values were fitted to texts of an earlier shipped
+    pair.
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
