@@ -409,7 +409,7 @@ def test_a_drafter_with_nothing_to_propose_is_not_resting():
     assert state.interval == controller.start().interval
 
 
-def test_the_next_request_loses_corrections_and_goes_on_resting():
+def test_the_next_request_loses_corrections_and_begins_with_a_probe():
     live = Live("auto", Clock(8, 0.02), Source(0.3, margin=6))
     live.run(200)
     state = live.state._replace(rested=5)
@@ -418,7 +418,9 @@ def test_the_next_request_loses_corrections_and_goes_on_resting():
     assert abs(new.learned.constant) < abs(state.learned.constant)
     assert abs(new.learned.shift) < abs(state.learned.shift)
     assert 0 < new.drafts < state.drafts
-    assert (new.rested, new.interval) == (state.rested, state.interval)
+    assert new.rested == new.interval == state.interval  # due, if it takes two plain rounds
+    useless = state._replace(learned=state.learned._replace(useless=6.0, useless_before=1.0))
+    assert Auto().carry(useless).rested == 5  # the rest goes on
 
 
 def test_one_hard_text_does_not_rest_the_next_but_many_do():

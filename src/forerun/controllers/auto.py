@@ -114,8 +114,9 @@ class Auto(LengthController):
     - Rejections, and only they, end what a round can teach; rounds cut short from outside teach
       nothing.
     - Requests that decode plainly probe after 8 rounds, times what a useless probe costs in plain
-      rounds; each further probe waits twice as long, up to 256, which is also where a request
-      starts whose draft would not pay even if it were always kept.
+      rounds; each that keeps nothing makes the next wait twice as long, up to 256, which is also
+      where a request starts whose draft would not pay even if it were always kept. After a request
+      that rested, as its draft did not pay, the next one begins with a probe.
     - Requests that share a pass draft and rest as one. A draft step takes its time however many
       rows it serves, and the pass is as wide as the longest draft, so all draft on while
       `Σ S_i·ŝ_{i+1}` over those still drafting is above `Σ λ·(d + v·V)` over all.
@@ -195,10 +196,13 @@ class Auto(LengthController):
         return AutoState()
 
     def carry(self, state: AutoState) -> AutoState:
-        """Corrections fade, and a rest goes on."""
+        """Corrections fade. A rest goes on if the draft is of no use; if it only did not pay, the
+        next request begins with a probe, where that takes at most two plain rounds."""
+        learned = survival.carried(state.learned, CARRIED)
+        due = maximum(state.rested, state.interval)
         return AutoState(
-            survival.carried(state.learned, CARRIED),
-            rested=state.rested,
+            learned,
+            rested=where(learned.useless < 0, due, state.rested),
             interval=state.interval,
             drafts=CARRIED * state.drafts,
             drafted=CARRIED * state.drafted,
@@ -257,12 +261,12 @@ class Auto(LengthController):
         paid = learn | (width > round.drafted)  # others drafted, and this request had no room
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
-        # A draft right after a probe may only be there to be timed.
-        going = where(round.accepted > 0, PROBE_INTERVAL, state.interval)
+        useless = where(state.rested > 0, longer, state.interval)
+        interval = where(round.accepted > 0, PROBE_INTERVAL, useless)
         return AutoState(
             select(learn, learned, state.learned),
             where(learn, 0, rested),
-            where(learn, where(state.rested > 0, longer, going), state.interval),
+            where(learn, interval, state.interval),
             where(paid, FADE * state.drafts + 1, state.drafts),
             where(paid, FADE * state.drafted + width, state.drafted),
             where(paid, FADE * state.committed + round.accepted + 1, state.committed),

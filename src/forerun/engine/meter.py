@@ -126,8 +126,8 @@ class Meter:
         return "plain" if new else None
 
     def tell(self, lap: Lap) -> None:
-        """Learn from a round."""
-        if self._given is None and lap.verify_seconds > 0:
+        """Learn from a round. One that drafted and had nothing judged is of neither kind."""
+        if self._given is None and lap.verify_seconds > 0 and (lap.width or not lap.steps):
             self._timings(lap.rows).add(lap)
 
     def caught_up(self, rows: int, seconds: float, tokens: int) -> None:
