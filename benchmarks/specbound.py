@@ -37,8 +37,6 @@ LAYERS = 12
 """Of the shipped target: as the depth, no bound."""
 LONG = 64
 """No width bound: as many tokens as a text is long."""
-LEFT = f"fixed({LONG})"
-"""Leaves the length to SpecBound."""
 PEER = 4
 """Layers and tokens of transformers' early exit."""
 RELATIVES = {"AdaDecode": "adadecode", "Kangaroo": "kangaroo"}
@@ -51,10 +49,6 @@ MODES: dict[str, dict[str, float]] = {
     "T = 1.0": {"temperature": 1.0},
     "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
 }
-RESTING = "SpecBound, length by `auto`"
-"""Surer exits and no bonus token: found on validation prompts, where `auto` decides the length."""
-SLOWER = 0.98
-"""Of plain decoding: a prompt that lost."""
 BANDS = (1.0, 1.1, 1.25, 1.5, 2.0)
 """Of per-prompt speed-ups (the paper's Table 5)."""
 
@@ -77,7 +71,6 @@ def variants(tuned: dict[str, Any], lens: dict[str, Any]) -> dict[str, str]:
         "without depth bound": spec(**{**tuned, "depth": LAYERS}),
         "without width bound": spec(**{**tuned, "width": LONG}),
         "without bonus token": spec(**{**tuned, "bonus": False}),
-        RESTING: spec(**{**tuned, "threshold": 0.7, "bonus": False}),
         **RELATIVES,
     }
 
@@ -107,8 +100,7 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     def one(task: Task, method: str, **sampling: float) -> Run:
         if method.startswith("transformers"):
             return peer(plain, task, PEER if "early" in method else None)
-        length = "auto" if method == RESTING else LEFT
-        return ours(plain if method == "plain" else models[method], task, length, **sampling)
+        return ours(plain if method == "plain" else models[method], task, **sampling)
 
     for method in methods:
         one(work[0], method)
@@ -124,10 +116,9 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     specs = variants(sampled, lens)
     models["sampled"] = forerun.load(draft=specs[light], dtype="float32")
     results["latency"] = {m: latency(found[m]) for m in ("plain", light)}
-    results["per prompt"] = {
-        method: [a.seconds / b.seconds for a, b in zip(found["plain"], found[method], strict=True)]
-        for method in (light, RESTING)
-    }
+    results["per prompt"] = [
+        a.seconds / b.seconds for a, b in zip(found["plain"], found[light], strict=True)
+    ]
     results["counts"] = {m: counted(found[m], models[m]) for m in variants(tuned, lens)}
     results["modes"] = {}
     few = tasks(plain, "test", mode_prompts, tokens)
@@ -161,7 +152,7 @@ def relatives(prompts: int, tokens: int, full: Path | None) -> None:
     work, methods = tasks(plain, "test", prompts, tokens), ["plain", *models]
 
     def one(task: Task, method: str) -> Run:
-        return ours(models.get(method, plain), task, LEFT)
+        return ours(models.get(method, plain), task)
 
     for method in methods:
         one(work[0], method)
@@ -284,15 +275,15 @@ def swept(name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text())["results"][name]["settings"])
 
 
-def ours(model: forerun.Model, task: Task, length: str, **sampling: float) -> Run:
-    """Through the engine, with the length left to a controller."""
+def ours(model: forerun.Model, task: Task, **sampling: float) -> Run:
+    """Through the engine; `fixed(64)` leaves the length to SpecBound."""
     work = getattr(model.target.executor, "work", None)
     before = _work(work)
     how = {"temperature": 0.0, **sampling}
     began = time.perf_counter()
     (done,) = model.generate(
         [task.tokens],
-        controller=length,
+        controller=f"fixed({LONG})",
         max_new_tokens=task.max_new_tokens,
         repetition_penalty=task.repetition_penalty,
         ignore_eos=how["temperature"] > 0,
@@ -416,7 +407,7 @@ def text(results: dict[str, Any], work: int, plain: forerun.Model) -> str:
     whole = greedy[light]["all"]
     wide = max(1, round(whole["drafted"]))
     model = speedup(min(whole["acceptance"], 1.0), wide, depth, layers)
-    seen, resting = (np.array(results["per prompt"][m]) for m in (light, RESTING))
+    seen = np.array(results["per prompt"])
     edges = (0.0, *BANDS, np.inf)
     bands = [
         [f"{low:g} to {high:g}" if high < np.inf else f"above {low:g}",
@@ -443,8 +434,6 @@ def text(results: dict[str, Any], work: int, plain: forerun.Model) -> str:
             f"Speed-up per prompt, light heads, greedy (lowest {seen.min():.2f}, median "
             f"{np.median(seen):.2f}, highest {seen.max():.2f}):",
             table(["speed-up", "prompts", "share"], bands),
-            f"Below {SLOWER}: {(seen < SLOWER).sum()} prompts, with the length by `auto` "
-            f"{(resting < SLOWER).sum()} (lowest {resting.min():.2f}).",
             f"Per token, plain decoding calls {layers} layers and projects once. Predicted: the "
             "speed-up if reading weights were all that costs, on this target and with the same "
             "counts at the same share of a 7B model's layers. Measured: as above.",
@@ -461,7 +450,7 @@ def plots(results: dict[str, Any]) -> None:
     """Per-prompt distribution, as PNG."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-    seen = results["per prompt"]["SpecBound, light heads"]
+    seen = results["per prompt"]
     axes.hist(seen, bins=np.arange(0.7, max(seen) + 0.1, 0.05), color="#4c72b0")
     axes.axvline(1.0, color="black", linewidth=1, linestyle="--")
     axes.set(xlabel="speed-up over plain decoding", ylabel="prompts",

@@ -418,7 +418,9 @@ def test_the_next_request_loses_corrections_and_begins_with_a_probe():
     assert abs(new.learned.constant) < abs(state.learned.constant)
     assert abs(new.learned.shift) < abs(state.learned.shift)
     assert 0 < new.drafts < state.drafts
-    assert new.rested == new.interval == state.interval  # due, if it takes two plain rounds
+    assert new.interval == state.interval
+    assert new.rested == 5  # a probe is due at once if it takes less than 1 + 5/8 plain rounds
+    assert Auto().carry(state._replace(rested=0)).rested == state.interval / 2
     useless = state._replace(learned=state.learned._replace(useless=6.0, useless_before=1.0))
     assert Auto().carry(useless).rested == 5  # the rest goes on
 

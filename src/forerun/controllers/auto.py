@@ -32,6 +32,8 @@ FADE = 0.95
 """Share of what was observed that still counts a round later."""
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 256.0
 """Plain rounds before a probe, per plain round that a useless probe costs: at first and at most."""
+CHEAP_PROBE = 0.5
+"""What a probe may take, in plain rounds beyond one, to begin a request with."""
 SLOPE = 0.02
 """v if `cost` is given and `slope` is not."""
 CARRIED = 0.5
@@ -116,7 +118,8 @@ class Auto(LengthController):
     - Requests that decode plainly probe after 8 rounds, times what a useless probe costs in plain
       rounds; each that keeps nothing makes the next wait twice as long, up to 256, which is also
       where a request starts whose draft would not pay even if it were always kept. After a request
-      that rested, as its draft did not pay, the next one begins with a probe.
+      that rested, as its draft did not pay, the next one begins with a probe, if that takes at most
+      one and a half plain rounds.
     - Requests that share a pass draft and rest as one. A draft step takes its time however many
       rows it serves, and the pass is as wide as the longest draft, so all draft on while
       `Σ S_i·ŝ_{i+1}` over those still drafting is above `Σ λ·(d + v·V)` over all.
@@ -197,9 +200,9 @@ class Auto(LengthController):
 
     def carry(self, state: AutoState) -> AutoState:
         """Corrections fade. A rest goes on if the draft is of no use; if it only did not pay, the
-        next request begins with a probe, where that takes at most two plain rounds."""
+        next request begins with a probe, where that is cheap."""
         learned = survival.carried(state.learned, CARRIED)
-        due = maximum(state.rested, state.interval)
+        due = maximum(state.rested, CHEAP_PROBE * state.interval)
         return AutoState(
             learned,
             rested=where(learned.useless < 0, due, state.rested),
