@@ -409,6 +409,14 @@ def test_a_drafter_with_nothing_to_propose_is_not_resting():
     assert state.interval == controller.start().interval
 
 
+def test_only_a_probe_that_keeps_nothing_makes_the_next_wait_longer():
+    controller, costs = Auto(), Costs.synthetic(5)
+    rested = controller.start()._replace(rested=5, interval=32.0)
+    kept = controller.observe(rested, costs, seen(1, 1, [3.0]))
+    lost = controller.observe(rested, costs, seen(1, 0, [3.0]))
+    assert (kept.interval, lost.interval) == (controller.start().interval, 64.0)
+
+
 def test_the_next_request_loses_corrections_and_begins_with_a_probe():
     live = Live("auto", Clock(8, 0.02), Source(0.3, margin=6))
     live.run(200)

@@ -20,6 +20,14 @@ def test_nothing_is_known_before_a_round_was_timed():
     assert meter.costs(1).plain == 0.01
 
 
+def test_a_round_that_drafted_for_nothing_is_no_plain_one() -> None:
+    meter = Meter()
+    meter.tell(Lap(1, 0, verify_seconds=0.010))
+    before = meter.costs(1)
+    meter.tell(Lap(1, 0, 1, 0.002, 0.002, 0.005))
+    assert meter.costs(1) == before
+
+
 def test_given_costs_never_change():
     costs = Costs.synthetic(7, 0.1)
     meter = Meter.given(costs)
