@@ -33,7 +33,7 @@ FADE = 0.95
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 256.0
 """Plain rounds before a probe, per plain round that a useless probe costs: at first and at most."""
 CHEAP_PROBE = 0.5
-"""What a probe may take, in plain rounds beyond one, to begin a request with."""
+"""Most that a probe at the start of a request may take beyond a plain round, in plain rounds."""
 SLOPE = 0.02
 """v if `cost` is given and `slope` is not."""
 CARRIED = 0.5
@@ -264,6 +264,7 @@ class Auto(LengthController):
         paid = learn | (width > round.drafted)  # others drafted, and this request had no room
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
+        # A draft right after a probe may only be there to be timed.
         useless = where(state.rested > 0, longer, state.interval)
         interval = where(round.accepted > 0, PROBE_INTERVAL, useless)
         return AutoState(
