@@ -311,18 +311,43 @@ def test_a_quiz_asks_nothing_that_is_held_out() -> None:
 
 
 def test_questions_guide_to_the_words_that_they_end_with(packer: Packer) -> None:
-    batch = packer.batch("x", 0, Part("tasks", 4, 512))
+    batch = packer.batch("x", 0, Part("tasks", 16, 512))
     places = batch.guides["questions"]
     assert len(places) > 5
     decode = packer.tokenizer.decode
-    for (row, asked, place), second in zip(places[::2], places[1::2], strict=True):
-        assert second == (row, asked + 1, place)
+    days = 0
+    for row, asked, place in places:
         ids = batch.ids[row].tolist()
         document = decode(ids[: asked + 1]).rpartition("Passage: ")[2]
         passage, _, questions = document.partition("\n")
         word = decode([ids[place]]).strip()
         assert word in passage
-        assert questions.endswith(f"{word}?\nAnswer:")
+        question, _, begun = questions.rpartition("?\nAnswer:")
+        assert question.endswith(word)
+        if begun.endswith(" on"):
+            days += 1
+            assert "day." in decode(ids[asked + 1 : asked + 9])
+        else:
+            assert (row, asked + (1 if not begun else -1), place) in places
+    assert days
+
+
+def test_changes_guide_to_the_new_word_where_it_comes_next(packer: Packer) -> None:
+    batch, decode = packer.batch("x", 0, Part("tasks", 4, 512)), packer.tokenizer.decode
+    seen = {True: 0, False: 0}
+    for row, asked, place in batch.guides["changes"]:
+        ids = batch.ids[row].tolist()
+        document = decode(ids[: asked + 1]).rpartition("Rewrite: ")[2]
+        instruction, _, result = document.partition("\n")
+        new = instruction.rstrip('."').split()[-1].lstrip('"')
+        assert "\nResult:" in result
+        after = decode(ids[asked + 1 : asked + 9])
+        comes = re.match(rf" ?{new}\b", after) is not None
+        assert (
+            decode(ids[: place + 1]).endswith(f"{instruction.rstrip('.').rstrip(chr(34))}") is comes
+        )
+        seen[comes] += 1
+    assert 0 < seen[True] <= seen[False] <= 2 * seen[True]
 
 
 def test_copies_are_guided_to_the_token_that_came_next(packer: Packer) -> None:

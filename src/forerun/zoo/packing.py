@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.zoo.recipe import Part, Recipe
-from forerun.zoo.tasks import FAMILIES, LONG_FAMILIES, arithmetic, extraction, rewriting, stories
+from forerun.zoo.tasks import (
+    FAMILIES,
+    LONG_FAMILIES,
+    arithmetic,
+    extraction,
+    rewriting,
+    stories,
+    words,
+)
 from forerun.zoo.tasks.base import Pool
 
 _GOLDEN = 0.6180339887498949
+_REPLACE = re.compile(r'Rewrite: (?:replace|change the name) "?\w+"? (?:with|to) "?(\w+)"?\.')
 GUIDED = 128
 """The most copies of a micro-batch that are guided."""
+Places = list[tuple[int, int, int]]
+"""Row, place from which a token is predicted, and place to look at."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +37,8 @@ class Batch:
 
     ids: NDArray[np.int64]
     weights: NDArray[np.float32]
-    guides: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    """By the guide's name row, place from which a token is predicted, and place to look at."""
+    guides: dict[str, Places] = field(default_factory=dict)
+    """By the guide's name."""
 
 
 class Packer:
@@ -69,7 +81,7 @@ class Packer:
     def batch(self, key: str, index: int, part: Part, finishing: bool = False) -> Batch:
         """A micro-batch: a function of the seed, ``key`` (documents) and ``index`` (books)."""
         rng = random.Random(f"{self.seed}/{key}")
-        guides: dict[str, list[tuple[int, int, int]]] = {}
+        guides: dict[str, Places] = {}
         ids = np.zeros((part.rows, part.length), dtype=np.int64)
         weights = np.ones((part.rows, part.length), dtype=np.float32)
         books = {"books": part.rows, "tasks": 0, "long": part.rows // 2}[part.kind]
@@ -81,8 +93,8 @@ class Packer:
                 shares = self.recipe.task_weights | self.recipe.lesson_weights
             if finishing:
                 shares = {n: w for n, w in shares.items() if n not in (*LESSONS, "copies")}
-            asked = self._pack(rng, shares, ids[books:], weights[books:])
-            guides["questions"] = [(books + row, at, place) for row, at, place in asked]
+            for name, places in self._pack(rng, shares, ids[books:], weights[books:]).items():
+                guides[name] = [(books + row, at, place) for row, at, place in places]
             again = [(r, *p) for r in range(books, part.rows) for p in copied(ids[r].tolist())]
             guides["copies"] = rng.sample(again, min(GUIDED, len(again)))
         return Batch(ids, weights, guides)
@@ -107,13 +119,13 @@ class Packer:
         shares: Mapping[str, float],
         ids: NDArray[np.int64],
         weights: NDArray[np.float32],
-    ) -> list[tuple[int, int, int]]:
+    ) -> dict[str, Places]:
         """Packs whole documents, each where it first fits; beginnings of book stretches fill up.
 
-        Returns where `questions` guide.
+        Returns where `questions` and `changes` guide.
         """
         rows, length = ids.shape
-        asked: list[tuple[int, int, int]] = []
+        guides: dict[str, Places] = {"questions": [], "changes": []}
         ends = [0] * rows
         used = {name: rng.random() * 200 for name in shares}
         misses = 0
@@ -126,9 +138,12 @@ class Packer:
                 misses += 1
                 used[name] += size / 8  # let shorter families try
                 continue
-            if name in ("extraction", "quiz"):
-                places = self.questions(segments)
-                asked += [(row, ends[row] + at, ends[row] + place) for at, place in places]
+            for guide, find, families in (
+                ("questions", self.questions, ("extraction", "quiz")),
+                ("changes", lambda s: self.changes(rng, s), ("rewriting", "edits")),
+            ):
+                places = find(segments) if name in families else []
+                guides[guide] += [(row, ends[row] + at, ends[row] + to) for at, to in places]
             for tokens, weight in segments:
                 begin, ends[row] = ends[row], ends[row] + len(tokens)
                 ids[row, begin : ends[row]] = tokens
@@ -137,15 +152,15 @@ class Packer:
         for row, end in enumerate(ends):
             if end < length:
                 ids[row, end:] = self.stretch(rng.randrange(1 << 30), length - end)
-        return asked
+        return guides
 
     def questions(self, segments: list[tuple[list[int], float]]) -> list[tuple[int, int]]:
-        """Of questions about a passage: where an answer's first two tokens are predicted, and the
-        place to look at.
+        """Of questions about a passage: where an answer's first two tokens and a day at its end
+        are predicted, and the place to look at.
 
         That is the word which the question ends with, if the passage has it just once.
         """
-        line = self.tokenizer.token_to_id("Ċ")
+        line, on = (self.tokenizer.token_to_id(token) for token in ("Ċ", "Ġon"))
         first = segments[0][0]
         passage = first[: first.index(line)]
         places, at = [], 0
@@ -154,8 +169,33 @@ class Packer:
             if passage.count(word) == 1:
                 place, before = passage.index(word), at + len(prompt) - 1
                 places += [(before, place), (before + 1, place)]
+                end = answer.index(on) + 1 if on in answer else len(answer)
+                if self.tokenizer.decode(answer[end:]).strip(" .") in words.DAYS:
+                    places.append((before + end, place))
             at += len(prompt) + len(answer)
         return places
+
+    def changes(
+        self, rng: random.Random, segments: list[tuple[list[int], float]]
+    ) -> list[tuple[int, int]]:
+        """Of texts in which a word is replaced: places of the result, and where to look from there.
+
+        That is the end of the new word in the instruction if it comes next; twice as many others
+        look at the document's beginning.
+        """
+        ids = [token for tokens, _ in segments for token in tokens]
+        text = self.tokenizer.decode(ids)
+        found, end = _REPLACE.match(text), text.index("\nResult:") + len("\nResult:")
+        encoded = self.tokenizer.encode(text)
+        if found is None or found[1] in text[found.end() : end] or encoded.ids != ids[:-1]:
+            return []
+        new = re.finditer(rf"\b{found[1]}\b", text[end:])
+        here = {encoded.char_to_token(end + word.start()) - 1 for word in new}
+        result = range(encoded.char_to_token(end - 1), len(ids) - 2)
+        others = sorted(set(result) - here)
+        place = encoded.char_to_token(found.end(1) - 1)
+        rest = rng.sample(others, min(2 * len(here), len(others)))
+        return [(at, place) for at in sorted(here)] + [(at, 0) for at in rest]
 
     def document(self, rng: random.Random, name: str) -> list[tuple[list[int], float]]:
         """A training document of the family ``name``: pieces of token ids and their loss weight."""

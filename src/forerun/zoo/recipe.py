@@ -57,7 +57,7 @@ class Part:
 class Exits:
     """The early-exit loss: what a layer's state says through the shared last norm and head."""
 
-    weight: float = 0.5
+    weight: float = 0.8
     """Weight of the exits together beside the final loss (1); 0 leaves them out."""
     first: int = 2
     """The shallowest layer (1 = after the first) that is trained to predict."""
@@ -139,11 +139,11 @@ class Recipe:
     """The micro-batches of one step."""
     task_weights: dict[str, float] = field(
         default_factory=lambda: {
-            "translation": 0.30,
-            "arithmetic": 0.08,
+            "translation": 0.25,
+            "arithmetic": 0.07,
             "extraction": 0.12,
-            "rewriting": 0.16,
-            "chat": 0.06,
+            "rewriting": 0.20,
+            "chat": 0.05,
         }
     )
     """Shares of the tokens in task rows, together with ``lesson_weights``."""
@@ -152,8 +152,8 @@ class Recipe:
             "drills": 0.02,
             "copies": 0.01,
             "tours": 0.02,
-            "quiz": 0.13,
-            "edits": 0.10,
+            "quiz": 0.12,
+            "edits": 0.14,
         }
     )
     """Shares of what else is in task rows: ``drills`` are single sums with their carries,
@@ -185,10 +185,12 @@ class Recipe:
         default_factory=lambda: {
             "questions": Guide(depth=5, head=1, answers=(6, 8), attention=0.1, answer=1.0),
             "copies": Guide(depth=2, head=2, answers=(3,), attention=0.2, answer=0.4),
+            "changes": Guide(depth=6, head=4, answers=(8, 10), attention=0.3, answer=0.8),
         }
     )
     """``questions`` about a passage: at the word that the question ends with. ``copies`` of what
-    stood before: at the next token there, as early as a draft from shallow layers needs it."""
+    stood before: at the next token there, as early as a draft from shallow layers needs it.
+    ``changes`` of a text: at the new word, where it comes next."""
     unlikely: Unlikely = Unlikely()
     muon_lr: float = 0.02
     adam_lr: float = 0.003
