@@ -59,6 +59,7 @@ def variants(tuned: dict[str, Any], lens: dict[str, Any]) -> dict[str, str]:
     def spec(**settings: Any) -> str:
         return "specbound(" + ",".join(f"{k}={v!r}" for k, v in settings.items()) + ")"
 
+    bonus = tuned.get("bonus", True)
     return {
         "SpecBound, light heads": spec(**tuned),
         "SpecBound, logit lens": spec(exits="", **lens),
@@ -70,7 +71,7 @@ def variants(tuned: dict[str, Any], lens: dict[str, Any]) -> dict[str, str]:
         ),
         "without depth bound": spec(**{**tuned, "depth": LAYERS}),
         "without width bound": spec(**{**tuned, "width": LONG}),
-        "without bonus token": spec(**{**tuned, "bonus": False}),
+        f"with{'out' * bonus} bonus token": spec(**{**tuned, "bonus": not bonus}),
         **RELATIVES,
     }
 

@@ -70,7 +70,7 @@ def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tu
     rows = exit_rows(MODEL)
     drafter = SpecBoundDrafter(
         rows, heads or LogitLens(layers_of(rows).access), setting.layers, setting.threshold,
-        setting.anneal, setting.width,
+        setting.anneal, setting.width, setting.bonus,
     )  # fmt: skip
     model = Model(rows, drafter)
     model.eos = text.eos
@@ -102,6 +102,7 @@ made = st.builds(
     threshold=st.sampled_from([0.0, 0.15, 0.3, 0.6, 0.85, 1.01]),
     anneal=st.sampled_from(ANNEALS),
     width=st.integers(1, 7),
+    bonus=st.booleans(),
 )
 
 
@@ -142,7 +143,7 @@ def test_sampled_text_is_replayed_as_it_is_distributed() -> None:
     rows = exit_rows(MODEL)
     spec = SpecBoundDrafter(
         rows, LogitLens(layers_of(rows).access), setting.layers, setting.threshold, setting.anneal,
-        setting.width,
+        setting.width, setting.bonus,
     )  # fmt: skip
     fast, count = Model(rows, spec), 80
     plain = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
@@ -228,7 +229,7 @@ def test_sensitivity_changes_one_thing(recorded: Exits) -> None:
     found = Search(recorded, costs(), width=4)
     of = Setting((2, 4), 0.3, 0.5, 2)
     around = found.sensitivity(of)
-    assert list(around) == ["threshold", "anneal", "depth", "width", "layers"]
+    assert list(around) == ["threshold", "anneal", "depth", "width", "layers", "bonus"]
     assert dict(around["threshold"])[0.3] == found.score(of)
     assert dict(around["anneal"])[0.5] == found.score(of)
     assert dict(around["depth"])[4] == found.score(of)

@@ -208,7 +208,7 @@ def _show(
         f"{search.exits.prefixes:,} prefixes run\n",
     )
     timed = {c.setting: c for c in live}
-    right = ("threshold", "anneal", "width", "predicted", "live", "95 % interval")
+    right = ("threshold", "anneal", "width", "bonus", "predicted", "live", "95 % interval")
     shown = table("layers", right=right)
     listed = search.top(SHOWN)
     for setting in [*listed, *(s for s in timed if s not in listed)]:
@@ -218,6 +218,7 @@ def _show(
             f"{setting.threshold:.2f}",
             f"{setting.anneal:g}",
             str(setting.width),
+            "yes" if setting.bonus else "no",
             f"{search.score(setting):.2f}×",
             "" if done is None else f"{done.speedup['mean']:.2f}×",
             "" if done is None else f"{done.speedup['low']:.2f}–{done.speedup['high']:.2f}",

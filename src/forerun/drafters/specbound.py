@@ -143,7 +143,7 @@ class SpecBound(DrafterSpec):
     the token is difficult (stop "difficult"). After W drafted tokens drafting ends.
 
     Args:
-        threshold: τ, ≥ 0; 0 exits at the first exit layer, above 1 never. Like the other four, the
+        threshold: τ, ≥ 0; 0 exits at the first exit layer, above 1 never. Like the others, the
             value found for the exit heads if they come with one (`forerun sweep specbound`), else
             ours, for the paper's are not in its text: here 0.7.
         anneal: a, ≥ 0; the higher, the surer a shallow layer must be; 0 switches annealing off.
@@ -163,7 +163,7 @@ class SpecBound(DrafterSpec):
             shipped target has one; the logit lens, with a warning, if there is none.
         bonus: whether verification also feeds the last drafted token, from the embedding up, so
             that a draft accepted whole is followed by a token of the target's own; the paper's
-            round does without. A difficult token is decoded in any case.
+            round does without. Else yes. A difficult token is decoded in any case.
 
     Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
     decides where to exit. With sampling, controllers that preview (`cm-asd(two_pass=True)`) make
@@ -191,7 +191,7 @@ class SpecBound(DrafterSpec):
     width: int | None = None
     layers: int | str | None = None
     exits: str | None = None
-    bonus: bool = True
+    bonus: bool | None = None
 
     def __post_init__(self) -> None:
         if self.threshold is not None:
@@ -210,7 +210,8 @@ class SpecBound(DrafterSpec):
             self.exits is None or isinstance(self.exits, str),
             "specbound exits", self.exits, "a folder of exit heads, or none",
         )  # fmt: skip
-        flag("specbound bonus", self.bonus)
+        if self.bonus is not None:
+            flag("specbound bonus", self.bonus)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
@@ -231,7 +232,8 @@ class SpecBound(DrafterSpec):
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
         rows = on_runtime(rows, target, layers)
-        return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), self.bonus)
+        bonus = chosen.bonus is not False
+        return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), bonus)
 
     def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
         """These settings where given, those found for the exit heads elsewhere."""

@@ -41,6 +41,7 @@ class Setting:
     threshold: float
     anneal: float
     width: int
+    bonus: bool = True
 
     @property
     def depth(self) -> int:
@@ -55,6 +56,7 @@ class Setting:
             "depth": self.depth,
             "width": self.width,
             "layers": ",".join(map(str, self.layers)),
+            **({} if self.bonus else {"bonus": False}),
         }
 
     def spec(self, exits: str | None = None) -> str:
@@ -97,7 +99,7 @@ class Counts:
     verify_calls: list[int]
     """Layers run while verifying."""
     verified: list[int]
-    """Rounds by the positions that were verified, drafted tokens + 1."""
+    """Rounds by the positions that were verified: drafted tokens, and mostly one more."""
     exits: int = 0
     """Exit heads run."""
     gathers: int = 0
@@ -106,6 +108,7 @@ class Counts:
     """Tokens that climbed: drafted ones and difficult ones."""
     drafted: int = 0
     accepted: int = 0
+    committed: int = 0
 
     @classmethod
     def none(cls, width: int) -> Counts:
@@ -147,6 +150,7 @@ class Counts:
             self.steps + other.steps,
             self.drafted + other.drafted,
             self.accepted + other.accepted,
+            self.committed + other.committed,
         )
 
 
@@ -297,7 +301,7 @@ def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:
     while position < end:
         counts = _round(exits, text, position, setting, indices, anneal)
         yield counts
-        position += counts.accepted + 1
+        position += counts.committed
 
 
 def total(exits: Exits, text: int, setting: Setting) -> Counts:
@@ -333,12 +337,12 @@ def _round(
         if token in of.eos:
             break
     layers = layers_of(exits.rows).access.layers
-    if depths:
-        depths += [0] * (counts.drafted + 1 - len(depths))
-        _sweep(counts, counts.verify_calls, depths, 0, layers, None)
-    else:
-        counts.verify_calls[1] += layers
-    counts.verified[counts.drafted + 1] += 1
+    span = None if depths else 1
+    own = setting.bonus or len(depths) > counts.drafted or not depths
+    depths += [0] * (counts.drafted + own - len(depths))
+    _sweep(counts, counts.verify_calls, depths, 0, layers, span)
+    counts.verified[len(depths)] += 1
+    counts.committed = counts.accepted + (own or counts.accepted < counts.drafted)
     return counts
 
 

@@ -22,6 +22,8 @@ WIDTH = 12
 """Most tokens per round that are tried."""
 GRID = tuple(round(0.05 * step, 2) for step in range(21))
 """Thresholds shown around the best setting."""
+CHANGED = ("anneal", "depth", "width", "layers", "bonus")
+"""What the local search changes beside the threshold."""
 POLISHED = 40
 """Most steps of the local search from the best trial."""
 
@@ -118,6 +120,7 @@ class Search:
             round(trial.suggest_float("threshold", 0.0, 1.0, step=0.01), 2),
             ANNEALS[trial.suggest_int("anneal", 0, len(ANNEALS) - 1)],
             trial.suggest_int("width", 1, self.width),
+            trial.suggest_categorical("bonus", [True, False]),
         )
 
     def _starts(self) -> Iterator[dict[str, Any]]:
@@ -133,9 +136,7 @@ class Search:
         """Settings that differ in one parameter."""
         near = {round(of.threshold + step / 100, 2) for step in (-10, -5, -2, -1, 1, 2, 5, 10)}
         settings = [replace(of, threshold=t) for t in sorted(near) if 0 <= t <= 1]
-        settings += [s for _, s in self.changes(of, "anneal")]
-        settings += [s for _, s in self.changes(of, "width")]
-        return settings + [s for name in ("depth", "layers") for _, s in self.changes(of, name)]
+        return settings + [s for name in CHANGED for _, s in self.changes(of, name)]
 
     def changes(self, of: Setting, name: str) -> list[tuple[float | int | str, Setting]]:
         """Values of one parameter with the rest as it is; of `layers`, each one left out or added.
@@ -150,6 +151,8 @@ class Search:
             return [(a, replace(of, anneal=a)) for a in ANNEALS]
         if name == "width":
             return [(w, replace(of, width=w)) for w in range(1, self.width + 1)]
+        if name == "bonus":
+            return [(b, replace(of, bonus=b)) for b in (True, False)]
         if name == "depth":
             return [
                 (d, replace(of, layers=(*(n for n in of.layers[:-1] if n < d), d))) for d in every
@@ -168,8 +171,9 @@ class Search:
 
     def sensitivity(self, of: Setting) -> dict[str, list[tuple[float | int | str, float]]]:
         """Per parameter its values and the predicted speed-up, the others as they are."""
-        names = ("threshold", "anneal", "depth", "width", "layers")
-        return {n: [(v, self.score(s)) for v, s in self.changes(of, n)] for n in names}
+        return {
+            n: [(v, self.score(s)) for v, s in self.changes(of, n)] for n in ("threshold", *CHANGED)
+        }
 
 
 @dataclass(frozen=True)
