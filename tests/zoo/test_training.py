@@ -332,20 +332,19 @@ def test_questions_guide_to_the_words_that_they_end_with(packer: Packer) -> None
     assert days
 
 
-def test_changes_guide_to_the_new_word_where_it_comes_next(packer: Packer) -> None:
+def test_changes_guide_to_the_old_word_where_it_would_come_next(packer: Packer) -> None:
     batch, decode = packer.batch("x", 0, Part("tasks", 4, 512)), packer.tokenizer.decode
     seen = {True: 0, False: 0}
     for row, asked, place in batch.guides["changes"]:
         ids = batch.ids[row].tolist()
         document = decode(ids[: asked + 1]).rpartition("Rewrite: ")[2]
         instruction, _, result = document.partition("\n")
-        new = instruction.rstrip('."').split()[-1].lstrip('"')
         assert "\nResult:" in result
+        *_, old, _, new = instruction.rstrip(".").replace('"', "").split()
         after = decode(ids[asked + 1 : asked + 9])
         comes = re.match(rf" ?{new}\b", after) is not None
-        assert (
-            decode(ids[: place + 1]).endswith(f"{instruction.rstrip('.').rstrip(chr(34))}") is comes
-        )
+        looked_at = decode(ids[: place + 1])
+        assert (re.search(rf'Rewrite: [a-z ]+"?{old}$', looked_at) is not None) is comes
         seen[comes] += 1
     assert 0 < seen[True] <= seen[False] <= 2 * seen[True]
 

@@ -24,7 +24,7 @@ from forerun.zoo.tasks import (
 from forerun.zoo.tasks.base import Pool
 
 _GOLDEN = 0.6180339887498949
-_REPLACE = re.compile(r'Rewrite: (?:replace|change the name) "?\w+"? (?:with|to) "?(\w+)"?\.')
+_REPLACE = re.compile(r'Rewrite: (?:replace|change the name) "?(\w+)"? (?:with|to) "?(\w+)"?\.')
 GUIDED = 128
 """The most copies of a micro-batch that are guided."""
 Places = list[tuple[int, int, int]]
@@ -180,16 +180,16 @@ class Packer:
     ) -> list[tuple[int, int]]:
         """Of texts in which a word is replaced: places of the result, and where to look from there.
 
-        That is the end of the new word in the instruction if it comes next; twice as many others
-        look at the document's beginning.
+        That is the end of the old word in the instruction if that would come next; twice as many
+        others look at the document's beginning.
         """
         ids = [token for tokens, _ in segments for token in tokens]
         text = self.tokenizer.decode(ids)
         found, end = _REPLACE.match(text), text.index("\nResult:") + len("\nResult:")
         encoded = self.tokenizer.encode(text)
-        if found is None or found[1] in text[found.end() : end] or encoded.ids != ids[:-1]:
+        if found is None or found[2] in text[found.end() : end] or encoded.ids != ids[:-1]:
             return []
-        new = re.finditer(rf"\b{found[1]}\b", text[end:])
+        new = re.finditer(rf"\b{found[2]}\b", text[end:])
         here = {encoded.char_to_token(end + word.start()) - 1 for word in new}
         result = range(encoded.char_to_token(end - 1), len(ids) - 2)
         others = sorted(set(result) - here)

@@ -185,12 +185,12 @@ class Recipe:
         default_factory=lambda: {
             "questions": Guide(depth=5, head=1, answers=(6, 8), attention=0.1, answer=1.0),
             "copies": Guide(depth=2, head=2, answers=(3,), attention=0.2, answer=0.4),
-            "changes": Guide(depth=6, head=4, answers=(8, 10), attention=0.3, answer=0.8),
+            "changes": Guide(depth=6, head=4, answers=(9, 10), attention=0.3, answer=0.8),
         }
     )
     """``questions`` about a passage: at the word that the question ends with. ``copies`` of what
     stood before: at the next token there, as early as a draft from shallow layers needs it.
-    ``changes`` of a text: at the new word, where it comes next."""
+    ``changes`` of a text: at the old word, where it would come next."""
     unlikely: Unlikely = Unlikely()
     muon_lr: float = 0.02
     adam_lr: float = 0.003
