@@ -108,7 +108,11 @@ class Guide:
 
 @dataclass(frozen=True)
 class Unlikely:
-    """Unlearning of what the target repeats when it continues books by itself."""
+    """Unlearning of what the target repeats when it continues books by itself.
+
+    Read what it writes, for the losses do not show it: after 1,283 more steps with this, in the
+    sixth sitting, greedy stories were a salad of words; 80 steps without it brought them back.
+    """
 
     weight: float = 1.0
     """Beside the final loss (1); 0 leaves it out."""
