@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forerun.controllers import CONTROLLERS
-from forerun.controllers.auto import Auto, AutoState, Terms
+from forerun.controllers.auto import Auto, AutoState, Drafts, Terms
 from forerun.controllers.auto_survival import (
     GREEDY,
     SCALE_WEIGHTS,
@@ -192,12 +192,81 @@ def test_a_token_that_pays_for_a_level_is_weighed_with_those_behind_it():
     # The best length takes the level whole, too.
     for later, length in ((0.95, 7), (0.9, 3), (0.3, 2)):
         assert controller._best_fixed(0.9, later, costs)[0] == length
-    state = AutoState(drafts=2.0, drafted=9.0, committed=8.0)  # 4.5 tokens a round
+    state = AutoState(drafts=Drafts(2.0, 9.0, committed=8.0))  # 4.5 tokens a round
     rate = controller.open(state, costs).memo[0].rate
     length, tokens, seconds = controller._best_fixed(
         *typical(state.learned, by, 1 - sigmoid(USELESS_START)), costs
     )
     assert rate == pytest.approx((12 * tokens + 8) / (12 * seconds + 2 * 1.95), rel=1e-3)
+
+
+def test_a_greedy_request_alone_has_only_those_judged_that_pay():
+    # Judging costs 0.6, 0, 0, 0.9, then nothing up to the eighth token.
+    costs = Costs(0.1, ((1, 1.0), (2, 1.6), (4, 1.6), (5, 2.5), (9, 2.5)), levels=(4, 9))
+    auto = Auto()
+    state = auto.start()
+    look = auto.open(state, costs).look
+    terms, _ = look.memo
+    assert terms.judging[:6] == pytest.approx((0.6, 0, 0, 0.9, 0, 0))
+
+    def left_out(state, margins, rate=1.0, memo=look.memo):
+        memo = memo[0]._replace(rate=rate), memo[1]
+        kept, gains = 1.0, [0.0]
+        for i, token in enumerate(told(margins)):
+            memo = auto.fold(state, memo, token)
+            z = terms.by.constant + terms.by.per_margin * token.logit_margin
+            kept *= sigmoid(z + terms.by.per_chosen * 0.5)
+            gains.append(gains[-1] + terms.useful * kept - rate * terms.judging[i])
+        drafted = memo[1]
+        assert drafted.left_out == len(margins) - int(np.argmax(gains))
+        assert drafted.lead == pytest.approx(gains[-1] - max(gains))
+        return auto.left_out(state, costs, memo)
+
+    assert left_out(state, [6.0, 6.0, 6.0]) == 0
+    assert left_out(state, [6.0, 6.0, 6.0, 0.1]) == 1, "not for another level"
+    assert left_out(state, [6.0, 6.0, 0.1]) == 0, "it adds nothing to the pass"
+    assert left_out(state, [0.1]) == 1
+    assert left_out(state, [0.1, 6.0]) == 0, "two are worth it together"
+    assert left_out(state, [0.1, 0.1, 6.0], rate=2.0) == 3
+    rare = state._replace(rested=1, interval=256.0)
+    assert left_out(rare, [0.1]) == 0, "a rare probe is judged"
+    useless = state._replace(learned=state.learned._replace(useless=0.5))
+    assert left_out(useless, [0.1]) == 0, "or nothing would say that it is of use"
+    # What is already there is what further ones are compared with.
+    memo = look.memo[0]._replace(rate=1.0), None
+    for token in told([6.0, 6.0, 6.0, 0.1]):
+        memo = auto.fold(state, memo, token)
+    alone = memo[0]._replace(judging=()), memo[1]._replace(lead=0.0)
+    assert memo[1].lead < 0
+    assert auto.worth(state, costs, memo) < auto.worth(state, costs, alone)
+
+
+def test_a_draft_that_is_judged_with_the_prompt_only_costs_its_steps():
+    costs = Costs(0.1, ((1, 1.0), (2, 2.0), (4, 2.2)), prefill=True)
+    auto = Auto()
+    first, later = auto.start(), auto.start()._replace(begun=True)
+    assert auto.open(first, costs).look.memo[0].judging == (costs.widening,) * 2
+    assert auto.open(later, costs).look.memo[0].judging[0] == pytest.approx(1.0)
+    for state, price in ((first, costs.further), (later, costs.next(1))):
+        memo = auto.open(state, costs).memo
+        rate, memo = memo[0].rate, auto.fold(state, memo, told([3.0])[0])
+        gain = memo[0].useful * memo[1].survival * next_kept(memo[1], memo[0].by)
+        levels = gain - rate * price
+        assert auto.worth(state, costs, memo) >= levels - 1e-12
+    # One kept token pays for its step, not for a pass of its own.
+    seen_first, seen_later = (auto.observe(s, costs, seen(1, 1, [6.0])) for s in (first, later))
+    assert seen_first.drafts == Drafts(others=1.0, others_tokens=1.0, committed=2.0)
+    assert seen_later.drafts == Drafts(1.0, 1.0, committed=2.0)
+
+
+def test_a_draft_that_was_thrown_away_is_counted_and_teaches_nothing_else():
+    auto = Auto()
+    state = auto.start()._replace(rested=3)
+    look = seen(0, 0, [0.1, 0.1], stop=Stop.CONFIDENCE)._replace(left_out=2)
+    after = auto.observe(state, COSTS, look)
+    assert after.learned == state.learned
+    assert (after.rested, after.interval) == (0, 2 * state.interval)
+    assert after.drafts == Drafts(others=1.0, others_tokens=2.0, committed=1.0)
 
 
 def test_price_is_the_rate_times_what_a_token_costs():
@@ -221,7 +290,7 @@ def test_price_is_the_rate_times_what_a_token_costs():
         ((1 + first * sum(later**j for j in range(n)), 1.35 + (n - 1) * each)
          for n in range(1, 33)), key=lambda pair: pair[0] / pair[1]
     )  # fmt: skip
-    state = state._replace(drafts=3.0, drafted=10.0, committed=11.0)
+    state = state._replace(drafts=Drafts(3.0, 10.0, committed=11.0))
     rate = (12 * tokens + 11) / (12 * seconds + 3 * 1.35 + 7 * each)
     opening = controller.open(state, COSTS)
     np.testing.assert_allclose(opening.loss, rate * each, rtol=1e-12)
@@ -260,7 +329,7 @@ def test_nothing_behind_a_rejection_teaches():
     one = seen(4, 1, [5.0, 1.0, 0.1, 7.0], prob=[1.0, 0.0, 0.0, 0.0])
     two = seen(4, 1, [5.0, 1.0, 6.0, 0.2], prob=[1.0, 0.0, 1.0, 0.5])
     one, two = (controller.observe(state, COSTS, shown) for shown in (one, two))
-    assert one[:-1] == two[:-1]
+    assert one._replace(table=None) == two._replace(table=None)
     assert np.array_equal(one.table, two.table)
 
 
@@ -425,12 +494,24 @@ def test_the_next_request_loses_corrections_and_begins_with_a_probe():
     assert new.learned.sampled == state.learned.sampled
     assert abs(new.learned.constant) < abs(state.learned.constant)
     assert abs(new.learned.shift) < abs(state.learned.shift)
-    assert 0 < new.drafts < state.drafts
+    assert 0 < new.drafts.judged < state.drafts.judged
     assert new.interval == state.interval
-    assert new.rested == 5  # a probe is due at once if it takes less than 1 + 5/8 plain rounds
-    assert Auto().carry(state._replace(rested=0)).rested == state.interval / 2
-    useless = state._replace(learned=state.learned._replace(useless=6.0, useless_before=1.0))
-    assert Auto().carry(useless).rested == 5  # the rest goes on
+    assert (new.rested, new.begun, new.drafting, new.accepted) == (5, False, False, 0)
+
+
+def test_the_first_probe_waits_longer_after_requests_that_drafted_in_vain():
+    auto, costs, rests = Auto(), Costs.synthetic(2), []
+    state = auto.start()
+    for kept in [3] * 12 + [4, 3, 3]:
+        # A probe takes half a plain round more; all else has paid so little that it rests.
+        state = state._replace(rested=0, drafts=Drafts(20.0, 20.0, committed=15.0))
+        rests.append(0)
+        while auto.open(state, costs).worth < 0:
+            rests[-1], state = rests[-1] + 1, auto.observe(state, costs, seen(0, 0))
+        state = auto.carry(state._replace(drafting=True, accepted=kept))
+    assert rests == [0, 0, 4, 8, 12, 16, 20, 20, 20, 20, 20, 20, 20, 0, 0]
+    quiet = auto.carry(state._replace(drafting=False, accepted=0))
+    assert quiet.in_vain == state.in_vain  # nothing was drafted
 
 
 def test_one_hard_text_does_not_rest_the_next_but_many_do():
@@ -530,7 +611,7 @@ def test_a_row_without_room_pays_for_the_others_drafts():
     state = controller.start()
     waiting = Round(0, 0, (), int(Stop.BUDGET), (), longest=3)
     after = controller.observe(state, COSTS, waiting)
-    assert (after.drafts, after.drafted, after.committed) == (1.0, 3.0, 1.0)
+    assert after.drafts == Drafts(1.0, 3.0, committed=1.0)
     assert after.learned == state.learned
     assert after.rested == 0
     assert controller.open(after, COSTS).worth < controller.open(state, COSTS).worth
@@ -548,7 +629,7 @@ def test_first_rounds_of_a_batch():
 def test_a_draft_must_also_earn_the_reading_of_prompts():
     """Drafting at S tokens a second beats plain decoding while S > 1/(plain − reading)."""
     auto, costs = Auto(), Costs.synthetic(4, slope=0.1)
-    state = auto.start()
+    state = auto.start()._replace(drafting=True)
     free = auto.open(state, costs)
     assert free.worth > 0
     rate = 1 / (free.loss / costs.further)  # seconds a token of the best policy

@@ -493,8 +493,8 @@ def test_bad_settings_are_refused(name, bad):
         make(f"{name}({bad})")
 
 
-COUNTERS = ("rounds", "rested")
-"""What counts rounds, or plain ones, and learns nothing else."""
+COUNTERS = ("rounds", "rested", "begun", "drafting", "accepted")
+"""What counts rounds and tokens of a request, and learns nothing else."""
 
 
 @pytest.mark.parametrize("stop", CENSORING)

@@ -28,14 +28,14 @@ def test_each_row_has_its_own_policy():
     crew = crew_of("fixed(3)", "gammatune+(threshold=0.5,keep=false)", "fixed(0)", "svip")
     assert crew.signals == {"top1", "entropy"}
     assert crew.asks
-    assert crew.drops_last == [False, True, False, False]
+    assert crew.left_out == [0, 1, 0, 0]
     assert crew.previews == [False] * 4
     assert crew.limits() == [3, 7, 0, 40]
     sure, unsure = Token(top1=0.9, entropy=0.1), Token(top1=0.1, entropy=5.0)
     assert crew.go([unsure, unsure, None, unsure]) == [True, False, False, False]
     assert crew.go([sure, None, None, sure]) == [True, False, False, True]
     crew.keep([1, 0])
-    assert crew.drops_last == [True, False]
+    assert crew.left_out == [1, 0]
     assert crew.signals == {"top1"}
     assert crew.limits() == [7, 3]
     crew.keep([1])
@@ -155,3 +155,23 @@ def test_a_round_that_is_not_timed_is_not_bent_to_be_timed():
     crew.join(Auto())
     assert crew.limits() == [MOST_UNTIMED]
     assert crew.limits(timed=False) == [0]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_only_a_greedy_row_alone_leaves_out_tokens_for_what_they_are(greedy, rows):
+    crew = Crew(Meter.given(Costs.synthetic(10, slope=1.0)))
+    for _ in range(rows):
+        crew.join(Auto(), greedy=greedy)
+    crew.limits()
+    unsure = Token(id=1, previous=2, logit_margin=0.1, chosen=0.3)
+    assert crew.go([unsure] * rows) == [False] * rows
+    assert crew.left_out == [int(greedy and rows == 1)] * rows
+
+
+def test_a_draft_that_is_there_to_be_timed_is_judged():
+    crew = Crew(Meter())
+    crew.join(Auto(), greedy=True)
+    assert crew.limits() == [MOST_UNTIMED]
+    crew.go([Token(id=1, previous=2, logit_margin=0.01, chosen=0.1)])
+    assert crew.left_out == [0]

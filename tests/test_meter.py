@@ -211,3 +211,23 @@ def test_a_level_that_was_timed_wrongly_at_the_start_is_found_out():
     for seconds in (0.1, 0.2, 0.3, 0.4) * 2:  # hardly, but with the machine busy all the while
         meter.tell(Lap(1, 7, 7, 0.0028, 0.0, seconds))
     assert meter.costs(1).verify_seconds(8) == 0.005, "no longer than two passes of four"
+
+
+def test_what_a_draft_costs_that_is_thrown_away():
+    meter = Meter()
+    for _ in range(2):
+        meter.tell(Lap(1, 1, 1, 0.002, 0.0, 0.014, catch_up_seconds=0.003))
+    for _ in range(4):
+        meter.tell(Lap(1, 0, verify_seconds=0.010))
+    assert meter.costs(1).catch_up == 0.003
+    assert meter.costs(1).cold == 0
+    for _ in range(4):
+        meter.tell(Lap(1, 0, 1, 0.002, 0.002, 0.013))
+        meter.tell(Lap(1, 0, verify_seconds=0.011))  # behind a draft
+        meter.tell(Lap(1, 0, verify_seconds=0.010))
+    costs = meter.costs(1)
+    assert costs.plain == 0.010
+    assert costs.cold == pytest.approx(0.003)
+    assert costs.judging[0] == pytest.approx(0.001)
+    assert costs.prefill
+    assert not {"cold", "prefill", "catch_up"} & set(costs.to_json())

@@ -63,13 +63,20 @@ class Costs:
     requests like the last ones come and go: who decodes plainly has it read nothing. Only a
     `Meter` knows it; it is no part of a round's seconds here."""
 
+    cold: float = 0.0
+    """What a plain pass takes more right behind a draft that was thrown away: its weights have left
+    the caches. Only a `Meter` knows it; it is no part of a round's seconds here."""
+    prefill: bool = False
+    """Whether a request's first pass reads its prompt, so that tokens to judge add little to it.
+    Only a `Meter` says so; a replay has no such passes."""
+
     def __post_init__(self) -> None:
         widths = [width for width, _ in self.verify]
         rising = bool(widths) and widths[0] == 1 and sorted(set(widths)) == widths
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name in ("fixed", "first", "catch_up", "reading"):
+        for name in ("fixed", "first", "catch_up", "reading", "cold"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
         rising = all(a < b for a, b in pairwise((0, *self.levels)))
@@ -158,6 +165,19 @@ class Costs:
             return self.further
         return known[drafted] - known[drafted - 1]
 
+    @cached_property
+    def judging(self) -> tuple[float, ...]:
+        """Seconds that a first, second, … drafted token adds to the pass that the target runs
+        anyway; each beyond adds the last.
+
+        >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
+        >>> [round(seconds, 9) for seconds in costs.judging]
+        [0.2, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.7, 0.7]
+        """
+        first = max(self.rounds[0] - self.draft_seconds(1) - self.plain - self.cold, 0.0)
+        later = [after - before - self.draft for before, after in pairwise(self.rounds)]
+        return first, *later, self.widening
+
     @property
     def ratio(self) -> float:
         """The cost ratio c: one target pass over one draft step."""
@@ -165,7 +185,7 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; what only a `Meter` knows is no part of them."""
-        hidden = {"catch_up", "reading"}
+        hidden = {"catch_up", "reading", "cold", "prefill"}
         return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod

@@ -105,6 +105,8 @@ class Round(NamedTuple):
     """The drafted tokens in order, with what was shown of them; at least `drafted`, or none."""
     longest: Any = 0
     """Most tokens drafted by a row of the same pass; 0: as many as `drafted`."""
+    left_out: Any = 0
+    """Tokens that were drafted behind these, looked at, and thrown away."""
 
     @property
     def full(self) -> Any:

@@ -523,8 +523,8 @@ def test_one_token_in_one_round(generate):
 
 
 def test_json_escapes_are_json(generate):
-    document = generate("Hello", "--max-new-tokens", "40", "--temperature", "2", "--json")
-    assert json.loads(document.out)["completions"][0]["text"]
+    options = ("--temperature", "2", "--ignore-eos", "--max-new-tokens", "40", "--json")
+    assert json.loads(generate("Hello", *options).out)["completions"][0]["text"]
 
 
 def test_plain_drafter(generate):

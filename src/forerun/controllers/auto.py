@@ -14,6 +14,7 @@ from forerun.controllers.auto_table import Table
 from forerun.controllers.base import LengthController, Opening
 from forerun.controllers.elementwise import (
     anywhere,
+    clip,
     interpolated,
     maximum,
     minimum,
@@ -30,10 +31,15 @@ PRIOR_ROUNDS = 12.0
 """Rounds of the expected tokens and seconds that the observed ones are added to."""
 FADE = 0.95
 """Share of what was observed that still counts a round later."""
-PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 256.0
+PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 512.0
 """Plain rounds before a probe, per plain round that a useless probe costs: at first and at most."""
-CHEAP_PROBE = 0.5
-"""Most that a probe at the start of a request may take beyond a plain round, in plain rounds."""
+PAYS_READING = 4
+"""Tokens kept of a request that make up for reading its prompt."""
+MOST_IN_VAIN = 40.0
+"""Most of the interval before the first probe of a request; it grows by `PROBE_INTERVAL` with each
+request that drafted in vain after another."""
+RARE_PROBE_INTERVAL = 256.0
+"""From such an interval on a probe's token is judged whatever it is."""
 SLOPE = 0.02
 """v if `cost` is given and `slope` is not."""
 CARRIED = 0.5
@@ -41,6 +47,21 @@ CARRIED = 0.5
 NO_TIME = 1e-6
 """Least share of a plain token's seconds that is left when a drafter's reading is taken off."""
 _LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
+
+
+class Drafts(NamedTuple):
+    """What rounds with a draft took and brought, fading."""
+
+    judged: float = 0.0
+    """Rounds whose draft was judged by a pass that nothing else made as wide, and"""
+    tokens: float = 0.0
+    """tokens judged there."""
+    others: float = 0.0
+    """Rounds in which the draft was thrown away, or judged beside the prompt, and"""
+    others_tokens: float = 0.0
+    """draft steps of these; and of others for tokens that were left out."""
+    committed: float = 0.0
+    """Tokens that all of them committed."""
 
 
 class AutoState(NamedTuple):
@@ -52,14 +73,18 @@ class AutoState(NamedTuple):
     """Plain rounds by choice since the newest draft that taught something."""
     interval: float = PROBE_INTERVAL
     """Plain rounds before the next probe, per plain round that a useless one costs."""
-    drafts: float = 0.0
-    """Rounds with a draft, fading,"""
-    drafted: float = 0.0
-    """tokens they drafted, and"""
-    committed: float = 0.0
-    """tokens they committed."""
+    drafts: Drafts = Drafts()
+    """What drafting took and brought."""
     table: Table = Table()
     """Tokens the draft errs at."""
+    begun: bool = False
+    """Whether this request had a round."""
+    drafting: bool = False
+    """Whether anything was drafted in it: the drafter has read its prompt."""
+    accepted: float = 0.0
+    """Tokens of this request that were kept."""
+    in_vain: float = 0.0
+    """Requests in a row that drafted and had next to nothing kept."""
 
 
 class Terms(NamedTuple):
@@ -71,9 +96,12 @@ class Terms(NamedTuple):
     """Probability that the draft is of use at all, `1 − u`."""
     rate: float
     """λ, the tokens per second of the best policy."""
+    judging: tuple[float, ...] = ()
+    """Seconds that each token adds to the target's pass, if some may be left out."""
 
 
 Memo = tuple[Terms, survival.Drafted | None]
+_NO_TABLE = Table(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -115,11 +143,18 @@ class Auto(LengthController):
       where that was timed, a plain token is so much cheaper than one with a draft.
     - Rejections, and only they, end what a round can teach; rounds cut short from outside teach
       nothing.
+    - The draft of a greedy request alone is certain, so it may be looked at and thrown away. Of
+      the tokens drafted, `argmax_i Σ_{j≤i} S_j − λ·(V_i − V_0)` are judged, with V_i the seconds of
+      a pass that judges i; where that is none, the round is plain and has cost a draft step or two.
+      They are drafted on while the best that can be hoped for is above what is already there.
+    - The pass that reads a prompt is wide anyway: a token judged by it costs what any token of a
+      prompt does, so a first round drafts on while `S_i·ŝ_{i+1} > λ·(d + that)`.
     - Requests that decode plainly probe after 8 rounds, times what a useless probe costs in plain
-      rounds; each that keeps nothing makes the next wait twice as long, up to 256, which is also
-      where a request starts whose draft would not pay even if it were always kept. After a request
-      that rested, as its draft did not pay, the next one begins with a probe, if that takes at most
-      one and a half plain rounds.
+      rounds: a draft step, and the pass that judges it where it cannot be thrown away. Each that
+      keeps nothing makes the next wait twice as long, up to 512, which is also where a request
+      starts whose draft would not pay even if it were always kept. From 256 on a probe is judged,
+      whatever it looks like. A request begins with a probe; after two that had no four tokens kept,
+      later ones begin with a rest, as a draft must read the prompt first.
     - Requests that share a pass draft and rest as one. A draft step takes its time however many
       rows it serves, and the pass is as wide as the longest draft, so all draft on while
       `Σ S_i·ŝ_{i+1}` over those still drafting is above `Σ λ·(d + v·V)` over all.
@@ -199,18 +234,16 @@ class Auto(LengthController):
         return AutoState()
 
     def carry(self, state: AutoState) -> AutoState:
-        """Corrections fade. A rest goes on if the draft is of no use; if it only did not pay, the
-        next request begins with a probe, where that is cheap."""
-        learned = survival.carried(state.learned, CARRIED)
-        due = maximum(state.rested, CHEAP_PROBE * state.interval)
+        """Corrections fade, and the next request begins with a probe, unless several in a row
+        drafted in vain."""
+        in_vain = where(state.accepted < PAYS_READING, state.in_vain + 1, 0.0)
         return AutoState(
-            learned,
-            rested=where(learned.useless < 0, due, state.rested),
-            interval=state.interval,
-            drafts=CARRIED * state.drafts,
-            drafted=CARRIED * state.drafted,
-            committed=CARRIED * state.committed,
-            table=state.table,
+            survival.carried(state.learned, CARRIED),
+            state.rested,
+            state.interval,
+            Drafts(*(CARRIED * value for value in state.drafts)),
+            state.table,
+            in_vain=where(state.drafting, in_vain, state.in_vain),
         )
 
     def limit(self, state: AutoState, costs: Costs) -> int:
@@ -219,82 +252,130 @@ class Auto(LengthController):
 
     def open(self, state: AutoState, costs: Costs) -> Opening:
         """What a draft is expected to gain, and the price of its tokens."""
-        costs = self._in_force(costs)
-        seen = state.drafts, state.drafted, state.committed
-        opening = self._expected(state.learned, *seen, costs)
-        if not anywhere(opening.worth < 0):
-            return opening
-        rests = self._resting(state, costs, opening.worth)
-        worth = where(opening.worth < 0, rests, opening.worth)
-        idle = where(opening.worth < 0, rests, opening.idle)
-        return opening._replace(worth=worth, idle=idle)
+        asleep = state._replace(rested=0, table=_NO_TABLE)  # the same for as long as it rests
+        (opening, rest), (look, sooner) = self._expected(asleep, self._in_force(costs))
+        look = _rested(look, sooner, state.rested)
+        return _rested(opening, rest, state.rested)._replace(look=look)
 
     def fold(self, state: AutoState, memo: Memo, token: Token) -> Memo:
         """One more drafted token."""
         terms, drafted = memo
-        return terms, survival.extended(drafted, terms.by, state.table, token)
+        drafted = survival.extended(drafted, terms.by, state.table, token)
+        if drafted is None or not terms.judging:
+            return terms, drafted
+        price = terms.rate * terms.judging[min(drafted.tokens, len(terms.judging)) - 1]
+        lead = drafted.lead + terms.useful * drafted.survival - price
+        behind = where(lead < 0, drafted.left_out + 1, 0)
+        return terms, drafted._replace(lead=minimum(lead, 0.0), left_out=behind)
 
     def worth(self, state: AutoState, costs: Costs, memo: Memo) -> float:
         """The chance that the next token is kept, less its price; where it pays for a level of the
         pass, with as many of the tokens behind it as is best."""
-        (by, useful, rate), drafted = memo
+        (by, useful, rate, _), drafted = memo
         if drafted is None:
             return math.inf
         costs, kept = self._in_force(costs), survival.next_kept(drafted, by)
         tokens, gain = drafted.tokens, useful * drafted.survival * kept
-        worth = best = gain - rate * costs.next(tokens)
+
+        def step(drafted: int) -> float:
+            seconds = costs.next(drafted)
+            return where(state.begun, seconds, costs.further) if costs.prefill else seconds
+
+        worth = best = drafted.lead + gain - rate * step(tokens)
         levels = len(costs.rounds)
         while tokens < levels and anywhere(best <= 0):
             tokens, gain = tokens + 1, gain * kept
-            step = gain - rate * costs.next(tokens)
-            if tokens >= levels and not anywhere(step > 0):
+            more = gain - rate * step(tokens)
+            if tokens >= levels and not anywhere(more > 0):
                 break
-            worth = worth + step
+            worth = worth + more
             best = maximum(best, worth)
         return best
+
+    def left_out(self, state: AutoState, costs: Costs, memo: Memo) -> int:
+        """Those that are not worth their place in the target's pass; none of a draft that seems of
+        no use, or of a rare probe: only what is judged can tell that it is better than it says."""
+        drafted = memo[1]
+        if drafted is None:
+            return 0
+        rare = (state.rested > 0) & (state.interval >= RARE_PROBE_INTERVAL)
+        left_out: int = where(rare | (state.learned.useless >= 0), 0, drafted.left_out)
+        return left_out
 
     def observe(self, state: AutoState, costs: Costs, round: Round) -> AutoState:
         """Learn from the tokens that were judged."""
         width = maximum(round.longest, round.drafted)
         chose_plain = (round.drafted == 0) & (round.stopped_by == _LIMIT)
         rested = state.rested + chose_plain
-        if not anywhere(width):
-            return state._replace(rested=rested)
-        learn = round.teaches
-        paid = learn | (width > round.drafted)  # others drafted, and this request had no room
+        looked, begun = (width == 0) & (round.left_out > 0), state.begun | True
+        if not anywhere((width > 0) | looked):
+            return state._replace(rested=rested, begun=begun)
+        learn, mine = round.teaches, self._in_force(costs)
+        # Or others drafted, and this request had no room.
+        paid = learn | (width > round.drafted) | looked
+        other = looked | (mine.prefill > state.begun)
+        took = where(other, mine.plain + width * mine.draft, _seconds(mine, maximum(width, 1)))
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
         # A draft right after a probe may only be there to be timed.
-        useless = where(state.rested > 0, longer, state.interval)
-        interval = where(round.accepted > 0, PROBE_INTERVAL, useless)
+        interval = where((round.accepted == 0) & (state.rested > 0), longer, state.interval)
+        pays = learn & ((round.accepted + 1) * mine.plain >= took)
+        steps, judged = width + round.left_out, where(other, 0, width)
+        newest = judged > 0, judged, other, steps - judged, round.accepted + 1
+        drafts = [FADE * sum + new for sum, new in zip(state.drafts, newest, strict=True)]
         return AutoState(
             select(learn, learned, state.learned),
-            where(learn, 0, rested),
-            where(learn, interval, state.interval),
-            where(paid, FADE * state.drafts + 1, state.drafts),
-            where(paid, FADE * state.drafted + width, state.drafted),
-            where(paid, FADE * state.committed + round.accepted + 1, state.committed),
+            where(learn | looked, 0, rested),
+            where(pays, PROBE_INTERVAL, where(learn | looked, interval, state.interval)),
+            select(paid, Drafts(*drafts), state.drafts),
             table,
+            begun,
+            state.drafting | (width > 0) | looked,
+            state.accepted + round.accepted,
+            state.in_vain,
         )
 
     @remembered
     def _expected(
-        self, learned: Survival, drafts: float, drafted: float, committed: float, costs: Costs
-    ) -> Opening:
-        """What a round's draft is expected to gain: the same for as long as a request rests."""
-        plain = self._plain(costs)
+        self, state: AutoState, costs: Costs
+    ) -> tuple[tuple[Opening, float], tuple[Opening, float]]:
+        """What a round's draft is expected to gain, and plain rounds before a probe if it loses;
+        likewise if it may be thrown away after a look."""
+        plain, learned = self._plain(costs), state.learned
         by, useful = survival.in_force(learned), sigmoid(-learned.useless)
         best = self._best_fixed(*survival.typical(learned, by, useful), costs)
         length, tokens, seconds = best
-        tokens = PRIOR_ROUNDS * tokens + committed
-        mean = maximum(drafted, NO_TIME) / maximum(drafts, NO_TIME)
-        seconds = PRIOR_ROUNDS * seconds + drafts * _seconds(costs, mean)
-        rounds = PRIOR_ROUNDS + drafts
-        worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
-        rate = maximum(tokens / seconds, 1 / plain)
+        drafts = state.drafts
+        mean = maximum(drafts.tokens, NO_TIME) / maximum(drafts.judged, NO_TIME)
+        took = drafts.judged * _seconds(costs, mean) + drafts.others_tokens * costs.draft
+        took = took + drafts.others * (costs.plain + costs.cold + costs.first)
+        rounds = PRIOR_ROUNDS + drafts.judged + drafts.others
         # A draft that says nothing has no better place to stop than the best fixed length.
         most = where(learned.blind[1] > 0, length, self.high)
-        return Opening(most, worth, rate * costs.further, (Terms(by, useful, rate), None), idle)
+        judging = costs.judging
+        if costs.prefill:
+            judging = tuple(where(state.begun, each, costs.widening) for each in judging)
+
+        def opening(tokens: float, seconds: float, judging: tuple[float, ...]) -> Opening:
+            tokens, seconds = (
+                PRIOR_ROUNDS * tokens + drafts.committed,
+                PRIOR_ROUNDS * seconds + took,
+            )
+            rate = maximum(tokens / seconds, 1 / plain)
+            worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
+            if judging and costs.cold:  # the pass behind a probe that is judged is cold, too
+                cold = where((worth < 0) & (state.begun >= costs.prefill), costs.cold, 0.0)
+                judging = judging[0] + cold, *judging[1:]
+            memo = Terms(by, useful, rate, judging), None
+            return Opening(most, worth, rate * costs.further, memo, idle)
+
+        # A look finds the rounds that pay, where the mean one does not.
+        pays, look = tokens * plain > seconds, costs.draft_seconds(1)
+        looking = opening(where(pays, tokens, 1.0), where(pays, seconds, plain), judging)
+        return (
+            (opening(tokens, seconds, ()), self._rest(state, costs, look + judging[0])),
+            (looking, self._rest(state, costs, look)),
+        )
 
     def _in_force(self, costs: Costs) -> Costs:
         """The costs to decide by."""
@@ -323,16 +404,28 @@ class Auto(LengthController):
                 break
         return best
 
-    def _resting(self, state: AutoState, costs: Costs, worth: float) -> float:
-        """A draft's worth, below 0, while the next probe comes nearer: from 0 on it is due."""
-        plain, one = costs.plain, costs.one
+    def _rest(self, state: AutoState, costs: Costs, probe: float) -> float:
+        """Plain rounds before a probe that takes so many seconds more than one of them."""
         # Slower even if all were kept: a probe could only find other costs.
-        best = maximum(2 / one, (1 + self.high) / _seconds(costs, self.high))
-        interval = where(best * self._plain(costs) < 1, LONGEST_PROBE_INTERVAL, state.interval)
-        rest = maximum(interval * ((one + costs.catch_up) / plain - 1), 0.0)
-        left = rest - state.rested
-        nearer: float = where(left > 0, worth * left / (rest + 1), 0.0)
-        return nearer
+        best = maximum(2 / costs.one, (1 + self.high) / _seconds(costs, self.high))
+        first = clip(PROBE_INTERVAL * (state.in_vain - 1), 0.0, MOST_IN_VAIN)
+        first = where(state.learned.useless >= 0, 2 * first, first)
+        interval = where(state.drafting, state.interval, first)
+        interval = where(best * self._plain(costs) < 1, LONGEST_PROBE_INTERVAL, interval)
+        reading = where(state.drafting, 0.0, costs.catch_up)
+        rest: float = maximum(interval * (probe + reading) / costs.plain, 0.0)
+        return rest
+
+
+def _rested(opening: Opening, rest: float, rested: float) -> Opening:
+    """With a worth below 0 only until a probe is due, ever nearer to 0."""
+    worth, left = opening.worth, rest - rested
+    if not anywhere(worth < 0):
+        return opening
+    nearer = where(left > 0, worth * left / (rest + 1), 0.0)
+    return opening._replace(
+        worth=where(worth < 0, nearer, worth), idle=where(worth < 0, nearer, opening.idle)
+    )
 
 
 def _seconds(costs: Costs, drafted: float) -> float:

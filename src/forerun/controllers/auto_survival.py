@@ -105,6 +105,10 @@ class Drafted(NamedTuple):
     newest: float
     total: float
     """The newest margin, and the sum of all."""
+    lead: float = 0.0
+    """Tokens by which judging all of them is worth more than judging the best beginning, ≤ 0,"""
+    left_out: int = 0
+    """and how many are behind that; both 0 where none may be left out."""
 
 
 def in_force(learned: Survival) -> LogOdds:
@@ -137,8 +141,10 @@ def extended(drafted: Drafted | None, by: LogOdds, table: Table, token: Token) -
     kept = sigmoid(z + table(token))
     if drafted is None:
         return Drafted(kept, 1, margin, margin)
-    survival, count, _, total = drafted
-    return Drafted(survival * kept, count + 1, margin, total + margin)
+    return Drafted(
+        drafted.survival * kept, drafted.tokens + 1, margin, drafted.total + margin,
+        drafted.lead, drafted.left_out,
+    )  # fmt: skip
 
 
 def next_kept(drafted: Drafted, by: LogOdds) -> float:

@@ -31,6 +31,9 @@ class Opening(NamedTuple):
     """Before anything is drafted."""
     idle: float = 0.0
     """`worth` where others in its pass draft and it cannot: below 0 by the time that takes."""
+    look: Opening | None = None
+    """Instead of this, for a greedy request that decides for itself: its draft may be thrown away
+    after a look at it (`LengthController.left_out`). None: no other."""
 
     @property
     def alone(self) -> int:
@@ -97,6 +100,12 @@ class LengthController(ABC):
         same reason the loop leaves out an end-of-text token like any other.
         """
         return False
+
+    def left_out(self, state: Any, costs: Costs, memo: Memo) -> int:
+        """Asked when `keep_going` said no, of greedy requests that decide for themselves: how many
+        of the newest tokens to leave out. Their draft is certain, so this may depend on it; else
+        `drops_last` decides."""
+        return int(self.drops_last)
 
     @property
     def previews(self) -> bool:
@@ -172,6 +181,7 @@ class Wrapper(LengthController):
     open = _inner("open")
     fold = _inner("fold")
     keep_going = _inner("keep_going")
+    left_out = _inner("left_out")
     worth = _inner("worth")
     plan = _inner("plan")
     observe = _inner("observe")

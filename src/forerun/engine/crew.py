@@ -30,6 +30,7 @@ class _Member:
     weighs: bool
     shares: bool
     """Whether it drafts on as long as that is worth it for all in sum."""
+    greedy: bool
     loss: float = 0.0
     memo: Memo = None
 
@@ -49,24 +50,31 @@ class Crew:
         self._memory = {} if memory is None else memory
         self._members: list[_Member] = []
         self._costs: Costs | None = None
+        self._timing = False
+        """Whether the round's draft is there to be timed."""
         self.failed: dict[int, Exception] = {}
         """By row, since the rows last changed."""
         self._changed()
 
-    def join(self, controller: LengthController, repeatable: Costs | None = None) -> None:
+    def join(
+        self, controller: LengthController, repeatable: Costs | None = None, greedy: bool = False
+    ) -> None:
         """Add a row at the end.
 
         Args:
             controller: whom to ask.
             repeatable: costs to decide by, for a request whose draft must not depend on the clock,
                 on earlier requests or on its neighbours.
+            greedy: whether its draft is certain, so that tokens may be left out for what they are.
         """
         carries = controller.carries and repeatable is None and controller in self._memory
         state = controller.carry(self._memory[controller]) if carries else controller.start()
         given = controller.own_costs or repeatable
         weighs = controller.weighs
         self._members.append(
-            _Member(controller, state, given, controller.asks, weighs, weighs and given is None)
+            _Member(
+                controller, state, given, controller.asks, weighs, weighs and given is None, greedy
+            )
         )
         self._changed()
 
@@ -90,8 +98,8 @@ class Crew:
         """Whether any may end a draft early."""
         self.previews = [c.previews for c in controllers]
         """Whose length is planned from a preview."""
-        self.drops_last = [c.drops_last for c in controllers]
-        """Who leaves out the token at which drafting stopped."""
+        self.left_out = [int(c.drops_last) for c in controllers]
+        """How many of its newest tokens a row leaves out that stopped."""
 
     def limits(self, able: Sequence[bool] | None = None, timed: bool = True) -> list[int]:
         """Most tokens to draft per row; begins a round.
@@ -102,13 +110,16 @@ class Crew:
         """
         rows = len(self._members)
         wanted = self._meter.wants(rows)
-        costs = self._costs = self._meter.costs(rows)
+        costs, self._timing = self._meter.costs(rows), wanted == "draft"
+        self._costs = costs
         limits, shared, worth = [0] * rows, [], 0.0
         able = [True] * rows if able is None else able
 
         def open_(row: int, member: _Member) -> None:
             nonlocal worth
             opening = member.controller.open(member.state, member.given or costs)
+            if opening.look is not None and self._looks(member):
+                opening = opening.look
             member.memo = opening.memo
             if member.shares:
                 member.loss, limits[row] = opening.loss, opening.most
@@ -118,7 +129,7 @@ class Crew:
                 limits[row] = opening.alone
 
         self._each(open_)
-        if wanted == "draft":
+        if self._timing:
             for row in shared:
                 limits[row] = min(limits[row], MOST_UNTIMED)
         forced = wanted if timed else None
@@ -158,7 +169,27 @@ class Crew:
                 self.failed[row] = error
         for row in shared:
             answers[row] = worth > 0
+        for row, member in enumerate(self._members):
+            if tokens[row] is not None and not answers[row]:
+                self.left_out[row] = self._leaves_out(row, member)
         return answers
+
+    def _looks(self, member: _Member) -> bool:
+        """Whether a row's draft may be thrown away for what is in it."""
+        shares = member.shares and (len(self._members) > 1 or self._timing)
+        return member.greedy and not shares
+
+    def _leaves_out(self, row: int, member: _Member) -> int:
+        """How many of its newest tokens a row that stops leaves out."""
+        if row in self.failed or not self._looks(member) or not member.asks:
+            return int(member.controller.drops_last)
+        costs = member.given or self._costs
+        assert costs is not None, "limits begins a round"
+        try:
+            return int(member.controller.left_out(member.state, costs, member.memo))
+        except Exception as error:  # a policy of anybody's
+            self.failed[row] = error
+            return 0
 
     def plan(self, tokens: Sequence[Sequence[Token]]) -> list[int]:
         """How many of its previewed tokens each row drafts after all; all, unless it previews."""

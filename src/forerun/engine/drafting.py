@@ -114,7 +114,7 @@ class Guide:
         for row in active:
             tokens, goes_on = proposal.tokens[row], not asked or go_on[row]
             ends = tokens[-1] in self._rows[row].eos
-            length, why = draft_stop(len(tokens), goes_on, crew.drops_last[row], ends)
+            length, why = draft_stop(len(tokens), goes_on, crew.left_out[row], ends)
             if why is not None:
                 proposal.stopped_by[row] = why
                 del tokens[length:]

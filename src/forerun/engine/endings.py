@@ -28,22 +28,23 @@ def draft_limit(wanted: Any, room: Any) -> tuple[Any, Any]:
     return where(short, room, wanted), _why(short, Stop.BUDGET, Stop.LIMIT)
 
 
-def draft_stop(drafted: Any, goes_on: bool, drops_last: bool, end_of_text: Any) -> tuple[Any, Any]:
+def draft_stop(drafted: Any, goes_on: bool, left_out: Any, end_of_text: Any) -> tuple[Any, Any]:
     """How many of the drafted tokens stay, and why drafting stops here; None if it goes on.
 
     Args:
         drafted: tokens so far, the newest included.
         goes_on: whether the row's controller wants another; for arrays, what all of them want.
-        drops_last: whether the token at which it does not is left out. That is decided before
-            anyone looks at which token it is: keeping only some would bias what is sampled.
+        left_out: how many of the newest are left out where it does not. Where tokens are sampled,
+            that is decided before anyone looks at which ones they are: keeping only some is a bias.
         end_of_text: whether the newest is an end-of-text token.
 
-    >>> draft_stop(3, goes_on=False, drops_last=True, end_of_text=True)
+    >>> draft_stop(3, goes_on=False, left_out=1, end_of_text=True)
     (2, <Stop.CONFIDENCE: 1>)
     """
-    if not goes_on and drops_last:
-        return drafted - 1, Stop.CONFIDENCE
-    return drafted, _why(end_of_text, Stop.END_OF_TEXT, None if goes_on else Stop.CONFIDENCE)
+    if goes_on:
+        return drafted, _why(end_of_text, Stop.END_OF_TEXT, None)
+    ends = end_of_text > (left_out > 0)
+    return drafted - left_out, _why(ends, Stop.END_OF_TEXT, Stop.CONFIDENCE)
 
 
 def proposal_stop(drafted: Any, limit: Any, why: Any) -> Any:

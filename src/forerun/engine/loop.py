@@ -213,7 +213,7 @@ class Engine:
             changing = not row.sampling.greedy or not request.rule.lossless
             if row.sampling.seed is not None and changing:  # the same seed, the same text
                 given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
-            self._crew.join(row.request.controller, given)
+            self._crew.join(row.request.controller, given, row.greedy)
         self._reuse.join(self._rows, len(joining))
         self._refresh()
 
@@ -374,10 +374,10 @@ class Engine:
             if i in proposal.predicted:  # says nothing of the drafter
                 self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
             elif kept.accepted >= (forced := proposal.forced.get(i, 0)):  # these say nothing either
-                stop = proposal.stopped_by[i]
+                drafted, shown = len(proposal.tokens[i]) - forced, proposal.shown[i]
                 outcomes[i] = Outcome(
-                    len(proposal.tokens[i]) - forced, kept.accepted - forced,
-                    kept.accept_prob[forced:], stop, proposal.shown[i],
+                    drafted, kept.accepted - forced, kept.accept_prob[forced:],
+                    proposal.stopped_by[i], shown, left_out=max(len(shown) - drafted, 0),
                 )  # fmt: skip
         self._crew.observe(outcomes)
         if proposal.catch_up_tokens:

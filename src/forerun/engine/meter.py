@@ -27,6 +27,11 @@ MOST_JUMP = 0.3
 as a share of the shorter: more is an outlier."""
 TIMINGS = 7
 """Timings whose median counts: outliers of a shared machine do not."""
+PLAIN_TIMINGS = 3 * TIMINGS
+"""Timings of plain rounds whose lower quartile counts: the first ones behind a prompt or a draft
+find its weights in the caches."""
+CATCH_UPS = 3
+"""Likewise of reading what the drafter had not followed, which may have been a prompt."""
 REFRESH = 8
 """Rounds from one summing up to the next, once there are so many timings."""
 ENOUGH = 2
@@ -127,8 +132,15 @@ class Meter:
 
     def tell(self, lap: Lap) -> None:
         """Learn from a round. One that drafted and had nothing judged is of neither kind."""
-        if self._given is None and lap.verify_seconds > 0 and (lap.width or not lap.steps):
-            self._timings(lap.rows).add(lap)
+        if self._given is not None or lap.verify_seconds <= 0:
+            return
+        timings = self._timings(lap.rows)
+        if lap.catch_up_seconds:
+            timings.catch_up.append(lap.catch_up_seconds)
+        if lap.width or not lap.steps:
+            timings.add(lap)
+        else:
+            timings.looked(lap)
 
     def caught_up(self, rows: int, seconds: float, tokens: int) -> None:
         """Learn from a draft step in which so many tokens were read that were not followed."""
@@ -171,9 +183,12 @@ class _Timings:
         self.size, self._shape = size, shape
         self.step: deque[float] = deque(maxlen=TIMINGS)
         self.first: deque[float] = deque(maxlen=TIMINGS)
-        self.plain: deque[float] = deque(maxlen=TIMINGS)
+        self.plain: deque[float] = deque(maxlen=PLAIN_TIMINGS)
         self.judged: deque[tuple[int, float]] = deque(maxlen=TIMINGS)
         """Width and seconds."""
+        self.behind: deque[float] = deque(maxlen=TIMINGS)
+        """Plain passes behind drafts that were thrown away."""
+        self.catch_up: deque[float] = deque(maxlen=CATCH_UPS)
         self._of_level: dict[int, deque[tuple[int, float]]] = {}
         """Number of the lap and seconds of passes, by the level they are of."""
         self._drafting: bool | None = None
@@ -184,7 +199,7 @@ class _Timings:
         """Rounds since the newest draft that counted."""
         self._newest: tuple[int, float] | None = None
         self._slope_sums = SLOPE_WEIGHT * SLOPE, SLOPE_WEIGHT
-        self._slope, self._base, self._step, self._catch_up = SLOPE, 1.0, 1 / ratio, 0.0
+        self._slope, self._base, self._step = SLOPE, 1.0, 1 / ratio
         self._laps = 0
         self.costs = self._summed()
 
@@ -207,6 +222,11 @@ class _Timings:
         self._base, self._step = other._base, other._step
         self.costs = self._summed()
 
+    def looked(self, lap: Lap) -> None:
+        """A round whose draft was thrown away."""
+        self._drafting = True
+        self.behind.append(lap.verify_seconds)
+
     def add(self, lap: Lap) -> None:
         """One more round."""
         if lap.width or self.size:
@@ -216,7 +236,6 @@ class _Timings:
             return
         if lap.width:
             self._age = 0
-            self._catch_up = lap.catch_up_seconds
             self.judged.append((lap.width, lap.verify_seconds))
             own = self._of_level.setdefault(self._level(lap.width + 1), deque(maxlen=TIMINGS))
             own.append((self._laps, lap.verify_seconds))
@@ -272,7 +291,7 @@ class _Timings:
         """The costs in force."""
         step, first = _median(self.step), _median(self.first)
         base = _median([seconds / self._share(width + 1) for width, seconds in self.judged])
-        plain = _median(self.plain)
+        plain = _quartile(self.plain)
         if step is None and first is not None:
             step = WARM_STEP * first
         ratio = self._base / self._step  # what was not timed is as it was beside the other
@@ -289,7 +308,9 @@ class _Timings:
             batch=2**self.size,
             first=max(first - step, 0.0) if first is not None else 0.0,
             levels=self._shape.levels if self._shape else (),
-            catch_up=self._catch_up,
+            catch_up=_median(self.catch_up) or 0.0,
+            cold=max((_median(self.behind) or 0.0) - plain, 0.0),
+            prefill=True,
         )
 
     def _judging(self, base: float) -> Passes:
@@ -315,6 +336,11 @@ class _Timings:
         """The level of a pass of so many tokens; beyond all of them the tokens."""
         levels = self._shape.levels if self._shape else ()
         return next((level for level in levels if level >= tokens), tokens)
+
+
+def _quartile(values: deque[float]) -> float | None:
+    """The lower quartile; None if there are no values."""
+    return sorted(values)[(len(values) - 1) // 4] if values else None
 
 
 def _median(values: deque[float] | list[float]) -> float | None:

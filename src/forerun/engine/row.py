@@ -64,6 +64,11 @@ class Row:
         self._draft_full = min(self.prompt + self.sampling.max_new_tokens - bonus, self.limit - 1)
 
     @property
+    def greedy(self) -> bool:
+        """Whether its draft is certain: nothing is drawn."""
+        return self.sampling.greedy
+
+    @property
     def produced(self) -> int:
         """Tokens committed so far."""
         return len(self.context) - self.prompt

@@ -138,6 +138,11 @@ class _Text(Row):
     """A row whose text ends where the recorded one did."""
 
     size: int = 0
+    sampled: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return not self.sampled
 
     def _finished(self, token: int) -> FinishReason | None:
         return "eos" if self.produced >= self.size else None
@@ -193,6 +198,7 @@ class _Replayed(Engine):
             rests_first=False,
             submitted=0.0,
             size=int(trace.sizes[prompt]),
+            sampled=self._sampled[prompt],
         )
 
     def _refresh(self) -> None:

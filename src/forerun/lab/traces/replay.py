@@ -280,10 +280,9 @@ class _Texts:
         self._before = np.pad(trace.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1].reshape(
             -1
         )
-        if controller.previews:  # a sampled one is thrown away
-            prob = trace.accept_prob
-            sampled = ((prob > 0) & (prob < 1)).any((1, 2))
-            self._anew = np.repeat(sampled, trace.tokens.shape[1])
+        prob = trace.accept_prob
+        sampled = ((prob > 0) & (prob < 1)).any((1, 2))
+        self._sampled = np.repeat(sampled, trace.tokens.shape[1])
 
     def token(self, here: IntArray, depth: int) -> Token:
         """The draft's signals of its token at a depth of the run."""
@@ -303,11 +302,15 @@ class _Texts:
             _Lazy(most, lambda depth: self._prob.take(here * self._depth + depth)),
             drafted.stopped_by,
             _Lazy(most, lambda depth: self.token(here, depth)),
+            left_out=drafted.steps - drafted.lengths,
         )
 
     def draft(self, state: Any, here: IntArray, room: IntArray) -> tuple[_Drafted, IntArray]:
         """What each row drafts, and which rounds the depth cut short."""
         opening = self._controller.open(state, self._cell)
+        if opening.look is not None:
+            looks, ask = ~self._sampled[here], opening._replace(look=None)
+            opening = opening.look if looks.all() else select(looks, opening.look, ask)
         wanted = np.broadcast_to(opening.alone, here.shape)
         limit, why = draft_limit(wanted, room)
         reach = np.minimum(limit, self._depth)
@@ -329,7 +332,7 @@ class _Texts:
         planned = np.minimum(self._controller.plan(state, self._cell, memo), seen.lengths)
         why = np.where(planned < seen.lengths, CONFIDENCE, seen.stopped_by)
         kept = replace(seen, lengths=planned, stopped_by=why)
-        anew = self._anew[here]
+        anew = self._sampled[here]  # a sampled preview is thrown away
         if not anew.any():
             return kept
         new = self._run(state, begun, here, np.minimum(planned, reach), why)
@@ -357,12 +360,16 @@ class _Texts:
                 state, memo = taken(state, index), taken(memo, index)
             memo = controller.fold(state, memo, self.token(here, depth))
             depth += 1
-            stop = part[active & ~np.broadcast_to(
+            stops = active & ~np.broadcast_to(
                 controller.keep_going(state, self._cell, memo), part.shape
-            )]  # fmt: skip
-            steps[stop] = depth
-            ended = ends[stop] == depth
-            lengths[stop], stopped[stop] = draft_stop(depth, False, controller.drops_last, ended)
+            )
+            if stops.any():
+                stop = part[stops]
+                steps[stop] = depth
+                left_out = controller.left_out(state, self._cell, memo)
+                left_out = np.where(self._sampled[here], controller.drops_last, left_out)[stops]
+                ended = ends[stop] == depth
+                lengths[stop], stopped[stop] = draft_stop(depth, False, left_out, ended)
             active = steps[part] > depth
         return _Drafted(lengths, steps, stopped)
 
