@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,8 @@ def predicted(model: forerun.Model, prompts: int, tokens: int, long: bool = Fals
     parts = [np.arange(part, len(work), PARTS) for part in range(PARTS)]
     runs, tables = {}, []
     for part in parts:
-        tables.append(measure(model, [1], [context]).at(1, context))
+        costs = measure(model, [1], [context]).at(1, context)
+        tables.append(replace(costs, prefill=True))  # live, first passes read prompts
         model.meter = Meter.given(tables[-1])
         model.forget()
         done = interleaved(
