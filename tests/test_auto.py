@@ -205,7 +205,7 @@ def test_a_greedy_request_alone_has_only_those_judged_that_pay():
     costs = Costs(0.1, ((1, 1.0), (2, 1.6), (4, 1.6), (5, 2.5), (9, 2.5)), levels=(4, 9))
     auto = Auto()
     state = auto.start()
-    look = auto.open(state, costs).look
+    look = auto.look(state, costs)
     terms, _ = look.memo
     assert terms.judging[:6] == pytest.approx((0.6, 0, 0, 0.9, 0, 0))
 
@@ -245,8 +245,8 @@ def test_a_draft_that_is_judged_with_the_prompt_only_costs_its_steps():
     costs = Costs(0.1, ((1, 1.0), (2, 2.0), (4, 2.2)), prefill=True)
     auto = Auto()
     first, later = auto.start(), auto.start()._replace(begun=True)
-    assert auto.open(first, costs).look.memo[0].judging == (costs.widening,) * 2
-    assert auto.open(later, costs).look.memo[0].judging[0] == pytest.approx(1.0)
+    assert auto.look(first, costs).memo[0].judging == (costs.widening,) * 2
+    assert auto.look(later, costs).memo[0].judging[0] == pytest.approx(1.0)
     for state, price in ((first, costs.further), (later, costs.next(1))):
         memo = auto.open(state, costs).memo
         rate, memo = memo[0].rate, auto.fold(state, memo, told([3.0])[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,10 @@ def test_rounds() -> None:
     assert costs.draft_seconds(np.array([0, 1, 3])) == pytest.approx([0, 0.12, 0.32])
     assert costs.round_seconds(3, 2) == pytest.approx(0.32 + 1.1 + 0.05)
     assert costs.one == pytest.approx(0.12 + 1.1 + 0.05)
+    cold = replace(costs, cold=0.3)
+    assert cold.round_seconds(1, 1) == pytest.approx(costs.round_seconds(1, 1) + 0.3)
+    assert cold.round_seconds(0, 1) == costs.round_seconds(0, 1)
+    assert cold.round_seconds(1, 2) == costs.round_seconds(1, 2)
     assert costs.further == pytest.approx(0.3)  # from 2 to 4 tokens 0.2 each
     assert Cell(0.1, ((1, 1.0),)).further == pytest.approx(0.1)
     assert Cell(0.1, ((1, 1.0), (2, 1.2))).further == pytest.approx(0.3)
@@ -69,7 +74,9 @@ def test_levels_of_passes(tmp_path: Any) -> None:
 def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:
     Costs((Cell(0.1, ((1, 1.0),), catch_up=0.5),)).write(tmp_path / "costs.json")
     (cell,) = json.loads((tmp_path / "costs.json").read_text())["cells"]
-    names = {"draft", "verify", "fixed", "batch", "context", "first", "levels", "ratio", "spread"}
+    names = {
+        "draft", "verify", "fixed", "batch", "context", "first", "levels", "cold", "ratio", "spread"
+    }  # fmt: skip
     assert cell.keys() == names
     assert Costs.read(tmp_path / "costs.json").at().catch_up == 0
 

@@ -230,4 +230,4 @@ def test_what_a_draft_costs_that_is_thrown_away():
     assert costs.cold == pytest.approx(0.003)
     assert costs.judging[0] == pytest.approx(0.001)
     assert costs.prefill
-    assert not {"cold", "prefill", "catch_up"} & set(costs.to_json())
+    assert not {"prefill", "catch_up"} & set(costs.to_json())

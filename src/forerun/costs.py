@@ -55,6 +55,9 @@ class Costs:
     levels: tuple[int, ...] = ()
     """Widths, rising, up to which a pass takes as long as one of that width; of others every token
     adds something."""
+    cold: float = 0.0
+    """What a plain pass takes more right behind a draft that was thrown away: its weights have left
+    the caches."""
     catch_up: float = 0.0
     """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
@@ -63,9 +66,6 @@ class Costs:
     requests like the last ones come and go: who decodes plainly has it read nothing. Only a
     `Meter` knows it; it is no part of a round's seconds here."""
 
-    cold: float = 0.0
-    """What a plain pass takes more right behind a draft that was thrown away: its weights have left
-    the caches. Only a `Meter` knows it; it is no part of a round's seconds here."""
     prefill: bool = False
     """Whether a request's first pass reads its prompt, so that tokens to judge add little to it.
     Only a `Meter` says so; a replay has no such passes."""
@@ -112,7 +112,7 @@ class Costs:
 
     def round_seconds(self, steps: int, width: int) -> float:
         """Seconds of a round of so many draft steps and a target pass fed `width` tokens."""
-        seconds: float = self.draft_seconds(steps)
+        seconds: float = self.draft_seconds(steps) + self.cold * (steps > 0 and width == 1)
         return seconds + self.verify_seconds(width) + self.fixed
 
     @property
@@ -185,7 +185,7 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; what only a `Meter` knows is no part of them."""
-        hidden = {"catch_up", "reading", "cold", "prefill"}
+        hidden = {"catch_up", "reading", "prefill"}
         return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod

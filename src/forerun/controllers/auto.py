@@ -252,21 +252,30 @@ class Auto(LengthController):
 
     def open(self, state: AutoState, costs: Costs) -> Opening:
         """What a draft is expected to gain, and the price of its tokens."""
+        return self._open(state, costs, looks=False)
+
+    def look(self, state: AutoState, costs: Costs) -> Opening:
+        """The same where the draft may be thrown away."""
+        return self._open(state, costs, looks=True)
+
+    def _open(self, state: AutoState, costs: Costs, looks: bool) -> Opening:
         asleep = state._replace(rested=0, table=_NO_TABLE)  # the same for as long as it rests
-        (opening, rest), (look, sooner) = self._expected(asleep, self._in_force(costs))
-        look = _rested(look, sooner, state.rested)
-        return _rested(opening, rest, state.rested)._replace(look=look)
+        opening, rest = self._expected(asleep, self._in_force(costs), looks)
+        worth, left = opening.worth, rest - state.rested
+        if not anywhere(worth < 0):
+            return opening
+        nearer = where(left > 0, worth * left / (rest + 1), 0.0)  # from 0 on a probe is due
+        idle = where(worth < 0, nearer, opening.idle)
+        return opening._replace(worth=where(worth < 0, nearer, worth), idle=idle)
 
     def fold(self, state: AutoState, memo: Memo, token: Token) -> Memo:
         """One more drafted token."""
         terms, drafted = memo
-        drafted = survival.extended(drafted, terms.by, state.table, token)
-        if drafted is None or not terms.judging:
-            return terms, drafted
-        price = terms.rate * terms.judging[min(drafted.tokens, len(terms.judging)) - 1]
-        lead = drafted.lead + terms.useful * drafted.survival - price
-        behind = where(lead < 0, drafted.left_out + 1, 0)
-        return terms, drafted._replace(lead=minimum(lead, 0.0), left_out=behind)
+        longer = survival.extended(drafted, terms.by, state.table, token)
+        if longer is None or not terms.judging:
+            return terms, longer
+        price = terms.rate * terms.judging[min(longer.tokens, len(terms.judging)) - 1]
+        return terms, survival.weighed(longer, terms.useful, price)
 
     def worth(self, state: AutoState, costs: Costs, memo: Memo) -> float:
         """The chance that the next token is kept, less its price; where it pays for a level of the
@@ -336,11 +345,14 @@ class Auto(LengthController):
         )
 
     @remembered
-    def _expected(
-        self, state: AutoState, costs: Costs
-    ) -> tuple[tuple[Opening, float], tuple[Opening, float]]:
-        """What a round's draft is expected to gain, and plain rounds before a probe if it loses;
-        likewise if it may be thrown away after a look."""
+    def _expected(self, state: AutoState, costs: Costs, looks: bool) -> tuple[Opening, float]:
+        """What a round's draft is expected to gain, and plain rounds before a probe if it loses.
+
+        Args:
+            state: of which `rested` and `table` are not read.
+            costs: in force.
+            looks: whether the draft may be thrown away after a look.
+        """
         plain, learned = self._plain(costs), state.learned
         by, useful = survival.in_force(learned), sigmoid(-learned.useless)
         best = self._best_fixed(*survival.typical(learned, by, useful), costs)
@@ -353,29 +365,26 @@ class Auto(LengthController):
         # A draft that says nothing has no better place to stop than the best fixed length.
         most = where(learned.blind[1] > 0, length, self.high)
         judging = costs.judging
-        if costs.prefill:
+        if costs.prefill and anywhere(state.begun < 1):
             judging = tuple(where(state.begun, each, costs.widening) for each in judging)
-
-        def opening(tokens: float, seconds: float, judging: tuple[float, ...]) -> Opening:
-            tokens, seconds = (
-                PRIOR_ROUNDS * tokens + drafts.committed,
-                PRIOR_ROUNDS * seconds + took,
-            )
-            rate = maximum(tokens / seconds, 1 / plain)
-            worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
-            if judging and costs.cold:  # the pass behind a probe that is judged is cold, too
-                cold = where((worth < 0) & (state.begun >= costs.prefill), costs.cold, 0.0)
-                judging = judging[0] + cold, *judging[1:]
-            memo = Terms(by, useful, rate, judging), None
-            return Opening(most, worth, rate * costs.further, memo, idle)
-
-        # A look finds the rounds that pay, where the mean one does not.
-        pays, look = tokens * plain > seconds, costs.draft_seconds(1)
-        looking = opening(where(pays, tokens, 1.0), where(pays, seconds, plain), judging)
-        return (
-            (opening(tokens, seconds, ()), self._rest(state, costs, look + judging[0])),
-            (looking, self._rest(state, costs, look)),
-        )
+        probe = costs.draft_seconds(1)
+        if looks:  # it finds the rounds that pay, where the mean one does not
+            pays = tokens * plain > seconds
+            tokens, seconds = where(pays, tokens, 1.0), where(pays, seconds, plain)
+        else:
+            probe = probe + judging[0]
+        tokens = PRIOR_ROUNDS * tokens + drafts.committed
+        seconds = PRIOR_ROUNDS * seconds + took
+        rate = maximum(tokens / seconds, 1 / plain)
+        worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
+        if not looks:
+            judging = ()
+        elif costs.cold and anywhere(worth < 0):  # the pass behind a judged probe is cold, too
+            cold = where((worth < 0) & (state.begun >= costs.prefill), costs.cold, 0.0)
+            judging = judging[0] + cold, *judging[1:]
+        memo = Terms(by, useful, rate, judging), None
+        opening = Opening(most, worth, rate * costs.further, memo, idle)
+        return opening, self._rest(state, costs, probe)
 
     def _in_force(self, costs: Costs) -> Costs:
         """The costs to decide by."""
@@ -415,17 +424,6 @@ class Auto(LengthController):
         reading = where(state.drafting, 0.0, costs.catch_up)
         rest: float = maximum(interval * (probe + reading) / costs.plain, 0.0)
         return rest
-
-
-def _rested(opening: Opening, rest: float, rested: float) -> Opening:
-    """With a worth below 0 only until a probe is due, ever nearer to 0."""
-    worth, left = opening.worth, rest - rested
-    if not anywhere(worth < 0):
-        return opening
-    nearer = where(left > 0, worth * left / (rest + 1), 0.0)
-    return opening._replace(
-        worth=where(worth < 0, nearer, worth), idle=where(worth < 0, nearer, opening.idle)
-    )
 
 
 def _seconds(costs: Costs, drafted: float) -> float:

@@ -141,10 +141,16 @@ def extended(drafted: Drafted | None, by: LogOdds, table: Table, token: Token) -
     kept = sigmoid(z + table(token))
     if drafted is None:
         return Drafted(kept, 1, margin, margin)
-    return Drafted(
-        drafted.survival * kept, drafted.tokens + 1, margin, drafted.total + margin,
-        drafted.lead, drafted.left_out,
-    )  # fmt: skip
+    survival, count, _, total, lead, left_out = drafted
+    return Drafted(survival * kept, count + 1, margin, total + margin, lead, left_out)
+
+
+def weighed(drafted: Drafted, useful: float, price: float) -> Drafted:
+    """With what it is worth to judge the newest token, at a price in tokens."""
+    survival, count, newest, total, lead, left_out = drafted
+    lead = lead + useful * survival - price
+    behind = where(lead < 0, left_out + 1, 0)
+    return Drafted(survival, count, newest, total, minimum(lead, 0.0), behind)
 
 
 def next_kept(drafted: Drafted, by: LogOdds) -> float:

@@ -31,9 +31,6 @@ class Opening(NamedTuple):
     """Before anything is drafted."""
     idle: float = 0.0
     """`worth` where others in its pass draft and it cannot: below 0 by the time that takes."""
-    look: Opening | None = None
-    """Instead of this, for a greedy request that decides for itself: its draft may be thrown away
-    after a look at it (`LengthController.left_out`). None: no other."""
 
     @property
     def alone(self) -> int:
@@ -102,8 +99,8 @@ class LengthController(ABC):
         return False
 
     def left_out(self, state: Any, costs: Costs, memo: Memo) -> int:
-        """Asked when `keep_going` said no, of greedy requests that decide for themselves: how many
-        of the newest tokens to leave out. Their draft is certain, so this may depend on it; else
+        """Asked when `keep_going` said no, of requests that began with `look`: how many of the
+        newest tokens to leave out. Their draft is certain, so this may depend on it; else
         `drops_last` decides."""
         return int(self.drops_last)
 
@@ -127,6 +124,11 @@ class LengthController(ABC):
     def open(self, state: Any, costs: Costs) -> Opening:
         """The same with all that `weighs` needs, and the memo that the round begins with."""
         return Opening(self.limit(state, costs))
+
+    def look(self, state: Any, costs: Costs) -> Opening:
+        """`open` of a greedy request that decides for itself: its draft may be thrown away after a
+        look at it (`left_out`)."""
+        return self.open(state, costs)
 
     def fold(self, state: Any, memo: Memo, token: Token) -> Memo:
         """The memo with the newest drafted token; by default that token alone."""
@@ -179,6 +181,7 @@ class Wrapper(LengthController):
     carry = _inner("carry")
     limit = _inner("limit")
     open = _inner("open")
+    look = _inner("look")
     fold = _inner("fold")
     keep_going = _inner("keep_going")
     left_out = _inner("left_out")

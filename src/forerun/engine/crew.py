@@ -117,9 +117,8 @@ class Crew:
 
         def open_(row: int, member: _Member) -> None:
             nonlocal worth
-            opening = member.controller.open(member.state, member.given or costs)
-            if opening.look is not None and self._looks(member):
-                opening = opening.look
+            begin = member.controller.look if self._looks(member) else member.controller.open
+            opening = begin(member.state, member.given or costs)
             member.memo = opening.memo
             if member.shares:
                 member.loss, limits[row] = opening.loss, opening.most

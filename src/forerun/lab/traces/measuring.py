@@ -22,6 +22,8 @@ LIVE = (0, 1, 2, 4, 8)
 """Tokens drafted per round in the live runs from which the costs of draft steps and of the
 engine's own work are fitted; of a row alone also those that fill a pass up to each level."""
 LIVE_TOKENS = 48  # written per text in a live run
+THROWN_AWAY = "gammatune+(threshold=1,keep=False)"
+"""Drafts a token and throws it away, unless the draft is certain."""
 LIVE_TURNS = 10  # live runs of each draft length, the first a warm-up
 
 
@@ -136,7 +138,8 @@ def _cells(
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
         lead = first + max(more - fixed, 0.0)
-        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels)
+        cold = _cold(model, prompts)
+        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels, cold)
         spread = Spread(
             _range([(took - first) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
@@ -234,6 +237,24 @@ def _live(
     timings = (draft, passes, other)
     draft, passes, other = ({n: t for n, t in series.items() if t} for series in timings)
     return draft, passes, other
+
+
+def _cold(model: Model, prompts: Sequence[Sequence[int]]) -> float:
+    """Seconds that a plain pass takes more behind a draft that was thrown away."""
+    seconds: dict[str, list[float]] = {"fixed(0)": [], THROWN_AWAY: []}
+    for _ in range(LIVE_TURNS // 2):
+        for controller, times in seconds.items():
+            done = model.generate(
+                prompts,
+                controller=controller,
+                batch_size=len(prompts),
+                max_new_tokens=LIVE_TOKENS,
+                ignore_eos=True,
+            )
+            rounds = [r for r in done[-1].rounds if not r.drafted and r.verify_seconds]
+            times += [r.verify_seconds for r in rounds]
+    plain, behind = (float(np.median(times or [0.0])) for times in seconds.values())
+    return max(behind - plain, 0.0)
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:

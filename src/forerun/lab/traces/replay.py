@@ -223,6 +223,7 @@ def _serve(
         seen = texts.seen(here, drafted, accepted)
         state = controller.observe(state, cell, seen)
         seconds = cell.draft_seconds(drafted.steps) + verify[drafted.lengths]
+        seconds = seconds + cell.cold * ((drafted.steps > 0) & (drafted.lengths == 0))
         if watch is not None:
             counts = (drafted.lengths, accepted, drafted.steps, drafted.stopped_by)
             watch(Rounds(prompt, at, *counts, seconds))
@@ -307,10 +308,10 @@ class _Texts:
 
     def draft(self, state: Any, here: IntArray, room: IntArray) -> tuple[_Drafted, IntArray]:
         """What each row drafts, and which rounds the depth cut short."""
-        opening = self._controller.open(state, self._cell)
-        if opening.look is not None:
-            looks, ask = ~self._sampled[here], opening._replace(look=None)
-            opening = opening.look if looks.all() else select(looks, opening.look, ask)
+        sampled = self._sampled[here]
+        opening = self._controller.look(state, self._cell)
+        if sampled.any():
+            opening = select(sampled, self._controller.open(state, self._cell), opening)
         wanted = np.broadcast_to(opening.alone, here.shape)
         limit, why = draft_limit(wanted, room)
         reach = np.minimum(limit, self._depth)
