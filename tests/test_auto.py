@@ -509,7 +509,7 @@ def test_the_first_probe_waits_longer_after_requests_that_drafted_in_vain():
         while auto.open(state, costs).worth < 0:
             rests[-1], state = rests[-1] + 1, auto.observe(state, costs, seen(0, 0))
         state = auto.carry(state._replace(drafting=True, accepted=kept))
-    assert rests == [0, 0, 4, 8, 12, 16, 20, 20, 20, 20, 20, 20, 20, 0, 0]
+    assert rests == [0, 0, 4, 8, 12, *[16] * 8, 0, 0]
     quiet = auto.carry(state._replace(drafting=False, accepted=0))
     assert quiet.in_vain == state.in_vain  # nothing was drafted
 

@@ -31,14 +31,16 @@ PRIOR_ROUNDS = 12.0
 """Rounds of the expected tokens and seconds that the observed ones are added to."""
 FADE = 0.95
 """Share of what was observed that still counts a round later."""
-PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 512.0
+PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 256.0
 """Plain rounds before a probe, per plain round that a useless probe costs: at first and at most."""
+CARRIED_INTERVAL = 0.125
+"""Share of it that the next request starts from, unless the draft seems to be of no use."""
 PAYS_READING = 4
 """Tokens kept of a request that make up for reading its prompt."""
-MOST_IN_VAIN = 40.0
+MOST_IN_VAIN = 32.0
 """Most of the interval before the first probe of a request; it grows by `PROBE_INTERVAL` with each
 request that drafted in vain after another."""
-RARE_PROBE_INTERVAL = 256.0
+RARE_PROBE_INTERVAL = 128.0
 """From such an interval on a probe's token is judged whatever it is."""
 SLOPE = 0.02
 """v if `cost` is given and `slope` is not."""
@@ -151,10 +153,11 @@ class Auto(LengthController):
       prompt does, so a first round drafts on while `S_i·ŝ_{i+1} > λ·(d + that)`.
     - Requests that decode plainly probe after 8 rounds, times what a useless probe costs in plain
       rounds: a draft step, and the pass that judges it where it cannot be thrown away. Each that
-      keeps nothing makes the next wait twice as long, up to 512, which is also where a request
-      starts whose draft would not pay even if it were always kept. From 256 on a probe is judged,
-      whatever it looks like. A request begins with a probe; after two that had no four tokens kept,
-      later ones begin with a rest, as a draft must read the prompt first.
+      keeps nothing makes the next wait twice as long, up to 256, which is also where a request
+      starts whose draft would not pay even if it were always kept. From 128 on a probe is judged,
+      whatever it looks like. A request begins with a probe, and its waits at an eighth of the last
+      one's; after two that had no four tokens kept, later ones begin with a rest, as a draft must
+      read the prompt first.
     - Requests that share a pass draft and rest as one. A draft step takes its time however many
       rows it serves, and the pass is as wide as the longest draft, so all draft on while
       `Σ S_i·ŝ_{i+1}` over those still drafting is above `Σ λ·(d + v·V)` over all.
@@ -236,11 +239,13 @@ class Auto(LengthController):
     def carry(self, state: AutoState) -> AutoState:
         """Corrections fade, and the next request begins with a probe, unless several in a row
         drafted in vain."""
+        learned = survival.carried(state.learned, CARRIED)
+        sooner = maximum(CARRIED_INTERVAL * state.interval, PROBE_INTERVAL)
         in_vain = where(state.accepted < PAYS_READING, state.in_vain + 1, 0.0)
         return AutoState(
-            survival.carried(state.learned, CARRIED),
+            learned,
             state.rested,
-            state.interval,
+            where(learned.useless < 0, sooner, state.interval),
             Drafts(*(CARRIED * value for value in state.drafts)),
             state.table,
             in_vain=where(state.drafting, in_vain, state.in_vain),
@@ -292,13 +297,13 @@ class Auto(LengthController):
 
         worth = best = drafted.lead + gain - rate * step(tokens)
         levels = len(costs.rounds)
-        while tokens < levels and anywhere(best <= 0):
+        while tokens < self.high and anywhere(best <= 0):
             tokens, gain = tokens + 1, gain * kept
             more = gain - rate * step(tokens)
             if tokens >= levels and not anywhere(more > 0):
                 break
             worth = worth + more
-            best = maximum(best, worth)
+            best = where(best > 0, best, maximum(best, worth))
         return best
 
     def left_out(self, state: AutoState, costs: Costs, memo: Memo) -> int:
@@ -369,6 +374,7 @@ class Auto(LengthController):
             judging = tuple(where(state.begun, each, costs.widening) for each in judging)
         probe = costs.draft_seconds(1)
         if looks:  # it finds the rounds that pay, where the mean one does not
+            probe = probe + where(state.begun >= costs.prefill, costs.cold, 0.0)
             pays = tokens * plain > seconds
             tokens, seconds = where(pays, tokens, 1.0), where(pays, seconds, plain)
         else:
@@ -418,7 +424,7 @@ class Auto(LengthController):
         # Slower even if all were kept: a probe could only find other costs.
         best = maximum(2 / costs.one, (1 + self.high) / _seconds(costs, self.high))
         first = clip(PROBE_INTERVAL * (state.in_vain - 1), 0.0, MOST_IN_VAIN)
-        first = where(state.learned.useless >= 0, 2 * first, first)
+        first = where(state.learned.useless >= 0, 4 * first, first)
         interval = where(state.drafting, state.interval, first)
         interval = where(best * self._plain(costs) < 1, LONGEST_PROBE_INTERVAL, interval)
         reading = where(state.drafting, 0.0, costs.catch_up)

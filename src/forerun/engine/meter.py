@@ -290,7 +290,7 @@ class _Timings:
     def _summed(self) -> Costs:
         """The costs in force."""
         step, first = _median(self.step), _median(self.first)
-        base = _median([seconds / self._share(width + 1) for width, seconds in self.judged])
+        base = _median([self._narrow(seconds, width + 1) for width, seconds in self.judged])
         plain = _quartile(self.plain)
         if step is None and first is not None:
             step = WARM_STEP * first
@@ -322,15 +322,30 @@ class _Timings:
             own = self._of_level.get(self._level(width), ())
             recent = [seconds for lap, seconds in own if lap > self._laps - STALE]
             known = _median(recent) if len(recent) > ENOUGH else None
-            seconds = base * self._share(width) if known is None else known
+            seconds = self._wide(base, width) if known is None else known
             out.append((width, bounded(seconds, width, out)))
         return tuple(out)
 
-    def _share(self, tokens: int) -> float:
-        """Seconds of a pass of so many tokens over those of one that judges a token."""
+    def _narrow(self, seconds: float, tokens: int) -> float:
+        """Seconds of a pass that judges one token where one of so many takes these."""
         if self._shape is None:
-            return 1 + self._slope * (tokens - 2)
-        return self._shape.verify_seconds(tokens) / self._shape.verify_seconds(2)
+            return seconds / (1 + self._slope * (tokens - 2))
+        return max(seconds - self._more(tokens), seconds * self._share(tokens))
+
+    def _wide(self, base: float, tokens: int) -> float:
+        """Seconds of a pass of so many tokens where one that judges a token takes these. What cold
+        caches cost is the same whatever the width; only a machine that has become faster since
+        these were compared takes a share."""
+        assert self._shape is not None
+        return min(base + self._more(tokens), base / self._share(tokens))
+
+    def _more(self, tokens: int) -> float:
+        assert self._shape is not None
+        return self._shape.verify_seconds(tokens) - self._shape.verify_seconds(2)
+
+    def _share(self, tokens: int) -> float:
+        assert self._shape is not None
+        return self._shape.verify_seconds(2) / self._shape.verify_seconds(tokens)
 
     def _level(self, tokens: int) -> int:
         """The level of a pass of so many tokens; beyond all of them the tokens."""
