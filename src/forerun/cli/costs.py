@@ -163,7 +163,7 @@ def _rows(cell: Cell, spread: Spread | None) -> Iterator[list[str]]:
     else:
         yield ["draft forward", _ms(cell.draft - spread.work), _range(spread.draft)]
         yield ["the first of a round, more", _ms(cell.first), ""]
-        yield ["plain, behind a draft thrown away, more", _ms(cell.cold), ""]
+        yield ["plain, draft thrown away, more", _ms(cell.cold), ""]
         yield ["engine, per drafted token", _ms(spread.work), ""]
     for i, (width, seconds) in enumerate(cell.verify):
         label = f"target pass of {width} token{'s' if width > 1 else ''}"
