@@ -34,7 +34,8 @@ FADE = 0.95
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 256.0
 """Plain rounds before a probe, per plain round that a useless probe costs: at first and at most."""
 CARRIED_INTERVAL = 0.125
-"""Share of it that the next request starts from, unless the draft seems to be of no use."""
+"""Share of it that the next request starts from, unless the draft says nothing of its tokens, or
+seems to be of no use."""
 PAYS_READING = 4
 """Tokens kept of a request that make up for reading its prompt."""
 MOST_IN_VAIN = 32.0
@@ -245,7 +246,7 @@ class Auto(LengthController):
         return AutoState(
             learned,
             state.rested,
-            where(learned.useless < 0, sooner, state.interval),
+            where((learned.useless >= 0) | (learned.blind[1] > 0), state.interval, sooner),
             Drafts(*(CARRIED * value for value in state.drafts)),
             state.table,
             in_vain=where(state.drafting, in_vain, state.in_vain),
@@ -368,14 +369,16 @@ class Auto(LengthController):
         took = took + drafts.others * (costs.plain + costs.cold + costs.first)
         rounds = PRIOR_ROUNDS + drafts.judged + drafts.others
         # A draft that says nothing has no better place to stop than the best fixed length.
-        most = where(learned.blind[1] > 0, length, self.high)
+        blind = learned.blind[1] > 0
+        most = where(blind, length, self.high)
         judging = costs.judging
         if costs.prefill and anywhere(state.begun < 1):
             judging = tuple(where(state.begun, each, costs.widening) for each in judging)
         probe = costs.draft_seconds(1)
         if looks:  # it finds the rounds that pay, where the mean one does not
-            probe = probe + where(state.begun >= costs.prefill, costs.cold, 0.0)
-            pays = tokens * plain > seconds
+            cold = where(state.begun >= costs.prefill, costs.cold, 0.0)
+            probe = probe + where(blind, judging[0], cold)
+            pays = blind | (tokens * plain > seconds)
             tokens, seconds = where(pays, tokens, 1.0), where(pays, seconds, plain)
         else:
             probe = probe + judging[0]
