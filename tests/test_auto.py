@@ -236,7 +236,7 @@ def test_a_greedy_request_alone_has_only_those_judged_that_pay():
     memo = look.memo[0]._replace(rate=1.0), None
     for token in told([6.0, 6.0, 6.0, 0.1]):
         memo = auto.fold(state, memo, token)
-    alone = memo[0]._replace(judging=()), memo[1]._replace(lead=0.0)
+    alone = memo[0]._replace(judging=(0.0,)), memo[1]._replace(lead=0.0)
     assert memo[1].lead < 0
     assert auto.worth(state, costs, memo) < auto.worth(state, costs, alone)
 

@@ -306,6 +306,25 @@ def test_sampled_replay_is_distributed_as_the_live_engine() -> None:
             assert abs(np.mean(ours) - np.mean(theirs)) < 4.42 * spread
 
 
+def test_only_greedy_drafts_are_thrown_away() -> None:
+    """Also where greedy and sampled texts are in one trace."""
+    script = chaotic(5)
+    model = Model(ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 6, 0.7)), 7))
+    model.eos = frozenset()
+    dear = Costs(0.1, ((1, 1.0), (2, 2.0), (4, 2.2)), cold=0.2)
+    traces = []
+    for temperature in (0.0, 1.0):
+        how = Sampling(max_new_tokens=40, temperature=temperature, seed=1)
+        tasks = [Task("a", str(i), [1, 2 + i], how) for i in range(3)]
+        traces.append(recorded(model, tasks, depth=6))
+    greedy, sampled = (replay(trace, "auto", dear) for trace in traces)
+    assert (greedy.steps > greedy.drafted).all()
+    assert (sampled.steps == sampled.drafted).all()
+    both = replay(concatenate(traces), "auto", dear)
+    assert both.steps.tolist() == [*greedy.steps.tolist(), *sampled.steps.tolist()]
+    assert both.rounds.tolist() == [*greedy.rounds.tolist(), *sampled.rounds.tolist()]
+
+
 def test_a_sampled_preview_is_drawn_anew() -> None:
     script = chaotic(5)
     model = Model(ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 6, 0.7)), 7))

@@ -68,7 +68,7 @@ class Costs:
 
     prefill: bool = False
     """Whether a request's first pass reads its prompt, so that tokens to judge add little to it.
-    Only a `Meter` says so; a replay has no such passes."""
+    Only a `Meter` says so."""
 
     def __post_init__(self) -> None:
         widths = [width for width, _ in self.verify]

@@ -99,8 +99,8 @@ class Terms(NamedTuple):
     """Probability that the draft is of use at all, `1 − u`."""
     rate: float
     """λ, the tokens per second of the best policy."""
-    judging: tuple[float, ...] = ()
-    """Seconds that each token adds to the target's pass, if some may be left out."""
+    judging: tuple[float, ...] = (0.0,)
+    """Seconds that each token adds to the target's pass; 0 where none may be left out."""
 
 
 Memo = tuple[Terms, survival.Drafted | None]
@@ -278,8 +278,8 @@ class Auto(LengthController):
         """One more drafted token."""
         terms, drafted = memo
         longer = survival.extended(drafted, terms.by, state.table, token)
-        if longer is None or not terms.judging:
-            return terms, longer
+        if longer is None:
+            return terms, None
         price = terms.rate * terms.judging[min(longer.tokens, len(terms.judging)) - 1]
         return terms, survival.weighed(longer, terms.useful, price)
 
@@ -387,7 +387,7 @@ class Auto(LengthController):
         rate = maximum(tokens / seconds, 1 / plain)
         worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
         if not looks:
-            judging = ()
+            judging = (0.0,) * len(judging)
         elif costs.cold and anywhere(worth < 0):  # the pass behind a judged probe is cold, too
             cold = where((worth < 0) & (state.begun >= costs.prefill), costs.cold, 0.0)
             judging = judging[0] + cold, *judging[1:]
