@@ -337,7 +337,7 @@ class Auto(LengthController):
         pays = learn & ((round.accepted + 1) * mine.plain >= took)
         steps, judged = width + round.left_out, where(other, 0, width)
         newest = judged > 0, judged, other, steps - judged, round.accepted + 1
-        drafts = [FADE * sum + new for sum, new in zip(state.drafts, newest, strict=True)]
+        drafts = [FADE * old + new for old, new in zip(state.drafts, newest, strict=True)]
         return AutoState(
             select(learn, learned, state.learned),
             where(learn | looked, 0, rested),
