@@ -248,14 +248,14 @@ def test_a_draft_that_is_judged_with_the_prompt_only_costs_its_steps():
     assert auto.look(first, costs).memo[0].judging == (costs.widening,) * 2
     assert auto.look(later, costs).memo[0].judging[0] == pytest.approx(1.0)
     for state, price in ((first, costs.further), (later, costs.next(1))):
-        memo = auto.open(state, costs).memo
-        rate, memo = memo[0].rate, auto.fold(state, memo, told([3.0])[0])
-        gain = memo[0].useful * memo[1].survival * next_kept(memo[1], memo[0].by)
-        levels = gain - rate * price
-        assert auto.worth(state, costs, memo) >= levels - 1e-12
+        terms, drafted = auto.fold(state, auto.look(state, costs).memo, told([3.0])[0])
+        terms, drafted = terms._replace(rate=1.0), drafted._replace(lead=0.0)
+        gain = terms.useful * drafted.survival * next_kept(drafted, terms.by)
+        assert gain > price
+        assert auto.worth(state, costs, (terms, drafted)) == pytest.approx(gain - price)
     # One kept token pays for its step, not for a pass of its own.
     seen_first, seen_later = (auto.observe(s, costs, seen(1, 1, [6.0])) for s in (first, later))
-    assert seen_first.drafts == Drafts(others=1.0, others_tokens=1.0, committed=2.0)
+    assert seen_first.drafts == Drafts(free=1.0, free_steps=1.0, committed=2.0)
     assert seen_later.drafts == Drafts(1.0, 1.0, committed=2.0)
 
 
@@ -266,7 +266,18 @@ def test_a_draft_that_was_thrown_away_is_counted_and_teaches_nothing_else():
     after = auto.observe(state, COSTS, look)
     assert after.learned == state.learned
     assert (after.rested, after.interval) == (0, 2 * state.interval)
-    assert after.drafts == Drafts(others=1.0, others_tokens=2.0, committed=1.0)
+    assert after.drafts == Drafts(free=1.0, free_steps=2.0, committed=1.0)
+    cut = look._replace(stopped_by=int(Stop.EXHAUSTED))  # by a constraint: no decision of its own
+    assert auto.observe(state, COSTS, cut) == state._replace(begun=True)
+
+
+def test_waits_begin_anew_unless_the_draft_is_of_no_use_or_says_nothing():
+    state = Auto().start()._replace(interval=256.0, in_vain=5.0)
+    learned = state.learned
+    useless = learned._replace(useless=6.0, useless_before=1.0)
+    blind = learned._replace(blind=(1.0, 2.0, 0.0, 0.0))
+    for known, interval in ((learned, 32.0), (useless, 256.0), (blind, 256.0)):
+        assert Auto().carry(state._replace(learned=known)).interval == interval
 
 
 def test_price_is_the_rate_times_what_a_token_costs():

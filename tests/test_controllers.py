@@ -336,13 +336,14 @@ def test_numbers_are_plain(spec):
         limit = controller.limit(state, COSTS)
         assert type(limit) is int
         assert limit >= 0
-        opening = controller.open(state, COSTS)
-        assert opening.alone == limit
-        assert type(opening.most) is int
-        for value in (opening.worth, opening.loss):
-            assert isinstance(value, (int, float))
-        memo = controller.fold(state, opening.memo, seen.tokens[0])
-        assert isinstance(controller.worth(state, COSTS, memo), float)
+        assert controller.open(state, COSTS).alone == limit
+        for opening in (controller.open(state, COSTS), controller.look(state, COSTS)):
+            assert type(opening.most) is int
+            for value in (opening.worth, opening.loss):
+                assert isinstance(value, (int, float))
+            memo = controller.fold(state, opening.memo, seen.tokens[0])
+            assert isinstance(controller.worth(state, COSTS, memo), float)
+            assert type(controller.left_out(state, COSTS, memo)) is int
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -367,10 +368,11 @@ def test_numbers_and_arrays_do_the_same(spec, seed):
     rng = np.random.default_rng(seed)
     wide = spread(controller.start(), prompts)
     narrow = [controller.start()] * prompts
-    for _ in range(12):
-        opening = controller.open(wide, COSTS)
+    for turn in range(12):
+        begin = controller.look if turn % 2 else controller.open
+        opening = begin(wide, COSTS)
         limit = np.broadcast_to(controller.limit(wide, COSTS), prompts)
-        single = [controller.open(state, COSTS) for state in narrow]
+        single = [begin(state, COSTS) for state in narrow]
         assert limit.tolist() == [controller.limit(state, COSTS) for state in narrow]
         for name in ("worth", "loss"):
             values = np.broadcast_to(getattr(opening, name), prompts)
@@ -384,7 +386,7 @@ def test_numbers_and_arrays_do_the_same(spec, seed):
                 controller.fold(state, one, column(shown, row))
                 for row, (state, one) in enumerate(zip(narrow, memos, strict=True))
             ]
-            for ask in ("worth", "keep_going", *["plan"] * controller.previews):
+            for ask in ("worth", "keep_going", "left_out", *["plan"] * controller.previews):
                 answer = np.broadcast_to(getattr(controller, ask)(wide, COSTS, memo), prompts)
                 wanted = [
                     getattr(controller, ask)(state, COSTS, one)

@@ -87,11 +87,17 @@ class Broken(LengthController):
     def limit(self, state, costs):
         return self._do("limit", 4)
 
+    def look(self, state, costs):
+        return self._do("look", self.open(state, costs))
+
+    def left_out(self, state, costs, memo):
+        return self._do("left_out", 0)
+
     def fold(self, state, memo, token):
         return self._do("fold", token)
 
     def keep_going(self, state, costs, memo):
-        return self._do("keep_going", True)
+        return self._do("keep_going", self.where != "left_out")
 
     def plan(self, state, costs, memo):
         return self._do("plan", 1)
@@ -100,10 +106,14 @@ class Broken(LengthController):
         return self._do("observe", state)
 
 
-@pytest.mark.parametrize("where", ["limit", "fold", "keep_going", "plan", "observe"])
+@pytest.mark.parametrize(
+    "where", ["limit", "look", "fold", "keep_going", "left_out", "plan", "observe"]
+)
 def test_what_is_wrong_with_one_row_ends_no_other(where):
     memory: dict[LengthController, Any] = {}
-    crew = crew_of("fixed(2)", Broken(where), "auto", memory=memory)
+    crew = Crew(Meter.given(COSTS), memory)
+    for controller in (CONTROLLERS.make("fixed(2)"), Broken(where), Auto()):
+        crew.join(controller, greedy=True)
     token = Token(1, logit_margin=9.0, chosen=0.99, top1=0.9)
     for _ in range(3):
         limits = crew.limits()

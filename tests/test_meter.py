@@ -231,3 +231,15 @@ def test_what_a_draft_costs_that_is_thrown_away():
     assert costs.judging[0] == pytest.approx(0.001)
     assert costs.prefill
     assert not {"prefill", "catch_up"} & set(costs.to_json())
+
+
+def test_cold_caches_cost_the_same_at_any_width_and_a_faster_machine_is_so_in_proportion():
+    timed = ((1, 2.0), (2, 2.5), (4, 2.5), (5, 4.0), (8, 4.0))
+    for narrow, wide in ((4.5, 6.0), (1.25, 2.0)):
+        for drafted, taken in ((3, narrow), (7, wide)):  # one of them is timed, the other follows
+            meter = Meter(passes=timed, levels=(1, 4, 8))
+            for _ in range(2):
+                meter.tell(Lap(1, drafted, drafted, 0.3 * drafted, 0.0, taken))
+            costs = meter.costs(1)
+            assert costs.verify_seconds(4) == pytest.approx(narrow)
+            assert costs.verify_seconds(8) == pytest.approx(wide)

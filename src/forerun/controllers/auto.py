@@ -49,20 +49,20 @@ CARRIED = 0.5
 """Share of a request's corrections that the next one starts from."""
 NO_TIME = 1e-6
 """Least share of a plain token's seconds that is left when a drafter's reading is taken off."""
-_LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
+_LIMIT, _CONFIDENCE = int(Stop.LIMIT), int(Stop.CONFIDENCE)  # numpy is slow with enumerations
 
 
 class Drafts(NamedTuple):
     """What rounds with a draft took and brought, fading."""
 
     judged: float = 0.0
-    """Rounds whose draft was judged by a pass that nothing else made as wide, and"""
-    tokens: float = 0.0
+    """Rounds whose draft made the target's pass wider, and"""
+    judged_tokens: float = 0.0
     """tokens judged there."""
-    others: float = 0.0
-    """Rounds in which the draft was thrown away, or judged beside the prompt, and"""
-    others_tokens: float = 0.0
-    """draft steps of these; and of others for tokens that were left out."""
+    free: float = 0.0
+    """Rounds whose draft did not: it was thrown away, or judged with the prompt; and"""
+    free_steps: float = 0.0
+    """draft steps of these, and of tokens left out in the others."""
     committed: float = 0.0
     """Tokens that all of them committed."""
 
@@ -172,7 +172,8 @@ class Auto(LengthController):
         high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
 
     Deviations: the rule is the best one if survival only falls, as when the next tokens are alike;
-    a doubtful token followed by certain ones is worth a little more than it says. With `cost`
+    a doubtful token followed by certain ones is worth a little more than it says. A request's first
+    pass is taken to read its prompt, also where most of that was read before. With `cost`
     given, a request decides for itself whoever shares its pass, so in a large batch it can be
     slower than plain decoding. The starting values were fitted to texts of an earlier shipped
     pair.
@@ -322,21 +323,22 @@ class Auto(LengthController):
         width = maximum(round.longest, round.drafted)
         chose_plain = (round.drafted == 0) & (round.stopped_by == _LIMIT)
         rested = state.rested + chose_plain
-        looked, begun = (width == 0) & (round.left_out > 0), state.begun | True
+        begun = state.begun | True
+        looked = (width == 0) & (round.left_out > 0) & (round.stopped_by == _CONFIDENCE)
         if not anywhere((width > 0) | looked):
             return state._replace(rested=rested, begun=begun)
         learn, mine = round.teaches, self._in_force(costs)
         # Or others drafted, and this request had no room.
         paid = learn | (width > round.drafted) | looked
-        other = looked | (mine.prefill > state.begun)
-        took = where(other, mine.plain + width * mine.draft, _seconds(mine, maximum(width, 1)))
+        free = looked | (mine.prefill > state.begun)
+        took = where(free, mine.plain + width * mine.draft, _seconds(mine, maximum(width, 1)))
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
         # A draft right after a probe may only be there to be timed.
         interval = where((round.accepted == 0) & (state.rested > 0), longer, state.interval)
         pays = learn & ((round.accepted + 1) * mine.plain >= took)
-        steps, judged = width + round.left_out, where(other, 0, width)
-        newest = judged > 0, judged, other, steps - judged, round.accepted + 1
+        steps, judged = width + round.left_out, where(free, 0, width)
+        newest = judged > 0, judged, free, steps - judged, round.accepted + 1
         drafts = [FADE * old + new for old, new in zip(state.drafts, newest, strict=True)]
         return AutoState(
             select(learn, learned, state.learned),
@@ -364,10 +366,10 @@ class Auto(LengthController):
         best = self._best_fixed(*survival.typical(learned, by, useful), costs)
         length, tokens, seconds = best
         drafts = state.drafts
-        mean = maximum(drafts.tokens, NO_TIME) / maximum(drafts.judged, NO_TIME)
-        took = drafts.judged * _seconds(costs, mean) + drafts.others_tokens * costs.draft
-        took = took + drafts.others * (costs.plain + costs.cold + costs.first)
-        rounds = PRIOR_ROUNDS + drafts.judged + drafts.others
+        mean = maximum(drafts.judged_tokens, NO_TIME) / maximum(drafts.judged, NO_TIME)
+        took = drafts.judged * _seconds(costs, mean) + drafts.free_steps * costs.draft
+        took = took + drafts.free * (costs.plain + costs.cold + costs.first)
+        rounds = PRIOR_ROUNDS + drafts.judged + drafts.free
         # A draft that says nothing has no better place to stop than the best fixed length.
         blind = learned.blind[1] > 0
         most = where(blind, length, self.high)

@@ -180,7 +180,7 @@ class Crew:
 
     def _leaves_out(self, row: int, member: _Member) -> int:
         """How many of its newest tokens a row that stops leaves out."""
-        if row in self.failed or not self._looks(member) or not member.asks:
+        if row in self.failed or not self._looks(member):
             return int(member.controller.drops_last)
         costs = member.given or self._costs
         assert costs is not None, "limits begins a round"

@@ -189,6 +189,7 @@ class _Timings:
         self.behind: deque[float] = deque(maxlen=TIMINGS)
         """Plain passes behind drafts that were thrown away."""
         self.catch_up: deque[float] = deque(maxlen=CATCH_UPS)
+        """Readings of what the drafter had not followed."""
         self._of_level: dict[int, deque[tuple[int, float]]] = {}
         """Number of the lap and seconds of passes, by the level they are of."""
         self._drafting: bool | None = None
@@ -330,22 +331,15 @@ class _Timings:
         """Seconds of a pass that judges one token where one of so many takes these."""
         if self._shape is None:
             return seconds / (1 + self._slope * (tokens - 2))
-        return max(seconds - self._more(tokens), seconds * self._share(tokens))
+        narrow, wide = map(self._shape.verify_seconds, (2, tokens))
+        return max(seconds - (wide - narrow), seconds * narrow / wide)
 
     def _wide(self, base: float, tokens: int) -> float:
-        """Seconds of a pass of so many tokens where one that judges a token takes these. What cold
-        caches cost is the same whatever the width; only a machine that has become faster since
-        these were compared takes a share."""
+        """The reverse, where passes were compared when the model was loaded. Slower ones are so by
+        cold caches, which cost the same at any width; faster ones in proportion."""
         assert self._shape is not None
-        return min(base + self._more(tokens), base / self._share(tokens))
-
-    def _more(self, tokens: int) -> float:
-        assert self._shape is not None
-        return self._shape.verify_seconds(tokens) - self._shape.verify_seconds(2)
-
-    def _share(self, tokens: int) -> float:
-        assert self._shape is not None
-        return self._shape.verify_seconds(2) / self._shape.verify_seconds(tokens)
+        narrow, wide = map(self._shape.verify_seconds, (2, tokens))
+        return min(base + (wide - narrow), base * wide / narrow)
 
     def _level(self, tokens: int) -> int:
         """The level of a pass of so many tokens; beyond all of them the tokens."""
