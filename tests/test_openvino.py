@@ -25,7 +25,7 @@ from tiny import build, texts
 ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
 from forerun.runtime.openvino import executor as executing  # noqa: E402
-from forerun.runtime.openvino import forms, nodes, store  # noqa: E402
+from forerun.runtime.openvino import forms, nodes, parts, store  # noqa: E402
 from forerun.runtime.openvino import load as loading  # noqa: E402
 from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.blocks import Blocks  # noqa: E402
@@ -706,13 +706,17 @@ def test_what_cannot_be_compiled_goes_through_open_shapes(
     executor.reserve(2, 64)
     (text,) = texts(20)
     exact = alone(model, text)
-    for count, tokens in ((4, 0), (7, 8), (12, 12), (14, 0)):
+    for count, tokens in ((2, 0), (7, 8), (12, 12), (14, 0)):
         close(executor.run([0], [text[:count]], [count])[0], exact[:count])
         assert sizes[-1] == tokens
 
 
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "bart"])
-def test_bfloat16_weights_are_read_as_they_are(family: str, sizes: list[int]) -> None:
+def test_bfloat16_weights_are_read_as_they_are(
+    family: str, tiled: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "has_matrix_units", lambda: tiled)
     sourced = family == "bart"
     model = build_encoder_decoder("bart") if sourced else tiny(family)
     model = model.bfloat16().float()
@@ -725,7 +729,8 @@ def test_bfloat16_weights_are_read_as_they_are(family: str, sizes: list[int]) ->
     if sourced:
         executor.attend([text])
     at = 0
-    for count, tokens in ((9, 0), (1, 1), (3, 4), (4, 4), (5, 5), (7, 8)):
+    ran = (10, 1, 5, 5, 5, 10) if tiled else (0, 1, 4, 4, 5, 8)
+    for count, tokens in zip((9, 1, 3, 4, 5, 7), ran, strict=True):
         close(executor.run([at], [text[at : at + count]], [count])[0], exact[at : at + count])
         at += count
         assert sizes[-1] == tokens
@@ -738,17 +743,18 @@ def test_weights_that_are_not_bfloat16_stay(model: Any) -> None:
 
 
 @pytest.mark.usefixtures("own_store")
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "tiled"), [(True, False), (False, False), (True, True)])
 def test_halved_weights_of_a_large_model(
-    monkeypatch: pytest.MonkeyPatch, tied: bool, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tied: bool, tiled: bool, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(forms, "LARGEST_COPIES", 1)
+    monkeypatch.setattr(forms, "has_matrix_units", lambda: tiled)
     tiny("llama", tie_word_embeddings=tied).bfloat16().save_pretrained(tmp_path / "model")
     read = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     exact = alone(read, text := texts(30)[0])
     for _ in range(2):  # exported, and from the store
         executor = from_name(tmp_path / "model")
-        assert executor.levels == (4, 8, 12, 16)
+        assert executor.levels == ((4, 5, 10, 16) if tiled else (4, 8, 12, 16))
         close(executor.run([0], [text], [30])[0], exact)
         for count in (1, 4, 5, 8, 15, 16):
             for wanted in (0, 1, 3, count):
@@ -766,6 +772,50 @@ def test_halved_weights_of_a_large_model(
         assert 1e-4 < (reduced - exact).abs().max() / exact.abs().max() < 0.1
 
 
+def test_parts_of_numbers_are_their_sum() -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(size=(1, 500, 64)) * 10.0 ** rng.integers(-25, 25, (1, 500, 64))
+    numbers[0, 0, :4] = 0, 1, -1, 1 + 2**-23
+    numbers = numbers.astype(np.float32)
+    x = ov.opset15.parameter([1, 500, 64], ov.Type.f32)
+    whole = ov.opset15.reduce_sum(
+        ov.opset15.convert(parts._parts(x), "f64"), ov.opset15.constant([0]), True
+    )
+    compiled = core().compile_model(
+        ov.Model([whole], [x]), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    assert np.array_equal(compiled([numbers])[0], numbers)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_products_in_parts_are_as_exact_as_fp32(rank: int) -> None:
+    rng = np.random.default_rng(rank)
+    weights = rng.normal(size=(96, 200)).astype(np.float32)
+    weights = (weights.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    numbers = (rng.normal(size=(16, 200)) * np.exp(2 * rng.normal(size=(16, 200)))).astype("f")
+    exact = numbers.astype(np.float64) @ weights.T.astype(np.float64)
+    x = ov.opset15.parameter([16, 1, 200] if rank == 3 else [16, 200], ov.Type.f32)
+    graph = ov.Model([ov.opset15.matmul(x, ov.opset15.constant(weights), False, True)], [x])
+    worst = []
+    for in_parts in (False, True):
+        if in_parts:
+            assert halve(graph) == parts.multiply_in_parts(graph) == 1
+        compiled = core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        got = compiled([numbers.reshape(x.get_output_shape(0))])[0]
+        assert got.shape == ((16, 1, 96) if rank == 3 else (16, 96))
+        worst.append(np.abs(got.reshape(16, 96) - exact).max() / np.abs(exact).max())
+    assert worst[1] < max(2 * worst[0], 1e-6)
+
+
+def test_a_plugin_without_such_products_multiplies_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts, "_PRODUCT", parts._PRODUCT.replace(b"type_relaxed", b"unknown"))
+    parts.has_matrix_units.cache_clear()
+    assert not parts.has_matrix_units()
+    parts.has_matrix_units.cache_clear()
+
+
 def test_what_is_padded_does_not_reach_beyond_the_context(model: Any) -> None:
     executor = from_model(model)
     limit = executor.facts.limit
@@ -778,10 +828,10 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
     def of(
-        weights: int, precision: str = "float32", halved: bool = False
+        weights: int, precision: str = "float32", halved: bool = False, tiled: bool = False
     ) -> tuple[list[int], list[int]]:
         facts = Facts(vocab_size=8, limit=8, weights=weights, precision=precision)
-        return forms.sizes(facts, halved)
+        return forms.sizes(facts, halved, tiled)
 
     million = 1 << 20
     every = [1, 5, 8], [12, 16]
@@ -799,3 +849,6 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ([1], []),
         ([], []),
     ]
+    tiled = [of(n * million, halved=True, tiled=True) for n in (48, 49, 97, 193)]
+    assert tiled == [([1, 5, 10, 16], []), ([1, 5, 10], []), ([1], []), ([], [])]
+    assert of(million, halved=True, tiled=True) == of(million)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -22,18 +23,24 @@ from numpy.typing import NDArray
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import SOURCE_ROW, caches
+from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
 from forerun.runtime.openvino.request import Request
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
 
 SIZES = (1, 4, 5, 8), (12, 16)
 """Tokens that graphs are compiled for: of a row alone, and when rows first share passes."""
+TILES = 5, 10, 16
+"""Tokens up to which a pass in parts fills one, two, three tiles of matrix units, of 16 rows: three
+rows a token."""
+TILED_SIZES = (1, *TILES), ()
+"""Those of a model whose weights matrix units multiply."""
 SMALL_SIZES = (1, 2), (4, 8, 12, 16)
 """Those of a small model: it drafts, a token of each row at a time."""
 HALVED = 4
 """Tokens up to which a pass reads weights in 16 bits, if they are bfloat16 numbers. Of the shipped
 target it takes a quarter less time; for more tokens the plug-in widens them into memory first, and
 a third more."""
-MOST_PADDING = 3
+MOST_PADDING = 5
 """Tokens up to which a pass is filled up to such a size: between two weights that sweep the caches,
 so many more cost less than open shapes do."""
 MOST_SPLIT = 16
@@ -42,6 +49,10 @@ MOST_SPLIT = 16
 LARGEST_COPIES = 384 << 20
 """Bytes of weights up to which such graphs are held: each has its own copy, and the larger they are
 the less it matters what is between them."""
+LARGEST_SECOND = 2 << 30
+"""Bytes of weights in 16 bits up to which a second copy is held, for passes of more than `HALVED`
+tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 42, 55 ms, made of
+several 55, 53, 112 (and one of a single token 32 instead of 23)."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
@@ -51,19 +62,22 @@ def weighed(facts: Facts) -> int:
     return facts.weights * {"float32": 4, "int8": 1}.get(facts.precision, 0)
 
 
-def sizes(facts: Facts, halved: bool) -> tuple[list[int], list[int]]:
-    """Those that are worth their memory, of `SIZES` or `SMALL_SIZES`.
+def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]]:
+    """Those that are worth their memory, of `SIZES`, `TILED_SIZES` or `SMALL_SIZES`.
 
     Args:
         facts: of the model.
         halved: whether its weights are bfloat16 numbers.
+        tiled: whether matrix units multiply them.
     """
     size = weighed(facts)
     alone: tuple[int, ...]
-    alone, shared = SIZES if size >= SMALLEST_WIDE else SMALL_SIZES
+    shared: tuple[int, ...]
+    wide = TILED_SIZES if tiled else SIZES
+    alone, shared = wide if size >= SMALLEST_WIDE else SMALL_SIZES
     if size >= SMALLEST_WIDE and not halved:  # nothing makes four tokens cheaper than five then
         alone = tuple(n for n in alone if n != HALVED)
-    copies = [size // 2 if halved and n <= HALVED else size for n in (*alone, *shared)]
+    copies = [size // 2 if tiled or (halved and n <= HALVED) else size for n in (*alone, *shared)]
     fitting = sum(total <= LARGEST_COPIES for total in accumulate(copies)) if size else 0
     return list(alone[:fitting]), list(shared[: max(fitting - len(alone), 0)])
 
@@ -180,7 +194,8 @@ class Forms:
     """The form for each number of tokens.
 
     Weights that are bfloat16 numbers are read in 16 bits where that takes less time, and in all
-    forms of models whose copies would be too large.
+    forms of models whose copies would be too large. Where the CPU has matrix units, passes of more
+    than `HALVED` tokens multiply them in parts (`parts`).
 
     Args:
         graph, facts, settings: as for `Form`; the graph is not changed. It may be halved.
@@ -189,6 +204,7 @@ class Forms:
     def __init__(self, graph: ov.Model, facts: Facts, settings: dict[str, Any]) -> None:
         halved = is_halved(graph)
         large = halved and weighed(facts) > LARGEST_COPIES
+        tiled = halved and facts.precision == "float32" and has_matrix_units()
         # bfloat16 products read them as they are, whatever the tokens.
         narrow = large or (halved and facts.precision == "bfloat16")
 
@@ -198,29 +214,34 @@ class Forms:
             widen(wide)
             return wide
 
+        def made(tokens: int, in_parts: bool) -> Form:
+            own = (graph if narrow or in_parts or 0 < tokens <= HALVED else widened()).clone()
+            if in_parts:
+                multiply_in_parts(own)
+            keep_halves(own)
+            return Form(own, facts, settings, tokens)
+
         def compiled(sizes: Sequence[int]) -> list[Form]:
             if not narrow:
                 widened()  # once, not in every thread
+            return _compiled(lambda n: made(n, tiled and n > HALVED), sizes)
 
-            def form(tokens: int) -> Form:
-                own = (graph if narrow or 0 < tokens <= HALVED else widened()).clone()
-                keep_halves(own)
-                return Form(own, facts, settings, tokens)
-
-            return _compiled(form, sizes)
-
-        alone, shared = sizes(facts, halved)
+        alone, shared = sizes(facts, halved, tiled)
         self._later = partial(compiled, shared) if shared else None  # holds the graph
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
-        self.most_split = MOST_SPLIT if large else 0
-        """Tokens up to which a pass is better made of several of `HALVED`."""
         self.open, *self._exact = compiled([0, *alone])
+        self._wide: Form | None = None
+        if large and tiled and weighed(facts) // 2 <= LARGEST_SECOND:
+            with suppress(RuntimeError, MemoryError):
+                self._wide = made(0, True)
+        self.most_split = MOST_SPLIT if large and not self._wide else 0
+        """Tokens up to which a pass is better made of several of `HALVED`."""
         self._order()
 
     def fitting(self, tokens: int) -> Form:
         """The one that takes least time for so many."""
-        return self._fitting[tokens] if tokens < len(self._fitting) else self.open
+        return self._fitting[tokens] if tokens < len(self._fitting) else self._wide or self.open
 
     def share(self) -> None:
         """Compile, once, what passes of several rows need, too: half a second for the shipped
@@ -237,24 +258,28 @@ class Forms:
     def bind(self, pools: list[ov.Tensor], prefix: str = "") -> None:
         """Let all read and write these pools; see `Form.bind`."""
         self._pools[prefix] = pools
-        for form in (self.open, *self._exact):
+        for form in self._all():
             form.bind(pools, prefix)
 
     def tell(self, tell: Tell) -> None:
         """Let all call this; see `Form.tell`."""
         self._tell = tell
-        for form in (self.open, *self._exact):
+        for form in self._all():
             form.tell = tell
+
+    def _all(self) -> list[Form]:
+        return [self.open, *self._exact, *([self._wide] if self._wide else [])]
 
     def _order(self) -> None:
         exact = sorted(self._exact, key=lambda form: form.tokens)
-        self._fitting = [self.open] * (1 + max((form.tokens for form in exact), default=-1))
+        narrow = HALVED if self._wide else -1
+        self._fitting = [self.open] * (1 + max([narrow, *(form.tokens for form in exact)]))
         for form in reversed(exact):
             for tokens in range(max(form.tokens - MOST_PADDING, 1), form.tokens + 1):
                 self._fitting[tokens] = form
         last = {n for n, form in enumerate(self._fitting) if n and self.fitting(n + 1) is not form}
-        split = set(range(HALVED, self.most_split + 1, HALVED))
-        self.levels = tuple(sorted(last | split))
+        parts = TILES if self._wide else range(HALVED, self.most_split + 1, HALVED)
+        self.levels = tuple(sorted(last.union(parts)))
         """Tokens up to which a pass takes as long as one of so many."""
 
 

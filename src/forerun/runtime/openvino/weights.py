@@ -50,12 +50,12 @@ def halve(graph: ov.Model) -> int:
 
 def is_halved(graph: ov.Model) -> bool:
     """Whether any matrices are."""
-    return any(True for _ in _halves(graph))
+    return any(True for _ in halves(graph))
 
 
 def keep_halves(graph: ov.Model) -> None:
     """Have products read halved weights as they are."""
-    for convert in _halves(graph):
+    for convert in halves(graph):
         info = convert.get_rt_info()
         for name in _AS_THEY_ARE:
             info[name] = ""
@@ -63,7 +63,7 @@ def keep_halves(graph: ov.Model) -> None:
 
 def widen(graph: ov.Model) -> None:
     """Hold matrices that were halved in fp32 again, for clones of the graph to share."""
-    for convert in list(_halves(graph)):
+    for convert in list(halves(graph)):
         bits = convert.input_value(0).get_node().data.view(np.uint16)
         _replace(convert, op.constant((bits.astype(np.uint32) << 16).view(np.float32)))
 
@@ -108,7 +108,7 @@ def _is_matrix(node: ov.Node) -> bool:
     return constant and node.data.ndim == 2
 
 
-def _halves(graph: ov.Model) -> Iterator[ov.Node]:
+def halves(graph: ov.Model) -> Iterator[ov.Node]:
     """Conversions of halved matrices of products."""
     for node in graph.get_ops():
         if node.get_type_name() == "Convert":

@@ -1,0 +1,132 @@
+"""fp32 products on the matrix units (AMX) of a CPU, which multiply bfloat16 numbers only.
+
+An fp32 number is the sum of three bfloat16 numbers, 8 bits of it each. Weights that are bfloat16
+numbers are multiplied by all three, which accumulates in fp32, and the products are added: as exact
+as an fp32 product, and up to 16 tokens barely slower than one of a single token, since reading the
+weights, in 16 bits, is what takes the time. A pass of the shipped target over 8 tokens takes 2.3 ms
+instead of 4.1, over 16 tokens 2.9 instead of 5.0 (two threads of a Xeon with AMX).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import openvino.opset15 as op
+
+from forerun.runtime.openvino.core import core
+from forerun.runtime.openvino.weights import halves
+
+_ROUNDS = np.array([[[2**16 + 1]], [[2**8 + 1]], [[1]]], np.float32)
+"""Factors by which `_rounded` keeps the upper 8 and 16 bits of a number, and all of it."""
+_BEFORE = np.array([[[0]], [[1]], [[1]]], np.float32)
+"""Whether a part is what is left after the parts before it."""
+_PRODUCT = b"""<?xml version="1.0"?><net name="product" version="11"><layers>
+<layer id="0" name="x" type="Parameter" version="opset1">
+<data shape="?,?,?" element_type="bf16"/>
+<output><port id="0" precision="BF16"/></output></layer>
+<layer id="1" name="w" type="Parameter" version="opset1">
+<data shape="?,?" element_type="bf16"/>
+<output><port id="0" precision="BF16"/></output></layer>
+<layer id="2" name="product" type="MatMul" version="type_relaxed_opset1">
+<data transpose_a="false" transpose_b="true"
+ type_relax="true" input_data_types="" output_data_types="f32"/>
+<input><port id="0" precision="BF16"/><port id="1" precision="BF16"/></input>
+<output><port id="2" precision="FP32"/></output></layer>
+<layer id="3" name="y" type="Result" version="opset1">
+<input><port id="0" precision="FP32"/></input></layer>
+</layers><edges>
+<edge from-layer="0" from-port="0" to-layer="2" to-port="0"/>
+<edge from-layer="1" from-port="0" to-layer="2" to-port="1"/>
+<edge from-layer="2" from-port="2" to-layer="3" to-port="0"/>
+</edges></net>"""
+"""A product of bfloat16 numbers whose output is fp32, which Python cannot make."""
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether the plug-in multiplies in parts on matrix units of this CPU."""
+    x = op.parameter([16, 64], ov.Type.f32)
+    weights = ov.Tensor(ov.Type.bf16, ov.Shape([64, 64]))
+    weights.data.view(np.uint16)[...] = 0x3F80  # ones
+    try:
+        product = op.matmul(x, op.convert(op.constant(weights), "f32"), False, True)
+        graph = ov.Model([product], [x])
+        multiply_in_parts(graph)
+        compiled = core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    except RuntimeError:  # a plug-in without such a product
+        return False
+    nodes = compiled.get_runtime_model().get_ops()
+    return any("amx" in str(node.get_rt_info()["primitiveType"].value) for node in nodes)
+
+
+def multiply_in_parts(graph: ov.Model) -> int:
+    """Multiply halved weights by the three parts of what they are multiplied by.
+
+    Args:
+        graph: in fp32, some of its weights halved, of inputs `(tokens, 1)`; it is changed.
+
+    Returns:
+        How many products.
+
+    Raises:
+        RuntimeError: the plug-in has no product of bfloat16 numbers in fp32.
+    """
+    halved = {convert.get_name() for convert in halves(graph)}
+    parts: dict[tuple[str, int], ov.Node] = {}  # of inputs, which several products may share
+    done = 0
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "MatMul":
+            continue
+        port, convert = node.input_value(0), node.input_value(1).get_node()
+        rank = node.get_output_partial_shape(0).rank.get_length()
+        if convert.get_name() not in halved or rank not in (2, 3):
+            continue
+        outputs, inputs = convert.get_output_shape(0)
+        name = port.get_node().get_name(), port.get_index()
+        if name not in parts:
+            parts[name] = _parts(_shaped(port, 1, -1, inputs))
+        product = _product(parts[name].output(0), convert.input_value(0))
+        high, middle, low = op.split(product, op.constant(np.int64(0)), 3).outputs()
+        whole = op.add(high, op.add(middle, low))
+        result = _shaped(whole, *((-1, outputs) if rank == 2 else (-1, 1, outputs)))
+        for user in node.output(0).get_target_inputs():
+            user.replace_source_output(result.output(0))
+        done += 1
+    graph.validate_nodes_and_infer_types()
+    return done
+
+
+def _parts(x: ov.Node) -> ov.Node:
+    """`(1, tokens, n)` fp32 numbers as `(3, tokens, n)` bfloat16 ones, whose sum they are."""
+    before = op.multiply(_rounded(x, np.roll(_ROUNDS, 1, 0)), op.constant(_BEFORE))
+    return op.convert(op.subtract(_rounded(x, _ROUNDS), before), "bf16")
+
+
+def _rounded(x: ov.Node, factors: np.ndarray) -> ov.Node:
+    """Keep the upper bits of each number: as many as 24 without those of a factor 2ⁿ + 1 (Dekker,
+    "A floating-point technique for extending the available precision", 1971)."""
+    scaled = op.multiply(x, op.constant(factors))
+    return op.subtract(scaled, op.subtract(scaled, x))
+
+
+def _shaped(x: ov.Node | ov.Output, *shape: int) -> ov.Node:
+    return op.reshape(x, op.constant(np.array(shape, np.int64)), False)
+
+
+def _product(x: ov.Output, weights: ov.Output) -> ov.Node:
+    _register()
+    ops = core().read_model(_PRODUCT, b"").get_ops()
+    product = next(node for node in ops if node.get_type_name() == "MatMul")
+    product.set_arguments([x, weights])
+    product.validate_and_infer_types()
+    return product
+
+
+@cache
+def _register() -> None:
+    """Let products of relaxed types be read, which the plug-in registers as it does its own ops."""
+    for library in Path(ov.__file__).parent.glob("libs/*openvino_intel_cpu_plugin.*"):
+        core().add_extension(library)
