@@ -32,7 +32,7 @@ SIZES = (1, 4, 5, 8), (12, 16)
 TILES = 5, 10, 16
 """Tokens up to which a pass in parts fills one, two, three tiles of matrix units, of 16 rows: three
 rows a token."""
-TILED_SIZES = (1, *TILES), ()
+TILED_SIZES = (1, *TILES), (24, 32, 48)
 """Those of a model whose weights matrix units multiply."""
 SMALL_SIZES = (1, 2), (4, 8, 12, 16)
 """Those of a small model: it drafts, a token of each row at a time."""
@@ -40,7 +40,7 @@ HALVED = 4
 """Tokens up to which a pass reads weights in 16 bits, if they are bfloat16 numbers. Of the shipped
 target it takes a quarter less time; for more tokens the plug-in widens them into memory first, and
 a third more."""
-MOST_PADDING = 5
+MOST_PADDING = 16
 """Tokens up to which a pass is filled up to such a size: between two weights that sweep the caches,
 so many more cost less than open shapes do."""
 MOST_SPLIT = 16
@@ -244,7 +244,7 @@ class Forms:
         return self._fitting[tokens] if tokens < len(self._fitting) else self._wide or self.open
 
     def share(self) -> None:
-        """Compile, once, what passes of several rows need, too: half a second for the shipped
+        """Compile, once, what passes of several rows need, too: a second for the shipped
         pair."""
         if self._later:
             new, self._later = self._later(), None
