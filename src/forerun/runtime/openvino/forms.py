@@ -32,7 +32,7 @@ SIZES = (1, 4, 5, 8), (12, 16)
 TILES = 5, 10, 16
 """Tokens up to which a pass in parts fills one, two, three tiles of matrix units, of 16 rows: three
 rows a token."""
-TILED_SIZES = (1, *TILES), (24, 32, 48)
+TILED_SIZES = (1, 4, 10, 16), (24, 32, 48)
 """Those of a model whose weights matrix units multiply."""
 SMALL_SIZES = (1, 2), (4, 8, 12, 16)
 """Those of a small model: it drafts, a token of each row at a time."""
