@@ -58,8 +58,8 @@ def has_matrix_units() -> bool:
         compiled = core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     except RuntimeError:  # a plug-in without such a product
         return False
-    nodes = compiled.get_runtime_model().get_ops()
-    return any("amx" in str(node.get_rt_info()["primitiveType"].value) for node in nodes)
+    notes = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    return any("amx" in str(x["primitiveType"].value) for x in notes if "primitiveType" in x)
 
 
 def multiply_in_parts(graph: ov.Model) -> int:
