@@ -94,14 +94,17 @@ def of_openvino(family: str) -> Case:
     return of_model(from_model, family)
 
 
-def of_halved(family: str, large: bool = False) -> Case:
-    """Of weights that are bfloat16 numbers; a large model has them in no other form."""
+def of_halved(family: str, large: bool = False, tiled: bool = False) -> Case:
+    """Of weights that are bfloat16 numbers; a large model has them in no other form. Tiled, wide
+    passes multiply in parts, on whatever this CPU has."""
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino import forms
     from forerun.runtime.openvino.load import from_model
 
     def make(model: Any) -> Executor:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forms, "has_matrix_units", lambda: tiled)
+            patch.setattr(forms, "SMALLEST_WIDE", 0)
             if large:
                 patch.setattr(forms, "LARGEST_COPIES", 1)
             executor = from_model(model, cached=False)
@@ -127,6 +130,8 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
     "openvino-halved-gpt2": lambda: of_halved("gpt2"),
     "openvino-halved-llama-large": lambda: of_halved("llama", large=True),
+    "openvino-parts-llama": lambda: of_halved("llama", tiled=True),
+    "openvino-parts-gpt2-large": lambda: of_halved("gpt2", large=True, tiled=True),
     "openvino-layers-llama": lambda: of_openvino_layers("llama"),
     "scripted": of_script,
 }

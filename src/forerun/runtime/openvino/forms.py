@@ -40,9 +40,6 @@ HALVED = 4
 """Tokens up to which a pass reads weights in 16 bits, if they are bfloat16 numbers. Of the shipped
 target it takes a quarter less time; for more tokens the plug-in widens them into memory first, and
 a third more."""
-MOST_PADDING = 16
-"""Tokens up to which a pass is filled up to such a size: between two weights that sweep the caches,
-so many more cost less than open shapes do."""
 MOST_SPLIT = 16
 """Tokens up to which a pass of a model that reads all weights in 16 bits is made of several of
 `HALVED` tokens: of 0.5 billion weights each takes 22 ms, one of 8 to 16 tokens 80 to 110."""
@@ -51,8 +48,8 @@ LARGEST_COPIES = 384 << 20
 the less it matters what is between them."""
 LARGEST_SECOND = 2 << 30
 """Bytes of weights in 16 bits up to which a second copy is held, for passes of more than `HALVED`
-tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 42, 55 ms, made of
-several 55, 53, 112 (and one of a single token 32 instead of 23)."""
+tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 40, 53 ms, made of
+several 55, 53, 112. A single token would take 32 on them, and takes 23."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
@@ -274,9 +271,8 @@ class Forms:
         exact = sorted(self._exact, key=lambda form: form.tokens)
         narrow = HALVED if self._wide else -1
         self._fitting = [self.open] * (1 + max([narrow, *(form.tokens for form in exact)]))
-        for form in reversed(exact):
-            for tokens in range(max(form.tokens - MOST_PADDING, 1), form.tokens + 1):
-                self._fitting[tokens] = form
+        for form in reversed(exact):  # padding costs less than open shapes between two weights
+            self._fitting[1 : form.tokens + 1] = [form] * form.tokens
         last = {n for n, form in enumerate(self._fitting) if n and self.fitting(n + 1) is not form}
         parts = TILES if self._wide else range(HALVED, self.most_split + 1, HALVED)
         self.levels = tuple(sorted(last.union(parts)))
