@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forerun.controllers import CONTROLLERS, LengthController
@@ -12,7 +13,7 @@ from forerun.controllers.auto import Auto
 from forerun.costs import Costs
 from forerun.engine.crew import MOST_UNTIMED, Crew
 from forerun.engine.meter import Lap, Meter
-from forerun.types import Round, Token
+from forerun.types import Round, Stop, Token
 
 COSTS = Costs.synthetic(5, 0.02)
 
@@ -185,3 +186,51 @@ def test_a_draft_that_is_there_to_be_timed_is_judged():
     assert crew.limits() == [MOST_UNTIMED]
     crew.go([Token(id=1, previous=2, logit_margin=0.01, chosen=0.1)])
     assert crew.left_out == [0]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_that_all_rest_are_not_asked_and_told_in_sum(rows, monkeypatch):
+    """As if they had been asked and told every round, though costs, room and rows change."""
+
+    def played():
+        random, opened = np.random.default_rng(1), 0
+        memory: dict[LengthController, Any] = {}
+        costs = [Costs.synthetic(2, 0.8), Costs.synthetic(2, 0.81), Costs.synthetic(3, 0.2)]
+        now = costs[0]
+        crew = Crew(Meter.given(lambda _: now), memory)
+        controller, seen = Auto(), []
+        for row in range(rows):
+            crew.join(controller, greedy=row % 2 == 0)
+        for turn in range(600):
+            if random.random() < 0.02:
+                now = costs[random.integers(3)]
+            able = [bool(random.random() > 0.01) for _ in range(rows)]
+            limits = [n * on for n, on in zip(crew.limits(able), able, strict=True)]
+            opened += crew._slept == 0
+            drafted = min(max(limits), 2)
+            kept = int(random.integers(2)) * drafted
+            shown = [Token(logit_margin=1.0, chosen=0.5, id=3)] * drafted
+            why = [Stop.LIMIT if on else Stop.BUDGET for on in able]
+            crew.observe(
+                [
+                    Round(drafted, kept, [1.0] * kept + [0.0] * (drafted - kept), said, shown)
+                    if limit
+                    else Round(0, 0, (), said)
+                    for limit, said in zip(limits, why, strict=True)
+                ]
+            )
+            seen.append(limits)
+            if turn % 50 == 49:
+                crew.keep(range(1, rows))
+                crew.join(controller, greedy=True)
+        crew.keep([])
+        return seen, memory[controller]._replace(table=()), opened
+
+    seen, memory, opened = played()
+    monkeypatch.setattr("forerun.engine.crew.MOST_NAP", 0)
+    asked, remembered, all_rounds = played()
+    assert seen == asked
+    assert any(map(any, seen))
+    assert memory == remembered
+    assert all_rounds == 600
+    assert opened < 400

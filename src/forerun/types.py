@@ -107,6 +107,8 @@ class Round(NamedTuple):
     """Most tokens drafted by a row of the same pass; 0: as many as `drafted`."""
     left_out: Any = 0
     """Tokens that were drafted behind these, looked at, and thrown away."""
+    repeated: Any = 1
+    """Rounds that were all like this one; more than one only of plain ones (`Opening.due`)."""
 
     @property
     def full(self) -> Any:

@@ -271,9 +271,13 @@ class Auto(LengthController):
         worth, left = opening.worth, rest - state.rested
         if not anywhere(worth < 0):
             return opening
-        nearer = where(left > 0, worth * left / (rest + 1), 0.0)  # from 0 on a probe is due
-        idle = where(worth < 0, nearer, opening.idle)
-        return opening._replace(worth=where(worth < 0, nearer, worth), idle=idle)
+        rests = (worth < 0) & (left > 0)
+        nearer = where(rests, worth * left / (rest + 1), 0.0)  # from 0 on a probe is due
+        return opening._replace(
+            worth=where(worth < 0, nearer, worth),
+            idle=where(worth < 0, nearer, opening.idle),
+            due=where(rests, left, math.inf),
+        )
 
     def fold(self, state: AutoState, memo: Memo, token: Token) -> Memo:
         """One more drafted token."""
@@ -322,7 +326,7 @@ class Auto(LengthController):
         """Learn from the tokens that were judged."""
         width = maximum(round.longest, round.drafted)
         chose_plain = (round.drafted == 0) & (round.stopped_by == _LIMIT)
-        rested = state.rested + chose_plain
+        rested = state.rested + chose_plain * round.repeated
         begun = state.begun | True
         looked = (width == 0) & (round.left_out > 0) & (round.stopped_by == _CONFIDENCE)
         if not anywhere((width > 0) | looked):
@@ -394,7 +398,7 @@ class Auto(LengthController):
             cold = where((worth < 0) & (state.begun >= costs.prefill), costs.cold, 0.0)
             judging = judging[0] + cold, *judging[1:]
         memo = Terms(by, useful, rate, judging), None
-        opening = Opening(most, worth, rate * costs.further, memo, idle)
+        opening = Opening(most, worth, rate * costs.further, memo, idle, math.inf)
         return opening, self._rest(state, costs, probe)
 
     def _in_force(self, costs: Costs) -> Costs:

@@ -31,6 +31,10 @@ class Opening(NamedTuple):
     """Before anything is drafted."""
     idle: float = 0.0
     """`worth` where others in its pass draft and it cannot: below 0 by the time that takes."""
+    due: float = 0.0
+    """Plain rounds in which a `worth` below 0 rises evenly to 0, while costs stay; one above stays.
+    Where all in a pass decode plainly nobody is asked again, or told, before that matters. 0: it is
+    asked every round."""
 
     @property
     def alone(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from forerun.types import SIGNALS, Round, Token
 
 MOST_UNTIMED = 12
 """Most tokens to draft by a controller that weighs costs before any were measured."""
+
+MOST_NAP = 256
+"""Most plain rounds before controllers are asked again."""
 
 Memory = dict[LengthController, Any]
 """Per controller the state of the newest request that left; see `LengthController.carry`."""
@@ -54,6 +58,14 @@ class Crew:
         """Whether the round's draft is there to be timed."""
         self.failed: dict[int, Exception] = {}
         """By row, since the rows last changed."""
+        self._able: Sequence[bool] = ()
+        """Whose draft the newest round had room for."""
+        self._nap = 0
+        """Rounds that stay plain while neither that nor the costs change."""
+        self._slept = 0
+        """Such rounds of which nobody was told."""
+        self._seen: Sequence[Round | None] = ()
+        """The newest round that they were told of."""
         self._changed()
 
     def join(
@@ -67,6 +79,7 @@ class Crew:
                 on earlier requests or on its neighbours.
             greedy: whether its draft is certain, so that tokens may be left out for what they are.
         """
+        self._wake()
         carries = controller.carries and repeatable is None and controller in self._memory
         state = controller.carry(self._memory[controller]) if carries else controller.start()
         given = controller.own_costs or repeatable
@@ -80,6 +93,7 @@ class Crew:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
+        self._wake()
         stay = set(rows)
         for row, member in enumerate(self._members):
             good = row not in stay and row not in self.failed
@@ -111,19 +125,29 @@ class Crew:
         rows = len(self._members)
         wanted = self._meter.wants(rows)
         costs, self._timing = self._meter.costs(rows), wanted == "draft"
-        self._costs = costs
         limits, shared, worth = [0] * rows, [], 0.0
         able = [True] * rows if able is None else able
+        forced = wanted if timed else None
+        if self._nap and costs is self._costs and able == self._able and forced != "draft":
+            self._nap -= 1
+            self._slept += 1
+            return limits
+        self._wake()
+        self._costs, self._able = costs, able
+        rising, due = 0.0, math.inf
 
         def open_(row: int, member: _Member) -> None:
-            nonlocal worth
+            nonlocal worth, rising, due
             begin = member.controller.look if self._looks(member) else member.controller.open
             opening = begin(member.state, member.given or costs)
             member.memo = opening.memo
             if member.shares:
                 member.loss, limits[row] = opening.loss, opening.most
                 shared.append(row)
-                worth += opening.worth if able[row] else opening.idle
+                said = opening.worth if able[row] else opening.idle
+                worth += said
+                due = min(due, opening.due)
+                rising -= min(said, 0.0) / (opening.due or 1.0)
             else:
                 limits[row] = opening.alone
 
@@ -131,11 +155,13 @@ class Crew:
         if self._timing:
             for row in shared:
                 limits[row] = min(limits[row], MOST_UNTIMED)
-        forced = wanted if timed else None
         rests = forced == "plain" or (worth < 0 and forced != "draft")
         if rests and any(able[row] for row in shared):
             for row in shared:
                 limits[row] = 0
+            if worth < 0 and len(shared) == rows:
+                below_0 = math.ceil(-worth / rising) - 1 if rising else MOST_NAP
+                self._nap = int(min(due, below_0, MOST_NAP))
         return limits
 
     def go(self, tokens: Sequence[Token | None]) -> list[bool]:
@@ -209,6 +235,21 @@ class Crew:
 
     def observe(self, rounds: Sequence[Round | None]) -> None:
         """What became of every row's draft; None of a row that only read its prompt."""
+        if self._slept:
+            if rounds == self._seen:
+                return
+            self._slept -= 1
+            self._wake()
+        self._seen = rounds
+        self._learn(rounds)
+
+    def _wake(self) -> None:
+        """Tell all of the rounds that nobody was told of."""
+        slept, self._slept, self._nap = self._slept, 0, 0
+        if slept:
+            self._learn([seen and seen._replace(repeated=slept) for seen in self._seen])
+
+    def _learn(self, rounds: Sequence[Round | None]) -> None:
         longest = max((round.drafted for round in rounds if round is not None), default=0)
 
         def learn(row: int, member: _Member) -> None:
