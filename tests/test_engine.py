@@ -260,6 +260,17 @@ def test_a_request_starts_from_the_newest_that_left() -> None:
     assert all((lap.draft_seconds > 0) == (lap.width > 0) for lap in meter.laps)
 
 
+def test_what_tokens_of_a_drafter_without_a_model_take_is_timed() -> None:
+    meter = Listening()
+    made = Engine(ScriptedModel(torch.eye(3).roll(1, 1)), LookupDrafter(3, 1), meter=meter)
+    how = Sampling(max_new_tokens=40)
+    made.submit([0, 1, 2, 0], how, CONTROLLERS.make("fixed(5)"), RULES.make("exact"))
+    list(made.run())
+    drafted = [lap for lap in meter.laps if lap.width]
+    assert [lap.steps for lap in drafted[:3]] == [5] * 3
+    assert all(lap.steps == lap.width and lap.draft_seconds > 0 for lap in drafted)
+
+
 class Reading(Meter):
     """Notes what drafts read and which requests left."""
 

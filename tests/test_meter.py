@@ -120,6 +120,16 @@ def test_a_row_alone_is_timed_after_its_own_kind_though_batches_are_known():
     assert meter.wants(1) is None
 
 
+def test_where_the_text_decides_when_there_is_a_draft_both_kinds_cost_what_changing_does():
+    slow, fast = Lap(1, 4, 4, 0.004, 0.0, 0.010), Lap(1, 4, 4, 0.004, 0.0, 0.006)
+    plain = Lap(1, 0, verify_seconds=0.004)
+    for alternates, seconds in ((False, 0.006), (True, 0.010)):
+        meter = Meter(alternates=alternates)
+        for lap in (fast, fast, *[plain, slow] * 7):
+            meter.tell(lap)
+        assert meter.costs(1).verify_seconds(5) == pytest.approx(seconds, rel=0.01)
+
+
 def test_more_tokens_never_take_less_time():
     meter = Meter()
     for _ in range(5):

@@ -42,7 +42,8 @@ class Proposal:
     forced: dict[int, int] = field(default_factory=dict)
     """Rows whose first tokens are of their request's constraint, and how many are."""
     steps: int = 0
-    """Steps of the drafter, one that caught up with a context left out."""
+    """Steps of the drafter, one that caught up with a context left out; of one without a model, as
+    many as tokens in its longest draft."""
     first_seconds: float = 0.0
     """Seconds of the first of these, if it was the round's first."""
     catch_up_seconds: float = 0.0

@@ -236,6 +236,8 @@ def _propose(
         for i, tokens in guide.forced.items():
             texts[i] = texts[i] and [*rows[i].context, *tokens]
         out = drafter.propose(texts, most, guide)
+        if not out.steps and not out.catch_up_seconds:  # it has no model
+            out.steps = max(map(len, out.tokens))
     for row, (limit, why) in enumerate(limits):
         tokens = out.tokens[row]
         assert len(tokens) <= limit, "a drafter proposes no more than it was asked for"

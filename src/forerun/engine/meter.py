@@ -73,12 +73,17 @@ class Meter:
         ratio: target passes over draft steps by the models' sizes, > 0. A draft as large as the
             target is not tried for many tokens just to be timed.
         passes, levels: of the target's executor; see there.
+        alternates: whether the text decides when there is a draft.
     """
 
     def __init__(
-        self, ratio: float = RATIO, passes: Passes = (), levels: tuple[int, ...] = ()
+        self,
+        ratio: float = RATIO,
+        passes: Passes = (),
+        levels: tuple[int, ...] = (),
+        alternates: bool = False,
     ) -> None:
-        self._ratio = min(ratio, RATIO)
+        self._ratio, self._alternates = min(ratio, RATIO), alternates
         self._shape = Costs(1.0, passes, levels=levels) if passes else None
         self._sizes: dict[int, _Timings] = {}
         self._given: Callable[[int], Costs] | None = None
@@ -93,7 +98,8 @@ class Meter:
     def of(cls, target: Rows, drafter: Drafter) -> Meter:
         """One for these."""
         executor = target.executor
-        return cls(drafter.ratio(target), executor.timed, executor.levels)
+        alternates = not drafter.has_distribution
+        return cls(drafter.ratio(target), executor.timed, executor.levels, alternates)
 
     @classmethod
     def given(cls, costs: Costs | Callable[[int], Costs]) -> Meter:
@@ -162,7 +168,9 @@ class Meter:
         timings = self._sizes.get(size)
         if timings is None:
             shape = None if size else self._shape
-            timings = self._sizes[size] = _Timings(size, self._ratio, shape)
+            timings = self._sizes[size] = _Timings(
+                size, self._ratio, shape, going_on=not (size or self._alternates)
+            )
         if not timings.known:
             timed = [other for other in self._sizes.values() if other.known]
             if timed:
@@ -173,14 +181,15 @@ class Meter:
 class _Timings:
     """The newest timings in batches of one size, and the costs they amount to.
 
-    Of a row alone, plain decoding is compared with drafting, each going on: what a round takes
+    Of a row alone, plain decoding is compared with drafting, each `going_on`: what a round takes
     after one of the other kind is more, as its graph and weights have left the caches. So such a
     round counts only as long as there is no other, or if it was faster than what is known. Drafts
-    after a long time without replace what was known.
+    after a long time without replace what was known. Rows together, and drafts that come when the
+    text repeats itself, change between the kinds anyway.
     """
 
-    def __init__(self, size: int, ratio: float, shape: Costs | None) -> None:
-        self.size, self._shape = size, shape
+    def __init__(self, size: int, ratio: float, shape: Costs | None, going_on: bool) -> None:
+        self.size, self._shape, self._going_on = size, shape, going_on
         self.step: deque[float] = deque(maxlen=TIMINGS)
         self.first: deque[float] = deque(maxlen=TIMINGS)
         self.plain: deque[float] = deque(maxlen=PLAIN_TIMINGS)
@@ -254,7 +263,7 @@ class _Timings:
 
     def _counts(self, lap: Lap) -> bool:
         """Whether a round is taken; forgets those that it replaces."""
-        if self.size:
+        if not self._going_on:
             return True
         drafts, before = lap.width > 0, self._drafting
         self._drafting = drafts
