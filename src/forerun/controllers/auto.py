@@ -155,8 +155,9 @@ class Auto(LengthController):
     - Requests that decode plainly probe after 8 rounds, times what a useless probe costs in plain
       rounds: a draft step, and the pass that judges it where it cannot be thrown away. Each that
       keeps nothing makes the next wait twice as long, up to 256, which is also where a request
-      starts whose draft would not pay even if it were always kept. From 128 on a probe is judged,
-      whatever it looks like. A request begins with a probe, and its waits at an eighth of the last
+      starts whose draft would not pay even if it were always kept. Of rows together the waits are
+      as many times longer, and a probe that did not pay doubles them. From 128 on a probe is
+      judged, whatever it looks like. A request begins with a probe, and its waits at an eighth of the last
       one's; after two that had no four tokens kept, later ones begin with a rest, as a draft must
       read the prompt first.
     - Requests that share a pass draft and rest as one. A draft step takes its time however many
@@ -339,8 +340,9 @@ class Auto(LengthController):
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
         # A draft right after a probe may only be there to be timed.
-        interval = where((round.accepted == 0) & (state.rested > 0), longer, state.interval)
         pays = learn & ((round.accepted + 1) * mine.plain >= took)
+        useless = (round.accepted == 0) | ((mine.batch > 1) & ~pays)
+        interval = where(useless & (state.rested > 0), longer, state.interval)
         steps, judged = width + round.left_out, where(free, 0, width)
         newest = judged > 0, judged, free, steps - judged, round.accepted + 1
         drafts = [FADE * old + new for old, new in zip(state.drafts, newest, strict=True)]
@@ -435,6 +437,8 @@ class Auto(LengthController):
         first = clip(PROBE_INTERVAL * (state.in_vain - 1), 0.0, MOST_IN_VAIN)
         first = where(state.learned.useless >= 0, 4 * first, first)
         interval = where(state.drafting, state.interval, first)
+        # A probe of rows together tells as much as one of each alone.
+        interval = minimum(costs.batch * interval, LONGEST_PROBE_INTERVAL)
         interval = where(best * self._plain(costs) < 1, LONGEST_PROBE_INTERVAL, interval)
         reading = where(state.drafting, 0.0, costs.catch_up)
         rest: float = maximum(interval * (probe + reading) / costs.plain, 0.0)

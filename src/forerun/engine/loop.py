@@ -82,7 +82,10 @@ class Engine:
         self._ids = itertools.count()
         self._crew = Crew(self._meter, self._memory)
         self._inference = torch.inference_mode()  # made once: a round is short
-        self._reuse = Reuse(prefixes, (self.target, *drafter.caches))
+        caches = self.target, *drafter.caches
+        self._reuse = Reuse(prefixes, caches)
+        self._alone = all(rows.executor.own_threads for rows in caches)
+        """Whether torch is to compute on one thread."""
         self._refresh()
 
     def submit(
@@ -177,6 +180,16 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for every row: draft, verify, judge, commit, observe."""
+        threads = torch.get_num_threads()
+        if self._alone:
+            torch.set_num_threads(1)
+        try:
+            return self._step()
+        finally:
+            if self._alone:
+                torch.set_num_threads(threads)
+
+    def _step(self) -> list[Event]:
         with self._inference:
             try:
                 self._admit()

@@ -253,12 +253,14 @@ class _Timings:
             if later > 0 and lap.draft_seconds > 0:
                 self.step.append((lap.draft_seconds - lap.first_step_seconds) / later)
             if lap.first_step_seconds > 0:
-                self.first.append(lap.first_step_seconds)
+                # What is not of a step, as asking controllers, is of the first if there is but one.
+                self.first.append(lap.first_step_seconds if later else lap.draft_seconds)
         else:
             self.plain.append(lap.verify_seconds)
         self._laps += 1
         kind = self.judged if lap.width else self.plain
-        if len(kind) < TIMINGS or self._laps % REFRESH == 0:
+        dear = self.size and lap.width  # and one batch's are not like the last one's
+        if len(kind) < TIMINGS or dear or self._laps % REFRESH == 0:
             self.costs = self._summed()
 
     def _counts(self, lap: Lap) -> bool:

@@ -93,6 +93,9 @@ class Executor(ABC):
     device: torch.device
     copies: ClassVar[bool] = False
     """Whether it has `copy_out` and `copy_in`."""
+    own_threads: ClassVar[bool] = False
+    """Whether passes run on threads of their own. Torch's, which wait for more work busily after
+    each operation that they share, would take their cores."""
 
     levels: tuple[int, ...] = ()
     """Tokens, rising, up to which a pass of one row takes as long as one of so many; of others

@@ -56,6 +56,7 @@ class OpenVINOExecutor(Executor):
     """
 
     copies = True
+    own_threads = True
 
     def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
         self.facts, self.device = facts, torch.device("cpu")

@@ -42,6 +42,7 @@ class OpenVINOLayersExecutor(LayersExecutor):
     """
 
     copies = False
+    own_threads = True
 
     def __init__(self, model: Any, whole: OpenVINOExecutor, exits: Iterable[int]) -> None:
         if whole.facts.precision != "float32":
