@@ -280,6 +280,22 @@ def test_waits_begin_anew_unless_the_draft_is_of_no_use_or_says_nothing():
         assert Auto().carry(state._replace(learned=known)).interval == interval
 
 
+def test_rows_together_probe_rarely():
+    """A probe is longer in coming the more rows there are, and any that does not pay doubles it."""
+    auto, waits = Auto(), {}
+    state = auto.start()._replace(drafting=True, begun=True)
+    for batch in (1, 8, 16, 64):
+        costs = Costs(0.1, ((1, 1.0), (2, 9.0), (3, 9.1)), batch=batch)
+        waits[batch] = auto.open(state._replace(rested=1), costs).due
+        probed = auto.observe(
+            state._replace(rested=9), costs, Round(1, 1, [1.0], tokens=told([1.0]))
+        )
+        assert probed.interval == (1 if batch == 1 else 2) * state.interval
+    assert waits[16] == pytest.approx(2 * waits[8] + 1)
+    assert waits[16] == pytest.approx(16 * waits[1] + 15)
+    assert waits[64] == pytest.approx(2 * waits[16] + 1)  # 256 at most
+
+
 def test_price_is_the_rate_times_what_a_token_costs():
     # c = 4, v = 0.1: a token costs 0.25 + 0.1; before anything was seen the rate is that of the
     # best fixed length, here by search, and it is at least 1, that of plain decoding.

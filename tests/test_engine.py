@@ -271,6 +271,27 @@ def test_what_tokens_of_a_drafter_without_a_model_take_is_timed() -> None:
     assert all(lap.steps == lap.width and lap.draft_seconds > 0 for lap in drafted)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_torch_leaves_the_cores_to_passes_on_other_threads(own: bool) -> None:
+    class Noting(ScriptedModel):
+        own_threads = own
+
+        def run(self, *args: Any) -> torch.Tensor:
+            threads.add(torch.get_num_threads())
+            return super().run(*args)
+
+    threads: set[int] = set()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run = engine(Noting(chaotic(1)), LookupDrafter(3, 1))
+        run([1, 2], controller="fixed(1)", max_new_tokens=4)
+        assert threads == {1 if own else 2}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 class Reading(Meter):
     """Notes what drafts read and which requests left."""
 

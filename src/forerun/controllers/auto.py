@@ -157,9 +157,9 @@ class Auto(LengthController):
       keeps nothing makes the next wait twice as long, up to 256, which is also where a request
       starts whose draft would not pay even if it were always kept. Of rows together the waits are
       as many times longer, and a probe that did not pay doubles them. From 128 on a probe is
-      judged, whatever it looks like. A request begins with a probe, and its waits at an eighth of the last
-      one's; after two that had no four tokens kept, later ones begin with a rest, as a draft must
-      read the prompt first.
+      judged, whatever it looks like. A request begins with a probe, and its waits at an eighth of
+      the last one's; after two that had no four tokens kept, later ones begin with a rest, as a
+      draft must read the prompt first.
     - Requests that share a pass draft and rest as one. A draft step takes its time however many
       rows it serves, and the pass is as wide as the longest draft, so all draft on while
       `Σ S_i·ŝ_{i+1}` over those still drafting is above `Σ λ·(d + v·V)` over all.
@@ -340,9 +340,9 @@ class Auto(LengthController):
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
         # A draft right after a probe may only be there to be timed.
-        pays = learn & ((round.accepted + 1) * mine.plain >= took)
-        useless = (round.accepted == 0) | ((mine.batch > 1) & ~pays)
+        useless = (round.accepted == 0) | (mine.batch > 1)  # unless it pays
         interval = where(useless & (state.rested > 0), longer, state.interval)
+        pays = learn & ((round.accepted + 1) * mine.plain >= took)
         steps, judged = width + round.left_out, where(free, 0, width)
         newest = judged > 0, judged, free, steps - judged, round.accepted + 1
         drafts = [FADE * old + new for old, new in zip(state.drafts, newest, strict=True)]
