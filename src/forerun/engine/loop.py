@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import add, eq, sub
 from typing import Any
 
@@ -32,6 +33,7 @@ from forerun.errors import SettingError, require
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import CHUNK, Executor, Pieces, Rows, best_of
+from forerun.runtime.threads import OneThread
 from forerun.types import Round as Outcome
 from forerun.types import Stop
 
@@ -84,8 +86,8 @@ class Engine:
         self._inference = torch.inference_mode()  # made once: a round is short
         caches = self.target, *drafter.caches
         self._reuse = Reuse(prefixes, caches)
-        self._alone = all(rows.executor.own_threads for rows in caches)
-        """Whether torch is to compute on one thread."""
+        alone = all(rows.executor.own_threads for rows in caches)
+        self._threads: AbstractContextManager[Any] = OneThread() if alone else nullcontext()
         self._refresh()
 
     def submit(
@@ -180,17 +182,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for every row: draft, verify, judge, commit, observe."""
-        threads = torch.get_num_threads()
-        if self._alone:
-            torch.set_num_threads(1)
-        try:
-            return self._step()
-        finally:
-            if self._alone:
-                torch.set_num_threads(threads)
-
-    def _step(self) -> list[Event]:
-        with self._inference:
+        with self._threads, self._inference:
             try:
                 self._admit()
                 if not self._rows:

@@ -259,8 +259,9 @@ class _Timings:
             self.plain.append(lap.verify_seconds)
         self._laps += 1
         kind = self.judged if lap.width else self.plain
-        dear = self.size and lap.width  # and one batch's are not like the last one's
-        if len(kind) < TIMINGS or dear or self._laps % REFRESH == 0:
+        # A batch's drafts are dear, and may cost other than the last one's.
+        at_once = len(kind) < TIMINGS or (self.size and lap.width)
+        if at_once or self._laps % REFRESH == 0:
             self.costs = self._summed()
 
     def _counts(self, lap: Lap) -> bool:
