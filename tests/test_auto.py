@@ -294,6 +294,10 @@ def test_rows_together_probe_rarely():
     assert waits[16] == pytest.approx(2 * waits[8] + 1)
     assert waits[16] == pytest.approx(16 * waits[1] + 15)
     assert waits[64] == pytest.approx(2 * waits[16] + 1)  # 256 at most
+    first = {n: auto.open(auto.start(), replace(costs, batch=n)).worth for n in (1, 2, 4, 16)}
+    assert first[1] == first[2] == 0  # a request begins with a probe
+    assert first[16] < 0  # but not where many prompts must be read for it
+    assert first[4] < 0
 
 
 def test_price_is_the_rate_times_what_a_token_costs():

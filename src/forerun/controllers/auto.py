@@ -36,6 +36,8 @@ PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 8.0, 256.0
 CARRIED_INTERVAL = 0.125
 """Share of it that the next request starts from, unless the draft says nothing of its tokens, or
 seems to be of no use."""
+MOST_TRYING = 2
+"""Rows that share a pass up to which a request begins with a probe."""
 PAYS_READING = 4
 """Tokens kept of a request that make up for reading its prompt."""
 MOST_IN_VAIN = 32.0
@@ -157,9 +159,9 @@ class Auto(LengthController):
       keeps nothing makes the next wait twice as long, up to 256, which is also where a request
       starts whose draft would not pay even if it were always kept. Of rows together the waits are
       as many times longer, and a probe that did not pay doubles them. From 128 on a probe is
-      judged, whatever it looks like. A request begins with a probe, and its waits at an eighth of
-      the last one's; after two that had no four tokens kept, later ones begin with a rest, as a
-      draft must read the prompt first.
+      judged, whatever it looks like. A request alone, or beside one other, begins with a probe, and
+      its waits at an eighth of the last one's; after two that had no four tokens kept, later ones
+      begin with a rest, as a draft must read the prompt first.
     - Requests that share a pass draft and rest as one. A draft step takes its time however many
       rows it serves, and the pass is as wide as the longest draft, so all draft on while
       `Σ S_i·ŝ_{i+1}` over those still drafting is above `Σ λ·(d + v·V)` over all.
@@ -436,7 +438,8 @@ class Auto(LengthController):
         best = maximum(2 / costs.one, (1 + self.high) / _seconds(costs, self.high))
         first = clip(PROBE_INTERVAL * (state.in_vain - 1), 0.0, MOST_IN_VAIN)
         first = where(state.learned.useless >= 0, 4 * first, first)
-        interval = where(state.drafting, state.interval, first)
+        waits = (costs.batch > MOST_TRYING) | state.drafting
+        interval = where(waits, state.interval, first)
         # A probe of rows together tells as much as one of each alone.
         interval = minimum(costs.batch * interval, LONGEST_PROBE_INTERVAL)
         interval = where(best * self._plain(costs) < 1, LONGEST_PROBE_INTERVAL, interval)
