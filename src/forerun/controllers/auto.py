@@ -37,7 +37,8 @@ CARRIED_INTERVAL = 0.125
 """Share of it that the next request starts from, unless the draft says nothing of its tokens, or
 seems to be of no use."""
 MOST_TRYING = 2
-"""Rows that share a pass up to which a request begins with a probe."""
+"""Rows that share a pass up to which a request begins with a probe: of more, the draft would first
+read all their prompts."""
 PAYS_READING = 4
 """Tokens kept of a request that make up for reading its prompt."""
 MOST_IN_VAIN = 32.0
