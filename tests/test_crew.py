@@ -114,7 +114,7 @@ def test_what_is_wrong_with_one_row_ends_no_other(where):
     memory: dict[LengthController, Any] = {}
     crew = Crew(Meter.given(COSTS), memory)
     for controller in (CONTROLLERS.make("fixed(2)"), Broken(where), Auto()):
-        crew.join(controller, greedy=True)
+        crew.join(controller, certain=True)
     token = Token(1, logit_margin=9.0, chosen=0.99, top1=0.9)
     for _ in range(3):
         limits = crew.limits()
@@ -173,7 +173,7 @@ def test_a_round_that_is_not_timed_is_not_bent_to_be_timed():
 def test_only_a_greedy_row_alone_leaves_out_tokens_for_what_they_are(greedy, rows):
     crew = Crew(Meter.given(Costs.synthetic(10, slope=1.0)))
     for _ in range(rows):
-        crew.join(Auto(), greedy=greedy)
+        crew.join(Auto(), certain=greedy)
     crew.limits()
     unsure = Token(id=1, previous=2, logit_margin=0.1, chosen=0.3)
     assert crew.go([unsure] * rows) == [False] * rows
@@ -182,7 +182,7 @@ def test_only_a_greedy_row_alone_leaves_out_tokens_for_what_they_are(greedy, row
 
 def test_a_draft_that_is_there_to_be_timed_is_judged():
     crew = Crew(Meter())
-    crew.join(Auto(), greedy=True)
+    crew.join(Auto(), certain=True)
     assert crew.limits() == [MOST_UNTIMED]
     crew.go([Token(id=1, previous=2, logit_margin=0.01, chosen=0.1)])
     assert crew.left_out == [0]
@@ -200,7 +200,7 @@ def test_rows_that_all_rest_are_not_asked_and_told_in_sum(rows, monkeypatch):
         crew = Crew(Meter.given(lambda _: now), memory)
         controller, seen = Auto(), []
         for row in range(rows):
-            crew.join(controller, greedy=row % 2 == 0)
+            crew.join(controller, certain=row % 2 == 0)
         for turn in range(600):
             if random.random() < 0.02:
                 now = costs[random.integers(3)]
@@ -222,7 +222,7 @@ def test_rows_that_all_rest_are_not_asked_and_told_in_sum(rows, monkeypatch):
             seen.append(limits)
             if turn % 50 == 49:
                 crew.keep(range(1, rows))
-                crew.join(controller, greedy=True)
+                crew.join(controller, certain=True)
         crew.keep([])
         return seen, memory[controller]._replace(table=()), opened
 

@@ -18,7 +18,7 @@ from forerun.costs import Costs
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
-from forerun.engine import Engine, Request, Sampling
+from forerun.engine import Completion, Engine, Request, Sampling
 from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Origin
 from forerun.errors import NumericalError, PromptError, SettingError
@@ -55,7 +55,9 @@ def noisy(script: Any, seed: int, noise: float) -> Any:
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("drafter", ["same", "near", "far", "lookup", "none"])
-def test_greedy_speculative_equals_greedy_plain(spec: str, drafter: str) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculative_equals_plain(spec: str, drafter: str, temperature: float) -> None:
+    """Greedy, and drawn by noise."""
     script = chaotic(1)
     makers = {
         "same": lambda: ScriptedModel(script),
@@ -65,10 +67,11 @@ def test_greedy_speculative_equals_greedy_plain(spec: str, drafter: str) -> None
         "none": NullDrafter,
     }
     prompts = [[0], [3, 4], [5, 1, 2], [6, 6, 6, 6]]
-    plain = engine(ScriptedModel(script))(prompts, max_new_tokens=40)
-    fast = engine(ScriptedModel(script), makers[drafter]())(
-        prompts, controller=spec, max_new_tokens=40
-    )
+    how: dict[str, Any] = {"max_new_tokens": 40, "rule": "gumbel"}
+    if temperature:
+        how |= {"temperature": temperature, "top_p": 0.9, "frequency_penalty": 0.3, "seed": 5}
+    plain = engine(ScriptedModel(script))(prompts, **how)
+    fast = engine(ScriptedModel(script), makers[drafter]())(prompts, controller=spec, **how)
     assert [c.tokens for c in fast] == [c.tokens for c in plain]
     if drafter == "same":
         assert all(c.stats.accepted == c.stats.drafted for c in fast)
@@ -85,16 +88,18 @@ def test_greedy_speculative_equals_greedy_plain(spec: str, drafter: str) -> None
     max_rows=st.integers(1, 3),
     eos=st.lists(st.integers(0, V - 1), max_size=2),
     temperature=st.sampled_from([0.0, 1.0]),
+    rule=st.sampled_from(["standard", "gumbel"]),
 )
 def test_the_loop_keeps_its_promises(
     seed: int, noise: float, length: int, budget: int, limit: int, rows: int, max_rows: int,
-    eos: list[int], temperature: float,
+    eos: list[int], temperature: float, rule: str,
 ) -> None:  # fmt: skip
     script = chaotic(seed)
     target, draft = ScriptedModel(script, limit), ScriptedModel(noisy(script, seed + 1, noise))
     run = engine(target, draft, eos=eos, max_rows=max_rows)
     prompts = [[(seed + r) % V] * (1 + r % 3) for r in range(rows)]
     how: dict[str, Any] = {"max_new_tokens": budget, "temperature": temperature, "seed": seed}
+    how["rule"] = rule
     done = run(prompts, controller=f"fixed({length})", **how)
     for prompt, completion in zip(prompts, done, strict=True):
         stats = completion.stats
@@ -111,7 +116,7 @@ def test_the_loop_keeps_its_promises(
         assert stats.accepted == sum(p.origin is Origin.DRAFT for p in completion.pieces)
         assert sum(stats.stopped_by.values()) == stats.rounds
     assert target.history == draft.history == []  # everybody left
-    if not temperature:
+    if not temperature or rule == "gumbel":
         alone = [engine(ScriptedModel(script, limit), eos=eos)(p, **how) for p in prompts]
         assert [c.tokens for c in done] == [c.tokens for c in alone]
 
@@ -144,15 +149,40 @@ def test_a_row_does_not_depend_on_its_neighbours(spec: str) -> None:
         assert run(prompt, controller=spec, **how).tokens == completion.tokens
 
 
-def test_seeds() -> None:
+@pytest.mark.parametrize("rule", ["standard", "gumbel"])
+def test_seeds(rule: str) -> None:
     script = chaotic(8)
     run = engine(ScriptedModel(script), ScriptedModel(noisy(script, 9, 1.0)))
-    first, again, other = (run([1], temperature=1.0, seed=s, max_new_tokens=40) for s in (1, 1, 2))
+    how: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 40, "rule": rule}
+    first, again, other = (run([1], seed=s, **how) for s in (1, 1, 2))
     assert first.tokens == again.tokens != other.tokens
-    unseeded = run([1], temperature=1.0, max_new_tokens=40)
-    assert run([1], temperature=1.0, seed=unseeded.seed, max_new_tokens=40).tokens == (
-        unseeded.tokens
-    )
+    unseeded = run([1], **how)
+    assert run([1], seed=unseeded.seed, **how).tokens == unseeded.tokens
+
+
+def test_a_seeds_text_drawn_by_noise_goes_by_the_clock_and_stays() -> None:
+    """`auto` is told what rounds cost, and may throw drafts away, as in greedy requests."""
+    script = chaotic(8)
+
+    def run(cost: float, rows: int, rule: str) -> list[Completion]:
+        made = Engine(
+            ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 9, 0.5)), V),
+            max_rows=rows, meter=Meter.given(Costs.synthetic(cost, 0.05)),
+        )  # fmt: skip
+        auto = CONTROLLERS.make("auto")
+        for prompt in ([1], [2, 3]):
+            how = Sampling(max_new_tokens=60, temperature=1.0, seed=4)
+            made.submit(Request(prompt, how, auto, RULES.make(rule), stream=rows == 2))
+        done = {e.request: e.completion for e in made.run() if e.completion}
+        return [done[0], done[1]]
+
+    runs = [run(cost, rows, "gumbel") for cost, rows in ((0.5, 1), (30, 1), (30, 2))]
+    texts = [[c.tokens for c in done] for done in runs]
+    assert texts[0] == texts[1] == texts[2]
+    drafted = [sum(c.stats.drafted for c in done) for done in runs]
+    assert drafted[0] < drafted[1]
+    by_coins = [sum(c.stats.drafted for c in run(cost, 1, "standard")) for cost in (0.5, 30)]
+    assert by_coins[0] == by_coins[1]  # a seed's coins are tossed alike whatever rounds cost
 
 
 def test_a_seed_makes_a_lossy_rules_text_repeatable() -> None:
@@ -518,6 +548,10 @@ def test_exact_refuses_sampling() -> None:
         ("fixed(2)", "standard", {"frequency_penalty": 0.8}),
         ("cm-asd(two_pass=True,high=2,alpha=1)", "standard", {}),
         ("fixed(2)", "block", {}),
+        ("fixed(2)", "gumbel", {}),
+        ("auto", "gumbel", {}),
+        ("fixed(2)", "gumbel", {"top_p": 0.7}),
+        ("cm-asd(two_pass=True,high=2,alpha=1)", "gumbel", {"frequency_penalty": 0.8}),
         ("fixed(2)", "easd(entropy=inf,correction=residual)", {"top_k": 2}),
     ],
 )
@@ -653,7 +687,7 @@ def test_a_draft_without_numbers_changes_nothing_and_says_nothing(spec: str) -> 
 
 
 @pytest.mark.parametrize("damage", LITTER)
-@pytest.mark.parametrize("rule", ["exact", "standard", "block", "ears", "fly", "cm-asd"])
+@pytest.mark.parametrize("rule", ["exact", "standard", "gumbel", "block", "ears", "fly", "cm-asd"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_target_without_numbers_ends_that_request_alone(
     rule: str, damage: str, temperature: float
@@ -679,7 +713,7 @@ def test_a_target_without_numbers_ends_that_request_alone(
         assert "after 7 new tokens the target's logits are no numbers" in run[1].error
         assert run[0].error is None
         assert run[1].to_json()["error"] == run[1].error
-    if not temperature and rule in ("exact", "standard", "block", "ears"):
+    if rule == "gumbel" or (not temperature and rule in ("exact", "standard", "block", "ears")):
         for run in broken:
             assert [c.tokens for c in run] == [
                 c.tokens[: len(b.tokens)] for c, b in zip(sound, run, strict=True)

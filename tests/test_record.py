@@ -108,13 +108,13 @@ def chances(sampling):
     ]
 
 
-def sampled(sampling, prompts=100, tokens=20, **settings):
+def sampled(sampling, prompts=100, tokens=20, rule="standard", **settings):
     model = scripted()
     work = [
         Task("any", str(i), [1, i % VOCAB], replace(sampling, seed=i, max_new_tokens=tokens))
         for i in range(prompts)
     ]
-    return record(model, work, **{"depth": 6, **settings})
+    return record(model, work, rule=rule, **{"depth": 6, **settings})
 
 
 def too_far(counts, expected):
@@ -159,9 +159,10 @@ def test_sampled_runs_are_those_of_the_live_engine(sampling):
     np.testing.assert_allclose(trace.accept_prob[..., 0], ratio, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rule", ["standard", "gumbel"])
 @pytest.mark.parametrize("sampling", [Sampling(), *SAMPLED])
-def test_runs_that_meet_say_the_same(sampling):
-    trace = sampled(sampling, prompts=20)
+def test_runs_that_meet_say_the_same(sampling, rule):
+    trace = sampled(sampling, prompts=20, rule=rule)
     on = trace.matches[:, :-1] > 0
     assert 0.2 < on.mean() < 0.95
     for values in (trace.draft_tokens, *trace.signals.values()):
@@ -177,24 +178,26 @@ def test_runs_that_meet_say_the_same(sampling):
     assert (trace.matches <= 20 - np.arange(20)).all()
 
 
-def test_a_text_does_not_depend_on_who_is_recorded_with_it(monkeypatch):
-    together = sampled(SAMPLED[0], prompts=7)
+@pytest.mark.parametrize("rule", ["standard", "gumbel"])
+def test_a_text_does_not_depend_on_who_is_recorded_with_it(monkeypatch, rule):
+    together = sampled(SAMPLED[0], prompts=7, rule=rule)
     monkeypatch.setattr(lab, "ELEMENTS", 2 * VOCAB)  # two positions at once
     monkeypatch.setattr(lab, "TAILS", 3)
-    alone = sampled(SAMPLED[0], prompts=7, batch_size=1)
+    alone = sampled(SAMPLED[0], prompts=7, rule=rule, batch_size=1)
     for name in ("tokens", "draft_tokens", "matches", "accept_prob", "top5_overlap"):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
     for name in SIGNALS:
         np.testing.assert_array_equal(together.signals[name], alone.signals[name])
 
 
-def test_greedy_and_sampled_prompts_in_one_batch():
+@pytest.mark.parametrize("rule", ["standard", "gumbel"])
+def test_greedy_and_sampled_prompts_in_one_batch(rule):
     model = scripted()
     hows = [Sampling(max_new_tokens=9), Sampling(max_new_tokens=9, temperature=1.0, seed=3)]
     work = [Task("any", str(i), [2, 3], how) for i, how in enumerate(hows)]
-    both = record(model, work, depth=4)
+    both = record(model, work, depth=4, rule=rule)
     for row, task in enumerate(work):
-        one = record(model, [task], depth=4)
+        one = record(model, [task], depth=4, rule=rule)
         np.testing.assert_array_equal(both.draft_tokens[row], one.draft_tokens[0])
         np.testing.assert_array_equal(both.accept_prob[row], one.accept_prob[0])
 

@@ -67,13 +67,15 @@ SPECS = [
 CELL = Costs.synthetic(10, slope=0.02, fixed=0.1)
 
 
-def recorded(model: Model, tasks: list[Task], depth: int = 40) -> Trace:
-    return concatenate([part.trace for part in parts(model, tasks, depth=depth)])
+def recorded(model: Model, tasks: list[Task], depth: int = 40, rule: str = "gumbel") -> Trace:
+    return concatenate([part.trace for part in parts(model, tasks, depth=depth, rule=rule)])
 
 
-def live(model: Model, tasks: list[Task], spec: str, rows: int = 16) -> list[Any]:
+def live(
+    model: Model, tasks: list[Task], spec: str, rows: int = 16, rule: str = "gumbel"
+) -> list[Any]:
     prompts, sampling = [t.tokens for t in tasks], [t.sampling for t in tasks]
-    return model.generate(prompts, controller=spec, sampling=sampling, batch_size=rows)
+    return model.generate(prompts, controller=spec, rule=rule, sampling=sampling, batch_size=rows)
 
 
 def replayed(trace: Trace, spec: str, cell: Costs = CELL) -> tuple[Replay, list[Any]]:
@@ -109,18 +111,21 @@ def agree(model: Model, tasks: list[Task], trace: Trace, spec: str, rows: int) -
         assert ours == counts
 
 
-@pytest.fixture(scope="module")
-def scripted() -> Any:
+@pytest.fixture(scope="module", params=[0.0, 0.7])
+def scripted(request: Any) -> Any:
+    """Greedy texts, and texts drawn by noise."""
     script = chaotic(31)
     target, draft = ScriptedModel(script), ScriptedModel(noisy(script, 32, 0.4))
     model = Model(target, ModelDrafter(draft, target.vocab_size))
     model.eos = frozenset({3})
     prompts = [[i, 5] for i in range(7)] + [[3], [4, 5, 6]]
     tasks = [
-        Task("ab"[i % 2], str(i), ids, Sampling(max_new_tokens=40, repetition_penalty=penalty))
+        Task("ab"[i % 2], str(i), ids, Sampling(
+            max_new_tokens=40, repetition_penalty=1.5 if i == 7 else 1.0,
+            temperature=request.param, seed=i,
+        ))
         for i, ids in enumerate(prompts)
-        for penalty in [1.5 if i == 7 else 1.0]
-    ]
+    ]  # fmt: skip
     return model, tasks, recorded(model, tasks)
 
 
@@ -289,14 +294,14 @@ def test_sampled_replay_is_distributed_as_the_live_engine() -> None:
         Task("a", str(i), [1, 2], Sampling(max_new_tokens=12, temperature=1.0, seed=i))
         for i in range(150)
     ]
-    trace = recorded(model, tasks, depth=6)
+    trace = recorded(model, tasks, depth=6, rule="standard")
     again = [replace(t, sampling=replace(t.sampling, seed=10_000 + i)) for i, t in enumerate(tasks)]
     for spec in (
         "fixed(4)",
         "gammatune(length=2,high=6)",
         "gammatune+(threshold=0.3,length=4,high=6)",
     ):
-        found, done = replay(trace, spec, CELL), live(model, again, spec)
+        found, done = replay(trace, spec, CELL), live(model, again, spec, rule="standard")
         for ours, theirs in (
             (found.rounds, [c.stats.rounds for c in done]),
             (found.drafted, [c.stats.drafted for c in done]),
@@ -316,7 +321,7 @@ def test_only_greedy_drafts_are_thrown_away() -> None:
     for temperature in (0.0, 1.0):
         how = Sampling(max_new_tokens=40, temperature=temperature, seed=1)
         tasks = [Task("a", str(i), [1, 2 + i], how) for i in range(3)]
-        traces.append(recorded(model, tasks, depth=6))
+        traces.append(recorded(model, tasks, depth=6, rule="standard"))
     greedy, sampled = (replay(trace, "auto", dear) for trace in traces)
     assert (greedy.steps > greedy.drafted).all()
     assert (sampled.steps == sampled.drafted).all()
@@ -330,7 +335,7 @@ def test_a_sampled_preview_is_drawn_anew() -> None:
     model = Model(ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 6, 0.7)), 7))
     model.eos = frozenset()
     how = Sampling(max_new_tokens=12, temperature=1.0, seed=1)
-    trace = recorded(model, [Task("a", "1", [1, 2], how)], depth=12)
+    trace = recorded(model, [Task("a", "1", [1, 2], how)], depth=12, rule="standard")
 
     def watch(now: Rounds) -> None:
         preview = np.minimum(8, 12 - now.at - 1)

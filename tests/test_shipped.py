@@ -19,6 +19,7 @@ import forerun
 from forerun import zoo
 from forerun.controllers import CONTROLLERS
 from forerun.drafters.kangaroo import FOLDER, KangarooDrafter
+from forerun.engine import Sampling
 from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
@@ -62,24 +63,37 @@ def prompts(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(models: dict[str, forerun.Model]) -> Callable[[int, int, int], list[Any]]:
-    """Plain greedy completions of the first prompts, made once."""
+    """Plain completions of the first prompts, made once."""
 
     @cache
-    def make(count: int, tokens: int, batch: int) -> list[Any]:
-        how: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": batch}
+    def make(count: int, tokens: int, batch: int, temperature: float = 0.0) -> list[Any]:
+        how: dict[str, Any] = {"sampling": samplings(count, tokens, temperature)}
+        how["batch_size"] = batch
         return models["none"].generate(prompts(count), plain=True, **how)
 
     return make
 
 
-def check_equal(model: forerun.Model, plain: list[Any], spec: str, tokens: int, batch: int) -> int:
+def samplings(count: int, tokens: int, temperature: float) -> list[Sampling]:
+    """One per prompt, each with its own seed."""
+    return [Sampling(max_new_tokens=tokens, temperature=temperature, seed=i) for i in range(count)]
+
+
+def check_equal(
+    model: forerun.Model,
+    plain: list[Any],
+    spec: str,
+    tokens: int,
+    batch: int,
+    temperature: float = 0.0,
+) -> int:
     """Fail on a difference that is no near-tie; return how many near-ties there were."""
-    texts = prompts(len(plain))
-    fast = model.generate(texts, controller=spec, max_new_tokens=tokens, batch_size=batch)
+    texts, hows = prompts(len(plain)), samplings(len(plain), tokens, temperature)
+    fast = model.generate(texts, controller=spec, sampling=hows, batch_size=batch)
     ties = 0
-    for text, a, b in zip(texts, plain, fast, strict=True):
+    for text, how, a, b in zip(texts, hows, plain, fast, strict=True):
         if first_difference(a.tokens, b.tokens) is not None:
-            found = explain(model, model.encode(text), a.tokens, b.tokens)
+            found = explain(model, model.encode(text), a.tokens, b.tokens, how)
             assert found.near_tie, f"{spec} on {text[:40]!r}: {found.message}"
             warnings.warn(f"{spec} on {text[:40]!r}: {found.message}", stacklevel=2)
             ties += 1
@@ -132,6 +146,15 @@ def test_greedy_equals_plain_on_20_prompts(
     models: dict[str, forerun.Model], plain: Any, drafter: str, spec: str
 ) -> None:
     assert check_equal(models[drafter], plain(20, 24, 20), spec, tokens=24, batch=20) <= 2
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.parametrize(("drafter", "spec"), [*product(["model", "lookup", "specbound"], FEW)])
+def test_sampled_equals_plain_on_20_prompts(
+    models: dict[str, forerun.Model], plain: Any, drafter: str, spec: str
+) -> None:
+    made = plain(20, 24, 20, temperature=0.8)
+    assert check_equal(models[drafter], made, spec, 24, 20, temperature=0.8) <= 2
 
 
 @pytest.mark.slow

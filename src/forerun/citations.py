@@ -195,6 +195,15 @@ BIBTEX: dict[str, str] = {
   year    = {2025}
 }
 """,
+    "daliri2025": """\
+@inproceedings{daliri2025coupling,
+  title     = {Coupling without Communication and Drafter-Invariant Speculative Decoding},
+  author    = {Daliri, Majid and Musco, Christopher and Suresh, Ananda Theertha},
+  booktitle = {IEEE International Symposium on Information Theory},
+  year      = {2025},
+  note      = {arXiv:2408.07978}
+}
+""",
     "medusa2024": """\
 @article{cai2024medusa,
   title   = {Medusa: Simple {LLM} Inference Acceleration Framework with Multiple Decoding Heads},

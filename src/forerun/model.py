@@ -38,7 +38,7 @@ from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runt
 from forerun.settings import Settings, resolve
 
 DEFAULT_CONTROLLER = "auto"
-DEFAULT_RULE = "standard"
+DEFAULT_RULE = "gumbel"
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor
 """Text, or token ids in a list or a 1-D array."""
@@ -149,7 +149,7 @@ class Model:
         if controller is None:
             controller = self.settings.controller or DEFAULT_CONTROLLER
         if rule is None:
-            rule = self.settings.rule or DEFAULT_RULE
+            rule = (None if plain else self.settings.rule) or DEFAULT_RULE
         length, keep = CONTROLLERS.make(controller), RULES.make(rule)
         drafter = self.drafter
         if plain:

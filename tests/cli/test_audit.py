@@ -63,6 +63,14 @@ def test_identical(audit):
     assert audit("--batch-size", "1").out.splitlines()[-1].startswith("3 of 3 identical")
 
 
+def test_texts_drawn_by_noise(audit, monkeypatch):
+    result = audit("--temperature", "0.9", "--batch-size", "2", "--json")
+    assert result.json["settings"]["temperature"] == 0.9
+    assert result.json["identical"] == result.json["compared"] == 9
+    plant(monkeypatch)
+    assert audit("--temperature", "0.9", "--batch-size", "1").code == 1
+
+
 def test_a_bug_is_shown_and_is_exit_code_1(audit, monkeypatch):
     plant(monkeypatch)
     result = audit("--batch-size", "1", "--limit", "2")
@@ -142,6 +150,9 @@ def test_a_peer_that_cannot_run_is_named(audit):
         (["--split", "train"], 2, "split must be val or test"),
         (["--limit", "0"], 2, "limit must be"),
         (["--max-new-tokens", "0"], 2, "max_new_tokens must be"),
+        (["--temperature", "-1"], 2, "temperature must be"),
+        (["--temperature", "1", "--rule", "standard"], 2, "tosses coins"),
+        (["--temperature", "1", "--peer", "transformers"], 2, "transformers is audited greedily"),
         (["--batch-size", "0"], 2, "batch size must be"),
         (["--target", "/no/model"], 1, "no model folder"),
     ],

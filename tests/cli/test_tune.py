@@ -77,8 +77,8 @@ def test_the_settings_it_saves_run(tune, generate, tmp_path):
     assert str(tmp_path) not in saved.to_json()
     done = generate("Hello", "--max-new-tokens", "6", "--settings", path, "--json")
     assert done.json["settings"]["controller"] == "fixed(length=4)"
-    assert done.json["settings"]["rule"] == "standard"
-    assert f"{path}: fixed(length=4), standard, draft " in done.err
+    assert done.json["settings"]["rule"] == "gumbel"
+    assert f"{path}: fixed(length=4), gumbel, draft " in done.err
 
 
 def test_options_win_over_settings(generate, tmp_path):

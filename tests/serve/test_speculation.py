@@ -113,7 +113,7 @@ def test_the_three_reports_agree(shipped):
 def test_a_stream_of_rounds_adds_up_to_the_whole(shipped, pair):
     body = {
         "prompt": PROMPT, "max_tokens": 20, "temperature": 0.5, "seed": 3,
-        "speculative": {"controller": "fixed(3)", "report": "rounds"},
+        "speculative": {"controller": "fixed(3)", "rule": "standard", "report": "rounds"},
     }  # fmt: skip
     whole = shipped.complete(**body)["choices"][0]["forerun"]
     frames = shipped.stream("/v1/completions", **body)

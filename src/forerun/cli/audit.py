@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, one_line, stderr, stdout, table
-from forerun.cli.shared.options import SPECULATION, option
+from forerun.cli.shared.options import SAMPLING, SPECULATION, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
-from forerun.errors import ModelError, UnknownNameError, require
+from forerun.errors import ModelError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
     from forerun import Model
@@ -41,7 +41,15 @@ def audit(
     controller: options.Controller = None,
     rule: Annotated[
         str, option("SPEC", "What to keep; a lossless rule.", panel=SPECULATION)
-    ] = "standard",
+    ] = "gumbel",
+    temperature: Annotated[
+        float,
+        option(
+            "T",
+            "Above 0 prompt i draws by the noise of seed i, drafted or not; rule gumbel only.",
+            panel=SAMPLING,
+        ),
+    ] = 0.0,
     batch_size: Annotated[
         int,
         option(
@@ -70,7 +78,7 @@ def audit(
     dtype: options.Dtype = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Compare speculative with plain greedy decoding, token by token.
+    """Compare speculative with plain decoding, token by token.
 
     At each first difference the logits are recomputed in several shapes: it is a floating-point
     near-tie, or a bug. The exit code is 1 if there is a bug.
@@ -79,12 +87,14 @@ def audit(
         raise UnknownNameError.among("peer", peer, PEERS)
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
 
-    from forerun.cli.shared.prompts import find_prompts, prompt_source, tokenise
+    from forerun.cli.shared.prompts import find_prompts, prompt_source, seeded, tokenise
     from forerun.cli.shared.run import Plan
 
+    _check_temperature(temperature, rule, peer or precision)
     where = prompt_source(prompts, target)
+    common: dict[str, Any] = {"temperature": temperature}
     limit = SHIPPED_LIMIT if prompts is None and limit is None else limit
-    chosen = find_prompts(where, split, limit, max_new_tokens)
+    chosen = seeded(find_prompts(where, split, limit, max_new_tokens), 0)
 
     if precision is not None:
         from forerun.cli.audit_precision import precision_audit
@@ -110,7 +120,7 @@ def audit(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    job, rows = plan.open(lambda reader: tokenise(reader, chosen))
+    job, rows = plan.open(lambda reader: tokenise(reader, chosen, common))
     peers = _peers(job.model) if peer else []
     run = lab.audit(
         job.model,
@@ -125,7 +135,7 @@ def audit(
     done, interrupted = _collected(run, len(rows) * len(planned))
     if as_json:
         settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
-        settings = {**job.about, **settings, "max_new_tokens": max_new_tokens}
+        settings = {**job.about, **settings, "max_new_tokens": max_new_tokens, **common}
         print_json(document(job.model, rows, done, not interrupted, settings))
     else:
         _show(job.model, rows, done, planned)
@@ -133,6 +143,18 @@ def audit(
         raise KeyboardInterrupt
     if any(c.kind == "bug" for c in done):
         raise typer.Exit(1)
+
+
+def _check_temperature(temperature: float, rule: str, greedy: str | None) -> None:
+    """Refuse to sample where `greedy` texts are compared, or texts that coins decide."""
+    from forerun.cli.shared.inputs import make_sampling
+    from forerun.rules import RULES
+
+    make_sampling({"temperature": temperature})
+    if temperature and greedy:
+        raise SettingError(f"{greedy} is audited greedily; leave it or --temperature out")
+    if temperature and not RULES.make(rule).gumbel_max:
+        raise SettingError(f"rule {rule!r} tosses coins, so that texts differ; audit it greedily")
 
 
 def _collected(run: Iterator[Comparison], total: int) -> tuple[list[Comparison], bool]:

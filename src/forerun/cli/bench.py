@@ -71,7 +71,7 @@ def bench(
     rules: Annotated[
         str,
         option("SPEC;SPEC...", "Acceptance rules, each with every controller.", panel=METHODS),
-    ] = "standard",
+    ] = "gumbel",
     peers: Annotated[
         str,
         option(
@@ -260,8 +260,7 @@ def _measure(
         try:
             with progress("measuring", unit="runs") as tell:
                 advance = partial(tell, "measuring")
-                greedy = compared.temperature == 0
-                lab.measure(results, work, methods, greedy=greedy, tell=advance)
+                lab.measure(results, work, methods, tell=advance)
         except KeyboardInterrupt:
             _finish(results)
             note(stderr(), "interrupted; the same command goes on from here")

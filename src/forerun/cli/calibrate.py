@@ -79,7 +79,7 @@ def easd(
         target,
         draft,
         "fixed(5)",
-        "standard",
+        "gumbel",
         batch_size=batch_size,
         runtime=runtime,
         device=device,

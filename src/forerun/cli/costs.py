@@ -99,7 +99,7 @@ def costs(
         target,
         draft,
         "fixed(0)",
-        "standard",
+        "gumbel",
         runtime=runtime,
         device=device,
         dtype=dtype,

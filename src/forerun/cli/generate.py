@@ -61,7 +61,7 @@ def generate(
         str | None,
         option(
             "SPEC",
-            "What to keep; forerun list rules says which are lossless. Default: standard.",
+            "What to keep; forerun list rules says which are lossless. Default: gumbel.",
             panel=SPECULATION,
         ),
     ] = None,

@@ -46,6 +46,10 @@ def record(
         ),
     ] = None,
     ignore_eos: options.IgnoreEos = False,
+    rule: Annotated[
+        str,
+        option("SPEC", "By what sampled drafts are judged: gumbel or standard.", panel=SAMPLING),
+    ] = "gumbel",
     seed: Annotated[
         int,
         option("S", "Prompt i gets the random stream S + i, counted from 0.", panel=SAMPLING),
@@ -89,7 +93,7 @@ def record(
         target,
         draft,
         "fixed(0)",
-        "standard",
+        rule,
         batch_size=batch_size,
         runtime=runtime,
         device=device,
@@ -102,6 +106,7 @@ def record(
         "split": split if is_shipped(prompts) else None,
         "limit": limit,
         "seed": seed,
+        "rule": rule,
     }
     trace = _record(job, chosen, depth, output, about)
     if as_json:
@@ -128,7 +133,9 @@ def _record(
 
     try:
         with progress("recording", len(tasks), "prompts") as tell:
-            for part in parts(job.model, tasks, depth=depth, batch_size=job.batch_size):
+            for part in parts(
+                job.model, tasks, depth=depth, batch_size=job.batch_size, rule=job.rule
+            ):
                 done.append(part)
                 tell("recording", sum(p.trace.prompts for p in done))
     except KeyboardInterrupt:

@@ -34,7 +34,7 @@ class _Member:
     weighs: bool
     shares: bool
     """Whether it drafts on as long as that is worth it for all in sum."""
-    greedy: bool
+    certain: bool
     loss: float = 0.0
     memo: Memo = None
 
@@ -69,7 +69,7 @@ class Crew:
         self._changed()
 
     def join(
-        self, controller: LengthController, repeatable: Costs | None = None, greedy: bool = False
+        self, controller: LengthController, repeatable: Costs | None = None, certain: bool = False
     ) -> None:
         """Add a row at the end.
 
@@ -77,7 +77,7 @@ class Crew:
             controller: whom to ask.
             repeatable: costs to decide by, for a request whose draft must not depend on the clock,
                 on earlier requests or on its neighbours.
-            greedy: whether its draft is certain, so that tokens may be left out for what they are.
+            certain: whether its draft is, so that tokens may be left out for what they are.
         """
         self._wake()
         carries = controller.carries and repeatable is None and controller in self._memory
@@ -86,7 +86,7 @@ class Crew:
         weighs = controller.weighs
         self._members.append(
             _Member(
-                controller, state, given, controller.asks, weighs, weighs and given is None, greedy
+                controller, state, given, controller.asks, weighs, weighs and given is None, certain
             )
         )
         self._changed()
@@ -202,7 +202,7 @@ class Crew:
     def _looks(self, member: _Member) -> bool:
         """Whether a row's draft may be thrown away for what is in it."""
         shares = member.shares and (len(self._members) > 1 or self._timing)
-        return member.greedy and not shares
+        return member.certain and not shares
 
     def _leaves_out(self, row: int, member: _Member) -> int:
         """How many of its newest tokens a row that stops leaves out."""

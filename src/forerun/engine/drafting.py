@@ -34,7 +34,7 @@ class Guide:
         """Whether a request may know tokens ahead of the drafter: forced or predicted ones."""
         self.forced: dict[int, list[int]] = {}
         """Per row what its constraint forces, ahead of the drafter's tokens this round."""
-        self.certain = sampler.all_greedy
+        self.certain = sampler.all_certain
         """Whether every token is the arg-max of something."""
 
     def choose(
@@ -74,14 +74,14 @@ class Guide:
         changed = self._shaped(logits, proposal)
         processed = sampler.sharpen(changed)[:, 0]
         top, picked = processed.max(-1)
-        if not sampler.all_greedy:
-            greedy = sampler.greedy.to(logits.device)
+        if not sampler.all_certain:
+            greedy = sampler.certain.to(logits.device)
             certain = torch.full_like(processed, -torch.inf)
             certain.scatter_(-1, picked.unsqueeze(-1), 0.0)
             processed = torch.where(greedy.unsqueeze(-1), certain, processed)
             coins = [0.0] * len(rows)
             for row in active:
-                if not rows[row].sampling.greedy:
+                if not rows[row].certain:
                     coins[row] = rows[row].random.random()
             uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
             picked = torch.where(greedy, picked, sample(processed.softmax(-1), uniforms))

@@ -94,7 +94,7 @@ def judge(
     if logits.shape[1] <= width:  # a bonus that nobody wants is drawn from nothing
         logits = torch.nn.functional.pad(logits, (0, 0, 0, width + 1 - logits.shape[1]))
     target = Target(
-        sampler.process(logits, rows, proposal.tokens), sampler.greedy, logits, _spent(rows)
+        sampler.process(logits, rows, proposal.tokens), sampler.certain, logits, _spent(rows)
     )
     draft = _as_tensors(proposal, width, logits.device)
     uniforms = _coins(rows, proposal, width, judged).to(logits.device)
@@ -190,7 +190,7 @@ def _coins(
     """`(rows, width + 1)` coins; each row draws as many as it needs, whoever its neighbours are."""
     uniforms = np.zeros((len(rows), width + 1))
     for row in judged:
-        if not rows[row].request.sampling.greedy:
+        if not rows[row].certain:
             *coins, last = rows[row].random.random(len(proposal.tokens[row]) + 1)
             uniforms[row, : len(coins)], uniforms[row, width] = coins, last
     return torch.from_numpy(uniforms)

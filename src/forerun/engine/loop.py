@@ -22,6 +22,7 @@ from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
+from forerun.engine.noise import Noise
 from forerun.engine.prediction import Prediction
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.reporting import NOTHING, Pass, event, round_of
@@ -125,6 +126,7 @@ class Engine:
             random=np.random.default_rng(seed),
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
+            noise=Noise(seed) if request.rule.gumbel_max and not how.greedy else None,
             prediction=Prediction(request.prediction) if request.prediction else None,
             place=None
             if how.constraint is None
@@ -215,10 +217,10 @@ class Engine:
             row.encode = time.perf_counter() - began
         for row in joining:
             given, request = None, row.request
-            changing = not row.sampling.greedy or not request.rule.lossless
+            changing = not row.certain or not request.rule.lossless
             if row.sampling.seed is not None and changing:  # the same seed, the same text
                 given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
-            self._crew.join(row.request.controller, given, row.greedy)
+            self._crew.join(row.request.controller, given, row.certain)
         self._reuse.join(self._rows, len(joining))
         self._refresh()
 
@@ -243,14 +245,18 @@ class Engine:
     def _refresh(self) -> None:
         """What is constant while the same rows run."""
         rows = self._rows
-        self._sampler = Sampler([row.sampling for row in rows], [row.eos for row in rows])
+        self._sampler = Sampler(
+            [row.sampling for row in rows],
+            [row.eos for row in rows],
+            [row.noise for row in rows],
+        )
         self._guide = Guide(rows, self._crew, self._sampler)
         self._may_exclude = any(
             row.place or row.sampling.logit_bias or row.sampling.min_new_tokens for row in rows
         )
         self._scores = any(row.request.logprobs is not None for row in rows)
         self._compares = (
-            self._sampler.all_greedy
+            self._sampler.all_certain
             and not self._scores
             and all(row.request.rule.matches_greedy for row in rows)
         )

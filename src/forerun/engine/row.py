@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.engine.constraint import Place
+from forerun.engine.noise import Noise
 from forerun.engine.prediction import Prediction
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
@@ -30,6 +31,7 @@ class Row:
     eos: frozenset[int]
     seed: int
     random: np.random.Generator
+    """Its coins, if it needs any."""
     text: Detokenizer
     stops: StopStrings
     prediction: Prediction | None
@@ -38,6 +40,8 @@ class Row:
     rests_first: bool
     """Whether its first token comes without a draft, as soon as plainly."""
     submitted: float
+    noise: Noise | None = None
+    """What its tokens are drawn by instead of coins."""
     place: Place | None = None
     """In its constraint, if it has one."""
     cached: int = 0
@@ -64,9 +68,9 @@ class Row:
         self._draft_full = min(self.prompt + self.sampling.max_new_tokens - bonus, self.limit - 1)
 
     @property
-    def greedy(self) -> bool:
-        """Whether its draft is certain: nothing is drawn."""
-        return self.sampling.greedy
+    def certain(self) -> bool:
+        """Whether its tokens are what they are, however they are come by: nothing is tossed."""
+        return self.sampling.greedy or self.noise is not None
 
     @property
     def produced(self) -> int:

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from forerun.engine.constraint import Place
+from forerun.engine.noise import Noise
 from forerun.requests import Sampling
+
+_GREEDY = Sampling()
 
 
 class Text(Protocol):
@@ -26,17 +29,29 @@ class Sampler:
     Args:
         rows: each row's request settings.
         eos: each row's end-of-text ids.
+        noises: per row what it draws by; None, also for all, is coins.
     """
 
-    def __init__(self, rows: Sequence[Sampling], eos: Sequence[frozenset[int]]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sampling],
+        eos: Sequence[frozenset[int]],
+        noises: Sequence[Noise | None] | None = None,
+    ) -> None:
         self.rows = list(rows)
         self._eos = list(eos)
-        self.greedy = torch.tensor([s.greedy for s in rows], dtype=torch.bool)
-        self.all_greedy = all(s.greedy for s in rows)
-        self._reshapes = any(s.reshapes for s in rows)
-        self.trivial = self.all_greedy and not self._reshapes
+        self._noises = noises or [None] * len(self.rows)
+        pairs = list(zip(self.rows, self._noises, strict=True))
+        certain = [s.greedy or noise is not None for s, noise in pairs]
+        self.certain = torch.tensor(certain, dtype=torch.bool)
+        """`(rows,)` whether a row takes the arg-max of its shaped logits."""
+        self.all_certain = all(certain)
+        self._by_noise = _Tempering([s if noise else _GREEDY for s, noise in pairs])
+        self._by_coins = _Tempering([_GREEDY if noise else s for s, noise in pairs])
+        self._noisy = any(self._noises)
+        self._reshapes = any(s.reshapes for s in rows) or self._noisy
+        self.trivial = self.all_certain and not self._reshapes
         """Nothing to do: every row takes the arg-max of the raw logits."""
-        self._temperature = torch.tensor([s.temperature or 1.0 for s in rows])
 
     def process(
         self,
@@ -68,7 +83,8 @@ class Sampler:
         first: int | None = 0,
         own: bool = False,
     ) -> torch.Tensor:
-        """The first half of `process`, with its arguments: all but temperature and truncation.
+        """The first half of `process`, with its arguments: all but temperature and truncation; for
+        rows that draw by noise all, and the noise.
 
         With `first` None, position 0 follows all that a row has drafted; `own` logits may be
         changed in place.
@@ -78,20 +94,24 @@ class Sampler:
         out = _single(logits)
         if not own:
             out = out.clone()
+        before = [len(tokens) if first is None else first for tokens in drafted]
         for row, settings in enumerate(self.rows):
             if settings.reshapes:
-                before = len(drafted[row]) if first is None else first
-                self._reshape(out[row], row, texts[row], drafted[row], before)
+                self._reshape(out[row], row, texts[row], drafted[row], before[row])
+        if self._noisy:
+            self._by_noise.temper(out)
+            for row, noise in enumerate(self._noises):
+                if noise is not None:
+                    settled = len(texts[row].context)
+                    noise.add(out[row], settled + before[row], settled)
         return out
 
     def sharpen(self, shaped: torch.Tensor) -> torch.Tensor:
-        """The second half of `process`: temperature and truncation, nothing if all is greedy."""
-        if self.all_greedy:
+        """The second half of `process`: temperature and truncation of rows that toss coins."""
+        if self.all_certain:
             return shaped
-        out = _single(shaped)
-        out = out / self._temperature.to(out).view(-1, 1, 1)
-        if any(s.truncates for s in self.rows):
-            self._truncate(out)
+        out = _single(shaped).clone()
+        self._by_coins.temper(out)
         return out
 
     def _reshape(
@@ -130,16 +150,25 @@ class Sampler:
         if constraint is not None:
             constraint.restrict(logits, history[prompt:known], history[known : known + count - 1])
 
-    def _truncate(self, logits: torch.Tensor) -> None:
-        """Top-k, then top-p, then min-p, in place, on rows that ask for them."""
+
+class _Tempering:
+    """Temperature, then top-k, then top-p, then min-p, of rows that sample; others stay."""
+
+    def __init__(self, rows: Sequence[Sampling]) -> None:
+        self._temperature = torch.tensor([s.temperature or 1.0 for s in rows]).view(-1, 1, 1)
+        self._truncates = any(s.truncates for s in rows)
+        self._top_k = [s.top_k if s.truncates else 0 for s in rows]
+        self._top_p = [s.top_p if s.truncates else 1.0 for s in rows]
+        self._min_p = [s.min_p if s.truncates else 0.0 for s in rows]
+
+    def temper(self, logits: torch.Tensor) -> None:
+        """Do it to `(rows, n, V)` logits, in place."""
+        logits /= self._temperature.to(logits)
+        if not self._truncates:
+            return
         vocab = logits.shape[-1]
         shape, like = (-1, 1, 1), logits
-        off = [not s.truncates for s in self.rows]
-        top_k = [
-            vocab if o or not s.top_k else s.top_k for o, s in zip(off, self.rows, strict=True)
-        ]
-        top_p = [1.0 if o else s.top_p for o, s in zip(off, self.rows, strict=True)]
-        min_p = [0.0 if o else s.min_p for o, s in zip(off, self.rows, strict=True)]
+        top_k, top_p, min_p = [k or vocab for k in self._top_k], self._top_p, self._min_p
         if min(top_k) < vocab:
             k = torch.tensor(top_k, device=like.device).clamp(max=vocab)
             best = logits.topk(int(k[k < vocab].max()), dim=-1).values

@@ -18,6 +18,7 @@ import torch
 
 from forerun.controllers import LengthController
 from forerun.engine import Sampling
+from forerun.engine.noise import Noise
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError, require
 from forerun.lab.bench.peers import Peer
@@ -104,9 +105,9 @@ def explain(
     Args:
         model: a `forerun.Model` (or anything with a `target` runtime) that is not generating.
         prompt: token ids.
-        a: one greedy output.
+        a: one output, greedy or drawn by its seed's noise (`gumbel`).
         b: the other; they must differ.
-        sampling: the penalties and biases both were made with.
+        sampling: what both were made with.
         rows: also recompute in batches of so many rows, ≥ 1.
     """
     at = first_difference(a, b)
@@ -127,7 +128,8 @@ def explain(
     gaps = torch.stack([logits[left] - logits[right] for logits in shapes])
     spread = float(gaps.max() - gaps.min())
     eps, most = _precision(model.target)
-    rounding = max(float(logits.abs().max()) for logits in raw) * eps
+    heat = sampling.temperature if sampling and not sampling.greedy else 1.0
+    rounding = max(float(logits.abs().max()) for logits in raw) * eps / heat
     ceiling = most * rounding
     bound = min(SAFETY * max(spread, rounding), ceiling)
     margin = float(gaps.abs().min())
@@ -138,12 +140,13 @@ def explain(
 
 
 class Transform:
-    """A request's penalties and biases at one place."""
+    """A request's penalties and biases at one place, and its noise, if it samples."""
 
     def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
         self.context, self.prompt = context, prompt
         eos = frozenset(sampling.eos) if sampling.eos is not None else getattr(model, "eos", ())
-        self._sampler = Sampler([replace(sampling, temperature=0.0)], [frozenset(eos)])
+        noise = None if sampling.greedy else Noise(sampling.seed or 0)
+        self._sampler = Sampler([sampling], [frozenset(eos)], [noise])
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """`(V,)` logits as the request judges them."""
@@ -225,11 +228,11 @@ def audit(
     samplings: Sequence[Sampling] | None = None,
     *,
     controller: str | LengthController = "auto",
-    rule: str | AcceptanceRule = "standard",
+    rule: str | AcceptanceRule = "gumbel",
     batch_size: int = 1,
     peers: Sequence[Peer] = (),
 ) -> Iterator[Comparison]:
-    """Decode greedily in several ways and classify every first difference.
+    """Decode in several ways and classify every first difference.
 
     Everything is compared with plain decoding of the prompt on its own: speculative decoding on its
     own, and speculative and plain decoding in ragged batches. A peer is compared with that, too,
@@ -238,7 +241,8 @@ def audit(
     Args:
         model: target and drafter, not generating.
         prompts: token ids.
-        samplings: one per prompt, always made greedy; None takes the default of 128 tokens.
+        samplings: one per prompt; None takes the default of 128 tokens. Those that sample need a
+            seed; beside peers, and under other rules than `gumbel`, they are made greedy.
         controller: how far to run ahead.
         rule: what to keep; a lossless one.
         batch_size: prompts in a ragged batch; 1 leaves the batches out.
@@ -248,7 +252,7 @@ def audit(
         Comparisons as they are made, those of `checks` for every prompt.
 
     Raises:
-        SettingError: a lossy rule, or a setting that a peer does not know.
+        SettingError: a lossy rule, no seed, or a setting that a peer does not know.
         PromptError: no prompts.
 
     >>> import forerun
@@ -261,13 +265,16 @@ def audit(
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
     if not prompts:
         raise PromptError("no prompts to audit")
-    greedy = [replace(s, temperature=0.0) for s in samplings or [Sampling()] * len(prompts)]
-    if len(greedy) != len(prompts):
-        raise SettingError(f"{len(greedy)} samplings for {len(prompts)} prompts; one per prompt")
-    if peers:
-        for sampling in greedy:
+    certain = list(samplings or [Sampling()] * len(prompts))
+    if peers or not keep.gumbel_max:
+        certain = [replace(s, temperature=0.0) for s in certain]
+    if len(certain) != len(prompts):
+        raise SettingError(f"{len(certain)} samplings for {len(prompts)} prompts; one per prompt")
+    for sampling in certain:
+        require(sampling.greedy or sampling.seed is not None, "seed", None, "set, to sample alike")
+        if peers:
             _check_common(sampling)
-    return _Auditor(model, prompts, greedy, controller, keep, batch_size, peers).run()
+    return _Auditor(model, prompts, certain, controller, keep, batch_size, peers).run()
 
 
 def check_lossless(rule: str | AcceptanceRule) -> None:
@@ -345,7 +352,7 @@ class _Auditor:
             [self.prompts[i] for i in group],
             sampling=[self.samplings[i] for i in group],
             controller=self.controller,
-            rule="standard" if plain else self.rule,
+            rule=self.rule,
             batch_size=len(group),
             plain=plain,
         )

@@ -9,6 +9,7 @@ RULES = Registry(
     {
         "exact": "forerun.rules.exact:Exact",
         "standard": "forerun.rules.standard:Standard",
+        "gumbel": "forerun.rules.gumbel:Gumbel",
         "block": "forerun.rules.block:Block",
         "ears": "forerun.rules.ears:EARS",
         "easd": "forerun.rules.easd:EASD",

@@ -35,6 +35,8 @@ class AcceptanceRule(ABC):
     arg-max, so that only arg-maxes need be known."""
     greedy_only: ClassVar[bool] = False
     """Whether requests that sample are refused."""
+    gumbel_max: ClassVar[bool] = False
+    """Whether they get noise of their seed's, and all that is drawn is an arg-max."""
 
     @property
     def has_bonus(self) -> bool:

@@ -41,7 +41,7 @@ class Config:
 
     name: str = "forerun"
     controller: str = "auto"
-    rule: str = "standard"
+    rule: str = "gumbel"
     allowed_rules: frozenset[str] = frozenset()
     api_keys: tuple[str, ...] = ()
     host: str = "127.0.0.1"

@@ -180,7 +180,8 @@ class Planner:
             for copy in range(copies):
                 sampling = self._sampling(request, stops, tokens, copy, constraint)
                 # A seed gives the same text streamed or not.
-                soon = bool(request.stream) or (request.seed is not None and not sampling.greedy)
+                tossed = not (sampling.greedy or policy.rule.gumbel_max)
+                soon = bool(request.stream) or (request.seed is not None and tossed)
                 jobs.append(
                     Request(
                         tuple(given), sampling, policy.controller, policy.rule, source,

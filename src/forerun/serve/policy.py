@@ -58,7 +58,7 @@ class Policies:
         """
         asked, field = _asked(request)
         if asked is False:
-            return Policy(CONTROLLERS.make(PLAIN), RULES.make("standard"))
+            return Policy(CONTROLLERS.make(PLAIN), RULES.make("gumbel"))
         if asked is None or asked is True:
             return self.default
         try:

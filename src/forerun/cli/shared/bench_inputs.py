@@ -132,7 +132,7 @@ def our_methods(job: Job, compared: Compared) -> list[Method]:
     out: list[Method] = [Ours(PLAIN, job.model, temperature=compared.temperature)]
     for rule in compared.rules:
         for spec in compared.controllers:
-            name = spec if rule == "standard" else f"{spec} + {rule}"
+            name = spec if rule == "gumbel" else f"{spec} + {rule}"
             out.append(Ours(name, job.model, spec, rule, compared.temperature))
     return out
 

@@ -39,8 +39,8 @@ class Comparison:
     identical: bool
     lossless: bool
     """Whether the rule is."""
-    greedy: bool
-    """Whether every request is."""
+    certain: bool
+    """Whether every request is greedy, or drawn by its seed's noise (`gumbel`)."""
     differences: list[Difference]
 
     @property
@@ -50,8 +50,8 @@ class Comparison:
 
     @property
     def must_match(self) -> bool:
-        """Whether identical outputs are promised; sampling promises the distribution only."""
-        return self.greedy and self.lossless
+        """Whether identical outputs are promised; coins promise the distribution only."""
+        return self.certain and self.lossless
 
     @property
     def bug(self) -> bool:
@@ -102,12 +102,12 @@ def compare(
         for fast, plain in zip(runs[False], runs[True], strict=True)
     ]
     plain_run, fast_run = _median(runs[True]), _median(runs[False])
-    greedy = all(row.sampling.greedy for row in rows)
+    certain = job.rule.gumbel_max or all(row.sampling.greedy for row in rows)
     ours = [c.tokens for c in shown]
     theirs = [c.tokens for c in plain_run.completions]
-    differences = _differences(job, rows, ours, theirs) if greedy and job.rule.lossless else []
+    differences = _differences(job, rows, ours, theirs) if certain and job.rule.lossless else []
     return Comparison(
-        plain_run, fast_run, ratios, ours == theirs, job.rule.lossless, greedy, differences
+        plain_run, fast_run, ratios, ours == theirs, job.rule.lossless, certain, differences
     )
 
 

@@ -92,7 +92,7 @@ class Plan:
             target,
             "none",
             "fixed(0)",
-            "standard",
+            "gumbel",
             batch_size=batch_size,
             runtime="torch",
             device=device,
@@ -249,7 +249,7 @@ def play_through(
     stream = job.model.stream(
         [row.ids for row in rows],
         controller=job.controller,
-        rule="standard" if plain else job.rule,
+        rule=None if plain else job.rule,
         sampling=[row.sampling for row in rows],
         batch_size=job.batch_size,
         plain=plain,

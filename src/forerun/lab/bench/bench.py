@@ -13,7 +13,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,12 @@ class Results:
         """Keys of the groups that are complete."""
         return {(s["batch"], s["family"], *s["prompts"]) for s in self.document["samples"]}
 
-    def add(self, group: Group, runs: dict[str, Run], same: bool) -> None:
-        """Keep a complete group; `same`: outputs are expected to equal plain's."""
+    def add(self, group: Group, runs: dict[str, Run], same: Set[str]) -> None:
+        """Keep a complete group; `same`: whose outputs are expected to equal plain's."""
         plain = runs[PLAIN].tokens
         for name, run in runs.items():
-            equal = [a == b for a, b in zip(run.tokens, plain, strict=True)] if same else None
+            pairs = zip(run.tokens, plain, strict=True)
+            equal = [a == b for a, b in pairs] if name in same else None
             sample = {k: v for k, v in asdict(run).items() if k != "tokens"}
             sample |= {
                 "method": name,
@@ -126,7 +127,6 @@ def measure(
     work: Sequence[Group],
     methods: Sequence[Method],
     *,
-    greedy: bool = True,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Run what is not yet in `results`, group by group.
@@ -138,7 +138,6 @@ def measure(
         results: where samples go.
         work: the groups, in the order they run.
         methods: the first is plain decoding.
-        greedy: outputs are expected to equal plain decoding's.
         tell: called with the runs done and their total.
     """
     done = results.done
@@ -159,7 +158,7 @@ def measure(
                     finished[method.name] = run
                 runs.advance()
             ordered = {m.name: finished[m.name] for m in active if m.name in finished}
-            results.add(group, ordered, greedy)
+            results.add(group, ordered, {m.name for m in active if m.certain})
         results.document["complete"] = True
     finally:
         results.write()

@@ -78,6 +78,10 @@ class Method(Protocol):
     def largest_batch(self) -> int | None:
         """The most prompts it decodes together; None if there is no limit."""
 
+    @property
+    def certain(self) -> bool:
+        """Whether it tosses no coins, so that its texts can be compared with plain decoding's."""
+
     def run(self, tasks: Sequence[Task]) -> Run:
         """Continue these prompts together, timed."""
 
@@ -96,7 +100,7 @@ class Ours:
     model: Model
     controller: Any = None
     """None is plain decoding: the target alone, through the same engine."""
-    rule: Any = "standard"
+    rule: Any = "gumbel"
     temperature: float = 0.0
 
     largest_batch: int | None = field(default=None, init=False)
@@ -105,6 +109,14 @@ class Ours:
     def kind(self) -> Kind:
         """Plain decoding or ours."""
         return "plain" if self.controller is None else "forerun"
+
+    @property
+    def certain(self) -> bool:
+        """Greedy, or drawn by the noise of a task's seed."""
+        from forerun.rules import RULES
+
+        plain = self.controller is None
+        return plain or self.temperature == 0 or RULES.make(self.rule).gumbel_max
 
     def run(self, tasks: Sequence[Task]) -> Run:
         """Continue these prompts as one ragged batch."""
@@ -125,7 +137,7 @@ class Ours:
         done: list[Completion] = self.model.generate(
             [list(t.ids) for t in tasks],
             controller="fixed(0)" if plain else self.controller,
-            rule="standard" if plain else self.rule,
+            rule=None if plain else self.rule,
             sampling=sampling,
             batch_size=len(tasks),
             plain=plain,
@@ -168,6 +180,7 @@ class Theirs:
     peer: Peer
     largest_batch: int | None = 1
     kind: Kind = field(default="peer", init=False)
+    certain: bool = field(default=True, init=False)
 
     @property
     def name(self) -> str:

@@ -141,7 +141,7 @@ class _Text(Row):
     sampled: bool = False
 
     @property
-    def greedy(self) -> bool:
+    def certain(self) -> bool:
         return not self.sampled
 
     def _finished(self, token: int) -> FinishReason | None:

@@ -13,6 +13,8 @@ Read backwards, given y: a hit (d = y) with probability min(1, draft(y) / target
 d ~ norm(max(draft − target, 0)). y's distribution does not depend on what was drafted, so the
 text may be written first; and a decoding run judges each position at most once, so one coin per
 position serves every controller, whose counts then have exactly the live engine's distribution.
+Under the rule `gumbel` both draw by the noise of a place, so sampled texts are as certain as greedy
+ones, and counts are the live engine's own.
 """
 
 from __future__ import annotations
@@ -29,18 +31,21 @@ import torch
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Completion, Sampling
+from forerun.engine.noise import Noise
 from forerun.engine.sampling import Sampler
-from forerun.errors import PromptError, SettingError
+from forerun.errors import PromptError, SettingError, require
 from forerun.lab.provenance import identity, machine
 from forerun.lab.traces.trace import SIGNALS, Trace, concatenate
 from forerun.model import Model
-from forerun.rules.base import sample
+from forerun.rules import RULES, AcceptanceRule, sample
 from forerun.runtime.base import Rows
 from forerun.signals import entropy, float_type, measure
 from forerun.types import BoolArray, FloatArray, IntArray
 
 ELEMENTS = 1 << 25
 """Most logits of one model held at once, so that a large vocabulary does not fill the memory."""
+JUDGES = RULES.make("gumbel"), RULES.make("standard")
+"""Rules whose runs can be told from the text alone."""
 TAILS = 128
 """Most tails drafted together."""
 
@@ -76,6 +81,7 @@ def record(
     *,
     depth: int = 24,
     batch_size: int = 16,
+    rule: str | AcceptanceRule = "gumbel",
     progress: Callable[[int], None] | None = None,
 ) -> Trace:
     """Record every prompt. Arguments and errors as for `parts`; `progress` gets the prompts done.
@@ -88,15 +94,20 @@ def record(
     ((1, 6, 4), array([6]))
     """
     done: list[Part] = []
-    for part in parts(model, tasks, depth=depth, batch_size=batch_size):
+    for part in parts(model, tasks, depth=depth, batch_size=batch_size, rule=rule):
         done.append(part)
         if progress is not None:
             progress(sum(p.trace.prompts for p in done))
-    return finish(model, tasks, done, batch_size, {})
+    return finish(model, tasks, done, batch_size, {"rule": RULES.text(RULES.make(rule))})
 
 
 def parts(
-    model: Model, tasks: Sequence[Task], *, depth: int = 24, batch_size: int = 16
+    model: Model,
+    tasks: Sequence[Task],
+    *,
+    depth: int = 24,
+    batch_size: int = 16,
+    rule: str | AcceptanceRule = "gumbel",
 ) -> Iterator[Part]:
     """Record batch by batch, in the order of the tasks; a caller may stop between batches.
 
@@ -105,13 +116,16 @@ def parts(
         tasks: the prompts. Each text and its coins depend on its own seed alone.
         depth: K ≥ 1, tokens drafted from each position.
         batch_size: prompts decoded together.
+        rule: by which sampled texts are judged, `gumbel` or `standard`.
 
     Raises:
-        SettingError: no draft model, or a setting out of range.
+        SettingError: no draft model, another rule, or a setting out of range.
         PromptError: no prompts, or a text that the draft's context cannot hold.
     """
     whole("depth", depth, 1)
     whole("batch size", batch_size, 1)
+    judge = RULES.make(rule)
+    require(judge in JUDGES, "rule", RULES.text(judge), "'gumbel' or 'standard'")
     drafter = _drafter(model)
     if not tasks:
         raise PromptError("no prompts to record")
@@ -122,7 +136,7 @@ def parts(
                 f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
                 f"draft's context holds {drafter.limit}; lower max_new_tokens"
             )
-    return _parts(model, drafter, tasks, depth, batch_size)
+    return _parts(model, drafter, tasks, depth, batch_size, judge)
 
 
 def finish(
@@ -205,6 +219,8 @@ class _Text:
     coins: FloatArray
     """`(n + 1, K + 1)`: per position one for the hit, one for the token after a miss, the tail's.
     Position n is the end of the text, where the target says nothing any more."""
+    noise: Noise | None = None
+    """What is drawn by instead."""
     source: list[int] | None = None
     """What an encoder reads."""
 
@@ -230,19 +246,26 @@ class _Draft:
 
 
 def _parts(
-    model: Model, drafter: ModelDrafter, tasks: Sequence[Task], depth: int, batch_size: int
+    model: Model,
+    drafter: ModelDrafter,
+    tasks: Sequence[Task],
+    depth: int,
+    batch_size: int,
+    rule: AcceptanceRule,
 ) -> Iterator[Part]:
     for start in range(0, len(tasks), batch_size):
         batch, began = tasks[start : start + batch_size], time.perf_counter()
         completions = model.generate(
             [task.tokens for task in batch],
             plain=True,
+            rule=rule,
             sampling=[task.sampling for task in batch],
             batch_size=batch_size,
         )
         wrote = time.perf_counter()
         texts = [
-            _text(model, task, done, depth) for task, done in zip(batch, completions, strict=True)
+            _text(model, task, done, depth, rule)
+            for task, done in zip(batch, completions, strict=True)
         ]
         drafts = _draft_texts(model.target, drafter, texts, depth)
         pairs = zip(texts, drafts, strict=True)
@@ -250,7 +273,7 @@ def _parts(
         yield Part(trace, wrote - began, time.perf_counter() - began)
 
 
-def _text(model: Model, task: Task, done: Completion, depth: int) -> _Text:
+def _text(model: Model, task: Task, done: Completion, depth: int, rule: AcceptanceRule) -> _Text:
     sampling = task.sampling
     eos = model.eos if sampling.eos is None else frozenset(sampling.eos)
     # A stream of its own beside the one the text was sampled with.
@@ -258,7 +281,8 @@ def _text(model: Model, task: Task, done: Completion, depth: int) -> _Text:
     coins = random.random((len(done.tokens) + 1, depth + 1))
     ends: frozenset[int] = frozenset() if sampling.ignore_eos else eos
     prompt, source = model.context(task.tokens)
-    return _Text(task, prompt, len(prompt), done.tokens, ends, coins, source)
+    noise = Noise(done.seed) if rule.gumbel_max and not sampling.greedy else None
+    return _Text(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
 
 
 @torch.inference_mode()
@@ -286,8 +310,10 @@ def _heads(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Dr
     pieces = [[text.context[-1], *text.tokens] for text in texts]
     longest, vocab, device = max(map(len, pieces)), target.vocab_size, target.device
     width = max(1, ELEMENTS // (len(texts) * vocab))
-    sampler = Sampler([t.task.sampling for t in texts], [t.eos for t in texts])
-    outputs, greedy = [text.tokens for text in texts], sampler.greedy.to(device)
+    sampler = Sampler(
+        [t.task.sampling for t in texts], [t.eos for t in texts], [t.noise for t in texts]
+    )
+    outputs, certain = [text.tokens for text in texts], sampler.certain.to(device)
     records: list[list[dict[str, torch.Tensor]]] = [[] for _ in texts]
     for start in range(0, longest, width):
         fed = [piece[start : start + width] for piece in pieces]
@@ -304,7 +330,7 @@ def _heads(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Dr
                 draft_sharp[r, :count],
                 torch.tensor(truth, device=device),
                 coins,
-                bool(greedy[r]),
+                bool(certain[r]),
             )
             raw = target_logits[r, :count], draft_logits[r, :count]
             signals = measure(raw[1], judged["tokens"], set(SIGNALS))
@@ -330,7 +356,7 @@ def _judge(
     draft_logits: torch.Tensor,
     truth: torch.Tensor,
     coins: torch.Tensor,
-    greedy: bool,
+    certain: bool,
 ) -> dict[str, torch.Tensor]:
     """The draft's tokens, hits and their probabilities, given what was committed.
 
@@ -338,9 +364,9 @@ def _judge(
         target_logits, draft_logits: `(n, V)`, processed.
         truth: `(n,)` committed tokens, -1 beyond the text.
         coins: `(n, 2)`.
-        greedy: whether the text is.
+        certain: whether both take their arg-max.
     """
-    if greedy:
+    if certain:
         best = draft_logits.argmax(-1)
         hit = best == truth
         return {"tokens": best, "hit": hit, "accept": hit.double()}
@@ -407,12 +433,14 @@ def _follow(
 ) -> None:
     """Draft the tails, a step of all of them at a time, as far as the draft's context goes."""
     sampler = Sampler(
-        [texts[r].task.sampling for r, _ in misses], [texts[r].eos for r, _ in misses]
+        [texts[r].task.sampling for r, _ in misses],
+        [texts[r].eos for r, _ in misses],
+        [texts[r].noise for r, _ in misses],
     )
     stems: Any = [
         SimpleNamespace(context=texts[r].upto(m), prompt=texts[r].prompt) for r, m in misses
     ]
-    greedy = sampler.greedy.to(rows.device)
+    certain = sampler.certain.to(rows.device)
     ahead = [[int(drafts[r].tokens[m, 0])] for r, m in misses]
     for step in range(1, depth):
         on = [len(stem.context) + step <= rows.limit for stem in stems]
@@ -425,12 +453,12 @@ def _follow(
         shaped = sampler.shape(logits.unsqueeze(1), stems, ahead, step)
         logits, processed = shaped[:, 0], sampler.sharpen(shaped)[:, 0]
         tokens = processed.argmax(-1)
-        if not sampler.all_greedy:
+        if not sampler.all_certain:
             coins = torch.tensor(
                 [texts[r].coins[m, step + 1] for r, m in misses], dtype=torch.float64
             )
             drawn = sample(processed.softmax(-1), coins.to(rows.device))
-            tokens = torch.where(greedy, tokens, drawn)
+            tokens = torch.where(certain, tokens, drawn)
         signals = measure(logits, tokens, set(SIGNALS))
         host = {name: values.cpu().numpy() for name, values in signals.items()}
         chosen = tokens.tolist()

@@ -1,0 +1,68 @@
+"""Gumbel noise of sampled requests: the same at a place of the text, whoever draws there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+_SPREAD = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: far apart are the seeds of places that are close."""
+MOST_KEPT = 64
+"""Most places whose noise is kept at a time."""
+_BELOW_1 = np.float32(1 - 2**-24)
+"""The greatest single below 1."""
+
+
+class Noise:
+    """One request's noise: i.i.d. Gumbel(0, 1) for every token at every place of its text.
+
+    `argmax(log p + noise)` is a draw from `p` (Maddison et al. 2014), to 2e-7 of probability. What
+    is at a place depends on the seed, the place and the kind of device, and on nothing else.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed % (1 << 63)
+        self._random = np.random.Philox(key=[self._seed, 0])  # a stream of its own for every key
+        self._start: Any = self._random.state
+        self._known: dict[int, torch.Tensor] = {}
+        """By place, as long as it may be asked for again: draft and target both do."""
+
+    def add(self, logits: torch.Tensor, first: int, settled: int) -> None:
+        """Add noise to logits, in place.
+
+        Args:
+            logits: `(n, V)`, of places in a row.
+            first: the first place, in tokens of text before it.
+            settled: tokens of text that nobody draws again, ≤ `first`.
+        """
+        known = self._known = {p: noise for p, noise in self._known.items() if p >= settled}
+        for place, row in enumerate(logits, start=first):
+            noise = known.get(place)
+            if noise is None or noise.shape != row.shape:
+                noise = self._on_gpu(place, row) if row.is_cuda else self._made(place, row)
+                if len(known) < MOST_KEPT:
+                    known[place] = noise
+            row += noise
+
+    def _made(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        count = like.shape[-1]
+        self._start["state"]["key"][:] = self._seed, place
+        self._random.state = self._start
+        bits = self._random.random_raw((count + 1) // 2).view(np.uint32)[:count]
+        # log1p keeps what is close to 0 as fine as 32 bits are: there unlikely tokens are drawn.
+        x = bits.astype(np.float32)
+        x += 0.5
+        x *= -(2.0**-32)
+        np.maximum(x, -_BELOW_1, out=x)
+        np.negative(np.log1p(x, out=x), out=x)
+        np.negative(np.log(x, out=x), out=x)
+        return torch.from_numpy(x).to(like)
+
+    def _on_gpu(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        """Made there: to bring what a large vocabulary needs would take longer."""
+        source = torch.Generator(like.device)
+        source.manual_seed((self._seed + place * _SPREAD) % (1 << 63))
+        x = torch.empty_like(like, dtype=torch.float64)
+        return x.exponential_(generator=source).log_().neg_().to(like.dtype)
