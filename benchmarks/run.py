@@ -13,6 +13,7 @@ from benchmarks import (
     ears,
     easd,
     easd_baselines,
+    gumbel,
     live,
     overhead,
     plain,
@@ -48,6 +49,12 @@ def _speedup(
 ):
     """Speed-up over plain decoding per task family and controller (test prompts)."""
     speedup.main(forerun.load(dtype=dtype, device=device), prompts, tokens, temperature, long)
+
+
+@app.command("gumbel")
+def _gumbel(prompts: int = 10, tokens: int = 64):
+    """Sampled text by common noise and by coins."""
+    gumbel.main(forerun.load(dtype="float32"), prompts, tokens)
 
 
 @app.command("starting-lengths")
@@ -349,6 +356,7 @@ def _all(dtype: Dtype = "float32", device: Device = "cpu"):
     overhead.main(model, 6, 64)
     plain.main(model, 6, 64)
     speedup.main(model, 10, 64)
+    gumbel.main(model, 10, 64)
     starting_lengths.main(model, 3, 64)
 
 

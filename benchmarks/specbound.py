@@ -115,7 +115,7 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
         results["greedy"][method] = cells(work, found[base], found[method], found["plain"])
     light = "SpecBound, light heads"
     specs = variants(sampled, lens)
-    models["sampled"] = forerun.load(draft=specs[light], dtype="float32")
+    models["sampled"] = forerun.load(draft=specs[light], runtime="torch", dtype="float32")
     results["latency"] = {m: latency(found[m]) for m in ("plain", light)}
     results["per prompt"] = [
         a.seconds / b.seconds for a, b in zip(found["plain"], found[light], strict=True)

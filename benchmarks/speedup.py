@@ -62,10 +62,11 @@ def _text(results: dict[str, Any], temperature: float, mean: float) -> str:
             **{m: show(cells[m]) for m in ("fixed(5)", *ADAPTIVE)},
         }
     lines = [[name, *[row[name] for row in rows.values()]] for name in rows["all"]]
-    how = f"temperature {temperature:g}, ignoring the end of text" if temperature else "greedy"
+    how = f"rule `gumbel`, temperature {temperature:g}, ignoring the end of text"
+    how = how if temperature else "greedy"
     text = (
         "Speed-up over plain decoding through the same engine, in tokens per second: geometric "
-        f"mean over prompts with a 95 % bootstrap interval; rule `standard`, {how} (stories with a "
+        f"mean over prompts with a 95 % bootstrap interval; {how} (stories with a "
         "repetition penalty of 1.2, or they fall into loops), batch 1, test prompts, "
         f"{mean:.0f} tokens of output in the mean, prefill included. Acceptance rate: accepted / "
         "judged at γ = 1. The best fixed γ is chosen in hindsight, per family.\n\n"
