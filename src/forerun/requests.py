@@ -65,8 +65,8 @@ class Sampling:
         presence_penalty: subtracted from logits of tokens already in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: token id → added to its logit, at most 1e30; −inf bans it.
-        seed: of this request's own random stream; None draws one (it is in the result). With one,
-            sampled text, and text under a lossy rule, depends on neither clock nor neighbours.
+        seed: of this request's own random numbers; None draws one (it is in the result). With one,
+            no text depends on clock or neighbours, and by the rule `gumbel` none on its draft.
         max_new_tokens: ≥ 1.
         min_new_tokens: no end of text before this many tokens.
         stop: a string or several at which the text ends (they are not part of it).
@@ -163,7 +163,7 @@ class Request:
         source: token ids of the text an encoder reads, for encoder-decoder targets.
         stream: somebody waits for its first token: it comes from the pass that reads the prompt, as
             soon as in plain decoding. Else the first draft rides along in that pass, which spares
-            one. Under sampling the two take other random numbers.
+            one. A rule that tosses coins takes others then.
         logprobs: report the log-probability of every committed token, and of so many of the
             target's most likely ones there, ≥ 0, before the sampling transform; None for none.
         prediction: token ids that the output is expected to hold, in this order: they are drafted

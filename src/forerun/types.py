@@ -174,7 +174,8 @@ class Target:
     """`(rows, K + 1, V)` after the request's sampling transform (penalties, bias, temperature,
     top-k, ...); excluded tokens are −inf. Greedy rows are not divided by a temperature."""
     greedy: torch.Tensor
-    """`(rows,)` bool, on the CPU: the request decodes greedily (the arg-max is the only token)."""
+    """`(rows,)` bool, on the CPU: the arg-max is the only token, as the request decodes greedily
+    or its noise is in the logits."""
     raw: torch.Tensor | None = None
     """`(rows, K + 1, V)` before the transform, i.e. at temperature 1; None if nobody kept it."""
     spent: torch.Tensor | None = None
