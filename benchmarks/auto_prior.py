@@ -4,9 +4,9 @@
 
 From traces of greedy and of sampled texts (`--rule standard`), one or more pairs' each, validation
 prompts of all families. What is fitted are the tokens that rounds would judge that draft on to the
-first rejection, one round after another; every pair weighs the same, and in it every family. Prints
-the two rows of numbers that `auto_survival` ships, and for each signal how well it predicts families it
-was not fitted to.
+first rejection, one round after another; every pair weighs the same, and in it every family.
+Prints the two rows of numbers that `auto_survival` ships, and for each signal how well it predicts
+families it was not fitted to.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def generate(
 ) -> forerun.Completion:
     """One timed generation; `controller=None` is plain decoding through the same engine.
 
-    Sampled ones ignore the end of text, so that all methods write texts of one length.
+    Sampled ones draw by the noise of a seed, so that all methods write the same text.
     """
     done: forerun.Completion = model.generate(
         [task.tokens],
@@ -76,7 +76,6 @@ def generate(
         max_new_tokens=task.max_new_tokens,
         repetition_penalty=task.repetition_penalty,
         temperature=temperature,
-        ignore_eos=temperature > 0,
         seed=len(task.tokens),
     )[0]
     return done

@@ -38,7 +38,6 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
             max_new_tokens=task.max_new_tokens,
             repetition_penalty=task.repetition_penalty,
             temperature=temperature,
-            ignore_eos=True,
             seed=len(task.tokens),
         )[0]
         return done
@@ -97,9 +96,9 @@ def _text(results: dict[str, Any], prompts: int) -> str:
     count = prompts * len(results) * (len(CONTROLLERS) - 1)
     return (
         "Speed over plain decoding by coins, in tokens per second: geometric mean over "
-        f"{prompts} test prompts of all families with a 95 % bootstrap interval, ignoring the end "
-        "of text, each prompt with a seed. Kept: of the tokens that were judged. Else: time of a "
-        "round outside both models, median.\n\n"
+        f"{prompts} test prompts of all families with a 95 % bootstrap interval, each prompt "
+        "with a seed; by coins every method writes another text. Kept: of the tokens that were "
+        "judged. Else: time of a round outside both models, median.\n\n"
         + table(header, lines)
         + f"\n\nTexts equal to plain decoding's by the same noise: {same['gumbel']} of {count} "
         f"drafted by noise (by coins {same['standard']})."

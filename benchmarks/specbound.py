@@ -280,16 +280,14 @@ def ours(model: forerun.Model, task: Task, **sampling: float) -> Run:
     """Through the engine; `fixed(64)` leaves the length to SpecBound."""
     work = getattr(model.target.executor, "work", None)
     before = _work(work)
-    how = {"temperature": 0.0, **sampling}
     began = time.perf_counter()
     (done,) = model.generate(
         [task.tokens],
         controller=f"fixed({LONG})",
         max_new_tokens=task.max_new_tokens,
         repetition_penalty=task.repetition_penalty,
-        ignore_eos=how["temperature"] > 0,
         seed=len(task.tokens),
-        **how,
+        **sampling,
     )
     seconds = time.perf_counter() - began
     calls = tuple(b - a for a, b in zip(before, _work(work), strict=True))

@@ -62,8 +62,7 @@ def _text(results: dict[str, Any], temperature: float, mean: float) -> str:
             **{m: show(cells[m]) for m in ("fixed(5)", *ADAPTIVE)},
         }
     lines = [[name, *[row[name] for row in rows.values()]] for name in rows["all"]]
-    how = f"rule `gumbel`, temperature {temperature:g}, ignoring the end of text"
-    how = how if temperature else "greedy"
+    how = f"temperature {temperature:g}, by noise" if temperature else "greedy"
     text = (
         "Speed-up over plain decoding through the same engine, in tokens per second: geometric "
         f"mean over prompts with a 95 % bootstrap interval; {how} (stories with a "
@@ -72,8 +71,6 @@ def _text(results: dict[str, Any], temperature: float, mean: float) -> str:
         "judged at γ = 1. The best fixed γ is chosen in hindsight, per family.\n\n"
         + table(["controller", *rows], lines)
     )
-    if temperature:
-        return text
     total = sum(c["n"] for c in results["all"].values())
     same = sum(c["identical"] for c in results["all"].values())
     return text + f"\n\nOutputs identical to plain decoding: {same} of {total}."

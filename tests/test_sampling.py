@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from forerun.engine.sampling import Sampler, Sampling
+from forerun.engine.sampling import USUALLY_ENOUGH, Sampler, Sampling
 from forerun.errors import SettingError
 
 V = 23
@@ -63,6 +63,19 @@ def test_agrees_with_transformers(settings: dict[str, Any], processors: list[Any
             wanted = process(torch.tensor([context]), wanted)
         got = transform(logits, Sampling(**settings), context)
         torch.testing.assert_close(got.softmax(-1), wanted.softmax(-1))
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_top_p_of_a_large_vocabulary(spread: float, top_p: float) -> None:
+    """Flat or peaked: whether or not a few tokens have the mass; also beside rows without."""
+    logits = torch.randn(2, 3, 3 * USUALLY_ENOUGH) * spread
+    rows = [Sampling(temperature=1.0, top_p=top_p), Sampling(temperature=1.0)]
+    texts: Any = [text([1], 1)] * 2
+    got = Sampler(rows, [frozenset()] * 2).process(logits, texts, [[], []])
+    wanted = hf.TopPLogitsWarper(top_p)(None, logits[0])
+    assert torch.equal(got[0].isneginf(), wanted.isneginf())
+    assert torch.equal(got[1], logits[1])
 
 
 def test_penalties_count_the_output_and_the_tokens_drafted_before_each_position() -> None:

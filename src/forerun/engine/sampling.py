@@ -13,6 +13,8 @@ from forerun.engine.constraint import Place
 from forerun.engine.noise import Noise
 from forerun.requests import Sampling
 
+USUALLY_ENOUGH = 256
+"""Tokens that most often have `top_p` in sum: to find them takes a tenth of the time of sorting."""
 _GREEDY = Sampling()
 
 
@@ -177,16 +179,32 @@ class _Tempering:
             cut = torch.where((k == vocab).view(shape), -torch.inf, cut)
             logits.masked_fill_(logits < cut, -torch.inf)
         if min(top_p) < 1:
-            ranked, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-            before = ranked.cumsum(-1) - ranked
-            drop = before >= torch.tensor(top_p).to(like).view(shape)
-            drop &= torch.tensor([p < 1 for p in top_p], device=like.device).view(shape)
-            drop[..., 0] = False
-            logits.masked_fill_(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+            probs = logits.softmax(-1)
+            least = _least_kept(probs, torch.tensor(top_p).to(like).view(shape))
+            logits.masked_fill_(probs < least, -torch.inf)
         if max(min_p) > 0:
             floor = torch.tensor(min_p).to(like).view(shape)
             probs = logits.softmax(-1)
             logits.masked_fill_(probs < floor * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def _least_kept(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The least probability among the most likely tokens that have `top_p` in sum.
+
+    Args:
+        probs: `(rows, n, V)`.
+        top_p: `(rows, 1, 1)`; 1 keeps all.
+
+    Returns:
+        `(rows, n, 1)`; tokens as likely as the last one are kept, too.
+    """
+    best = probs.topk(min(USUALLY_ENOUGH, probs.shape[-1]), dim=-1).values
+    total = best.cumsum(-1)
+    if not ((total[..., -1:] >= top_p) | (top_p == 1)).all():
+        best = probs.sort(dim=-1, descending=True).values
+        total = best.cumsum(-1)
+    count = (total - best < top_p).sum(-1, keepdim=True).clamp(min=1)
+    return best.gather(-1, count - 1) * (top_p < 1)
 
 
 def _repeat_less(
