@@ -255,12 +255,15 @@ class TestOurs:
         assert sum(k * n for k, n in ours.lengths.items()) == sum(ours.accepted)
         assert all(0 < t <= ours.seconds for t in ours.ttft)
 
-    def test_sampled_texts_have_one_length_and_the_seed_decides(self, model):
+    @pytest.mark.parametrize("rule", ["gumbel", "standard"])
+    def test_sampled_texts_have_one_length_and_the_seed_decides(self, model, rule):
         tasks = [task("a", i, 12) for i in range(3)]
-        runs = [Ours("x", model, c, temperature=1.0).run(tasks) for c in (None, "fixed(2)")]
-        assert [len(t) for r in runs for t in r.tokens] == [12] * 6
-        again = Ours("x", model, "fixed(2)", temperature=1.0).run(tasks)
-        assert again.tokens == runs[1].tokens
+        how = {"rule": rule, "temperature": 1.0, "ignore_eos": True}
+        methods = [Ours("x", model, c, **how) for c in (None, "fixed(2)", "fixed(2)")]
+        plain, ours, again = (m.run(tasks) for m in methods)
+        assert [len(t) for r in (plain, ours) for t in r.tokens] == [12] * 6
+        assert again.tokens == ours.tokens
+        assert (ours.tokens == plain.tokens) == methods[1].certain == (rule == "gumbel")
 
     def test_about(self, model):
         about = Ours("x", model, "fixed(3)", "ears(beta=0.3)").about()

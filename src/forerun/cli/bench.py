@@ -128,7 +128,8 @@ def bench(
         float,
         option(
             "T",
-            "0 is greedy. Above, texts go on after their end, so that all are of one length.",
+            "0 is greedy. Above, where a rule tosses coins, texts go on after their end, so that "
+            "all are of one length.",
             panel=SAMPLING,
         ),
     ] = 0.0,

@@ -112,9 +112,11 @@ class Engine:
             request = Request(request, sampling, controller, rule)
         self.check(request)
         how, prompt = request.sampling, list(request.prompt)
-        seed = np.random.SeedSequence().entropy if how.seed is None else how.seed
-        assert isinstance(seed, int)
-        seed %= 1 << 63
+        if how.seed is None:
+            # Clients whose numbers are doubles can give it back.
+            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) >> 11
+        else:
+            seed = how.seed % (1 << 63)
         eos = self._eos if how.eos is None else frozenset(how.eos)
         row = Row(
             id=next(self._ids),

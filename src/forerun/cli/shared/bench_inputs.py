@@ -128,12 +128,15 @@ def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
 def our_methods(job: Job, compared: Compared) -> list[Method]:
     """Plain decoding, and every controller with every rule."""
     from forerun.lab.bench.methods import PLAIN, Ours
+    from forerun.rules import RULES
 
-    out: list[Method] = [Ours(PLAIN, job.model, temperature=compared.temperature)]
+    heat = compared.temperature
+    longer = heat > 0 and not all(RULES.make(rule).gumbel_max for rule in compared.rules)
+    out: list[Method] = [Ours(PLAIN, job.model, temperature=heat, ignore_eos=longer)]
     for rule in compared.rules:
         for spec in compared.controllers:
             name = spec if rule == "gumbel" else f"{spec} + {rule}"
-            out.append(Ours(name, job.model, spec, rule, compared.temperature))
+            out.append(Ours(name, job.model, spec, rule, heat, longer))
     return out
 
 

@@ -91,10 +91,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Ours:
-    """Our engine with one controller and one rule, or decoding plainly.
-
-    Sampled texts ignore the end of text, so that all methods write texts of one length.
-    """
+    """Our engine with one controller and one rule, or decoding plainly."""
 
     name: str
     model: Model
@@ -102,6 +99,8 @@ class Ours:
     """None is plain decoding: the target alone, through the same engine."""
     rule: Any = "gumbel"
     temperature: float = 0.0
+    ignore_eos: bool = False
+    """Whether texts go on after their end: of one length, where coins make them others."""
 
     largest_batch: int | None = field(default=None, init=False)
 
@@ -128,7 +127,7 @@ class Ours:
                 max_new_tokens=t.max_new_tokens,
                 repetition_penalty=t.repetition_penalty,
                 temperature=self.temperature,
-                ignore_eos=self.temperature > 0,
+                ignore_eos=self.ignore_eos,
                 seed=t.seed,
             )
             for t in tasks
