@@ -115,9 +115,12 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     "spec", ["fixed(4)", "gammatune", "svip", "cm-asd(two_pass=True)", "auto", "sglang-ema"]
 )
-def test_greedy_equals_masked_plain_decoding(drafter: str, forces: bool, spec: str) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 1, "rule": "gumbel"}])
+def test_equals_masked_plain_decoding(
+    drafter: str, forces: bool, spec: str, sampling: dict[str, Any]
+) -> None:
     prompts = [[0], [3, 4, 3, 4], [1, 2], [2]]
-    how: dict[str, Any] = {"max_new_tokens": 24, "constraint": Automaton(forces)}
+    how: dict[str, Any] = {"max_new_tokens": 24, "constraint": Automaton(forces), **sampling}
     plain = engine(ScriptedModel(chaotic(1)), eos=[EOS])(prompts, controller="fixed(0)", **how)
     target = ScriptedModel(chaotic(1))
     done = engine(target, DRAFTERS[drafter](), eos=[EOS])(prompts, controller=spec, **how)
@@ -130,7 +133,7 @@ def test_greedy_equals_masked_plain_decoding(drafter: str, forces: bool, spec: s
 
 
 @pytest.mark.parametrize(
-    ("rule", "more"), [("standard", {}), ("block", {}), ("standard", {"top_k": 2}),
+    ("rule", "more"), [("standard", {}), ("block", {}), ("gumbel", {}), ("standard", {"top_k": 2}),
                        ("standard", {"frequency_penalty": 0.8})]
 )  # fmt: skip
 def test_sampled_text_has_the_masked_distribution(rule: str, more: dict[str, Any]) -> None:
@@ -259,15 +262,16 @@ def test_a_constraint_that_breaks_ends_its_request_alone() -> None:
         assert done[ids[i]].tokens == alone.tokens
 
 
-def test_a_prediction_is_followed_as_far_as_it_is_allowed() -> None:
-    constraint = Automaton(False)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_prediction_is_followed_as_far_as_it_is_allowed(temperature: float) -> None:
+    how: dict[str, Any] = {"constraint": Automaton(False), "max_new_tokens": 12}
+    how |= {"temperature": temperature, "seed": 2}
     run = engine(ScriptedModel(chaotic(1)), eos=[EOS])
-    plain = run([4], controller="fixed(0)", constraint=constraint, max_new_tokens=12)
+    plain = run([4], controller="fixed(0)", rule="gumbel", **how)
     wrong = [*plain.tokens[:6], 3, 3, 3, 3]
     made = Engine(ScriptedModel(chaotic(1)), NullDrafter(), eos=frozenset([EOS]))
-    sampling = Sampling(max_new_tokens=12, constraint=constraint)
-    request = Request([4], sampling, CONTROLLERS.make("fixed(3)"), RULES.make("standard"),
-                      prediction=wrong)  # fmt: skip
+    length, rule = CONTROLLERS.make("fixed(3)"), RULES.make("gumbel")
+    request = Request([4], Sampling(**how), length, rule, prediction=wrong)
     made.submit(request)
     (done,) = [e.completion for e in made.run() if e.completion]
     assert done.tokens == plain.tokens
