@@ -96,7 +96,7 @@ class Model:
         True
         """
         prompts, one = split(prompt)
-        stream = self.stream(prompts, first_token_soon=False, **settings)
+        stream = self.stream(prompts, **{"first_token_soon": False, **settings})
         done = {e.request: e.completion for e in stream if e.completion}
         results = [done[i] for i in range(len(prompts))]
         if one and (error := results[0].error) is not None:

@@ -178,10 +178,8 @@ class _Run:
                 texts.append(text)
                 tell("writing", len(texts))
             advance = partial(tell, "timing")
-            costs = measure(
-                model, self._fast, heads, layers, texts, self._width, seed=self._seed, tell=advance
-            )
-            counted = Exits(exit_rows(self._model), heads, layers, texts, self._seed)
+            costs = measure(model, self._fast, heads, layers, texts, self._width, advance)
+            counted = Exits(exit_rows(self._model), heads, layers, texts)
             self.search = search = sweep.Search(counted, costs, self._width)
             self.best = search.run(budget, self._seed, partial(tell, "searching"))
             chosen = search.top(confirm)

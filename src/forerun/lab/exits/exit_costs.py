@@ -103,7 +103,6 @@ def measure(
     layers: Sequence[int],
     texts: Sequence[Text],
     width: int,
-    seed: int = 0,
     tell: Callable[[int, int], None] | None = None,
 ) -> ExitCosts:
     """Time the pieces one by one, interleaved, and the remaining costs in live rounds.
@@ -113,9 +112,8 @@ def measure(
         rows: a runtime for early exits of the same model, without rows.
         heads: of the exits.
         layers: exit layers to choose from.
-        texts: outputs of the model; a few are decoded again, greedily and as they are sampled.
+        texts: outputs of the model; a few are decoded again.
         width: most tokens drafted per round.
-        seed: of sampled texts.
         tell: called with the steps done and their number.
     """
     sample = [*texts[:: max(1, len(texts) // LIVE_TEXTS)]][:LIVE_TEXTS]
@@ -124,7 +122,7 @@ def measure(
         rows, heads, layers, width, min(max(context, 1), rows.limit - width - 2), tell
     )
     rough = ExitCosts(layer, project, exit_, 0.0, 0.0, 0.0, 0.0)
-    return _live_costs(model, rows, heads, layers, sample, width, seed, rough)
+    return _live_costs(model, rows, heads, layers, sample, width, rough)
 
 
 def _pieces(
@@ -188,27 +186,18 @@ def _live_costs(
     layers: Sequence[int],
     texts: Sequence[Text],
     width: int,
-    seed: int,
     rough: ExitCosts,
 ) -> ExitCosts:
-    """The costs of rounds beyond the pieces, from greedy rounds, whose counts are known.
-
-    Drawing a token is taken to cost in a draft what it costs in plain decoding.
-    """
-    short = [
-        replace(t.sampling, temperature=0.0, max_new_tokens=min(LIVE_TOKENS, len(t.output)))
-        for t in texts
-    ]
+    """The costs of rounds beyond the pieces, from rounds whose counts are known."""
     again = []
-    for text, sampling in zip(texts, short, strict=True):
+    for text in texts:
+        sampling = replace(text.sampling, max_new_tokens=min(LIVE_TOKENS, len(text.output)))
         output = timed(model, text, None, sampling).completion.tokens
         again.append(Text(text.prompt, output, sampling, text.eos))
-    exits = Exits(exit_rows(rows.executor.module()), heads, tuple(layers), again, seed)
+    exits = Exits(exit_rows(rows.executor.module()), heads, tuple(layers), again)
     beyond: list[tuple[list[float], float]] = []
     alone: list[float] = []
-    drawn: list[float] = []
-    for number, (text, source) in enumerate(zip(again, texts, strict=True)):
-        sampling = replace(source.sampling, max_new_tokens=text.sampling.max_new_tokens, seed=seed)
+    for number, text in enumerate(again):
         for setting in _varied(layers, width):
             spec = speculating(model, rows, heads, setting)
             done = timed(spec, text, setting)
@@ -220,14 +209,11 @@ def _live_costs(
                     row = [float(counts.gathers), float(counts.steps), 1.0]
                     beyond.append((row, seconds - rough.seconds(counts)))
             alone += timed(model, text, None).times[1:]
-            if not sampling.greedy:
-                drawn += timed(model, text, None, sampling).times[1:]
     if not beyond or not alone:
         raise PromptError("the texts are too short to time; give more prompts or more tokens")
     gather, step, every = _fit(beyond)
-    [greedy], [plain] = (_fit([([1.0], s) for s in samples]) for samples in (alone, drawn or alone))
-    draw = max(plain - greedy, 0.0)
-    return replace(rough, gather=gather, step=step + draw, round=every + draw, plain=plain)
+    [plain] = _fit([([1.0], s) for s in alone])
+    return replace(rough, gather=gather, step=step, round=every, plain=plain)
 
 
 @dataclass(frozen=True)

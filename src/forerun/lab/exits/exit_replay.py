@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from forerun.drafters.specbound import temperature
 from forerun.engine import Sampling
+from forerun.engine.noise import Noise
 from forerun.engine.sampling import Sampler
 from forerun.errors import SettingError
 from forerun.registry import Spec
-from forerun.rules.base import sample
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import Work, layers_of
 from forerun.runtime.layers import ExitHeads
@@ -158,16 +157,13 @@ class Counts:
 class Exits:
     """Outputs of every exit after every prefix that a setting reaches, computed when needed.
 
-    With sampling, a text stands for itself: that a token was drafted there is drawn from the chance
-    that the standard rule would have kept it, and a miss from the rest of the exit's distribution.
-    So a replay is distributed as decoding that text's model anew, though no two runs are equal.
+    Texts that were sampled were drawn by the noise of their seed (rule `gumbel`); so are drafts.
 
     Args:
         rows: a runtime of its own for this (its rows are the texts, from now on).
         heads: from shallow hidden states to logits.
         layers: exit layers, rising, each with a head.
-        texts: the target's outputs.
-        seed: of the drafts that are sampled.
+        texts: the target's outputs; of sampled ones with their seed.
 
     Raises:
         SettingError: the runtime is in use.
@@ -177,7 +173,6 @@ class Exits:
     heads: ExitHeads
     layers: tuple[int, ...]
     texts: Sequence[Text]
-    seed: int = 0
     prefixes: int = field(default=0, init=False)
     """Prefixes that were run."""
     _memo: dict[tuple[int, int, tuple[int, ...]], Output] = field(default_factory=dict, init=False)
@@ -201,40 +196,19 @@ class Exits:
     def _ask(self, text: int, position: int, wrong: tuple[int, ...]) -> Output:
         """Take one token up through all exit layers; earlier ones mostly stand there already."""
         of = self.texts[text]
-        greedy = of.sampling.greedy
-        committed = not wrong and position < len(of.output)
         context = [*of.prompt, *of.output[:position], *wrong]
         contexts: list[Sequence[int] | None] = [None] * len(self.texts)
         contexts[text] = context
-        access = layers_of(self.rows).access
         exit_logits: list[torch.Tensor] = []
-        target_logits: list[torch.Tensor] = []
 
         def stay(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
-            if layer == access.layers:
-                target_logits.append(access.logits(hidden))
-            else:
-                exit_logits.append(self.heads.logits(layer, hidden))
+            exit_logits.append(self.heads.logits(layer, hidden))
             return [False]
 
-        # The target's own logits are needed to draw whether it would have kept a sampled token.
-        last = (access.layers,) if committed and not greedy else ()
-        layers_of(self.rows).climb(self.rows.lengths, contexts, (*self.layers, *last), stay)
+        layers_of(self.rows).climb(self.rows.lengths, contexts, self.layers, stay)
         self.prefixes += 1
         logits = torch.cat(exit_logits)
-        processed = self._processed(of, context, torch.cat([self._spread(logits), *target_logits]))
-        if greedy:
-            tokens = processed.argmax(-1)
-        else:
-            # A prefix has its own coins, whichever setting comes to it first.
-            coins = np.random.default_rng([self.seed, text, *context]).random(2)
-            keep, pick = torch.from_numpy(coins).to(logits.device)
-            chance = processed.double().softmax(-1)
-            draft = chance[: len(self.layers)]
-            if committed:
-                tokens = _reversed(draft, chance[-1], of.output[position], keep, pick)
-            else:
-                tokens = sample(draft, pick.expand(len(draft)))
+        tokens = self._processed(of, context, self._spread(logits)).argmax(-1)
         return Output(tokens.tolist(), self._sure(logits))
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
@@ -248,7 +222,8 @@ class Exits:
     def _processed(self, of: Text, context: list[int], logits: torch.Tensor) -> torch.Tensor:
         """`(n, V)` logits as the engine processes them for the token after `context`."""
         count = len(logits)
-        sampler = Sampler([of.sampling] * count, [of.eos] * count)
+        noise = None if of.sampling.greedy else Noise(of.sampling.seed or 0)
+        sampler = Sampler([of.sampling] * count, [of.eos] * count, [noise] * count)
         if sampler.trivial:
             return logits
         row = SimpleNamespace(context=context, prompt=len(of.prompt))
@@ -264,26 +239,6 @@ class Exits:
             columns.append(divided.softmax(-1).amax(-1))
         sure: FloatArray = torch.stack(columns, 1).cpu().numpy()
         return sure
-
-
-def _reversed(
-    draft: torch.Tensor, target: torch.Tensor, token: int, keep: torch.Tensor, pick: torch.Tensor
-) -> torch.Tensor:
-    """Tokens that exits drafted where `token` was committed: it was kept, or it replaced another.
-
-    Args:
-        draft: `(exit layers, V)` distributions.
-        target: `(V,)` distribution.
-        token: the committed one.
-        keep: coin that decides whether it had been drafted.
-        pick: coin that draws the token drafted otherwise.
-    """
-    drafted = keep * target[token] < draft[:, token]
-    residual = (draft - target).clamp(min=0)
-    # Rounding may leave nothing that was rejected: then the token had been drafted.
-    drafted |= residual.sum(-1) <= 0
-    residual[drafted] = draft[drafted]
-    return torch.where(drafted, token, sample(residual, pick.expand(len(draft))))
 
 
 def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:

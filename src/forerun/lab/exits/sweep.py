@@ -189,7 +189,7 @@ class Confirmed:
     per_round: float
     """Tokens committed per round."""
     same: int
-    """Texts that equal plain decoding's; sampled ones need not."""
+    """Texts that equal plain decoding's."""
 
     def to_json(self, exits: str | None = None) -> dict[str, Any]:
         """All of it."""
@@ -302,4 +302,5 @@ def written(model: Model, prompts: Iterable[tuple[list[int], Sampling]]) -> Iter
     for ids, sampling in prompts:
         done = model.generate([ids], sampling=sampling, plain=True)[0]
         eos = model.eos if sampling.eos is None else frozenset(sampling.eos)
+        sampling = replace(sampling, seed=done.seed)
         yield Text(ids, done.tokens, sampling, frozenset() if sampling.ignore_eos else eos)
