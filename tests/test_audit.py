@@ -97,6 +97,28 @@ def test_a_tie_that_a_penalty_makes_is_seen_through_the_penalty() -> None:
     assert found.margin == pytest.approx(2 / 1.9 - 1)
 
 
+def test_a_tie_at_the_edge_of_a_truncation_is_one() -> None:
+    """By noise token 2 is far ahead of 1, where top-k keeps it; 3 is as likely as it."""
+    from forerun.engine.noise import Noise
+
+    seed = next(s for s in range(99) if _drawn(Noise(s)) == 2)
+    how = Sampling(temperature=1.0, top_k=2, seed=seed)
+
+    def found(third: float) -> bool:
+        table = torch.tensor([[-9.0, 1.0, 0.0, third]]).repeat(4, 1)
+        model = SimpleNamespace(target=Rows(ScriptedModel(table)), eos=frozenset())
+        return explain(model, [0], [1], [2], how).near_tie
+
+    assert found(1e-7)  # of 2 and 3 roundings decide which one is among two
+    assert not found(0.5)  # 2 is out of the question
+
+
+def _drawn(noise: Any) -> int:
+    logits = torch.tensor([[-torch.inf, 1.0, 0.0, -torch.inf]])
+    noise.add(logits, 1, 1)
+    return int(logits.argmax())
+
+
 def test_a_ban_of_the_end_is_seen() -> None:
     table = torch.tensor([[0.0, 5.0, 3.0]]).repeat(3, 1)
     model = SimpleNamespace(target=Rows(ScriptedModel(table)), eos=frozenset({1}))

@@ -136,7 +136,32 @@ def explain(
     best = shapes[0].max()
     tied_at_top = all(float(best - shapes[0][t]) <= bound for t in (left, right))
     near = margin <= bound and tied_at_top and spread <= ceiling
+    if not near and _on_the_edge(transform, raw, left, right, rounding * heat, ceiling * heat):
+        return Difference(at, (left, right), 0.0, bound, True, 0.0, ceiling)
     return Difference(at, (left, right), margin, bound, near, spread, ceiling)
+
+
+def _on_the_edge(
+    transform: Transform,
+    raw: Sequence[torch.Tensor],
+    left: int,
+    right: int,
+    rounding: float,
+    ceiling: float,
+) -> bool:
+    """Whether rounding decides if truncation keeps one of two tokens, and so which is drawn."""
+    gaps = torch.stack([logits[left] - logits[right] for logits in raw])
+    by = min(SAFETY * max(float(gaps.max() - gaps.min()), rounding), ceiling)
+    for token, other in ((left, right), (right, left)):
+        drawn = []
+        for moved in (-by, by):
+            logits = raw[0].clone()
+            logits[token] += moved
+            out = transform(logits)
+            drawn.append(int(out.argmax()) if out[token].isfinite() == (moved > 0) else None)
+        if drawn == [other, token]:
+            return True
+    return False
 
 
 class Transform:
