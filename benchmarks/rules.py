@@ -10,6 +10,7 @@ from benchmarks.quality import bar, percent, problems, solve
 
 RULES = {
     "standard": (0.0, 1.0),
+    "gumbel": (1.0,),
     "block": (1.0,),
     "ears": (1.0,),
     "ears(beta=0.3)": (1.0,),

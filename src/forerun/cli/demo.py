@@ -19,6 +19,7 @@ AFTER = """\
 Try next:
   forerun generate "The king" --repetition-penalty 1.2 --rounds    every round
   forerun generate "The king" --repetition-penalty 1.2 --controller "fixed(3)" --compare
+  forerun generate "The king" --temperature 0.8 --seed 1 --compare  sampled: the same text, too
   forerun generate --target translator "I like apples."            English to German
   forerun list                                      the parts;  forerun info NAME  a card each
   forerun generate PROMPT --target ID_OR_PATH       your own Hugging Face model"""
