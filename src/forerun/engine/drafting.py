@@ -75,16 +75,17 @@ class Guide:
         processed = sampler.sharpen(changed)[:, 0]
         top, picked = processed.max(-1)
         if not sampler.all_certain:
-            greedy = sampler.certain.to(logits.device)
-            certain = torch.full_like(processed, -torch.inf)
-            certain.scatter_(-1, picked.unsqueeze(-1), 0.0)
-            processed = torch.where(greedy.unsqueeze(-1), certain, processed)
+            if sampler.some_certain:
+                certain = sampler.certain.to(logits.device).unsqueeze(-1)
+                only = torch.full_like(processed, -torch.inf)
+                only.scatter_(-1, picked.unsqueeze(-1), 0.0)
+                processed = torch.where(certain, only, processed)
             coins = [0.0] * len(rows)
             for row in active:
                 if not rows[row].certain:
                     coins[row] = rows[row].random.random()
             uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
-            picked = torch.where(greedy, picked, sample(processed.softmax(-1), uniforms))
+            picked = sample(processed.softmax(-1), uniforms)
             proposal.logits.append(processed)
         # Controllers go by what the request draws from, rules by what both models say themselves.
         measured = measure(changed[:, 0], picked, self._crew.signals)

@@ -47,7 +47,7 @@ class Sampler:
         certain = [s.greedy or noise is not None for s, noise in pairs]
         self.certain = torch.tensor(certain, dtype=torch.bool)
         """`(rows,)` whether a row takes the arg-max of its shaped logits."""
-        self.all_certain = all(certain)
+        self.some_certain, self.all_certain = any(certain), all(certain)
         self._by_noise = _Tempering([s if noise else _GREEDY for s, noise in pairs])
         self._by_coins = _Tempering([_GREEDY if noise else s for s, noise in pairs])
         self._noisy = any(self._noises)
