@@ -86,7 +86,7 @@ class Sampler:
         own: bool = False,
     ) -> torch.Tensor:
         """The first half of `process`, with its arguments: all but temperature and truncation; for
-        rows that draw by noise all, and the noise.
+        rows that draw by noise truncation, too, and the noise, times the temperature.
 
         With `first` None, position 0 follows all that a row has drafted; `own` logits may be
         changed in place.
@@ -106,6 +106,8 @@ class Sampler:
                 if noise is not None:
                     settled = len(texts[row].context)
                     noise.add(out[row], settled + before[row], settled)
+            # The same arg-max, in units that signals mean the same in at any temperature.
+            out *= self._by_noise.temperature.to(out)
         return out
 
     def sharpen(self, shaped: torch.Tensor) -> torch.Tensor:
@@ -157,7 +159,7 @@ class _Tempering:
     """Temperature, then top-k, then top-p, then min-p, of rows that sample; others stay."""
 
     def __init__(self, rows: Sequence[Sampling]) -> None:
-        self._temperature = torch.tensor([s.temperature or 1.0 for s in rows]).view(-1, 1, 1)
+        self.temperature = torch.tensor([s.temperature or 1.0 for s in rows]).view(-1, 1, 1)
         self._truncates = any(s.truncates for s in rows)
         self._top_k = [s.top_k if s.truncates else 0 for s in rows]
         self._top_p = [s.top_p if s.truncates else 1.0 for s in rows]
@@ -165,7 +167,7 @@ class _Tempering:
 
     def temper(self, logits: torch.Tensor) -> None:
         """Do it to `(rows, n, V)` logits, in place."""
-        logits /= self._temperature.to(logits)
+        logits /= self.temperature.to(logits)
         if not self._truncates:
             return
         vocab = logits.shape[-1]

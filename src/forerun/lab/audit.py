@@ -128,15 +128,14 @@ def explain(
     gaps = torch.stack([logits[left] - logits[right] for logits in shapes])
     spread = float(gaps.max() - gaps.min())
     eps, most = _precision(model.target)
-    heat = sampling.temperature if sampling and not sampling.greedy else 1.0
-    rounding = max(float(logits.abs().max()) for logits in raw) * eps / heat
+    rounding = max(float(logits.abs().max()) for logits in raw) * eps
     ceiling = most * rounding
     bound = min(SAFETY * max(spread, rounding), ceiling)
     margin = float(gaps.abs().min())
     best = shapes[0].max()
     tied_at_top = all(float(best - shapes[0][t]) <= bound for t in (left, right))
     near = margin <= bound and tied_at_top and spread <= ceiling
-    if not near and _on_the_edge(transform, raw, left, right, rounding * heat, ceiling * heat):
+    if not near and _on_the_edge(transform, raw, left, right, rounding, ceiling):
         return Difference(at, (left, right), 0.0, bound, True, 0.0, ceiling)
     return Difference(at, (left, right), margin, bound, near, spread, ceiling)
 

@@ -28,7 +28,8 @@ class Gumbel(AcceptanceRule):
     Rule: with `g_v` i.i.d. Gumbel(0, 1), made of the request's seed and the place in its text, the
     draft proposes `argmax_v log draft(v) + g_v`; it is accepted if it is
     `argmax_v log target(v) + g_v`, and that is the correction, and the bonus. So every token is
-    drawn from the target by that place's own noise. Greedy requests have none: `exact`.
+    drawn from the target by that place's own noise. At temperature T it is added to logits as
+    `T·g_v`, which is the same and tends to greedy decoding, whose requests have none: `exact`.
 
     Rows come with the noise in their logits, as certain as greedy ones (`Target.greedy`).
 
