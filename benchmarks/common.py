@@ -63,15 +63,21 @@ def tasks(
 
 
 def generate(
-    model: forerun.Model, task: Task, controller: str | None, temperature: float = 0.0
+    model: forerun.Model,
+    task: Task,
+    controller: str | None,
+    temperature: float = 0.0,
+    rule: str = "gumbel",
 ) -> forerun.Completion:
     """One timed generation; `controller=None` is plain decoding through the same engine.
 
-    Sampled ones draw by the noise of a seed, so that all methods write the same text.
+    Sampled ones draw by the noise of a seed, so that all methods write the same text, unless `rule`
+    tosses coins.
     """
     done: forerun.Completion = model.generate(
         [task.tokens],
         controller=controller or "fixed(0)",
+        rule=rule,
         plain=controller is None,
         max_new_tokens=task.max_new_tokens,
         repetition_penalty=task.repetition_penalty,

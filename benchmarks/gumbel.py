@@ -9,6 +9,7 @@ import numpy as np
 import forerun
 from benchmarks.common import (
     Task,
+    generate,
     geometric,
     interleaved,
     provenance,
@@ -30,17 +31,7 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
 
     def one(task: Task, method: tuple[str | None, str]) -> forerun.Completion:
         controller, rule = method
-        done: forerun.Completion = model.generate(
-            [task.tokens],
-            controller=controller or "fixed(0)",
-            rule=rule,
-            plain=controller is None,
-            max_new_tokens=task.max_new_tokens,
-            repetition_penalty=task.repetition_penalty,
-            temperature=temperature,
-            seed=len(task.tokens),
-        )[0]
-        return done
+        return generate(model, task, controller, temperature, rule)
 
     results: dict[str, Any] = {}
     for temperature in TEMPERATURES:

@@ -160,6 +160,31 @@ def test_seeds(rule: str) -> None:
     assert run([1], seed=unseeded.seed, **how).tokens == unseeded.tokens
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_noise_coins_and_greedy_rows_share_a_pass(logprobs: int | None) -> None:
+    """Each writes what it writes alone, also where neighbours join and leave."""
+    script = chaotic(8)
+    kinds = [("gumbel", 1.0), ("standard", 1.0), ("gumbel", 0.0), ("ears", 0.7), ("gumbel", 0.6)]
+
+    def run(rows: int, chosen: list[int]) -> dict[int, Completion]:
+        draft = ModelDrafter(ScriptedModel(noisy(script, 9, 0.5)), V)
+        made = Engine(ScriptedModel(script), draft, max_rows=rows)
+        ids = {}
+        for i in chosen:
+            rule, heat = kinds[i]
+            how = Sampling(max_new_tokens=10 + 5 * i, temperature=heat, top_k=6, seed=i)
+            length = CONTROLLERS.make("fixed(3)")
+            request = Request([i, 2], how, length, RULES.make(rule), logprobs=logprobs)
+            ids[made.submit(request)] = i
+        return {ids[e.request]: e.completion for e in made.run() if e.completion}
+
+    together = run(3, list(range(len(kinds))))
+    for i in range(len(kinds)):
+        alone = run(1, [i])[i]
+        assert together[i].tokens == alone.tokens
+        assert [r.accepted for r in together[i].rounds] == [r.accepted for r in alone.rounds]
+
+
 def test_a_seeds_text_drawn_by_noise_goes_by_the_clock_and_stays() -> None:
     """`auto` is told what rounds cost, and may throw drafts away, as in greedy requests."""
     script = chaotic(8)

@@ -128,8 +128,8 @@ class Auto(LengthController):
     policy, d the seconds of a draft step and V those of a target pass that judges one token. A
     round starts with a draft while λ is at least the rate of plain decoding.
 
-    - `S_i = (1 − u)·Π_j σ(b + a·z_j + t_j)`: `z` is linear in the logit margin (greedy requests) or
-      in the probability of the drafted token (sampled ones), fitted once to many texts; what is
+    - `S_i = (1 − u)·Π_j σ(b + a·z_j + t_j)`: `z` is linear in the logit margin (certain drafts) or
+      in the probability of the drafted token (by coins), fitted once to many texts; what is
       kept tells which of the two a request is. `(b, a)`, from (0, 1), follow its judged tokens by
       one Newton step of ridge logistic regression a round. `t` is what a table has learned so, in
       this request and those before, of the drafted token and of its pair with the one before it:
@@ -149,7 +149,7 @@ class Auto(LengthController):
       where that was timed, a plain token is so much cheaper than one with a draft.
     - Rejections, and only they, end what a round can teach; rounds cut short from outside teach
       nothing.
-    - The draft of a greedy request alone is certain, so it may be looked at and thrown away. Of
+    - A draft that no coins decide, of a request alone, may be looked at and thrown away. Of
       the tokens drafted, `argmax_i Σ_{j≤i} S_j − λ·(V_i − V_0)` are judged, with V_i the seconds of
       a pass that judges i; where that is none, the round is plain and has cost a draft step or two.
       They are drafted on while the best that can be hoped for is above what is already there.

@@ -33,9 +33,9 @@ class LogOdds(NamedTuple):
 
 
 GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.14, 0.21)
-"""Prior of greedy requests; `python -m benchmarks.auto_prior` made both."""
+"""Prior of certain drafts; `python -m benchmarks.auto_prior` made both."""
 SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.17, 0.12)
-"""Prior of sampled ones."""
+"""Prior of those that coins decide."""
 _MORE_SAMPLED = [sampled - greedy for greedy, sampled in zip(GREEDY, SAMPLED, strict=True)]
 MOST_MARGIN = 8.0
 """Logits beyond which a margin says nothing more."""

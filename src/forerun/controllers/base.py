@@ -130,8 +130,8 @@ class LengthController(ABC):
         return Opening(self.limit(state, costs))
 
     def look(self, state: Any, costs: Costs) -> Opening:
-        """`open` of a greedy request that decides for itself: its draft may be thrown away after a
-        look at it (`left_out`)."""
+        """`open` of a request that decides for itself and tosses no coins: its draft may be thrown
+        away after a look at it (`left_out`)."""
         return self.open(state, costs)
 
     def fold(self, state: Any, memo: Memo, token: Token) -> Memo:

@@ -196,7 +196,7 @@ def _draft(
 ) -> Proposal:
     if not any(crew.previews):
         return _propose(rows, limits, drafter, guide)
-    # A greedy preview is the draft; a sampled one only says how long the draft shall be.
+    # A certain preview is the draft; one by coins only says how long the draft shall be.
     keep = guide.certain
     first = [
         pair if keep or looks else (0, pair[1])

@@ -45,7 +45,7 @@ def compare(
     wanted: Sequence[int],
     logits: torch.Tensor | None = None,
 ) -> Judgements:
-    """The judgement where all rows are greedy and their rules only compare with the arg-max.
+    """The judgement where all rows are certain and their rules only compare with the arg-max.
 
     Args:
         rows: the batch.

@@ -128,7 +128,7 @@ class Engine:
             random=np.random.default_rng(seed),
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
-            noise=Noise(seed) if request.rule.gumbel_max and not how.greedy else None,
+            noise=Noise.of(how, seed) if request.rule.gumbel_max else None,
             prediction=Prediction(request.prediction) if request.prediction else None,
             place=None
             if how.constraint is None

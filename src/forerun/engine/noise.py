@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.requests import Sampling
+
 _SPREAD = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: far apart are the seeds of places that are close."""
 MOST_KEPT = 64
@@ -28,6 +30,13 @@ class Noise:
         self._start: Any = self._random.state
         self._known: dict[int, torch.Tensor] = {}
         """By place, as long as it may be asked for again: draft and target both do."""
+
+    @classmethod
+    def of(cls, sampling: Sampling, seed: int | None = None) -> Noise | None:
+        """What a request draws by, with this seed or its own; None if it is greedy."""
+        seed = sampling.seed if seed is None else seed
+        assert sampling.greedy or seed is not None, "what is drawn again needs its seed"
+        return None if sampling.greedy else cls(seed or 0)
 
     def add(self, logits: torch.Tensor, first: int, settled: int) -> None:
         """Add noise to logits, in place.

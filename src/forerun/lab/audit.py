@@ -169,8 +169,7 @@ class Transform:
     def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
         self.context, self.prompt = context, prompt
         eos = frozenset(sampling.eos) if sampling.eos is not None else getattr(model, "eos", ())
-        noise = None if sampling.greedy else Noise(sampling.seed or 0)
-        self._sampler = Sampler([sampling], [frozenset(eos)], [noise])
+        self._sampler = Sampler([sampling], [frozenset(eos)], [Noise.of(sampling)])
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """`(V,)` logits as the request judges them."""

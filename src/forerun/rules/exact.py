@@ -37,13 +37,17 @@ class Exact(AcceptanceRule):
 
     def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
-        if not target.greedy.all():
-            row = int(target.greedy.logical_not().nonzero()[0])
+        if (row := sampled_row(target)) is not None:
             raise SettingError(
                 f"rule 'exact' needs temperature 0, got a sampling request in row {row}; "
                 "use rule 'standard'"
             )
         return match_greedy(draft, target.logits)
+
+
+def sampled_row(target: Target) -> int | None:
+    """The first row for which the arg-max is not the only token, if any."""
+    return None if target.greedy.all() else int(target.greedy.logical_not().nonzero()[0])
 
 
 def match_greedy(draft: Draft, logits: torch.Tensor) -> Verdict:

@@ -10,7 +10,7 @@ import torch
 from forerun.citations import bibtex
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule
-from forerun.rules.exact import match_greedy
+from forerun.rules.exact import match_greedy, sampled_row
 from forerun.types import Draft, Target, Verdict
 
 
@@ -45,8 +45,7 @@ class Gumbel(AcceptanceRule):
 
     def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
-        if not target.greedy.all():
-            row = int(target.greedy.logical_not().nonzero()[0])
+        if (row := sampled_row(target)) is not None:
             raise SettingError(
                 "rule 'gumbel' judges logits that hold a request's noise, and a sampling request "
                 f"in row {row} has none; use rule 'standard'"

@@ -222,8 +222,8 @@ class Exits:
     def _processed(self, of: Text, context: list[int], logits: torch.Tensor) -> torch.Tensor:
         """`(n, V)` logits as the engine processes them for the token after `context`."""
         count = len(logits)
-        noise = None if of.sampling.greedy else Noise(of.sampling.seed or 0)
-        sampler = Sampler([of.sampling] * count, [of.eos] * count, [noise] * count)
+        noises = [Noise.of(of.sampling)] * count
+        sampler = Sampler([of.sampling] * count, [of.eos] * count, noises)
         if sampler.trivial:
             return logits
         row = SimpleNamespace(context=context, prompt=len(of.prompt))

@@ -281,7 +281,7 @@ def _text(model: Model, task: Task, done: Completion, depth: int, rule: Acceptan
     coins = random.random((len(done.tokens) + 1, depth + 1))
     ends: frozenset[int] = frozenset() if sampling.ignore_eos else eos
     prompt, source = model.context(task.tokens)
-    noise = Noise(done.seed) if rule.gumbel_max and not sampling.greedy else None
+    noise = Noise.of(sampling, done.seed) if rule.gumbel_max else None
     return _Text(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
 
 
