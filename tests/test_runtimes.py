@@ -5,6 +5,7 @@ An executor is a line in the table. Logits are compared, not arg-maxes, which wo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from forerun.runtime.base import Executor, Rows
 from forerun.runtime.compiled import CompiledExecutor, check_compiler
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.exits import LayersExecutor
+from forerun.runtime.packing import pack
 from forerun.runtime.support import PROVEN
 from forerun.runtime.torch_executor import TorchExecutor
 from forerun.signals import measure
@@ -67,6 +69,10 @@ def of_model(
             return model(torch.tensor([list(tokens)])).logits[0]
 
     return Case(lambda: kind(model), alone)
+
+
+def of_packed(kind: Callable[[Any], Executor], family: str) -> Case:
+    return of_model(lambda model: kind(pack(copy.deepcopy(model))), family)
 
 
 def of_script() -> Case:
@@ -124,9 +130,14 @@ def of_openvino_layers(family: str) -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
+    **{f"packed-{family}": lambda f=family: of_packed(TorchExecutor, f) for family in CONFIGS},
+    "packed-layers": lambda: of_packed(LayersExecutor, "llama"),
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
     **{f"openvino-{f}": lambda f=f: of_openvino(f) for f in ("llama", "gpt2", "marian", "bart")},
     **{f"encoder-{f}": lambda f=f: of_encoder_decoder(f) for f in ("t5", "marian", "bart")},
+    "packed-encoder": lambda: of_encoder_decoder(
+        "bart", lambda model: EncoderDecoderExecutor(pack(copy.deepcopy(model)))
+    ),
     **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
     "openvino-halved-gpt2": lambda: of_halved("gpt2"),
     "openvino-halved-llama-large": lambda: of_halved("llama", large=True),

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.packing import dense
 from forerun.runtime.support import PROBE_TOLERANCE
 
 
@@ -96,8 +97,7 @@ class LayerAccess:
     @property
     def unembedding(self) -> torch.Tensor:
         """The model's `(V, H)` unembedding matrix."""
-        weight: torch.Tensor = self._head.weight
-        return weight
+        return dense(self._head.weight)
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Depth 0, `(n, width, H)`, of token ids at positions, `(n, width)` each."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from forerun.errors import ForerunWarning, ModelError
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.grafts import ABOUT, FORMAT, WEIGHTS, About, read_about
+from forerun.runtime.packing import dense
 
 KIND = "medusa"
 TOKENS = "tokens"  # name of the tensor of token ids
@@ -59,7 +60,7 @@ def new_heads(
     model: Any, count: int, layers: int = 1, tokens: torch.Tensor | None = None
 ) -> MedusaHeads:
     """Heads as they begin: `W₁` zero and `W₂` the model's own head, each a copy in float32."""
-    own = model.get_output_embeddings().weight.detach()
+    own = dense(model.get_output_embeddings().weight.detach())
     own = own if tokens is None else own[tokens]
     weights: dict[str, torch.Tensor] = {}
     for head in range(count):

@@ -17,6 +17,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.errors import require
 from forerun.model import Model
 from forerun.runtime import Rows, load_model
+from forerun.runtime.packing import unpacked
 
 Schedule = Literal["heuristic", "constant", "dynamic"]
 SCHEDULES: tuple[Schedule, ...] = ("heuristic", "constant", "dynamic")
@@ -291,10 +292,15 @@ def transformers_peers(model: Model) -> list[Peer]:
 
 
 def _module(rows: Rows) -> Any:
-    """The module behind rows; of an executor that has dropped its torch weights, loaded again."""
+    """The module behind rows as its users have it: a copy if it is packed, and of an executor that
+    has dropped its torch weights, loaded again."""
     if rows.facts.executor == "openvino" and rows.facts.precision == "float32" and rows.facts.name:
         return _loaded(rows.facts.name)
-    return rows.executor.module()
+    module = rows.executor.module()
+    return None if module is None else _unpacked(module)
+
+
+_unpacked = cache(unpacked)
 
 
 @cache

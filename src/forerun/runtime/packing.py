@@ -1,0 +1,158 @@
+"""Linear layers in oneDNN's own layout of weights: what few tokens cost torch on a CPU.
+
+A pass over one token or a few reads every weight once, and most have left the caches since the last
+one. Torch hands its row-major matrices to MKL, which reads many rows at once and waits for each;
+oneDNN reads a packed matrix from front to end. A matrix of 832 × 320 out of the caches takes (µs,
+two cores of a Zen 4) 68 with one token, 95 with four and 88 with eight, packed 27, 31 and 36.
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forerun.runtime.support import PROBE_TOLERANCE
+
+SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Layers of a module that decoder-only models give the same states, one after the other: a product
+takes 10 µs before it begins."""
+
+_OPS = torch.ops.mkldnn
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` for inference. Copied, saved or differentiated, it is one of plain weights."""
+
+    def __init__(self, product: _Product, begin: int, end: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = product.weight.shape[1], end - begin
+        self._product, self._rows = product, slice(begin, end)
+        self.packed, self.packed_bias = product.weight, product.bias  # a model counts its weights
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """`(out, in)`, packed if the matrix is its alone."""
+        whole = self.packed
+        return whole if len(whole) == self.out_features else dense(whole)[self._rows]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """`(out,)`, if any."""
+        return None if self.packed_bias is None else self.packed_bias[self._rows]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., out)` of `(..., in)`."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return F.linear(x, dense(self.weight), self.bias)
+        return self._product.of(x, self._rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        made = nn.Linear(1, 1, bias=False)
+        made.in_features, made.out_features = self.in_features, self.out_features
+        made.weight = nn.Parameter(dense(self.weight).clone())
+        if self.bias is not None:
+            made.bias = nn.Parameter(self.bias.detach().clone())
+        return made.train(self.training)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = dense(self.weight)
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias.detach()
+
+
+class _Product:
+    """The packed matrix of one layer, or of several that are asked about the same states in turn.
+
+    The first of them to be asked has the outputs of all computed, the last lets go of them.
+    """
+
+    def __init__(self, linears: Iterable[nn.Linear]) -> None:
+        weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
+        packed = _OPS._reorder_linear_weight(torch.cat(weights).detach(), None)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if biases[0] is not None:
+            self.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        """The outputs `rows` of `x`."""
+        held = self._held
+        if held is None or held[0] is not x or rows.start == 0:
+            held = x, _OPS._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        self._held = held if rows.stop < held[1].shape[-1] else None
+        return held[1][..., rows]
+
+
+def dense(weight: torch.Tensor) -> torch.Tensor:
+    """Weights as rows: unpacked into new memory if they are packed, else as they are."""
+    return weight.detach().to_dense() if weight.is_mkldnn else weight
+
+
+def unpacked(model: Any) -> Any:
+    """The model as it was loaded: a copy if any of its layers is packed."""
+    packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    return copy.deepcopy(model) if packed else model
+
+
+@torch.inference_mode()
+def pack(model: Any) -> Any:
+    """Pack every `nn.Linear` of a model that is on a CPU where that is faster; else do nothing.
+
+    Weights tied to a table of embeddings are packed into memory of their own.
+
+    Returns:
+        The model that was given.
+    """
+    if not (_able() and all(p.device.type == "cpu" for p in model.parameters())):
+        return model
+    together = () if getattr(model.config, "is_encoder_decoder", False) else SAME_INPUT
+    for parent in list(model.modules()):
+        linears = {name: child for name, child in parent.named_children() if _packable(child)}
+        for names in together:
+            if linears.keys() >= set(names) and len({_kind(linears[name]) for name in names}) == 1:
+                _replace(parent, {name: linears.pop(name) for name in names})
+        for name, linear in linears.items():
+            _replace(parent, {name: linear})
+    return model
+
+
+def _replace(parent: nn.Module, linears: dict[str, nn.Linear]) -> None:
+    """Put one product in the place of these layers."""
+    product, end = _Product(linears.values()), 0
+    for name, linear in linears.items():
+        begin, end = end, end + len(linear.weight)
+        setattr(parent, name, PackedLinear(product, begin, end))
+
+
+def _able() -> bool:
+    """Whether this processor and this build of torch are such as it was measured on."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.enabled:
+        return False
+    some, x = nn.Linear(24, 40), torch.randn(3, 24)
+    try:
+        worst = (_Product([some]).of(x, slice(0, 40)) - some(x)).abs().max()
+    except (AttributeError, RuntimeError, TypeError):  # operators that promise nothing
+        return False
+    return bool(worst <= PROBE_TOLERANCE)
+
+
+def _packable(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer in a type that oneDNN computes in on this processor."""
+    if type(module) is not nn.Linear:  # a subclass computes something else: of few bits, low rank
+        return False
+    dtype = module.weight.dtype
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and bool(_OPS._is_mkldnn_bf16_supported())
+    )
+
+
+def _kind(linear: nn.Linear) -> tuple[int, torch.dtype, bool]:
+    """What must be the same for matrices to become one."""
+    return linear.weight.shape[1], linear.weight.dtype, linear.bias is None
