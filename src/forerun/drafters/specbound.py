@@ -89,19 +89,18 @@ class SpecBoundDrafter(Drafter):
             # All but one token of the text is covered; what is beyond was drafted this round.
             if text is not None and len(text) - 1 - covered >= self._width:
                 asked[row], ended[row] = None, Stop.EXHAUSTED
-        out: torch.Tensor | None = None
+        left: list[tuple[list[int], torch.Tensor]] = []
 
         def leave(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
-            nonlocal out
             if layer == self.executor.access.layers:
                 logits, sure = self.executor.access.logits(hidden), [True] * len(rows)
             else:
                 logits = self.heads.logits(layer, hidden)
                 sure = self._confident(layer, logits).tolist()
-            if out is None:
-                out = logits.new_zeros(len(texts), self.rows.vocab_size)
-            here = [i for i, yes in enumerate(sure) if yes]
-            out[[rows[i] for i in here]] = self._spread(logits[here])
+            if all(sure):
+                left.append((rows, logits))
+            elif here := [i for i, yes in enumerate(sure) if yes]:
+                left.append(([rows[i] for i in here], logits[here]))
             if layer == self.layers[-1]:
                 for row, yes in zip(rows, sure, strict=True):
                     ended[row] = None if yes else Stop.DIFFICULT
@@ -109,15 +108,25 @@ class SpecBoundDrafter(Drafter):
 
         if any(text is not None for text in asked):
             self.executor.climb(self.rows.lengths, asked, self.layers, leave)
-        return Step(out, ended=ended)
+        return Step(self._spread(left, len(texts)), ended=ended)
 
-    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """`(n, V)` logits: −inf for tokens that the heads cannot say."""
-        if self.heads.tokens is None or logits.shape[-1] == self.rows.vocab_size:
-            return logits
-        everything = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
-        everything[:, self.heads.tokens] = logits
-        return everything
+    def _spread(
+        self, left: Sequence[tuple[list[int], torch.Tensor]], rows: int
+    ) -> torch.Tensor | None:
+        """`(rows, V)` logits of the rows that left; −inf for tokens that the heads cannot say."""
+        if not left:
+            return None
+        vocab = self.rows.vocab_size
+        if len(left[0][0]) == rows and left[0][1].shape[-1] == vocab:  # all, at the same exit
+            return left[0][1]
+        out, tokens = left[0][1].new_zeros(rows, vocab), self.heads.tokens
+        for here, logits in left:
+            if tokens is not None and logits.shape[-1] < vocab:
+                narrow = logits
+                logits = narrow.new_full((len(here), vocab), -torch.inf)
+                logits[:, tokens] = narrow
+            out[here] = logits
+        return out
 
     def _confident(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """`(n,)` whether the annealed top-1 probability reaches τ (eq. 2)."""

@@ -18,6 +18,7 @@ from forerun.runtime.base import Rows
 from forerun.runtime.exits import Batch, LayersExecutor
 from forerun.runtime.grafts import About, fill, read_about
 from forerun.runtime.layers import LayerAccess
+from forerun.runtime.packing import pack
 
 KIND = "kangaroo"
 
@@ -125,4 +126,4 @@ def adapter_rows(model: Any, folder: str | Path) -> Rows:
     about: About = read_about(folder, KIND)
     adapter = Adapter(LayerAccess(model), about.layers)
     fill(adapter.own, about, model, folder)
-    return Rows(AdapterExecutor(model, adapter.to(model.device, model.dtype)))
+    return Rows(AdapterExecutor(model, pack(adapter.to(model.device, model.dtype))))

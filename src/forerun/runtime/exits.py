@@ -67,8 +67,6 @@ class Batch:
     spans: list[Span]
     positions: torch.Tensor
     mask: torch.Tensor
-    slots: tuple[torch.Tensor, torch.Tensor]
-    """Rows `(n, 1)` and slots `(n, width)` of the state table."""
     hidden: torch.Tensor
     """`(n, width, H)`, padded on the right."""
 
@@ -163,8 +161,8 @@ class LayersExecutor(TorchExecutor):
             at, batch = depth, self._batch
             assert batch is not None
             assert [span[0] for span in batch.spans] == rows
-            ends = torch.tensor([count - 1 for *_, count in batch.spans], device=self.device)
-            newest = self._shown(batch)[torch.arange(len(rows), device=self.device), ends]
+            shown = self._shown(batch)
+            newest = torch.stack([shown[i, span[2] - 1] for i, span in enumerate(batch.spans)])
             if depth < self.access.layers:
                 self._count(rows, exits=1)
             else:
@@ -279,11 +277,6 @@ class LayersExecutor(TorchExecutor):
         self._reserve(max(begins) + width)
         starts = [self._starts[row] + begin for row, begin in zip(rows, begins, strict=True)]
         mask = self._enter(rows, starts, counts)
-        slots = torch.tensor(begins, device=self.device).unsqueeze(1)
-        index = (
-            torch.tensor(rows, device=self.device).unsqueeze(1),
-            slots + torch.arange(width, device=self.device),
-        )
         positions = self._positions(starts, width)
         if depth == 0:
             tokens = [
@@ -292,14 +285,11 @@ class LayersExecutor(TorchExecutor):
             padded = [[*piece, *[0] * (width - len(piece))] for piece in tokens]
             hidden = self.access.embed(torch.tensor(padded, device=self.device), positions)
         else:
-            hidden = self._states[index]
-            if min(counts) < width:
-                # What stands in padding is left over; through more and more layers it may overflow,
-                # and a masked NaN still spoils attention.
-                ends = torch.tensor(counts, device=self.device).view(-1, 1, 1)
-                beyond = torch.arange(width, device=self.device).view(1, -1, 1) >= ends
-                hidden = hidden.masked_fill(beyond, 0.0)
-        self._batch = Batch(spans, positions, mask, index, hidden)
+            # Zeros in padding: left-overs may overflow, and a masked NaN still spoils attention.
+            hidden = self._states.new_zeros(len(spans), width, self.access.width)
+            for i, (row, begin, count) in enumerate(spans):
+                hidden[i, :count] = self._states[row, begin : begin + count]
+        self._batch = Batch(spans, positions, mask, hidden)
         return self._batch
 
     def _whole(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
@@ -323,7 +313,8 @@ class LayersExecutor(TorchExecutor):
     def _store(self) -> None:
         """Put the states under way back into the table."""
         if self._batch is not None:
-            self._states[self._batch.slots] = self._batch.hidden
+            for i, (row, begin, count) in enumerate(self._batch.spans):
+                self._states[row, begin : begin + count] = self._batch.hidden[i, :count]
             self._batch = None
 
     def _reserve(self, slots: int) -> None:

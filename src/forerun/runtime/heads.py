@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.layers import LayerAccess
+from forerun.runtime.packing import linear, packed
 
 WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
 SCHEMA = 1
@@ -58,7 +59,7 @@ class TrainedHeads(ABC):
         self._rows = None if tokens is None else access.unembedding_of(tokens)
         self._dtype = access.unembedding.dtype
         self._used = {
-            layer: {name: t if t.requires_grad else t.to(self._dtype) for name, t in own.items()}
+            layer: {name: self._for_use(tensor) for name, tensor in own.items()}
             for layer, own in weights.items()
         }
 
@@ -76,6 +77,12 @@ class TrainedHeads(ABC):
         Raises:
             SettingError: there is no head after that layer.
         """
+
+    def _for_use(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            return tensor
+        tensor = tensor.to(self._dtype)
+        return packed(tensor) if tensor.dim() == 2 else tensor
 
     def _of(self, layer: int) -> dict[str, torch.Tensor]:
         if layer not in self._used:
@@ -101,9 +108,9 @@ class LightHeads(TrainedHeads):
         own = self._of(layer)
         x = hidden.to(own["bias"].dtype)
         if "weight" in own:
-            x = x + F.linear(x, own["weight"], own["bias"])
+            x = x + linear(x, own["weight"], own["bias"])
         else:
-            x = x + F.linear(F.linear(x, own["down"]), own["up"], own["bias"])
+            x = x + linear(linear(x, own["down"]), own["up"], own["bias"])
         x, rows = x.to(self._dtype), self._rows
         logits = self.access.logits(x) if rows is None else self.access.logits_of(x, rows)
         return logits * own["scale"].to(self._dtype)
@@ -118,7 +125,7 @@ class FullHeads(TrainedHeads):
         """The logits of this layer's own head."""
         own = self._of(layer)
         unit = F.rms_norm(hidden.float(), hidden.shape[-1:], eps=1e-6)
-        return F.linear(unit.to(own["bias"].dtype), own["weight"], own["bias"]).to(self._dtype)
+        return linear(unit.to(own["bias"].dtype), own["weight"], own["bias"]).to(self._dtype)
 
 
 KINDS: dict[str, type[TrainedHeads]] = {"light": LightHeads, "full": FullHeads}

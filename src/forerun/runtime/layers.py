@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.packing import dense
+from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.support import PROBE_TOLERANCE
 
 
@@ -162,7 +161,7 @@ class LayerAccess:
 
     def logits_of(self, hidden: torch.Tensor, rows: Unembedding) -> torch.Tensor:
         """As `logits`, for some tokens only: `(..., n)` with `rows` from `unembedding_of`."""
-        return F.linear(self._norm(hidden), *rows)
+        return linear(self._norm(hidden), *rows)
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Unembedding of hidden states `(..., H)` that are normed already: `(..., V)` logits."""
@@ -189,7 +188,8 @@ class LayerAccess:
     def unembedding_of(self, tokens: torch.Tensor) -> Unembedding:
         """The unembedding of these token ids alone: weight `(n, H)`, and bias `(n,)` if any."""
         bias = self._head.bias
-        return self.unembedding[tokens].detach(), None if bias is None else bias[tokens].detach()
+        weight = packed(self.unembedding[tokens].detach())
+        return weight, None if bias is None else bias[tokens].detach()
 
 
 class _Nothing(torch.nn.Module):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from forerun.errors import ForerunWarning, ModelError
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.grafts import ABOUT, FORMAT, WEIGHTS, About, read_about
-from forerun.runtime.packing import dense
+from forerun.runtime.packing import dense, linear, packed
 
 KIND = "medusa"
 TOKENS = "tokens"  # name of the tensor of token ids
@@ -52,8 +52,8 @@ class MedusaHeads:
         """`(..., n)` logits of a head from states `(..., H)`."""
         x = hidden
         for layer in range(self.layers):
-            x = x + F.silu(F.linear(x, self.weights[f"{head}.{layer}.weight"]))
-        return F.linear(x, self.weights[f"{head}.{UNEMBEDDING}"])
+            x = x + F.silu(linear(x, self.weights[f"{head}.{layer}.weight"]))
+        return linear(x, self.weights[f"{head}.{UNEMBEDDING}"])
 
 
 def new_heads(
@@ -120,7 +120,7 @@ def load_medusa(model: Any, folder: str | Path) -> tuple[MedusaHeads, About]:
             ForerunWarning,
             stacklevel=4,
         )
-    there = {name: tensor.to(own.device, own.dtype) for name, tensor in tensors.items()}
+    there = {name: packed(tensor.to(own.device, own.dtype)) for name, tensor in tensors.items()}
     return MedusaHeads(there, None if tokens is None else tokens.long().to(own.device)), about
 
 

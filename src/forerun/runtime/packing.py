@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import platform
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., out)` of `(..., in)`."""
         if x.requires_grad and torch.is_grad_enabled():
-            return F.linear(x, dense(self.weight), self.bias)
+            return linear(x, self.weight, self.bias)
         return self._product.of(x, self._rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
@@ -72,10 +73,9 @@ class _Product:
     The first of them to be asked has the outputs of all computed, the last lets go of them.
     """
 
-    def __init__(self, linears: Iterable[nn.Linear]) -> None:
-        weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
-        packed = _OPS._reorder_linear_weight(torch.cat(weights).detach(), None)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        weights, biases = zip(*((layer.weight, layer.bias) for layer in layers), strict=True)
+        self.weight = nn.Parameter(packed(torch.cat(weights)), requires_grad=False)
         self.bias: nn.Parameter | None = None
         if biases[0] is not None:
             self.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
@@ -85,9 +85,23 @@ class _Product:
         """The outputs `rows` of `x`."""
         held = self._held
         if held is None or held[0] is not x or rows.start == 0:
-            held = x, _OPS._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            held = x, linear(x, self.weight, self.bias)
         self._held = held if rows.stop < held[1].shape[-1] else None
         return held[1][..., rows]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `F.linear`, with weights that may be packed."""
+    if not weight.is_mkldnn or (x.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, dense(weight), bias)
+    out: torch.Tensor = _OPS._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix `(out, in)` as `linear` is fastest with it: packed where a layer of it would be."""
+    able = weight.device.type == "cpu" and _computes(weight.dtype) and _able()
+    return _OPS._reorder_linear_weight(weight.detach(), None) if able else weight
 
 
 def dense(weight: torch.Tensor) -> torch.Tensor:
@@ -97,8 +111,8 @@ def dense(weight: torch.Tensor) -> torch.Tensor:
 
 def unpacked(model: Any) -> Any:
     """The model as it was loaded: a copy if any of its layers is packed."""
-    packed = any(isinstance(module, PackedLinear) for module in model.modules())
-    return copy.deepcopy(model) if packed else model
+    some = any(isinstance(module, PackedLinear) for module in model.modules())
+    return copy.deepcopy(model) if some else model
 
 
 @torch.inference_mode()
@@ -112,47 +126,54 @@ def pack(model: Any) -> Any:
     """
     if not (_able() and all(p.device.type == "cpu" for p in model.parameters())):
         return model
-    together = () if getattr(model.config, "is_encoder_decoder", False) else SAME_INPUT
+    together = (
+        () if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else SAME_INPUT
+    )
     for parent in list(model.modules()):
-        linears = {name: child for name, child in parent.named_children() if _packable(child)}
+        layers = {name: child for name, child in parent.named_children() if _packable(child)}
         for names in together:
-            if linears.keys() >= set(names) and len({_kind(linears[name]) for name in names}) == 1:
-                _replace(parent, {name: linears.pop(name) for name in names})
-        for name, linear in linears.items():
-            _replace(parent, {name: linear})
+            if layers.keys() >= set(names) and len({_kind(layers[name]) for name in names}) == 1:
+                _replace(parent, {name: layers.pop(name) for name in names})
+        for name, layer in layers.items():
+            _replace(parent, {name: layer})
     return model
 
 
-def _replace(parent: nn.Module, linears: dict[str, nn.Linear]) -> None:
+def _replace(parent: nn.Module, layers: dict[str, nn.Linear]) -> None:
     """Put one product in the place of these layers."""
-    product, end = _Product(linears.values()), 0
-    for name, linear in linears.items():
-        begin, end = end, end + len(linear.weight)
+    product, end = _Product(layers.values()), 0
+    for name, layer in layers.items():
+        begin, end = end, end + len(layer.weight)
         setattr(parent, name, PackedLinear(product, begin, end))
 
 
+@cache
 def _able() -> bool:
     """Whether this processor and this build of torch are such as it was measured on."""
     if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.enabled:
         return False
-    some, x = nn.Linear(24, 40), torch.randn(3, 24)
+    x, some = torch.randn(3, 24), torch.randn(40, 24)
     try:
-        worst = (_Product([some]).of(x, slice(0, 40)) - some(x)).abs().max()
+        there = _OPS._reorder_linear_weight(some, None)
+        worst = (linear(x, there) - linear(x, some)).abs().max()
     except (AttributeError, RuntimeError, TypeError):  # operators that promise nothing
         return False
-    return bool(worst <= PROBE_TOLERANCE)
+    return bool(there.is_mkldnn and worst <= PROBE_TOLERANCE)
 
 
-def _packable(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer in a type that oneDNN computes in on this processor."""
-    if type(module) is not nn.Linear:  # a subclass computes something else: of few bits, low rank
-        return False
-    dtype = module.weight.dtype
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in a type on this processor."""
     return dtype == torch.float32 or (
         dtype == torch.bfloat16 and bool(_OPS._is_mkldnn_bf16_supported())
     )
 
 
-def _kind(linear: nn.Linear) -> tuple[int, torch.dtype, bool]:
+def _packable(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer; a subclass computes something else: of few bits, of low
+    rank."""
+    return type(module) is nn.Linear and _computes(module.weight.dtype)
+
+
+def _kind(layer: nn.Linear) -> tuple[int, torch.dtype, bool]:
     """What must be the same for matrices to become one."""
-    return linear.weight.shape[1], linear.weight.dtype, linear.bias is None
+    return layer.weight.shape[1], layer.weight.dtype, layer.bias is None
