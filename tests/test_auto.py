@@ -191,11 +191,11 @@ def test_a_token_that_pays_for_a_level_is_weighed_with_those_behind_it():
     assert got < 0, "where a miss is near, not for the others either"
     # The best length takes the level whole, too.
     for later, length in ((0.95, 7), (0.9, 3), (0.3, 2)):
-        assert controller._best_fixed(0.9, later, costs)[0] == length
+        assert controller._best_fixed(0.9, later, costs, 0.0)[0] == length
     state = AutoState(drafts=Drafts(2.0, 9.0, committed=8.0))  # 4.5 tokens a round
     rate = controller.open(state, costs).memo[0].rate
     length, tokens, seconds = controller._best_fixed(
-        *typical(state.learned, by, 1 - sigmoid(USELESS_START)), costs
+        *typical(state.learned, by, 1 - sigmoid(USELESS_START)), costs, 0.0
     )
     assert rate == pytest.approx((12 * tokens + 8) / (12 * seconds + 2 * 1.95), rel=1e-3)
 
@@ -352,6 +352,44 @@ def test_one_round_corrects_by_hand():
     useless = np.log(USELESS_KEPT / q[0]) + np.log((1 - USELESS_KEPT) / (1 - q[1]))
     expected = max(USELESS_START + useless, USELESS_START)
     np.testing.assert_allclose(new.useless, expected, rtol=1e-3)
+
+
+def test_a_token_that_the_drafter_could_not_say_counts_as_one_rejected_unseen():
+    controller = Auto()
+    state = controller.start()._replace(learned=Survival(sampled=-10.0))
+    one = replace_stop(seen(1, 1, [2.0]), Stop.DIFFICULT)
+    after = controller.observe(state, COSTS, one)
+    q = sigmoid(
+        [GREEDY.first, GREEDY.next_constant + (GREEDY.next_newest + GREEDY.next_mean) * 2.0]
+    )
+    hit = np.array([1.0, 0.0])
+    ahead = (hit - q).sum() / (SHIFT_WEIGHT + (q * (1 - q)).sum())
+    np.testing.assert_allclose(after.learned.shift, ahead, rtol=1e-3)
+    known = controller.observe(state, COSTS, seen(1, 1, [2.0])).learned
+    assert after.learned.constant == known.constant, "what was shown of others says nothing of it"
+    assert after.drafts.free_steps == 1, "its step took time"
+    assert (after.learned.difficult, after.learned.rejected) == (1, 0)
+    first = controller.observe(state, COSTS, Round(0, 0, stopped_by=Stop.DIFFICULT))
+    assert first.learned.shift < state.learned.shift
+    assert first.drafts == Drafts(free=1.0, free_steps=1.0, committed=1.0)
+    wrong = replace_stop(seen(2, 1, [2.0, 1.0]), Stop.DIFFICULT)
+    after = controller.observe(state, COSTS, wrong).learned
+    assert after.shift == controller.observe(state, COSTS, seen(2, 1, [2.0, 1.0])).learned.shift
+    assert (after.difficult, after.rejected) == (0, 1), "behind a rejection nothing can be said"
+
+
+def test_a_drafter_that_stops_by_itself_wastes_no_steps():
+    controller, costs = Auto(), Costs(1.0, ((1, 3.0), (2, 3.0), (9, 3.7)))
+    tokens, seconds = controller._best_fixed(0.5, 0.8, costs, 0.0)[1:]
+    length, more, less = controller._best_fixed(0.5, 0.8, costs, 1.0)
+    assert more / less > tokens / seconds
+    steps = 1 + sum(0.5 * 0.8**i for i in range(length - 1))
+    assert more == pytest.approx(1 + sum(0.5 * 0.8**i for i in range(length)))
+    assert less == pytest.approx(3 + steps + (steps - 1) * costs.widening, rel=1e-6)
+
+
+def replace_stop(round, stop):
+    return round._replace(stopped_by=stop)
 
 
 def test_nothing_behind_a_rejection_teaches():

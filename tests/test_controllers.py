@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers.auto import Auto
 from forerun.controllers.base import Wrapper
 from forerun.controllers.elementwise import filled, joined, mapped, spread, taken
 from forerun.controllers.hf_threshold import best_threshold
@@ -512,6 +513,8 @@ def test_learns_nothing_from_censored_rounds(spec, stop):
 @pytest.mark.parametrize("spec", SPECS)
 def test_learns_nothing_without_a_draft(spec, stop):
     controller = make(spec)
+    if isinstance(controller, Auto) and stop == Stop.DIFFICULT:
+        return  # a step that gave no token took time, and says how often that happens
     _, state = history(controller)
     for probs in ([], [0.0] * 3):
         seen = outcome(0, 0, stop, probs)

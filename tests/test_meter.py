@@ -254,6 +254,23 @@ def test_what_a_draft_costs_that_is_thrown_away():
     assert not {"prefill", "catch_up"} & set(costs.to_json())
 
 
+def test_a_pass_behind_a_draft_of_its_own_layers_takes_less_than_a_plain_one():
+    meter, other = Meter(shares_layers=True), Meter()
+    for each in (meter, other):
+        for _ in range(4):
+            each.tell(Lap(1, 2, 2, 0.002, 0.0, 0.008))
+        for _ in range(4):
+            each.tell(Lap(1, 0, 1, 0.001, 0.001, 0.0075))  # it could not say a token
+        for _ in range(4):
+            each.tell(Lap(1, 0, verify_seconds=0.010))
+    costs = meter.costs(1)
+    assert costs.plain == 0.010
+    assert costs.cold == -costs.draft, "never as if the step had taken less than no time"
+    assert costs.round_seconds(1, 1) == pytest.approx(0.010)
+    assert costs.judging[0] == pytest.approx(max(costs.verify_seconds(2) - 0.009, 0))
+    assert other.costs(1).plain < 0.008, "elsewhere more tokens never take less"
+
+
 def test_cold_caches_cost_the_same_at_any_width_and_a_faster_machine_is_so_in_proportion():
     timed = ((1, 2.0), (2, 2.5), (4, 2.5), (5, 4.0), (8, 4.0))
     for narrow, wide in ((4.5, 6.0), (1.25, 2.0)):

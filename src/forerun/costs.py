@@ -56,8 +56,8 @@ class Costs:
     """Widths, rising, up to which a pass takes as long as one of that width; of others every token
     adds something."""
     cold: float = 0.0
-    """What a plain pass takes more right behind a draft that was thrown away: its weights have left
-    the caches."""
+    """What a plain pass takes more right behind a draft that was thrown away, as its weights have
+    left the caches; less, where the drafter is made of the target's layers and has run some."""
     catch_up: float = 0.0
     """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
@@ -76,9 +76,12 @@ class Costs:
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name in ("fixed", "first", "catch_up", "reading", "cold"):
+        for name in ("fixed", "first", "catch_up", "reading"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
+        least = -self.draft_seconds(1)
+        message = "a number of seconds, at most as many below 0 as a draft step takes"
+        require(least <= self.cold < math.inf, "cold", self.cold, message)
         rising = all(a < b for a, b in pairwise((0, *self.levels)))
         require(rising, "levels", self.levels, "widths, rising")
         whole("batch", self.batch, 1)

@@ -44,7 +44,7 @@ class Stop(IntEnum):
 CENSORING = (Stop.EXHAUSTED, Stop.END_OF_TEXT, Stop.BUDGET)  # the last of `Stop`, contiguous
 """Reasons that are nobody's decision about length: a fully accepted draft that ended for one of
 them says nothing about a longer one."""
-_CENSORING = int(CENSORING[0])  # numpy is slow with enumerations
+_CENSORING, _DIFFICULT = int(CENSORING[0]), int(Stop.DIFFICULT)  # numpy is slow with enumerations
 
 
 SIGNALS = (
@@ -119,6 +119,11 @@ class Round(NamedTuple):
     def censored(self) -> Any:
         """Whether it was cut from outside (`CENSORING`) with everything accepted."""
         return self.full & (self.stopped_by >= _CENSORING)
+
+    @property
+    def difficult(self) -> Any:
+        """Whether the drafter could not say what follows its tokens, all of which were kept."""
+        return (self.stopped_by == _DIFFICULT) & (self.accepted == self.drafted)
 
     @property
     def teaches(self) -> Any:

@@ -52,7 +52,8 @@ CARRIED = 0.5
 """Share of a request's corrections that the next one starts from."""
 NO_TIME = 1e-6
 """Least share of a plain token's seconds that is left when a drafter's reading is taken off."""
-_LIMIT, _CONFIDENCE = int(Stop.LIMIT), int(Stop.CONFIDENCE)  # numpy is slow with enumerations
+# numpy is slow with enumerations
+_LIMIT, _CONFIDENCE, _DIFFICULT = int(Stop.LIMIT), int(Stop.CONFIDENCE), int(Stop.DIFFICULT)
 
 
 class Drafts(NamedTuple):
@@ -65,7 +66,7 @@ class Drafts(NamedTuple):
     free: float = 0.0
     """Rounds whose draft did not: it was thrown away, or judged with the prompt; and"""
     free_steps: float = 0.0
-    """draft steps of these, and of tokens left out in the others."""
+    """draft steps of these, and those of the others that gave no token to judge."""
     committed: float = 0.0
     """Tokens that all of them committed."""
 
@@ -148,7 +149,9 @@ class Auto(LengthController):
       The seconds are those the costs say. A drafter reads the prompts of requests that come, too;
       where that was timed, a plain token is so much cheaper than one with a draft.
     - Rejections, and only they, end what a round can teach; rounds cut short from outside teach
-      nothing.
+      nothing. A token that the drafter could not say (`Stop.DIFFICULT`) counts as one that was
+      rejected before anything was shown of it, and its step as one of the round. Where the drafter
+      foresees most of what is not kept, a fixed length wastes no steps behind it.
     - A draft that no coins decide, of a request alone, may be looked at and thrown away. Of
       the tokens drafted, `argmax_i Σ_{j≤i} S_j − λ·(V_i − V_0)` are judged, with V_i the seconds of
       a pass that judges i; where that is none, the round is plain and has cost a draft step or two.
@@ -332,21 +335,24 @@ class Auto(LengthController):
         chose_plain = (round.drafted == 0) & (round.stopped_by == _LIMIT)
         rested = state.rested + chose_plain * round.repeated
         begun = state.begun | True
-        looked = (width == 0) & (round.left_out > 0) & (round.stopped_by == _CONFIDENCE)
+        failed = round.stopped_by == _DIFFICULT  # a step that gave no token
+        looked = (round.left_out > 0) & (round.stopped_by == _CONFIDENCE)
+        looked = (width == 0) & (looked | failed)
         if not anywhere((width > 0) | looked):
             return state._replace(rested=rested, begun=begun)
-        learn, mine = round.teaches, self._in_force(costs)
+        learn, mine = round.teaches | round.difficult, self._in_force(costs)
         # Or others drafted, and this request had no room.
         paid = learn | (width > round.drafted) | looked
         free = looked | (mine.prefill > state.begun)
         took = where(free, mine.plain + width * mine.draft, _seconds(mine, maximum(width, 1)))
+        took = took + failed * mine.draft
         learned, table = survival.judged(state.learned, state.table, round)
         longer = minimum(2 * state.interval, LONGEST_PROBE_INTERVAL)
         # A draft right after a probe may only be there to be timed.
         useless = (round.accepted == 0) | (mine.batch > 1)  # unless it pays
         interval = where(useless & (state.rested > 0), longer, state.interval)
         pays = learn & ((round.accepted + 1) * mine.plain >= took)
-        steps, judged = width + round.left_out, where(free, 0, width)
+        steps, judged = width + round.left_out + failed, where(free, 0, width)
         newest = judged > 0, judged, free, steps - judged, round.accepted + 1
         drafts = [FADE * old + new for old, new in zip(state.drafts, newest, strict=True)]
         return AutoState(
@@ -372,7 +378,7 @@ class Auto(LengthController):
         """
         plain, learned = self._plain(costs), state.learned
         by, useful = survival.in_force(learned), sigmoid(-learned.useless)
-        best = self._best_fixed(*survival.typical(learned, by, useful), costs)
+        best = self._best_fixed(*survival.typical(learned, by, useful), costs, learned.foreseen)
         length, tokens, seconds = best
         drafts = state.drafts
         mean = maximum(drafts.judged_tokens, NO_TIME) / maximum(drafts.judged, NO_TIME)
@@ -399,7 +405,7 @@ class Auto(LengthController):
         worth, idle = (tokens - seconds / plain) / rounds, 1 - seconds / plain / rounds
         if not looks:
             judging = (0.0,) * len(judging)
-        elif costs.cold and anywhere(worth < 0):  # the pass behind a judged probe is cold, too
+        elif costs.cold > 0 and anywhere(worth < 0):  # the pass behind a judged probe is cold, too
             cold = where((worth < 0) & (state.begun >= costs.prefill), costs.cold, 0.0)
             judging = judging[0] + cold, *judging[1:]
         memo = Terms(by, useful, rate, judging), None
@@ -417,20 +423,27 @@ class Auto(LengthController):
         left: float = maximum(costs.plain - costs.reading, NO_TIME * costs.plain)
         return left
 
-    def _best_fixed(self, first: float, later: float, costs: Costs) -> tuple[int, float, float]:
+    def _best_fixed(
+        self, first: float, later: float, costs: Costs, foreseen: float
+    ) -> tuple[int, float, float]:
         """The length with the most tokens per second if tokens are kept with these probabilities,
-        the tokens it commits, and the seconds it takes."""
+        the tokens it commits, and the seconds it takes.
+
+        Args:
+            foreseen: share of the tokens not kept before which the drafter itself stops.
+        """
         best = length, tokens, seconds = 1, 1 + first, costs.one
-        more, levels = first, len(costs.rounds)
+        more, levels, going = first, len(costs.rounds), 1 - foreseen * (1 - first)
         for length in range(2, self.high + 1):
             more = more * later
-            tokens, seconds = tokens + more, seconds + costs.next(length - 1)
+            tokens, seconds = tokens + more, seconds + going * costs.next(length - 1)
             longer = tokens * best[2] > best[1] * seconds
             if anywhere(longer):
                 best = select(longer, (length, tokens, seconds), best)
             # The rate has one peak beyond all levels, and none where a step alone is not worth it.
-            elif length >= levels or not anywhere(more * best[2] > best[1] * costs.draft):
+            elif length >= levels or not anywhere(more * best[2] > best[1] * going * costs.draft):
                 break
+            going = going * (1 - foreseen * (1 - later))
         return best
 
     def _rest(self, state: AutoState, costs: Costs, probe: float) -> float:

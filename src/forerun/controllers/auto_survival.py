@@ -9,7 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 from forerun.controllers.auto_table import Table
-from forerun.controllers.elementwise import clip, largest, log, minimum, sigmoid, where
+from forerun.controllers.elementwise import anywhere, clip, largest, log, minimum, sigmoid, where
 from forerun.types import Round, Token
 
 
@@ -93,6 +93,14 @@ class Survival(NamedTuple):
     """What they were when the request began."""
     blind: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Tokens of drafts without signals, fading: first ones kept and judged, later ones likewise."""
+    difficult: float = 0.0
+    rejected: float = 0.0
+    """Tokens that the drafter could not say, and ones it said that were not kept, fading."""
+
+    @property
+    def foreseen(self) -> float:
+        """Share of the tokens not kept before which the drafter itself stops."""
+        return self.difficult / (self.difficult + self.rejected + 1)
 
 
 class Drafted(NamedTuple):
@@ -187,18 +195,21 @@ def carried(learned: Survival, share: float) -> Survival:
         useless=useless,
         useless_before=useless,
         blind=tuple(share * count for count in learned.blind),  # type: ignore[arg-type]
+        difficult=share * learned.difficult,
+        rejected=share * learned.rejected,
     )
 
 
 def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Table]:
-    """After the judged tokens of a round: the accepted ones and the first rejected one.
+    """After the judged tokens of a round: the accepted ones and the first rejected one. One that a
+    drafter could not say counts as a rejected one of which nothing was shown.
 
     A Newton step of ridge logistic regression on z, for constant and slope; one for the shift of
     tokens not yet drafted; and the evidence that the draft is of no use.
     """
     count = round.judged
     most = largest(count)
-    if not round.shows("chosen"):
+    if most and not round.shows("chosen"):
         return _judged_blind(learned, round, most), table
     coins = sum((i < count) * _sampled_step(round.accept_prob[i]) for i in range(most))
     sampled = clip(learned.sampled + coins, -MOST_SAMPLED, MOST_SAMPLED)
@@ -207,7 +218,17 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
     weight, weight_z = FADE * learned.weight, FADE * learned.weight_z
     weight_zz, next_weight = FADE * learned.weight_zz, FADE * learned.shift_weight
     miss = miss_z = next_miss = evidence = total = newest = 0.0
-    for i in range(most):
+    stuck = anywhere(round.difficult)
+    for i in range(most + stuck):
+        guess = later + per_newest * newest + per_mean * (total / i) if i else first
+        guess = guess + shift
+        likely = sigmoid(guess)
+        if stuck:
+            here = round.difficult & (i == count)
+            next_weight = next_weight + here * likely * (1 - likely)
+            next_miss = next_miss - here * likely
+        if i == most:
+            break
         token, hit, inside = round.tokens[i], round.accept_prob[i], i < count
         margin = minimum(token.logit_margin, MOST_MARGIN)
         z = constant + per_margin * margin + per_chosen * token.chosen
@@ -216,12 +237,9 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
         weight, weight_z, weight_zz = weight + w, weight_z + w * z, weight_zz + w * z * z
         miss, miss_z = miss + short, miss_z + short * z
         unexplained.append((token, w, short))
-        guess = later + per_newest * newest + per_mean * (total / i) if i else first
-        guess = guess + shift
-        chance = sigmoid(guess)
-        next_weight = next_weight + inside * chance * (1 - chance)
-        next_miss = next_miss + inside * (hit - chance)
-        likelier = hit * KEPT_IF_USELESS + (1 - hit) * (LOST_IF_USELESS + guess) - log(chance)
+        next_weight = next_weight + inside * likely * (1 - likely)
+        next_miss = next_miss + inside * (hit - likely)
+        likelier = hit * KEPT_IF_USELESS + (1 - hit) * (LOST_IF_USELESS + guess) - log(likely)
         evidence = evidence + inside * likelier
         newest, total = margin, total + margin
     a, b, c = weight + SCALE_WEIGHTS[0], weight_z, weight_zz + SCALE_WEIGHTS[1]
@@ -235,6 +253,8 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
         next_weight,
         clip(learned.useless + evidence, USELESS_START, -USELESS_START),
         learned.useless_before, learned.blind,
+        FADE * learned.difficult + round.difficult,
+        FADE * learned.rejected + (count > round.accepted),
     )  # fmt: skip
     return after, table.learned(unexplained)
 

@@ -112,6 +112,8 @@ class Drafter(ABC):
     """Rows of its own that follow the engine's, for prefixes to be copied from and into."""
     hears: bool = False
     """Whether it is told what the target said; see `hear`."""
+    shares_layers: bool = False
+    """Whether its steps run layers of the target, which the pass behind them leaves out."""
     target: Rows | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 

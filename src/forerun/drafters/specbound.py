@@ -47,6 +47,8 @@ class SpecBoundDrafter(Drafter):
         bonus: as in `SpecBound`.
     """
 
+    shares_layers = True
+
     def __init__(
         self,
         rows: Rows,

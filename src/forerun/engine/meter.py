@@ -74,6 +74,7 @@ class Meter:
             target is not tried for many tokens just to be timed.
         passes, levels: of the target's executor; see there.
         alternates: whether the text decides when there is a draft.
+        shares_layers: whether a pass leaves out what the draft before it has run.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Meter:
         passes: Passes = (),
         levels: tuple[int, ...] = (),
         alternates: bool = False,
+        shares_layers: bool = False,
     ) -> None:
         self._ratio, self._alternates = min(ratio, RATIO), alternates
+        self._shares_layers = shares_layers
         self._shape = Costs(1.0, passes, levels=levels) if passes else None
         self._sizes: dict[int, _Timings] = {}
         self._given: Callable[[int], Costs] | None = None
@@ -99,7 +102,8 @@ class Meter:
         """One for these."""
         executor = target.executor
         alternates = not drafter.has_distribution
-        return cls(drafter.ratio(target), executor.timed, executor.levels, alternates)
+        ratio, shares = drafter.ratio(target), drafter.shares_layers
+        return cls(ratio, executor.timed, executor.levels, alternates, shares)
 
     @classmethod
     def given(cls, costs: Costs | Callable[[int], Costs]) -> Meter:
@@ -169,7 +173,7 @@ class Meter:
         if timings is None:
             shape = None if size else self._shape
             timings = self._sizes[size] = _Timings(
-                size, self._ratio, shape, going_on=not (size or self._alternates)
+                size, self._ratio, shape, not (size or self._alternates), self._shares_layers
             )
         if not timings.known:
             timed = [other for other in self._sizes.values() if other.known]
@@ -188,8 +192,11 @@ class _Timings:
     text repeats itself, change between the kinds anyway.
     """
 
-    def __init__(self, size: int, ratio: float, shape: Costs | None, going_on: bool) -> None:
+    def __init__(
+        self, size: int, ratio: float, shape: Costs | None, going_on: bool, shares_layers: bool
+    ) -> None:
         self.size, self._shape, self._going_on = size, shape, going_on
+        self._shares_layers = shares_layers
         self.step: deque[float] = deque(maxlen=TIMINGS)
         self.first: deque[float] = deque(maxlen=TIMINGS)
         self.plain: deque[float] = deque(maxlen=PLAIN_TIMINGS)
@@ -302,7 +309,7 @@ class _Timings:
 
     def _summed(self) -> Costs:
         """The costs in force."""
-        step, first = _median(self.step), _median(self.first)
+        step, first, behind = map(_median, (self.step, self.first, self.behind))
         base = _median([self._narrow(seconds, width + 1) for width, seconds in self.judged])
         plain = _quartile(self.plain)
         if step is None and first is not None:
@@ -313,8 +320,10 @@ class _Timings:
         if step is None:
             step = base / ratio
         self._base, self._step = base, step
-        # More tokens never take less time: the rest is noise.
-        plain = min(plain, base) if plain is not None else PLAIN_GUESS * base
+        if plain is None:
+            plain = PLAIN_GUESS * base
+        elif not self._shares_layers:  # more tokens never take less time: the rest is noise
+            plain = min(plain, base)
         return Costs(
             step,
             ((1, plain), *self._judging(base)),
@@ -322,7 +331,7 @@ class _Timings:
             first=max(first - step, 0.0) if first is not None else 0.0,
             levels=self._shape.levels if self._shape else (),
             catch_up=_median(self.catch_up) or 0.0,
-            cold=max((_median(self.behind) or 0.0) - plain, 0.0),
+            cold=0.0 if behind is None else max(behind - plain, -step),
             prefill=True,
         )
 
