@@ -123,6 +123,7 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     models["sampled"] = forerun.load(draft=specs[LIGHT], runtime="torch", dtype="float32")
     results["latency"] = {m: latency(found[m]) for m in ("plain", LIGHT)}
     results["per prompt"] = repeated(work, ["plain", LIGHT, RESTING], one)
+    results["agreement"] = agreement(models[LIGHT], work, found["plain"])
     results["counts"] = {m: counted(found[m], models[m]) for m in variants(tuned, lens)}
     results["modes"] = {}
     few = tasks(plain, "test", mode_prompts, tokens)
@@ -137,6 +138,33 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     made = provenance(plain, prompts=prompts, tokens=tokens, mode_prompts=mode_prompts)
     save("specbound", made, results, text(results, len(work), plain))
     plots(results)
+
+
+@torch.inference_mode()
+def agreement(model: forerun.Model, work: Sequence[Task], runs: list[Run]) -> dict[str, Any]:
+    """Per depth and family: how often the exit head there says what the last layer does, on what
+    plain decoding wrote."""
+    access, heads = layers_of(model.target).access, model.drafter.heads  # type: ignore[attr-defined]
+    hits: dict[int, dict[str, list[torch.Tensor]]] = {LAYERS // 4: {}, LAYERS // 2: {}}
+    for task, run in zip(work, runs, strict=True):
+        ids = torch.tensor([[*task.tokens, *run.tokens]])
+        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        mask = torch.full((ids.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
+        before, hidden, said = 0, access.embed(ids, positions), {}
+        for depth in (*hits, LAYERS):
+            hidden, before = access.run(hidden, before, depth, mask, positions), depth
+            states = hidden[0, len(task.tokens) - 1 : -1]
+            last = depth == LAYERS
+            best = (access.logits(states) if last else heads.logits(depth, states)).argmax(-1)
+            said[depth] = best if last or heads.tokens is None else heads.tokens[best]
+        for depth, families in hits.items():
+            right = (said[depth] == said[LAYERS]).float()
+            families.setdefault(task.family, []).append(right)
+    out: dict[str, Any] = {}
+    for depth, families in hits.items():
+        shares = {family: float(torch.cat(each).mean()) for family, each in families.items()}
+        out[str(depth)] = shares | {"all": float(np.mean(list(shares.values())))}
+    return out
 
 
 def repeated(
@@ -447,6 +475,10 @@ def text(results: dict[str, Any], work: int, plain: forerun.Model) -> str:
                    for n, row in results["latency"].items()]),
             f"Speed-up per prompt, greedy, each the median of {TURNS} runs: share of the prompts",
             table(["speed-up", *seen], bands + lowest),
+            "How often light heads say what the last layer does (all: mean of the families):",
+            table(["after layers", *families],
+                  [[depth, *[f"{row[f]:.1%}" for f in families]]
+                   for depth, row in results["agreement"].items()]),
             f"Per token, plain decoding calls {layers} layers and projects once. Predicted: the "
             "speed-up if reading weights were all that costs, on this target and with the same "
             "counts at the same share of a 7B model's layers. Measured: as above.",

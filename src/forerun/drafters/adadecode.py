@@ -51,9 +51,8 @@ class AdaDecode(DrafterSpec):
     Deviations: the paper's heads are `E* T`, a matrix before the target's own unembedding, trained
     by KL to the last layer's distribution on text of the task, for the whole vocabulary (`forerun
     train-exits --loss distill --layers 3,6,9`). Those that ship, SpecBound's, have a residual, a
-    bias, the final norm and a scale besides, say the 1,024 most frequent tokens, and were trained
-    towards the last layer's arg-max on text of all kinds. In sampling, too, γ is asked of the
-    highest probability at temperature 1.
+    bias, the final norm and a scale besides, and were trained towards the last layer's arg-max on
+    text of all kinds. In sampling, too, γ is asked of the highest probability at temperature 1.
 
     Reference: Wei et al. 2025, AdaDecode: Accelerating LLM Decoding with Adaptive Layer
     Parallelism, section 3. We had its abstract and detailed summaries, not its full text: these

@@ -182,11 +182,11 @@ class SpecBound(DrafterSpec):
 
     The heads that ship are trained otherwise than the paper's, which has an LM head per
     intermediate layer, 20 epochs on 68,000 ShareGPT conversations: theirs are affine maps before
-    the target's own unembedding, after 7 of 12 layers, for the 1,024 most frequent tokens, 5 epochs
-    over 100,000 positions of our corpus, towards the last layer's arg-max. Trained towards
-    agreement with the last layer, each with a scale of its own, they say how often they agree, so
-    shallow layers are not overconfident, which is what annealing mends. Their settings ask two
-    shallow layers only, the second and the third, and feed no bonus token.
+    the target's own unembedding, after 7 of 12 layers, 5 epochs over 235,000 positions of our
+    corpus, towards the last layer's arg-max. Trained towards agreement with the last layer, each
+    with a scale of its own, they say how often they agree, so shallow layers are hardly
+    overconfident, which is what annealing mends. Their settings ask two shallow layers only, the
+    second and the fourth, and feed no bonus token.
 
     Reference: Wen and Feng 2026, SpecBound: Adaptive Bounded Self-Speculation with Layer-wise
     Confidence Calibration, sections 2.2 and 2.3. Eqs. 1, 3, 4 and 5 and the values of
