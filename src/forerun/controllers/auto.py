@@ -39,12 +39,11 @@ seems to be of no use."""
 MOST_TRYING = 2
 """Rows that share a pass up to which a request begins with a probe: of more, the draft would first
 read all their prompts."""
-MOST_EARNED, LEAST_EARNED, EARNED_FADE = 16.0, -4.0, 0.8
-"""Bounds on what drafting has earned of late, in plain rounds, and how it fades from request to
-request."""
+PAYS_READING = 4
+"""Tokens kept of a request that make up for reading its prompt."""
 MOST_IN_VAIN = 32.0
 """Most of the interval before the first probe of a request; it grows by `PROBE_INTERVAL` with each
-request that drafts while drafting has lost."""
+request that drafted in vain after another."""
 RARE_PROBE_INTERVAL = 128.0
 """From such an interval on a probe's token is judged whatever it is."""
 SLOPE = 0.02
@@ -89,10 +88,10 @@ class AutoState(NamedTuple):
     """Whether this request had a round."""
     drafting: bool = False
     """Whether anything was drafted in it: the drafter has read its prompt."""
-    earned: float = 0.0
-    """Plain rounds that drafting has saved of late, less what it took."""
+    accepted: float = 0.0
+    """Tokens of this request that were kept."""
     in_vain: float = 0.0
-    """Requests in a row that drafted while that was below 0."""
+    """Requests in a row that drafted and had next to nothing kept."""
 
 
 class Terms(NamedTuple):
@@ -251,14 +250,13 @@ class Auto(LengthController):
         drafted in vain."""
         learned = survival.carried(state.learned, CARRIED)
         sooner = maximum(CARRIED_INTERVAL * state.interval, PROBE_INTERVAL)
-        in_vain = where(state.earned < 0, state.in_vain + 1, 0.0)
+        in_vain = where(state.accepted < PAYS_READING, state.in_vain + 1, 0.0)
         return AutoState(
             learned,
             state.rested,
             where((learned.useless >= 0) | (learned.blind[1] > 0), state.interval, sooner),
             Drafts(*(CARRIED * value for value in state.drafts)),
             state.table,
-            earned=where(state.drafting, EARNED_FADE * state.earned, state.earned),
             in_vain=where(state.drafting, in_vain, state.in_vain),
         )
 
@@ -354,8 +352,6 @@ class Auto(LengthController):
         useless = (round.accepted == 0) | (mine.batch > 1)  # unless it pays
         interval = where(useless & (state.rested > 0), longer, state.interval)
         pays = learn & ((round.accepted + 1) * mine.plain >= took)
-        read = where(state.drafting, 0.0, mine.catch_up)
-        earned = round.accepted + 1 - (took + read) / mine.plain
         steps, judged = width + round.left_out + failed, where(free, 0, width)
         newest = judged > 0, judged, free, steps - judged, round.accepted + 1
         drafts = [FADE * old + new for old, new in zip(state.drafts, newest, strict=True)]
@@ -367,7 +363,7 @@ class Auto(LengthController):
             table,
             begun,
             state.drafting | (width > 0) | looked,
-            clip(state.earned + earned, LEAST_EARNED, MOST_EARNED),
+            state.accepted + round.accepted,
             state.in_vain,
         )
 
