@@ -75,6 +75,7 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     save("plain", provenance(model, prompts=prompts, tokens=tokens), results, text)
 
 
+@torch.inference_mode()
 def passes(models: list[Rows], width: int, turns: int = 10, each: int = 12) -> list[float]:
     """Median milliseconds of a pass over so many tokens, of each model going on."""
     seconds: list[list[float]] = [[] for _ in models]

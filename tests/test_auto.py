@@ -514,7 +514,8 @@ def test_hopeless_drafts_cost_next_to_nothing(c, jump, margin):
 
 
 def test_a_draft_as_slow_as_the_target_costs_next_to_nothing():
-    assert speed("auto", Clock(1, 0.03, 0.1), Source(0.9)) > 0.98
+    live = Live("auto", Clock(1, 0.03, 0.1), Source(0.9), meter=Meter(1.0))  # sizes are known
+    assert live.run(1500) > 0.98
 
 
 def test_it_comes_back():

@@ -70,6 +70,25 @@ def test_a_first_step_that_is_slower_is_told_apart():
     assert meter.costs(1).ratio == pytest.approx(RATIO * PLAIN_GUESS)
 
 
+def test_a_slow_pass_or_step_does_not_end_drafting_before_others_were_timed():
+    meter = Meter(5.0, passes=((1, 1.0), (2, 1.2), (4, 1.2)), levels=(4,))
+    for _ in range(8):
+        meter.tell(Lap(1, 0, verify_seconds=0.010))
+    for _ in range(2):
+        meter.tell(Lap(1, 2, 2, 0.101, 0.001, 0.070))
+    assert meter.costs(1).verify_seconds(2) == pytest.approx(0.024), "twice as slow as when warm"
+    other = Meter(5.0)
+    for draft in (0.101, 0.003, 0.003):
+        other.tell(Lap(1, 0, verify_seconds=0.010))
+        other.tell(Lap(1, 0, verify_seconds=0.010))
+        other.tell(Lap(1, 2, 2, draft, 0.001, 0.014))
+        assert other.costs(1).draft <= 0.004, "twice what sizes say"
+    for _ in range(3):
+        meter.tell(Lap(1, 2, 2, 0.101, 0.001, 0.070))
+    assert meter.costs(1).verify_seconds(2) == pytest.approx(0.070), "it is slow, then"
+    assert meter.costs(1).draft == pytest.approx(0.1)
+
+
 def test_a_busy_start_is_forgotten():
     meter, draft = Meter(), lambda slow: Lap(1, 2, 2, 0.002 * slow, 0.001 * slow, 0.014)
     for slow in (20, 20, 20):

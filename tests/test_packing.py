@@ -138,6 +138,24 @@ def test_models_are_packed_where_torch_loads_them() -> None:
     for rows in (model.target, model.drafter.rows):
         assert packed(rows.executor.module())
         assert not dense(rows.executor.module().lm_head.weight).is_mkldnn
+
+
+def test_a_model_that_reads_packed_weights_itself_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate = nn.functional.linear(x, self.gate_proj.weight.contiguous()[:])
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    mlp = type(build("llama").model.layers[0].mlp)
+    monkeypatch.setattr(mlp, "forward", forward)
+    monkeypatch.setattr(packing, "SAME_INPUT", ())
+    model: Any = forerun.load(draft="none", runtime="torch", device="cpu")
+    assert not packed(model.target.executor.module())
+    assert model.generate("Once upon a time", max_new_tokens=2).tokens
+
+
+def test_a_model_that_is_handed_over_stays() -> None:
     own = build("llama")
     forerun.runtime.torch_rows(own)  # a model of the caller's is left as it is
     assert not packed(own)

@@ -36,6 +36,10 @@ REFRESH = 8
 """Rounds from one summing up to the next, once there are so many timings."""
 ENOUGH = 2
 """Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
+MOST_SLOW = 2.0
+"""Times what is expected that drafting is taken to cost at most until it was timed more often: a
+pass by those timed when the model was loaded, a step by the models' sizes. A slow one is rare, but
+would end drafting, and so its timing, for hundreds of rounds."""
 STALE = 256
 """Rounds after which the next draft replaces what drafting took, and so is followed by another. A
 machine that was busy when it was first timed would else keep a row from drafting for good."""
@@ -216,7 +220,7 @@ class _Timings:
         """Rounds since the newest draft that counted."""
         self._newest: tuple[int, float] | None = None
         self._slope_sums = SLOPE_WEIGHT * SLOPE, SLOPE_WEIGHT
-        self._slope, self._base, self._step = SLOPE, 1.0, 1 / ratio
+        self._slope, self._base, self._step, self._ratio = SLOPE, 1.0, 1 / ratio, ratio
         self._laps = 0
         self.costs = self._summed()
 
@@ -319,6 +323,12 @@ class _Timings:
             base = plain or (self._base if step is None else ratio * step)
         if step is None:
             step = base / ratio
+        if plain is not None and self._going_on:
+            if self._shape is not None and len(self.judged) <= ENOUGH:
+                warm = self._shape.verify_seconds(2) / self._shape.plain
+                base = min(base, MOST_SLOW * plain * warm)
+            if len(self.step) == 1:
+                step = min(step, MOST_SLOW * plain / self._ratio)
         self._base, self._step = base, step
         if plain is None:
             plain = PLAIN_GUESS * base

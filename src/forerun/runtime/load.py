@@ -95,9 +95,7 @@ def load_model(
         )
         _check_complete(name, report)
         model = model.to(where).eval()
-        with torch.inference_mode():
-            one = torch.zeros(1, 1, dtype=torch.long, device=where)
-            model(input_ids=one, **({"decoder_input_ids": one} if encodes else {}))
+        run_once(model)
     except ModelError:
         raise
     except SafetensorError as error:
@@ -105,6 +103,14 @@ def load_model(
     except Exception as error:  # whatever it is, this model cannot be used
         raise ModelError(f"cannot load the model {str(name)!r}: {_why(error)}") from error
     return model
+
+
+@torch.inference_mode()
+def run_once(model: Any) -> None:
+    """A pass of one token, which raises whatever is wrong with a model."""
+    one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    encodes = getattr(model.config, "is_encoder_decoder", False)
+    model(input_ids=one, **({"decoder_input_ids": one} if encodes else {}))
 
 
 def _why(error: Exception) -> str:

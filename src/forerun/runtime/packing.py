@@ -104,6 +104,12 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return _OPS._reorder_linear_weight(weight.detach(), None) if able else weight
 
 
+def halves(weight: torch.Tensor) -> bool:
+    """Whether a product with these weights, where it need not be exact, is faster in bfloat16."""
+    cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return cpu and _able() and bool(torch.cpu._is_avx512_bf16_supported())
+
+
 def dense(weight: torch.Tensor) -> torch.Tensor:
     """Weights as rows: unpacked into new memory if they are packed, else as they are."""
     return weight.detach().to_dense() if weight.is_mkldnn else weight

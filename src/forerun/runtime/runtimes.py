@@ -16,8 +16,8 @@ import torch
 from forerun.errors import ForerunWarning, MissingExtraError, SettingError, UnsupportedModelError
 from forerun.registry import Registry
 from forerun.runtime.base import Rows
-from forerun.runtime.load import load_model, resolve_device, resolve_dtype
-from forerun.runtime.packing import pack
+from forerun.runtime.load import load_model, resolve_device, resolve_dtype, run_once
+from forerun.runtime.packing import pack, unpacked
 from forerun.runtime.torch_executor import torch_rows
 
 
@@ -61,7 +61,11 @@ class TorchRuntime(RuntimeSpec):
     def load(self, source: Source) -> Rows:
         """Load it."""
         model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
-        return torch_rows(pack(model))
+        try:
+            run_once(pack(model))
+        except Exception:  # its code reads weights itself, and gets packed ones
+            model = unpacked(model)
+        return torch_rows(model)
 
 
 @dataclass(frozen=True)
