@@ -341,7 +341,7 @@ class _Timings:
             first=max(first - step, 0.0) if first is not None else 0.0,
             levels=self._shape.levels if self._shape else (),
             catch_up=_median(self.catch_up) or 0.0,
-            cold=0.0 if behind is None else max(behind - plain, -step),
+            cold=max(behind - plain, -step * self._shares_layers) if behind is not None else 0.0,
             prefill=True,
         )
 
