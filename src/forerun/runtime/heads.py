@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.layers import LayerAccess, Unembedding
-from forerun.runtime.packing import halves, linear, packed
+from forerun.runtime.packing import faster_in_bfloat16, linear, packed
 
 WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
 SCHEMA = 1
@@ -58,7 +58,7 @@ class TrainedHeads(ABC):
         self.tokens = tokens
         self._dtype = access.unembedding.dtype
         learns = any(t.requires_grad for own in weights.values() for t in own.values())
-        halved = halves(access.unembedding) and not learns
+        halved = faster_in_bfloat16(access.unembedding) and not learns
         self._rows: Unembedding | None = None
         if halved or tokens is not None:
             small = torch.bfloat16 if halved else self._dtype

@@ -104,7 +104,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return _OPS._reorder_linear_weight(weight.detach(), None) if able else weight
 
 
-def halves(weight: torch.Tensor) -> bool:
+def faster_in_bfloat16(weight: torch.Tensor) -> bool:
     """Whether a product with these weights, where it need not be exact, is faster in bfloat16."""
     cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     return cpu and _able() and bool(torch.cpu._is_avx512_bf16_supported())
