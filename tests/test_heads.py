@@ -10,7 +10,6 @@ import torch
 
 import tiny
 from forerun.errors import ModelError, SettingError
-from forerun.runtime import heads as heads_module
 from forerun.runtime.heads import (
     CONFIG,
     KINDS,
@@ -131,25 +130,6 @@ def test_heads_run_in_the_models_dtype(access, tmp_path):
     with torch.inference_mode():
         for heads in (load_heads(tmp_path, half), some_heads(half, "full")):
             assert heads.logits(1, torch.randn(4, WIDTH).bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("tokens", [None, torch.tensor([3, 4, 50])])
-def test_products_of_heads_in_use_may_be_in_bfloat16(access, monkeypatch, tokens):
-    hidden, made, said = (
-        torch.randn(5, access.width),
-        some_heads(access, "light", tokens=tokens),
-        [],
-    )
-    learning = {layer: {n: t.clone().requires_grad_() for n, t in own.items()}
-                for layer, own in made.weights.items()}  # fmt: skip
-    for halved in (False, True):
-        monkeypatch.setattr(heads_module, "faster_in_bfloat16", lambda _, h=halved: h)
-        said.append(type(made)(access, made.weights, tokens=tokens).logits(2, hidden))
-        exact = type(made)(access, learning, tokens=tokens).logits(2, hidden)
-        torch.testing.assert_close(exact, said[0])  # while they learn they are
-    exact, near = said
-    assert near.dtype == exact.dtype == torch.float32
-    assert 0 < (near - exact).abs().max() <= 0.02 * exact.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from forerun.errors import ModelError, SettingError
-from forerun.runtime.layers import LayerAccess, Unembedding
-from forerun.runtime.packing import faster_in_bfloat16, linear, packed
+from forerun.runtime.layers import LayerAccess
+from forerun.runtime.packing import linear, packed
 
 WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
 SCHEMA = 1
@@ -57,12 +57,7 @@ class TrainedHeads(ABC):
         self.access, self.weights, self.about = access, weights, dict(about or {})
         self.tokens = tokens
         self._dtype = access.unembedding.dtype
-        learns = any(t.requires_grad for own in weights.values() for t in own.values())
-        halved = faster_in_bfloat16(access.unembedding) and not learns
-        self._rows: Unembedding | None = None
-        if halved or tokens is not None:
-            small = torch.bfloat16 if halved else self._dtype
-            self._rows = access.unembedding_of(tokens, small)
+        self._rows = None if tokens is None else access.unembedding_of(tokens)
         self._used = {
             layer: {name: self._for_use(tensor) for name, tensor in own.items()}
             for layer, own in weights.items()
@@ -118,7 +113,7 @@ class LightHeads(TrainedHeads):
             x = x + linear(linear(x, own["down"]), own["up"], own["bias"])
         x, rows = x.to(self._dtype), self._rows
         logits = self.access.logits(x) if rows is None else self.access.logits_of(x, rows)
-        return logits.to(self._dtype) * own["scale"].to(self._dtype)
+        return logits * own["scale"].to(self._dtype)
 
 
 class FullHeads(TrainedHeads):

@@ -160,9 +160,8 @@ class LayerAccess:
         return self._head(self._norm(hidden))
 
     def logits_of(self, hidden: torch.Tensor, rows: Unembedding) -> torch.Tensor:
-        """As `logits`, for some tokens only: `(..., n)` with `rows` from `unembedding_of`, in the
-        type of these."""
-        return linear(self._norm(hidden).to(rows[0].dtype), *rows)
+        """As `logits`, for some tokens only: `(..., n)` with `rows` from `unembedding_of`."""
+        return linear(self._norm(hidden), *rows)
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Unembedding of hidden states `(..., H)` that are normed already: `(..., V)` logits."""
@@ -186,12 +185,11 @@ class LayerAccess:
                 module.layer_idx = self.layers
         return layer, copy.deepcopy(self._norm)
 
-    def unembedding_of(self, tokens: torch.Tensor | None, dtype: torch.dtype) -> Unembedding:
-        """The unembedding of these token ids alone, or of all, in a type: weight `(n, H)`, and bias
-        `(n,)` if any."""
-        which, bias = slice(None) if tokens is None else tokens, self._head.bias
-        weight = packed(self.unembedding[which].detach().to(dtype))
-        return weight, None if bias is None else bias[which].detach().to(dtype)
+    def unembedding_of(self, tokens: torch.Tensor) -> Unembedding:
+        """The unembedding of these token ids alone: weight `(n, H)`, and bias `(n,)` if any."""
+        bias = self._head.bias
+        weight = packed(self.unembedding[tokens].detach())
+        return weight, None if bias is None else bias[tokens].detach()
 
 
 class _Nothing(torch.nn.Module):

@@ -3,7 +3,7 @@
 A pass over one token or a few reads every weight once, and most have left the caches since the last
 one. Torch hands its row-major matrices to MKL, which reads many rows at once and waits for each;
 oneDNN reads a packed matrix from front to end. A matrix of 832 × 320 out of the caches takes (µs,
-two cores of a Zen 4) 68 with one token, 95 with four and 88 with eight, packed 27, 31 and 36.
+two cores of a Zen 4) 73 with one token, 102 with four and 94 with eight, packed 29, 34 and 39.
 """
 
 from __future__ import annotations
@@ -102,12 +102,6 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     """A matrix `(out, in)` as `linear` is fastest with it: packed where a layer of it would be."""
     able = weight.device.type == "cpu" and _computes(weight.dtype) and _able()
     return _OPS._reorder_linear_weight(weight.detach(), None) if able else weight
-
-
-def faster_in_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether a product with these weights, where it need not be exact, is faster in bfloat16."""
-    cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return cpu and _able() and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def dense(weight: torch.Tensor) -> torch.Tensor:
