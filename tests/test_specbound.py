@@ -25,7 +25,7 @@ from forerun.runtime.exits import LayersExecutor, exit_rows, layers_of
 from forerun.runtime.heads import LightHeads, save_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
-from forerun.types import Draft, Stop, Target
+from forerun.types import CENSORING, Draft, Target
 from tiny import CONFIGS, LIMIT, VOCAB, build, texts
 
 TOLERANCE = 1e-5  # of the largest value compared: states here reach about 30, in fp32
@@ -148,7 +148,7 @@ def test_greedy_equals_plain_whatever_the_exits(
         before = layers_of(rows).work.passes
         for event in made.step():
             contexts[event.request] += [p.token for p in event.pieces]
-            ended = event.round.stopped_by == Stop.DIFFICULT or not event.round.drafted
+            ended = event.round.stopped_by not in CENSORING or not event.round.drafted
             fed += event.round.drafted + (bonus or ended)
             rounds += 1
             assert event.round.drafted <= min(width, limit)
@@ -322,6 +322,11 @@ def test_a_round_without_bonus_feeds_no_more_than_was_drafted() -> None:
     assert layers_of(fast.target).work.passes == LAYERS * 13
     assert [done.tokens] == plainly(calm(), prompts, max_new_tokens=13)
     assert specbound(calm(), **settings).generate(prompts, **how)[0].stats.rounds == 4
+    # A controller that ends a draft counts on the target's own token behind it.
+    (done,) = fast.generate(prompts, **how | {"controller": "fixed(3)"})
+    assert [r.drafted for r in done.rounds] == [0, 3, 3, 3]
+    assert [r.committed for r in done.rounds] == [1, 4, 4, 4]
+    assert [done.tokens] == plainly(calm(), prompts, max_new_tokens=13)
     # A difficult token was fed, and is decoded.
     fast = specbound(calm(), threshold=1.01, depth=3, bonus=False)
     assert fast.generate(prompts, **how)[0].stats.rounds == 13

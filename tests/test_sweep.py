@@ -74,9 +74,7 @@ def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tu
     )  # fmt: skip
     model = Model(rows, drafter)
     model.eos = text.eos
-    done = model.generate(
-        [text.prompt], controller=f"fixed({setting.width})", sampling=text.sampling
-    )[0]
+    done = model.generate([text.prompt], controller=setting.controller, sampling=text.sampling)[0]
     assert done.tokens == text.output
     return layers_of(rows).work, [(r.drafted, r.accepted) for r in done.rounds]
 

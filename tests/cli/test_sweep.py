@@ -51,7 +51,7 @@ def test_document_and_settings_file(run, prompts, pair, tmp_path):
     assert kept["about"] == made["about"]
     about = kept["about"]
     assert (about["prompts_used"], about["temperature"], about["seed"]) == (3, 0.0, 0)
-    assert kept["controller"] == f"fixed({about['settings']['width']})"
+    assert kept["controller"] == f"fixed({about['settings']['width'] + 1})"
     assert set(made["sensitivity"]) == {"threshold", "anneal", "depth", "width", "layers", "bonus"}
     assert sum(made["time"].values()) == pytest.approx(1.0, abs=1e-3)
     assert made["untuned"] in [c["draft"] for c in made["confirmed"]]

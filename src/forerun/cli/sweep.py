@@ -234,6 +234,5 @@ def _show(
     note(console, f"\nwhere time goes: {shares}; {best.per_round:.2f} tokens per round")
     if best.speedup["mean"] < 1:
         note(console, "plain decoding is faster than every setting on these prompts")
-    spec = best.setting.spec(exits)
-    width = best.setting.width
-    note(console, Line.assemble("\n", (f'--draft "{spec}" --controller "fixed({width})"', "cyan")))
+    how = f'--draft "{best.setting.spec(exits)}" --controller "{best.setting.controller}"'
+    note(console, Line.assemble("\n", (how, "cyan")))

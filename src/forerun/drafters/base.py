@@ -102,8 +102,9 @@ class Drafter(ABC):
     """Most tokens of context this drafter can follow; beyond it, rows decode plainly."""
     bonus: bool = True
     """Whether a draft that is accepted whole is followed by a token of the target's own in the same
-    round. Without, the last drafted token is not fed; a row that stopped at a difficult token has
-    fed it, and goes on."""
+    round. Without, the last token of a draft that was cut short from outside (`CENSORING`), by the
+    drafter's own bound above all, is not fed. A difficult token is in any case; and controllers
+    that end a draft count on one."""
     has_distribution: bool = True
     """Whether tokens come with a distribution; rules that read it need one."""
     seconds: float = 0.0

@@ -164,17 +164,18 @@ class SpecBound(DrafterSpec):
             before it along, and drafting goes on. No token is difficult then.
         width: W, most tokens drafted per round, ≥ 1. Else 6. It holds beside the length
             controller's limit; reaching it stops with "exhausted", as a bound of the drafter's and
-            not the controller's decision, so controllers do not learn from it. `fixed(W)` leaves
-            the length to SpecBound alone.
+            not the controller's decision, so controllers do not learn from it. A longer
+            `fixed` leaves the length to SpecBound alone.
         layers: exit layers: a number k for every k-th counted down from D, or text like "2,4,6".
             Else every layer that has a trained head, or k = 2 without any. Those beyond D are not
             used; a token that no exit up to D took goes no deeper than the last of them.
         exits: a folder of trained exit heads; empty uses the target's own norm and unembedding at
             every layer (the logit lens). None: the folder `exits` in the target's own, as the
             shipped target has one; the logit lens, with a warning, if there is none.
-        bonus: whether verification also feeds the last drafted token, from the embedding up, so
-            that a draft accepted whole is followed by a token of the target's own; the paper's
-            round does without. Else yes. A difficult token is decoded in any case.
+        bonus: whether verification of W tokens also feeds the last of them, from the embedding up,
+            so that a draft accepted whole is followed by a token of the target's own; the paper's
+            round does without. Else yes. A difficult token is decoded in any case, and so is the
+            last one of a draft that the length controller ends.
 
     Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
     decides where to exit. With sampling, controllers that preview (`cm-asd(two_pass=True)`) make

@@ -35,8 +35,8 @@ from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import CHUNK, Executor, Pieces, Rows, best_of
 from forerun.runtime.threads import OneThread
+from forerun.types import CENSORING
 from forerun.types import Round as Outcome
-from forerun.types import Stop
 
 NO_SIGNALS: frozenset[str] = frozenset()
 
@@ -318,7 +318,7 @@ class Engine:
         """Whether a row gets a token of the target's own if its draft is accepted whole."""
         if not proposal.tokens[i] or i in proposal.predicted:
             return True
-        decoded = self.drafter.bonus or proposal.stopped_by[i] == Stop.DIFFICULT
+        decoded = self.drafter.bonus or proposal.stopped_by[i] not in CENSORING
         return decoded and self._rows[i].request.rule.has_bonus
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:

@@ -120,6 +120,7 @@ class LayersExecutor(TorchExecutor):
         self._keep_pending(rows)
 
     def _keep_pending(self, rows: Sequence[int]) -> None:
+        self._batch = None
         self._grow(max(rows, default=-1) + 1)
         self._pending = [_Pending() for _ in rows]
         self.counts = [self.counts[row] for row in rows]
@@ -161,8 +162,11 @@ class LayersExecutor(TorchExecutor):
             at, batch = depth, self._batch
             assert batch is not None
             assert [span[0] for span in batch.spans] == rows
-            shown = self._shown(batch)
-            newest = torch.stack([shown[i, span[2] - 1] for i, span in enumerate(batch.spans)])
+            shown, counts = self._shown(batch), [count for *_, count in batch.spans]
+            if min(counts) == shown.shape[1]:
+                newest = shown[:, -1]
+            else:
+                newest = torch.stack([shown[i, count - 1] for i, count in enumerate(counts)])
             if depth < self.access.layers:
                 self._count(rows, exits=1)
             else:
@@ -171,7 +175,6 @@ class LayersExecutor(TorchExecutor):
             rows = [row for row, exits in zip(rows, gone, strict=True) if not exits]
             if not rows:
                 break
-        self._store()
         self.draft_seconds += time.perf_counter() - began
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
@@ -190,25 +193,37 @@ class LayersExecutor(TorchExecutor):
         self._take(list(range(len(pieces))), [list(piece) for piece in pieces])
         rows = [row for row, pending in enumerate(self._pending) if pending.tokens]
         self._sweep(rows, 0, self.access.layers, drafting=False)
+        if rows:
+            spans = [(row, 0, len(self._pending[row].tokens)) for row in rows]
+            logits = self._judged(self._gather(spans, self.access.layers), pieces, wanted)
+        else:
+            logits = self._none(wanted)
+        self._batch = None
         for row in rows:
             self._pending[row].cut(0)
             # Tokens whose logits are not wanted are a prompt's; they are not counted.
             self._count([row], verify=self.access.layers * (wanted[row] - len(pieces[row])))
-        self._store()
-        most = max(wanted, default=0)
-        out = torch.zeros(len(pieces), most, self.facts.vocab_size, device=self.device)
-        if most:
-            # A row's wanted tokens are its last.
-            index = [row for row, n in enumerate(wanted) for _ in range(n)]
-            column = [j for n in wanted for j in range(n)]
-            skipped = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
-            at = [skipped[row] + j for row, j in zip(index, column, strict=True)]
-            hidden = self._states[index, at]
-            out = out.to(hidden.dtype)
-            out[index, column] = self.access.logits(hidden)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return logits
+
+    def _judged(self, batch: Batch, pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """Logits of the tokens wanted, the last of each piece, of a batch that holds all pieces."""
+        most = max(wanted)
+        if len(set(map(len, pieces))) == len(set(wanted)) == 1:
+            return self.access.logits(batch.hidden[:, batch.hidden.shape[1] - most :])
+        place = {row: i for i, (row, *_) in enumerate(batch.spans)}
+        index = [row for row, n in enumerate(wanted) for _ in range(n)]
+        column = [j for n in wanted for j in range(n)]
+        at = [len(pieces[row]) - wanted[row] + j for row, j in zip(index, column, strict=True)]
+        out = self._none(wanted)
+        if most:
+            out[index, column] = self.access.logits(batch.hidden[[place[r] for r in index], at])
         return out
+
+    def _none(self, wanted: Sequence[int]) -> torch.Tensor:
+        """Room for logits."""
+        return self._states.new_zeros(len(wanted), max(wanted, default=0), self.facts.vocab_size)
 
     def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:
         """Make each row's pending tokens its piece: known tokens keep their depth.
@@ -221,12 +236,14 @@ class LayersExecutor(TorchExecutor):
                 raise PromptError(
                     f"{longest} tokens do not fit the model's context of {self.facts.limit}"
                 )
-        self._batch = None
         for row, piece in zip(rows, pieces, strict=True):
             held = self._pending[row]
             most, common = min(len(held.tokens), len(piece) - fresh), 0
             while common < most and held.tokens[common] == piece[common]:
                 common += 1
+            if common == len(held.tokens) == len(piece):
+                continue
+            self._store()
             held.cut(common)
             held.tokens += piece[common:]
             held.depths += [0] * (len(piece) - common)
@@ -311,7 +328,7 @@ class LayersExecutor(TorchExecutor):
         return self.access.run(batch.hidden, first, last, batch.mask, batch.positions, self.cache)
 
     def _store(self) -> None:
-        """Put the states under way back into the table."""
+        """Put the states under way into the table, if something else is under way next."""
         if self._batch is not None:
             for i, (row, begin, count) in enumerate(self._batch.spans):
                 self._states[row, begin : begin + count] = self._batch.hidden[i, :count]

@@ -79,7 +79,7 @@ class LayerAccess:
         try:
             body = getattr(model, family.body)
             self._embed = getattr(body, family.embed)
-            self._stack = getattr(body, family.stack)
+            self._stack = list(getattr(body, family.stack))  # a slice of it makes no module
             self._norm = getattr(body, family.norm)
             self._table = getattr(body, family.positions) if family.positions else None
             self._rotary = None if family.positions else body.rotary_emb

@@ -247,7 +247,7 @@ def timed(
     completion = None
     for event in model.stream(
         [text.prompt],
-        controller="fixed(0)" if setting is None else f"fixed({setting.width})",
+        controller="fixed(0)" if setting is None else setting.controller,
         sampling=text.sampling if sampling is None else sampling,
         plain=setting is None,
     ):

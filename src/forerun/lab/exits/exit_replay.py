@@ -47,6 +47,11 @@ class Setting:
         """The deepest layer a draft may reach."""
         return self.layers[-1]
 
+    @property
+    def controller(self) -> str:
+        """One that leaves the length to the drafter's own bound."""
+        return f"fixed({self.width + 1})"
+
     def settings(self) -> dict[str, Any]:
         """The drafter's settings by name."""
         return {
@@ -242,7 +247,7 @@ class Exits:
 
 
 def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:
-    """Round after round of decoding a text with a setting and `fixed(width)`, on its own.
+    """Round after round of decoding a text with a setting and its controller, on its own.
 
     Raises:
         SettingError: an exit layer or an annealing that was not recorded.

@@ -21,7 +21,7 @@ def save(path: str, setting: Setting, exits: str | None, about: Mapping[str, Any
     """Write the settings file: for `generate`, on any machine."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        "controller": f"fixed({setting.width})",
+        "controller": setting.controller,
         "rule": None,
         "draft": setting.spec(None if exits else exits),
     }
@@ -45,7 +45,7 @@ def document(
     return {
         "schema": SCHEMA,
         "draft": live[0].setting.spec(exits),
-        "controller": f"fixed({live[0].setting.width})",
+        "controller": live[0].setting.controller,
         "top": [
             {"draft": setting.spec(exits), "predicted": round(search.score(setting), 4)}
             for setting in search.top(SHOWN)
