@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.engine.noise import MOST_KEPT, Noise
+from forerun.engine.noise import MOST_KEPT, Noise, stream
+from forerun.requests import Sampling
 
 PLACES, V = 40_000, 7
 
@@ -57,6 +58,19 @@ def test_it_depends_on_seed_and_place_alone() -> None:
     odd = torch.zeros(1, 3)  # of another vocabulary at a place that is known
     kept.add(odd, 3, 3)
     assert torch.equal(odd, made(Noise(3), 1, 3, first=3))
+
+
+def test_prompts_that_share_a_seed_do_not_draw_alike() -> None:
+    texts = [([1, 2], None), ([2, 1], None), ([1], [2]), ([1], [3]), ([1, 2], [3])]
+    streams = [stream(seed, *text) for seed in (0, 7) for text in texts]
+    assert len(set(streams)) == len(streams)
+    assert streams == [stream(seed, *text) for seed in (0, 7) for text in texts]
+    assert all(0 <= number < 2**63 for number in streams)
+    assert stream(-3, [1]) == stream(2**63 - 3, [1])
+    how, whole = Sampling(temperature=1.0, seed=7), made(Noise(streams[5]), 3, V)
+    assert torch.equal(made(Noise.of(how, [1, 2]), 3, V), whole)
+    assert not torch.equal(made(Noise.of(how, [2, 1]), 3, V), whole)
+    assert Noise.of(Sampling(seed=7), [1, 2]) is None
 
 
 def test_what_is_excluded_stays_so_and_what_is_no_number_too() -> None:

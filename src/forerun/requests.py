@@ -65,8 +65,9 @@ class Sampling:
         presence_penalty: subtracted from logits of tokens already in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: token id → added to its logit, at most 1e30; −inf bans it.
-        seed: of this request's own random numbers; None draws one (it is in the result). With one,
-            no text depends on clock or neighbours, and by the rule `gumbel` none on its draft.
+        seed: of this request's own random numbers, with its prompt: prompts that share a seed do
+            not draw alike. None draws one (it is in the result). With one, no text depends on clock
+            or neighbours, and by the rule `gumbel` none on its draft.
         max_new_tokens: ≥ 1.
         min_new_tokens: no end of text before this many tokens.
         stop: a string or several at which the text ends (they are not part of it).

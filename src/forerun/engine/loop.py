@@ -22,7 +22,7 @@ from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
-from forerun.engine.noise import Noise
+from forerun.engine.noise import Noise, stream
 from forerun.engine.prediction import Prediction
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.reporting import NOTHING, Pass, event, round_of
@@ -125,10 +125,10 @@ class Engine:
             prompt=len(prompt),
             eos=frozenset() if how.ignore_eos else eos,
             seed=seed,
-            random=np.random.default_rng(seed),
+            random=np.random.default_rng(stream(seed, prompt, request.source)),
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
-            noise=Noise.of(how, seed) if request.rule.gumbel_max else None,
+            noise=Noise.of(how, prompt, request.source, seed) if request.rule.gumbel_max else None,
             prediction=Prediction(request.prediction) if request.prediction else None,
             place=None
             if how.constraint is None

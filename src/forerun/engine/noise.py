@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,22 @@ _BELOW_1 = np.float32(1 - 2**-24)
 """The greatest single below 1."""
 
 
+def stream(seed: int, prompt: Sequence[int], source: Sequence[int] | None = None) -> int:
+    """The seed of a request's own random numbers, in [0, 2^63).
+
+    It is made of the seed that was asked for and of the prompt (and source), so that prompts which
+    share a seed do not all draw the same.
+    """
+    read = np.array([seed % (1 << 63), *prompt, -1, *(source or ())], "<i8")
+    return int.from_bytes(blake2b(read.tobytes(), digest_size=8).digest(), "little") >> 1
+
+
 class Noise:
     """One request's noise: i.i.d. Gumbel(0, 1) for every token at every place of its text.
 
     `argmax(log p + noise)` is a draw from `p` (Maddison et al. 2014), to 2e-7 of probability. What
-    is at a place depends on the seed, the place and the kind of device, and on nothing else.
+    is at a place depends on the seed (`stream`), the place and the kind of device, and on nothing
+    else.
     """
 
     def __init__(self, seed: int) -> None:
@@ -32,11 +45,19 @@ class Noise:
         """By place, as long as it may be asked for again: draft and target both do."""
 
     @classmethod
-    def of(cls, sampling: Sampling, seed: int | None = None) -> Noise | None:
+    def of(
+        cls,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        source: Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> Noise | None:
         """What a request draws by, with this seed or its own; None if it is greedy."""
+        if sampling.greedy:
+            return None
         seed = sampling.seed if seed is None else seed
-        assert sampling.greedy or seed is not None, "what is drawn again needs its seed"
-        return None if sampling.greedy else cls(seed or 0)
+        assert seed is not None, "what is drawn again needs its seed"
+        return cls(stream(seed, prompt, source))
 
     def add(self, logits: torch.Tensor, first: int, settled: int) -> None:
         """Add noise to logits, in place.

@@ -118,7 +118,7 @@ def explain(
         return Difference(at, (left, right), inf, 0.0, False)
     before, source = model.context(prompt) if hasattr(model, "context") else (list(prompt), None)
     context = [*before, *a[:at]]
-    transform = Transform(model, context, len(before), sampling or Sampling())
+    transform = Transform(model, context, len(before), sampling or Sampling(), source)
     raw = [
         _logits(model.target, context, width, count, source).double()
         for count in sorted({1, rows})
@@ -166,10 +166,18 @@ def _on_the_edge(
 class Transform:
     """A request's penalties and biases at one place, and its noise, if it samples."""
 
-    def __init__(self, model: Any, context: list[int], prompt: int, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: list[int],
+        prompt: int,
+        sampling: Sampling,
+        source: Sequence[int] | None = None,
+    ) -> None:
         self.context, self.prompt = context, prompt
         eos = frozenset(sampling.eos) if sampling.eos is not None else getattr(model, "eos", ())
-        self._sampler = Sampler([sampling], [frozenset(eos)], [Noise.of(sampling)])
+        noise = Noise.of(sampling, context[:prompt], source)
+        self._sampler = Sampler([sampling], [frozenset(eos)], [noise])
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """`(V,)` logits as the request judges them."""

@@ -25,8 +25,8 @@ class Gumbel(AcceptanceRule):
     models differ: of two distributions at a total variation of `D` it keeps at least
     `(1 − D)/(1 + D)`, `standard` `1 − D`, which is the most there is.
 
-    Rule: with `g_v` i.i.d. Gumbel(0, 1), made of the request's seed and the place in its text, the
-    draft proposes `argmax_v log draft(v) + g_v`; it is accepted if it is
+    Rule: with `g_v` i.i.d. Gumbel(0, 1), made of the request's seed and prompt and the place in its
+    text, the draft proposes `argmax_v log draft(v) + g_v`; it is accepted if it is
     `argmax_v log target(v) + g_v`, and that is the correction, and the bonus. So every token is
     drawn from the target by that place's own noise. At temperature T it is added to logits as
     `T·g_v`, which is the same and tends to greedy decoding, whose requests have none: `exact`.

@@ -227,7 +227,7 @@ class Exits:
     def _processed(self, of: Text, context: list[int], logits: torch.Tensor) -> torch.Tensor:
         """`(n, V)` logits as the engine processes them for the token after `context`."""
         count = len(logits)
-        noises = [Noise.of(of.sampling)] * count
+        noises = [Noise.of(of.sampling, of.prompt)] * count
         sampler = Sampler([of.sampling] * count, [of.eos] * count, noises)
         if sampler.trivial:
             return logits

@@ -31,7 +31,7 @@ import torch
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Completion, Sampling
-from forerun.engine.noise import Noise
+from forerun.engine.noise import Noise, stream
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError, require
 from forerun.lab.provenance import identity, machine
@@ -276,12 +276,12 @@ def _parts(
 def _text(model: Model, task: Task, done: Completion, depth: int, rule: AcceptanceRule) -> _Text:
     sampling = task.sampling
     eos = model.eos if sampling.eos is None else frozenset(sampling.eos)
+    prompt, source = model.context(task.tokens)
     # A stream of its own beside the one the text was sampled with.
-    random = np.random.default_rng([done.seed, 1])
+    random = np.random.default_rng([stream(done.seed, prompt, source), 1])
     coins = random.random((len(done.tokens) + 1, depth + 1))
     ends: frozenset[int] = frozenset() if sampling.ignore_eos else eos
-    prompt, source = model.context(task.tokens)
-    noise = Noise.of(sampling, done.seed) if rule.gumbel_max else None
+    noise = Noise.of(sampling, prompt, source, done.seed) if rule.gumbel_max else None
     return _Text(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
 
 
