@@ -115,7 +115,7 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     "spec", ["fixed(4)", "gammatune", "svip", "cm-asd(two_pass=True)", "auto", "sglang-ema"]
 )
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 1, "rule": "gumbel"}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 2, "rule": "gumbel"}])
 def test_equals_masked_plain_decoding(
     drafter: str, forces: bool, spec: str, sampling: dict[str, Any]
 ) -> None:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import add, eq, sub
+from secrets import randbits
 from typing import Any
 
-import numpy as np
 import torch
 
 from forerun.controllers.base import LengthController
@@ -22,7 +22,6 @@ from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
 from forerun.engine.meter import SLOPE, Lap, Meter
-from forerun.engine.noise import Noise, stream
 from forerun.engine.prediction import Prediction
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.reporting import NOTHING, Pass, event, round_of
@@ -112,11 +111,8 @@ class Engine:
             request = Request(request, sampling, controller, rule)
         self.check(request)
         how, prompt = request.sampling, list(request.prompt)
-        if how.seed is None:
-            # Clients whose numbers are doubles can give it back.
-            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) >> 11
-        else:
-            seed = how.seed % (1 << 63)
+        # Clients whose numbers are doubles can give a drawn seed back.
+        seed = randbits(53) if how.seed is None else how.seed % (1 << 63)
         eos = self._eos if how.eos is None else frozenset(how.eos)
         row = Row(
             id=next(self._ids),
@@ -125,10 +121,8 @@ class Engine:
             prompt=len(prompt),
             eos=frozenset() if how.ignore_eos else eos,
             seed=seed,
-            random=np.random.default_rng(stream(seed, prompt, request.source)),
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(how.stop),
-            noise=Noise.of(how, prompt, request.source, seed) if request.rule.gumbel_max else None,
             prediction=Prediction(request.prediction) if request.prediction else None,
             place=None
             if how.constraint is None

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from forerun.engine.constraint import Place
-from forerun.engine.noise import Noise
+from forerun.engine.noise import Noise, stream
 from forerun.engine.prediction import Prediction
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
@@ -30,8 +31,6 @@ class Row:
     """How many tokens of the context are the prompt."""
     eos: frozenset[int]
     seed: int
-    random: np.random.Generator
-    """Its coins, if it needs any."""
     text: Detokenizer
     stops: StopStrings
     prediction: Prediction | None
@@ -40,8 +39,6 @@ class Row:
     rests_first: bool
     """Whether its first token comes without a draft, as soon as plainly."""
     submitted: float
-    noise: Noise | None = None
-    """What its tokens are drawn by instead of coins."""
     place: Place | None = None
     """In its constraint, if it has one."""
     cached: int = 0
@@ -66,6 +63,21 @@ class Row:
         self._full = min(self.prompt + self.sampling.max_new_tokens, self.limit)
         bonus = self.request.rule.has_bonus
         self._draft_full = min(self.prompt + self.sampling.max_new_tokens - bonus, self.limit - 1)
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """What its tokens are drawn by, if it samples and its rule does not toss coins."""
+        by_noise = self.request.rule.gumbel_max and not self.sampling.greedy
+        return Noise(self._stream) if by_noise else None
+
+    @cached_property
+    def random(self) -> np.random.Generator:
+        """Its coins."""
+        return np.random.default_rng(self._stream)
+
+    @property
+    def _stream(self) -> int:
+        return stream(self.seed, self.request.prompt, self.request.source)
 
     @property
     def certain(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,17 +45,26 @@ class Sampler:
         self.rows = list(rows)
         self._eos = list(eos)
         self._noises = noises or [None] * len(self.rows)
-        pairs = list(zip(self.rows, self._noises, strict=True))
-        certain = [s.greedy or noise is not None for s, noise in pairs]
-        self.certain = torch.tensor(certain, dtype=torch.bool)
-        """`(rows,)` whether a row takes the arg-max of its shaped logits."""
-        self.some_certain, self.all_certain = any(certain), all(certain)
-        self._by_noise = _Tempering([s if noise else _GREEDY for s, noise in pairs])
-        self._by_coins = _Tempering([_GREEDY if noise else s for s, noise in pairs])
+        self._pairs = list(zip(self.rows, self._noises, strict=True))
+        self._certain = [s.greedy or noise is not None for s, noise in self._pairs]
+        self.some_certain, self.all_certain = any(self._certain), all(self._certain)
         self._noisy = any(self._noises)
         self._reshapes = any(s.reshapes for s in rows) or self._noisy
         self.trivial = self.all_certain and not self._reshapes
         """Nothing to do: every row takes the arg-max of the raw logits."""
+
+    @cached_property
+    def certain(self) -> torch.Tensor:
+        """`(rows,)` whether a row takes the arg-max of its shaped logits."""
+        return torch.tensor(self._certain, dtype=torch.bool)
+
+    @cached_property
+    def _by_noise(self) -> _Tempering:
+        return _Tempering([s if noise else _GREEDY for s, noise in self._pairs])
+
+    @cached_property
+    def _by_coins(self) -> _Tempering:
+        return _Tempering([_GREEDY if noise else s for s, noise in self._pairs])
 
     def process(
         self,

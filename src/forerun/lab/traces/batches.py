@@ -190,7 +190,6 @@ class _Replayed(Engine):
             prompt=len(context),
             eos=frozenset(eos.tolist()),
             seed=0,
-            random=np.random.default_rng(0),
             text=Detokenizer(None, context),
             stops=StopStrings(()),
             prediction=None,
