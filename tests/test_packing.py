@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import forerun
 from forerun.runtime import packing
@@ -50,7 +51,7 @@ def test_a_packed_model_says_the_same_of_itself(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gpt2"])
 def test_it_computes_the_same(family: str, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
     other = pack(copy.deepcopy(model))
@@ -98,8 +99,20 @@ def test_a_head_is_packed_apart_from_the_table_it_is_tied_to() -> None:
     assert torch.equal(LayerAccess(other).unembedding, table)
 
 
-def test_gradients_pass_through() -> None:
-    linear = nn.Linear(8, 12)
+def test_layers_whose_weights_lie_as_columns_are_packed_too() -> None:
+    model = build("gpt2")
+    other = pack(copy.deepcopy(model))
+    parts = {type(module).__name__ for module in other.modules()}
+    assert "Conv1D" not in parts
+    layer, plain = other.transformer.h[0].mlp.c_fc, model.transformer.h[0].mlp.c_fc
+    assert torch.equal(layer.weight, plain.weight)
+    again = copy.deepcopy(layer)
+    assert (type(again), again.nx, again.nf) == (type(plain), plain.nx, plain.nf)
+    assert again.weight.is_contiguous()
+
+
+@pytest.mark.parametrize("linear", [nn.Linear(8, 12), Conv1D(12, 8)])
+def test_gradients_pass_through(linear: nn.Module) -> None:
     layer = pack(Owner(linear)).layer
     x, y = (torch.ones(2, 8, requires_grad=True) for _ in range(2))
     layer(x).square().sum().backward()

@@ -28,19 +28,21 @@ _OPS = torch.ops.mkldnn
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` for inference. Copied, saved or differentiated, it is one of plain weights."""
+    """An `nn.Linear`, or a `Conv1D` of transformers, which is one whose weights lie as columns, for
+    inference. Copied, saved or differentiated, it is one of plain weights."""
 
-    def __init__(self, product: _Product, begin: int, end: int) -> None:
+    def __init__(self, product: _Product, begin: int, end: int, of: type[nn.Module]) -> None:
         super().__init__()
         self.in_features, self.out_features = product.weight.shape[1], end - begin
-        self._product, self._rows = product, slice(begin, end)
+        self._product, self._rows, self._of = product, slice(begin, end), of
         self.packed, self.packed_bias = product.weight, product.bias  # a model counts its weights
 
     @property
     def weight(self) -> torch.Tensor:
-        """`(out, in)`, packed if the matrix is its alone."""
+        """`(out, in)`, packed if the matrix is its alone; of a `Conv1D` `(in, out)`."""
         whole = self.packed
-        return whole if len(whole) == self.out_features else dense(whole)[self._rows]
+        own = whole if len(whole) == self.out_features else dense(whole)[self._rows]
+        return own if self._of is nn.Linear else dense(own).T
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -50,19 +52,21 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., out)` of `(..., in)`."""
         if x.requires_grad and torch.is_grad_enabled():
-            return linear(x, self.weight, self.bias)
+            return F.linear(x, dense(self.packed)[self._rows], self.bias)
         return self._product.of(x, self._rows)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        made = nn.Linear(1, 1, bias=False)
-        made.in_features, made.out_features = self.in_features, self.out_features
-        made.weight = nn.Parameter(dense(self.weight).clone())
-        if self.bias is not None:
-            made.bias = nn.Parameter(self.bias.detach().clone())
-        return made.train(self.training)
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made: Any = self._of(1, 1)
+        sizes = ("in_features", "out_features") if self._of is nn.Linear else ("nx", "nf")
+        for name, size in zip(sizes, (self.in_features, self.out_features), strict=True):
+            setattr(made, name, size)
+        made.weight = nn.Parameter(dense(self.weight).clone(memory_format=torch.contiguous_format))
+        made.bias = None if self.bias is None else nn.Parameter(self.bias.detach().clone())
+        out: nn.Module = made.train(self.training)
+        return out
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = dense(self.weight)
+        destination[f"{prefix}weight"] = dense(self.weight).contiguous()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias.detach()
 
@@ -73,8 +77,8 @@ class _Product:
     The first of them to be asked has the outputs of all computed, the last lets go of them.
     """
 
-    def __init__(self, layers: Iterable[nn.Linear]) -> None:
-        weights, biases = zip(*((layer.weight, layer.bias) for layer in layers), strict=True)
+    def __init__(self, layers: Iterable[Any]) -> None:
+        weights, biases = zip(*((_matrix(layer), layer.bias) for layer in layers), strict=True)
         self.weight = nn.Parameter(packed(torch.cat(weights)), requires_grad=False)
         self.bias: nn.Parameter | None = None
         if biases[0] is not None:
@@ -117,7 +121,7 @@ def unpacked(model: Any) -> Any:
 
 @torch.inference_mode()
 def pack(model: Any) -> Any:
-    """Pack every `nn.Linear` of a model that is on a CPU where that is faster; else do nothing.
+    """Pack every linear layer of a model that is on a CPU where that is faster; else do nothing.
 
     Weights tied to a table of embeddings are packed into memory of their own.
 
@@ -139,12 +143,18 @@ def pack(model: Any) -> Any:
     return model
 
 
-def _replace(parent: nn.Module, layers: dict[str, nn.Linear]) -> None:
+def _replace(parent: nn.Module, layers: dict[str, Any]) -> None:
     """Put one product in the place of these layers."""
     product, end = _Product(layers.values()), 0
     for name, layer in layers.items():
-        begin, end = end, end + len(layer.weight)
-        setattr(parent, name, PackedLinear(product, begin, end))
+        begin, end = end, end + len(_matrix(layer))
+        setattr(parent, name, PackedLinear(product, begin, end, type(layer)))
+
+
+def _matrix(layer: Any) -> torch.Tensor:
+    """`(out, in)` weights of a layer."""
+    weight: torch.Tensor = layer.weight
+    return weight if type(layer) is nn.Linear else weight.T
 
 
 @cache
@@ -168,12 +178,15 @@ def _computes(dtype: torch.dtype) -> bool:
     )
 
 
-def _packable(module: nn.Module) -> bool:
+def _packable(module: Any) -> bool:
     """Whether it is a plain linear layer; a subclass computes something else: of few bits, of low
     rank."""
-    return type(module) is nn.Linear and _computes(module.weight.dtype)
+    kind = type(module)
+    columns = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return (kind is nn.Linear or columns) and _computes(module.weight.dtype)
 
 
-def _kind(layer: nn.Linear) -> tuple[int, torch.dtype, bool]:
+def _kind(layer: Any) -> tuple[type, int, torch.dtype, bool]:
     """What must be the same for matrices to become one."""
-    return layer.weight.shape[1], layer.weight.dtype, layer.bias is None
+    weight = _matrix(layer)
+    return type(layer), weight.shape[1], weight.dtype, layer.bias is None
