@@ -67,17 +67,15 @@ class Row:
     @cached_property
     def noise(self) -> Noise | None:
         """What its tokens are drawn by, if it samples and its rule does not toss coins."""
-        by_noise = self.request.rule.gumbel_max and not self.sampling.greedy
-        return Noise(self._stream) if by_noise else None
+        asked = self.request
+        if not asked.rule.gumbel_max:
+            return None
+        return Noise.of(self.sampling, asked.prompt, asked.source, self.seed)
 
     @cached_property
     def random(self) -> np.random.Generator:
         """Its coins."""
-        return np.random.default_rng(self._stream)
-
-    @property
-    def _stream(self) -> int:
-        return stream(self.seed, self.request.prompt, self.request.source)
+        return np.random.default_rng(stream(self.seed, self.request.prompt, self.request.source))
 
     @property
     def certain(self) -> bool:

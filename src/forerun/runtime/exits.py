@@ -197,7 +197,7 @@ class LayersExecutor(TorchExecutor):
             spans = [(row, 0, len(self._pending[row].tokens)) for row in rows]
             logits = self._judged(self._gather(spans, self.access.layers), pieces, wanted)
         else:
-            logits = self._none(wanted)
+            logits = self._room(wanted)
         self._batch = None
         for row in rows:
             self._pending[row].cut(0)
@@ -216,12 +216,12 @@ class LayersExecutor(TorchExecutor):
         index = [row for row, n in enumerate(wanted) for _ in range(n)]
         column = [j for n in wanted for j in range(n)]
         at = [len(pieces[row]) - wanted[row] + j for row, j in zip(index, column, strict=True)]
-        out = self._none(wanted)
+        out = self._room(wanted)
         if most:
             out[index, column] = self.access.logits(batch.hidden[[place[r] for r in index], at])
         return out
 
-    def _none(self, wanted: Sequence[int]) -> torch.Tensor:
+    def _room(self, wanted: Sequence[int]) -> torch.Tensor:
         """Room for logits."""
         return self._states.new_zeros(len(wanted), max(wanted, default=0), self.facts.vocab_size)
 
