@@ -253,9 +253,9 @@ def test_a_draft_that_is_judged_with_the_prompt_only_costs_its_steps():
         gain = terms.useful * drafted.survival * next_kept(drafted, terms.by)
         assert gain > price
         assert auto.worth(state, costs, (terms, drafted)) == pytest.approx(gain - price)
-    # One kept token pays for its step, not for a pass of its own.
+    # It pays for its steps, but no later one will be as cheap.
     seen_first, seen_later = (auto.observe(s, costs, seen(1, 1, [6.0])) for s in (first, later))
-    assert seen_first.drafts == Drafts(free=1.0, free_steps=1.0, committed=2.0)
+    assert (seen_first.drafts, seen_first.accepted) == (Drafts(), 1)
     assert seen_later.drafts == Drafts(1.0, 1.0, committed=2.0)
 
 

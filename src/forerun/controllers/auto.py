@@ -64,7 +64,7 @@ class Drafts(NamedTuple):
     judged_tokens: float = 0.0
     """tokens judged there."""
     free: float = 0.0
-    """Rounds whose draft did not: it was thrown away, or judged with the prompt; and"""
+    """Rounds whose draft did not, for it was thrown away; and"""
     free_steps: float = 0.0
     """draft steps of these, and those of the others that gave no token to judge."""
     committed: float = 0.0
@@ -146,6 +146,7 @@ class Auto(LengthController):
       many of them as is best: `max_k Σ_{j≤k} S_i·ŝ^j − λ·(k·d + v_k·V)`.
     - λ is tokens over seconds of the request's rounds, fading, added to some rounds of the best
       fixed length for the expected acceptance (so it needs no start), and at least the plain rate.
+      A draft that was judged with the prompt is left out: no later round can have it so cheaply.
       The seconds are those the costs say. A drafter reads the prompts of requests that come, too;
       where that was timed, a plain token is so much cheaper than one with a draft.
     - Rejections, and only they, end what a round can teach; rounds cut short from outside teach
@@ -341,9 +342,11 @@ class Auto(LengthController):
         if not anywhere((width > 0) | looked):
             return state._replace(rested=rested, begun=begun)
         learn, mine = round.teaches | round.difficult, self._in_force(costs)
+        # A draft that is judged with the prompt rides along: no later one can.
+        rides = (mine.prefill > state.begun) & (width > 0)
         # Or others drafted, and this request had no room.
-        paid = learn | (width > round.drafted) | looked
-        free = looked | (mine.prefill > state.begun)
+        paid = (learn | (width > round.drafted) | looked) & (rides < 1)
+        free = looked | rides
         took = where(free, mine.plain + width * mine.draft, _seconds(mine, maximum(width, 1)))
         took = took + failed * mine.draft
         learned, table = survival.judged(state.learned, state.table, round)
