@@ -103,8 +103,8 @@ class Drafter(ABC):
     bonus: bool = True
     """Whether a draft that is accepted whole is followed by a token of the target's own in the same
     round. Without, the last token of a draft that was cut short from outside (`CENSORING`), by the
-    drafter's own bound above all, is not fed. A difficult token is in any case; and controllers
-    that end a draft count on one."""
+    drafter's own bound above all, is not fed. A difficult token is fed in any case, and a draft
+    that its controller ends has its bonus token: controllers count on it."""
     has_distribution: bool = True
     """Whether tokens come with a distribution; rules that read it need one."""
     seconds: float = 0.0

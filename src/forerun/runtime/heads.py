@@ -56,8 +56,8 @@ class TrainedHeads(ABC):
         """The exit layers, rising."""
         self.access, self.weights, self.about = access, weights, dict(about or {})
         self.tokens = tokens
-        self._dtype = access.unembedding.dtype
         self._rows = None if tokens is None else access.unembedding_of(tokens)
+        self._dtype = access.unembedding.dtype
         self._used = {
             layer: {name: self._for_use(tensor) for name, tensor in own.items()}
             for layer, own in weights.items()

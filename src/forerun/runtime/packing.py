@@ -31,10 +31,10 @@ class PackedLinear(nn.Module):
     """An `nn.Linear`, or a `Conv1D` of transformers, which is one whose weights lie as columns, for
     inference. Copied, saved or differentiated, it is one of plain weights."""
 
-    def __init__(self, product: _Product, begin: int, end: int, of: type[nn.Module]) -> None:
+    def __init__(self, product: _Product, begin: int, end: int, replaced: type[nn.Module]) -> None:
         super().__init__()
         self.in_features, self.out_features = product.weight.shape[1], end - begin
-        self._product, self._rows, self._of = product, slice(begin, end), of
+        self._product, self._rows, self._replaced = product, slice(begin, end), replaced
         self.packed, self.packed_bias = product.weight, product.bias  # a model counts its weights
 
     @property
@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         """`(out, in)`, packed if the matrix is its alone; of a `Conv1D` `(in, out)`."""
         whole = self.packed
         own = whole if len(whole) == self.out_features else dense(whole)[self._rows]
-        return own if self._of is nn.Linear else dense(own).T
+        return own if self._replaced is nn.Linear else dense(own).T
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -56,8 +56,8 @@ class PackedLinear(nn.Module):
         return self._product.of(x, self._rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        made: Any = self._of(1, 1)
-        sizes = ("in_features", "out_features") if self._of is nn.Linear else ("nx", "nf")
+        made: Any = self._replaced(1, 1)
+        sizes = ("in_features", "out_features") if self._replaced is nn.Linear else ("nx", "nf")
         for name, size in zip(sizes, (self.in_features, self.out_features), strict=True):
             setattr(made, name, size)
         made.weight = nn.Parameter(dense(self.weight).clone(memory_format=torch.contiguous_format))
