@@ -52,7 +52,7 @@ def predicted(model: forerun.Model, prompts: int, tokens: int, long: bool = Fals
     for part in parts:
         costs = measure(model, [1], [context]).at(1, context)
         tables.append(replace(costs, prefill=True))  # live, first passes read prompts
-        model.meter = Meter.given(tables[-1])
+        model.meter = Meter.given(tables[-1].asked)
         model.forget()
         done = interleaved(
             [work[i] for i in part], methods, lambda t, m: generate(model, t, m), "live"

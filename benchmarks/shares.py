@@ -111,7 +111,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
     found: dict[str, Any] = {}
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for axes, (label, bound) in zip(panels, bounds.items(), strict=True):
-        best = bound.clock(trace, cell)
+        best = bound.clock(trace, cell.asked)
         for spec in (AUTO, "hf-threshold", "gammatune+", "fixed(5)", "fixed(0)"):
             clock = Clock(trace)
             replay(trace, spec, cell, clock)

@@ -11,13 +11,13 @@ from forerun.controllers import CONTROLLERS
 from forerun.controllers.auto import Auto, AutoState, Drafts, Terms
 from forerun.controllers.auto_survival import (
     GREEDY,
+    SAMPLED,
     SCALE_WEIGHTS,
     SHIFT_WEIGHT,
     TYPICAL_MARGIN,
     USELESS_KEPT,
     USELESS_START,
     Drafted,
-    Survival,
     in_force,
     next_kept,
     typical,
@@ -80,6 +80,13 @@ class Clock:
         return Lap(rows, width, width, draft, first if width else 0.0, verify)
 
 
+def join(crew, controller):
+    """A row that knows that its tokens are certain, and still draws them by coins."""
+    crew.join(controller)
+    member = crew._members[-1]
+    member.state = controller.begin(member.state, True)
+
+
 class Live:
     """Rows decoded together, by a clock they share."""
 
@@ -89,12 +96,16 @@ class Live:
         self.meter, self.memory = meter or Meter(), {}
         self.crew = Crew(self.meter, self.memory)
         for _ in sources:
-            self.crew.join(self.controller)
+            self.join()
+
+    def join(self):
+        """A greedy request, whose drafts are judged whatever they look like."""
+        join(self.crew, self.controller)
 
     def renew(self):
         """One row's request ends, the next begins."""
         self.crew.keep([])
-        self.crew.join(self.controller)
+        self.join()
 
     @property
     def state(self) -> AutoState:
@@ -153,9 +164,8 @@ def test_the_rule_by_hand():
     controller = Auto()
     state = controller.start()
     by = in_force(state.learned)
-    assert sigmoid(state.learned.sampled) < 0.2  # greedy is expected
     margins = [3.0, 1.0]
-    kept = sigmoid(by.constant + by.per_margin * np.array(margins) + by.per_chosen * 0.5)
+    kept = sigmoid(by.constant + by.per_margin * np.array(margins))
     ahead = sigmoid(by.next_constant + by.next_newest * 1.0 + by.next_mean * 2.0)
     worth = kept.prod() * ahead * (1 - sigmoid(USELESS_START))
     for price in (worth - 1e-9, worth + 1e-9):
@@ -335,7 +345,7 @@ def test_price_is_the_rate_times_what_a_token_costs():
 
 def test_one_round_corrects_by_hand():
     controller = Auto()
-    state = controller.start()._replace(learned=Survival(sampled=-10.0))
+    state = controller.start()
     z = np.array(GREEDY.constant + GREEDY.per_margin * np.array([2.0, 1.0]))
     p, hit = sigmoid(z), np.array([1.0, 0.0])
     w = p * (1 - p)
@@ -346,17 +356,17 @@ def test_one_round_corrects_by_hand():
     )
     new = controller.observe(state, COSTS, seen(3, 1, [2.0, 1.0, 5.0])).learned
     scale = [new.constant, new.slope]
-    np.testing.assert_allclose(scale, np.add(turn, [0, 1]), rtol=1e-3)
+    np.testing.assert_allclose(scale, np.add(turn, [0, 1]), rtol=1e-9)
     ahead = (hit - q).sum() / (SHIFT_WEIGHT + (q * (1 - q)).sum())
-    np.testing.assert_allclose(new.shift, ahead, rtol=1e-3)
+    np.testing.assert_allclose(new.shift, ahead, rtol=1e-9)
     useless = np.log(USELESS_KEPT / q[0]) + np.log((1 - USELESS_KEPT) / (1 - q[1]))
     expected = max(USELESS_START + useless, USELESS_START)
-    np.testing.assert_allclose(new.useless, expected, rtol=1e-3)
+    np.testing.assert_allclose(new.useless, expected, rtol=1e-9)
 
 
 def test_a_token_that_the_drafter_could_not_say_counts_as_one_rejected_unseen():
     controller = Auto()
-    state = controller.start()._replace(learned=Survival(sampled=-10.0))
+    state = controller.start()
     one = replace_stop(seen(1, 1, [2.0]), Stop.DIFFICULT)
     after = controller.observe(state, COSTS, one)
     q = sigmoid(
@@ -364,7 +374,7 @@ def test_a_token_that_the_drafter_could_not_say_counts_as_one_rejected_unseen():
     )
     hit = np.array([1.0, 0.0])
     ahead = (hit - q).sum() / (SHIFT_WEIGHT + (q * (1 - q)).sum())
-    np.testing.assert_allclose(after.learned.shift, ahead, rtol=1e-3)
+    np.testing.assert_allclose(after.learned.shift, ahead, rtol=1e-9)
     known = controller.observe(state, COSTS, seen(1, 1, [2.0])).learned
     assert after.learned.constant == known.constant, "what was shown of others says nothing of it"
     assert after.drafts.free_steps == 1, "its step took time"
@@ -429,15 +439,23 @@ def test_a_token_that_is_never_kept_ends_drafts_whatever_its_confidence():
     assert not goes(state, bad)
 
 
-def test_it_tells_greedy_from_sampled():
+def test_certain_tokens_are_weighed_by_their_margin_and_others_by_their_probability():
     controller = Auto()
-    start = controller.start()
-    greedy = controller.observe(start, COSTS, seen(2, 1, [2.0, 1.0])).learned
-    sampled = controller.observe(start, COSTS, seen(2, 1, [2.0, 1.0], prob=[1.0, 0.3])).learned
-    assert sigmoid(greedy.sampled) < 0.01
-    assert sigmoid(sampled.sampled) > 0.99
-    # The drafted token's probability.
-    assert in_force(sampled).per_chosen > 2 > 0.1 > in_force(greedy).per_chosen
+    certain, drawn = (controller.begin(controller.start(), told) for told in (True, False))
+    assert in_force(certain.learned) == GREEDY
+    assert in_force(drawn.learned) == SAMPLED
+    # What has no weight need not be shown.
+    shown, hidden = Token(logit_margin=1.0, chosen=0.5), Token(logit_margin=1.0)
+    memos = [controller.fold(certain, controller.open(certain, COSTS).memo, token)
+             for token in (shown, hidden)]  # fmt: skip
+    assert memos[0] == memos[1]
+    rounds = [Round(1, 0, [0.0], 0, [token]) for token in (shown, hidden)]
+    after = [controller.observe(certain, COSTS, round).learned for round in rounds]
+    assert after[0] == after[1]
+    assert controller.certain_signals == controller.signals - {"chosen"}
+    kept = [controller.fold(drawn, controller.open(drawn, COSTS).memo, shown._replace(chosen=p))
+            for p in (0.1, 0.9)]  # fmt: skip
+    assert kept[0][1].survival < kept[1][1].survival
 
 
 def test_a_slope_that_is_given_is_not_measured():
@@ -561,7 +579,7 @@ def test_the_next_request_loses_corrections_and_begins_with_a_probe():
     live.run(200)
     state = live.state._replace(rested=5)
     new = Auto().carry(state)
-    assert new.learned.sampled == state.learned.sampled
+    assert new.learned.certain == state.learned.certain
     assert abs(new.learned.constant) < abs(state.learned.constant)
     assert abs(new.learned.shift) < abs(state.learned.shift)
     assert 0 < new.drafts.judged < state.drafts.judged
@@ -619,7 +637,7 @@ def test_rows_decoded_together_draft_on_while_it_pays_for_all():
         costs = Costs.synthetic(c, 0.02)
         crew = Crew(Meter.given(costs))
         for _ in margins:
-            crew.join(controller)
+            join(crew, controller)
         crew.limits()
         state = controller.start()
         opening = controller.open(state, costs)

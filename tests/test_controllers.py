@@ -276,7 +276,7 @@ def freeze(tree) -> None:
 def history(controller, rounds=12, seed=0, stops=tuple(Stop)):
     """(state, round) pairs of a random run of one request, then the last state."""
     rng = np.random.default_rng(seed)
-    state, pairs = controller.start(), []
+    state, pairs = controller.begin(controller.start(), False), []
     for _ in range(rounds):
         limit = np.array([controller.limit(state, COSTS)])
         seen = alone(random_rounds(rng, limit, stops), 0)
@@ -437,6 +437,7 @@ def test_in_a_crew_of_one_a_row_is_by_itself(spec):
     later = Crew(Meter.given(COSTS), memory)
     later.join(controller)
     first = controller.carry(last) if controller.carries else controller.start()
+    first = controller.begin(first, False)
     assert later.limits() == [controller.limit(first, COSTS)]
     later.keep([])
     assert controller.carries or memory[controller] is last

@@ -75,7 +75,8 @@ def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:
     Costs((Cell(0.1, ((1, 1.0),), catch_up=0.5),)).write(tmp_path / "costs.json")
     (cell,) = json.loads((tmp_path / "costs.json").read_text())["cells"]
     names = {
-        "draft", "verify", "fixed", "batch", "context", "first", "levels", "cold", "ratio", "spread"
+        "draft", "verify", "fixed", "batch", "context", "first", "levels", "cold", "asking",
+        "ratio", "spread",
     }  # fmt: skip
     assert cell.keys() == names
     assert Costs.read(tmp_path / "costs.json").at().catch_up == 0
@@ -197,7 +198,7 @@ def model() -> Model:
 @pytest.mark.usefixtures("quick_costs")
 def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
-    times = (
+    times = measuring._Live(
         {n: [2 + n, 2 + n] for n in (1, 2, 4, 8)},  # a draft of n tokens: 2 s, and 1 s each
         {},
         {0: [0.25], **{n: [0.5 + n / 4] for n in (1, 2, 4, 8)}},
@@ -206,7 +207,7 @@ def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def live(*args: Any) -> Any:
         measured.append(real(*args))
-        return times
+        return times, 0.125
 
     real = measuring._live
     monkeypatch.setattr(measuring, "_live", live)
@@ -218,13 +219,14 @@ def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         for (_, median), (low, high) in zip(cell.verify, spread.verify, strict=True):
             assert 0 < low <= median <= high
         assert (cell.draft, spread.draft, spread.work) == (1.25, (1, 1), 0.25)
+        assert cell.asking == 0.125
         assert (cell.fixed, cell.first) == (0.25, 2 + 0.25), "a draft's first step, and its work"
         assert [drafted for drafted, *_ in spread.other] == [0, 1, 2, 4, 8]
-    for draft, judged, other in measured:
-        assert (set(draft), set(judged), set(other)) == (
-            {1, 2, 4, 8}, {1, 2, 3, 5, 9}, {0, 1, 2, 4, 8}
-        )  # fmt: skip
-        assert all(min(seen) > 0 for part in (draft, judged) for seen in part.values())
+    for seen, asking in measured:
+        assert seen.draft.keys() == seen.verify.keys() == seen.other.keys() == {0, 1, 2, 4, 8}
+        assert all(min(took) > 0 for took in seen.verify.values())
+        assert all(min(took) > 0 for n, took in seen.draft.items() if n)
+        assert asking >= 0
     assert table.about["repeats"] == 3
     assert {"target", "draft", "cpu", "versions"} <= table.about.keys()
     assert model.target.lengths == [], "the caches are empty again"
@@ -233,10 +235,10 @@ def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_costs")
 def test_a_round_in_which_others_read_their_prompts_is_not_timed() -> None:
-    def rows(n: int) -> list[Any]:
+    def rows(n: int, each: float) -> list[Any]:
         def took(verify: float) -> Any:
             return SimpleNamespace(
-                drafted=n, draft_seconds=0.1 * n, verify_seconds=verify, other_seconds=0.5
+                drafted=n, draft_seconds=each * n, verify_seconds=verify, other_seconds=0.5
             )
 
         # The second row's prompt is read in the 9 s of the first one's second round.
@@ -244,14 +246,16 @@ def test_a_round_in_which_others_read_their_prompts_is_not_timed() -> None:
         return [SimpleNamespace(rounds=[took(t) for t in row]) for row in times]
 
     def generate(prompts: Any, controller: str, **_: Any) -> list[Any]:
-        return rows(int(controller[len("fixed(") : -1]))
+        asked = controller.startswith("hf-threshold")
+        return rows(int(controller.rpartition("=" if asked else "(")[2][:-1]), 0.1 + 0.03 * asked)
 
     fake: Any = SimpleNamespace(generate=generate)
-    draft, passes, other = measuring._live(fake, [[1], [2]], measuring.LIVE)
-    assert passes.keys() == {1, 2, 3, 5, 9}
-    assert {t for times in passes.values() for t in times} == {1.0, 1.5}
-    assert set(draft[2]) == {0.2}
-    assert set(other[0]) == {0.5}
+    live, asking = measuring._live(fake, [[1], [2]], measuring.LIVE)
+    assert live.verify.keys() == set(measuring.LIVE)
+    assert {t for times in live.verify.values() for t in times} == {1.0, 1.5}
+    assert set(live.draft[2]) == {0.2}
+    assert set(live.other[0]) == {0.5}
+    assert asking == pytest.approx(0.03)
 
 
 @pytest.mark.usefixtures("quick_costs")

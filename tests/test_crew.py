@@ -46,6 +46,16 @@ def test_each_row_has_its_own_policy():
     assert crew.signals == frozenset()
 
 
+def test_what_only_sampled_rows_need_is_read_while_there_is_one():
+    crew, auto = Crew(Meter.given(COSTS)), CONTROLLERS.make("auto")
+    crew.join(auto, certain=True)
+    assert crew.signals == {"logit_margin"}
+    crew.join(auto, certain=False)
+    assert crew.signals == {"logit_margin", "chosen"}
+    crew.keep([0])
+    assert crew.signals == {"logit_margin"}
+
+
 def test_states_follow_their_rows():
     crew = crew_of(*["hf-heuristic(length=4)"] * 3)
     crew.limits()

@@ -89,6 +89,15 @@ def test_a_slow_pass_or_step_does_not_end_drafting_before_others_were_timed():
     assert meter.costs(1).draft == pytest.approx(0.1)
 
 
+def test_one_slow_first_step_does_not_end_drafting_in_a_batch():
+    meter = Meter()
+    meter.tell(Lap(4, 3, 3, 0.044 + 2 * 0.0007, 0.044, 0.010))
+    assert meter.costs(4).draft == pytest.approx(0.0007)
+    assert meter.costs(4).draft_seconds(1) == pytest.approx(0.002), "twice what is usual"
+    meter.tell(Lap(4, 3, 3, 0.044 + 2 * 0.0007, 0.044, 0.010))
+    assert meter.costs(4).draft_seconds(1) == pytest.approx(0.044), "it is slow, then"
+
+
 def test_a_busy_start_is_forgotten():
     meter, draft = Meter(), lambda slow: Lap(1, 2, 2, 0.002 * slow, 0.001 * slow, 0.014)
     for slow in (20, 20, 20):
@@ -213,7 +222,10 @@ def test_reading_prompts_is_charged_per_token_of_all_rows():
     charged = meter.costs(4)
     assert charged.reading == pytest.approx(4 * 0.0001 * 3)
     assert meter.costs(4) is charged
-    assert meter.costs(3).reading == pytest.approx(3 * 0.0001 * 3)
+    meter.finished(32, 10)  # hardly more
+    assert meter.costs(4) is charged, "all that follows from them would be computed anew"
+    meter.finished(26, 10)
+    assert meter.costs(3).reading == pytest.approx(3 * 0.0001 * 3, rel=0.1)
     assert (charged.draft, charged.verify) == (0.002, meter.costs(3).verify)
     meter.caught_up(4, 0.001, 60)  # less than a step says nothing
     assert meter.costs(4).reading == pytest.approx(charged.reading)

@@ -234,6 +234,17 @@ class Noting(FixedLength):
         return super().observe(state, costs, round)
 
 
+def test_a_controller_that_is_asked_pays_for_it(scripted: Any) -> None:
+    _, _, trace = scripted
+    dear = replace(CELL, asking=0.5)
+    for spec in ("fixed(4)", "hf-heuristic", "hf-threshold", "gammatune+"):
+        free, paid = replay(trace, spec, CELL), replay(trace, spec, dear)
+        assert paid.steps.tolist() == free.steps.tolist()
+        asked = CONTROLLERS.make(spec).asks
+        np.testing.assert_allclose(paid.seconds, free.seconds + 0.5 * asked * free.steps)
+    assert replay(trace, "auto", dear).drafted.sum() < replay(trace, "auto", CELL).drafted.sum()
+
+
 def test_controllers_are_given_the_costs(scripted: Any) -> None:
     Noting.seen.clear()
     found = replay(scripted[2], Noting(3), CELL)

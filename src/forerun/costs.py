@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -58,6 +58,8 @@ class Costs:
     cold: float = 0.0
     """What a plain pass takes more right behind a draft that was thrown away, as its weights have
     left the caches; less, where the drafter is made of the target's layers and has run some."""
+    asking: float = 0.0
+    """What a drafted token takes more where the controller is asked about it (`asked`)."""
     catch_up: float = 0.0
     """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
@@ -76,7 +78,7 @@ class Costs:
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name in ("fixed", "first", "catch_up", "reading"):
+        for name in ("fixed", "first", "asking", "catch_up", "reading"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
         least = -self.draft_seconds(1)
@@ -104,6 +106,16 @@ class Costs:
         (w0, s0), (w1, s1) = points[-2:]
         # A slope below 0 is noise of the measurement; it must not make wide passes free.
         return s1 + max((s1 - s0) / (w1 - w0), 0.0) * (width - w1)
+
+    @cached_property
+    def asked(self) -> Costs:
+        """Those of a controller that `asks`: for every drafted token what the draft says of it is
+        computed, and the controller called.
+
+        >>> Costs(0.25, ((1, 1.0),), asking=0.125).asked.draft_seconds(2)
+        0.75
+        """
+        return replace(self, draft=self.draft + self.asking, asking=0.0) if self.asking else self
 
     def draft_seconds(self, steps: Any) -> Any:
         """Seconds of so many draft steps in a round, a number or an array.

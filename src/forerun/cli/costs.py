@@ -165,6 +165,7 @@ def _rows(cell: Cell, spread: Spread | None) -> Iterator[list[str]]:
         yield ["the first of a round, more", _ms(cell.first), ""]
         yield ["plain, draft thrown away, more", _ms(cell.cold), ""]
         yield ["engine, per drafted token", _ms(spread.work), ""]
+        yield ["asking a controller about it", _ms(cell.asking), ""]
     for i, (width, seconds) in enumerate(cell.verify):
         label = f"target pass of {width} token{'s' if width > 1 else ''}"
         yield [label, _ms(seconds), *([] if spread is None else [_range(spread.verify[i])])]

@@ -130,11 +130,11 @@ class Auto(LengthController):
     round starts with a draft while λ is at least the rate of plain decoding.
 
     - `S_i = (1 − u)·Π_j σ(b + a·z_j + t_j)`: `z` is linear in the logit margin (certain drafts) or
-      in the probability of the drafted token (by coins), fitted once to many texts; what is
-      kept tells which of the two a request is. `(b, a)`, from (0, 1), follow its judged tokens by
-      one Newton step of ridge logistic regression a round. `t` is what a table has learned so, in
-      this request and those before, of the drafted token and of its pair with the one before it:
-      a draft errs at some tokens more often than its confidence says (`auto_table`).
+      in the probability of the drafted token (by coins), fitted once to many texts. `(b, a)`, from
+      (0, 1), follow the request's judged tokens by one Newton step of ridge logistic regression a
+      round. `t` is what a table has learned so, in this request and those before, of the drafted
+      token and of its pair with the one before it: a draft errs at some tokens more often than its
+      confidence says (`auto_table`).
     - `ŝ_{i+1} = σ(z' + b')`: z' is linear in the newest margin and the mean margin of the round,
       fitted likewise, with a constant for the first token; b' follows the request. u is the
       probability that the draft is of no use at all, by the likelihood of what was kept. A request
@@ -218,7 +218,12 @@ class Auto(LengthController):
     @property
     def signals(self) -> frozenset[str]:
         """The margin, the probability of the drafted token, and which it is after which."""
-        return frozenset({"logit_margin", "chosen", "id", "previous"})
+        return self.certain_signals | {"chosen"}
+
+    @property
+    def certain_signals(self) -> frozenset[str]:
+        """All but the probability, for which the logits would have to be summed up."""
+        return frozenset({"logit_margin", "id", "previous"})
 
     @property
     def asks(self) -> bool:
@@ -260,6 +265,10 @@ class Auto(LengthController):
             state.table,
             in_vain=where(state.drafting, in_vain, state.in_vain),
         )
+
+    def begin(self, state: AutoState, certain: bool) -> AutoState:
+        """With the prior for such tokens."""
+        return state._replace(learned=state.learned._replace(certain=certain))
 
     def limit(self, state: AutoState, costs: Costs) -> int:
         """The most tokens per round; 0 where plain decoding is faster."""

@@ -6,10 +6,19 @@ Written for one request, element by element (`elementwise`).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from forerun.controllers.auto_table import Table
-from forerun.controllers.elementwise import anywhere, clip, largest, log, minimum, sigmoid, where
+from forerun.controllers.elementwise import (
+    anywhere,
+    clip,
+    largest,
+    log,
+    minimum,
+    select,
+    sigmoid,
+    where,
+)
 from forerun.types import Round, Token
 
 
@@ -36,17 +45,10 @@ GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.14, 0.21)
 """Prior of certain drafts; `python -m benchmarks.auto_prior` made both."""
 SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.17, 0.12)
 """Prior of those that coins decide."""
-_MORE_SAMPLED = [sampled - greedy for greedy, sampled in zip(GREEDY, SAMPLED, strict=True)]
 MOST_MARGIN = 8.0
 """Logits beyond which a margin says nothing more."""
 TYPICAL_MARGIN = 4.0
 """Mean margin of drafts, for lengths that are planned before anything is drafted."""
-SAMPLED_START = -2.0
-"""Log-odds, before anything was judged, that the request samples."""
-SAMPLED_STEPS = (-0.7, 20.0, -5.0)
-"""What a token changes about them whose probability of being kept was 1, in between, or 0."""
-MOST_SAMPLED = 10.0
-"""Bound on them, either way."""
 SCALE_WEIGHTS = (4.0, 10.0)
 """Prior weight of the request's own constant 0 and slope 1, in `Σ w`, `Σ w·z²`."""
 SHIFT_WEIGHT = 4.0
@@ -74,8 +76,8 @@ and later ones."""
 class Survival(NamedTuple):
     """What a request's judged tokens have taught."""
 
-    sampled: float = SAMPLED_START
-    """Log-odds that coins decide what is kept: the request samples."""
+    certain: bool = True
+    """Whether no coins decide what is kept: which of the priors is the request's."""
     constant: float = 0.0
     slope: float = 1.0
     """Of the request's own line through the prior's log-odds z: `b + a·z`."""
@@ -121,7 +123,7 @@ class Drafted(NamedTuple):
 
 def in_force(learned: Survival) -> LogOdds:
     """The log-odds of this request: the prior, with its own line and shift."""
-    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(learned.sampled)
+    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(learned)
     slope, shift = learned.slope, learned.shift
     return LogOdds(
         learned.constant + slope * constant,
@@ -134,18 +136,20 @@ def in_force(learned: Survival) -> LogOdds:
     )
 
 
-def prior(sampled: float) -> list[float]:
-    """The log-odds, in their order, expected of a request that samples with these log-odds."""
-    share = sigmoid(sampled)
-    return [g + share * more for g, more in zip(GREEDY, _MORE_SAMPLED, strict=True)]
+def prior(learned: Survival) -> LogOdds:
+    """The log-odds expected of a request before anything was judged."""
+    by: LogOdds = select(learned.certain, GREEDY, SAMPLED)
+    return by
 
 
 def extended(drafted: Drafted | None, by: LogOdds, table: Table, token: Token) -> Drafted | None:
     """With one more token; None if tokens say nothing."""
-    if token.chosen is None:
+    if token.logit_margin is None:
         return drafted
     margin = minimum(token.logit_margin, MOST_MARGIN)
-    z = by.constant + by.per_margin * margin + by.per_chosen * token.chosen
+    z = by.constant + by.per_margin * margin
+    if token.chosen is not None:
+        z = z + by.per_chosen * token.chosen
     kept = sigmoid(z + table(token))
     if drafted is None:
         return Drafted(kept, 1, margin, margin)
@@ -188,7 +192,7 @@ def carried(learned: Survival, share: float) -> Survival:
     worse = minimum(before + USELESS_STEP, USELESS_CAP)
     useless = where(now > before, worse, where(now < before, USELESS_START, before))
     return Survival(
-        sampled=learned.sampled,
+        certain=learned.certain,
         constant=share * learned.constant,
         slope=1 + share * (learned.slope - 1),
         shift=share * learned.shift,
@@ -209,11 +213,9 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
     """
     count = round.judged
     most = largest(count)
-    if most and not round.shows("chosen"):
+    if most and not round.shows("logit_margin"):
         return _judged_blind(learned, round, most), table
-    coins = sum((i < count) * _sampled_step(round.accept_prob[i]) for i in range(most))
-    sampled = clip(learned.sampled + coins, -MOST_SAMPLED, MOST_SAMPLED)
-    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(sampled)
+    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(learned)
     slope, shift, unexplained = learned.slope, learned.shift, []
     weight, weight_z = FADE * learned.weight, FADE * learned.weight_z
     weight_zz, next_weight = FADE * learned.weight_zz, FADE * learned.shift_weight
@@ -231,7 +233,9 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
             break
         token, hit, inside = round.tokens[i], round.accept_prob[i], i < count
         margin = minimum(token.logit_margin, MOST_MARGIN)
-        z = constant + per_margin * margin + per_chosen * token.chosen
+        z = constant + per_margin * margin
+        if token.chosen is not None:
+            z = z + per_chosen * token.chosen
         chance = sigmoid(learned.constant + slope * z + table(token))
         w, short = inside * chance * (1 - chance), inside * (hit - chance)
         weight, weight_z, weight_zz = weight + w, weight_z + w * z, weight_zz + w * z * z
@@ -245,7 +249,7 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
     a, b, c = weight + SCALE_WEIGHTS[0], weight_z, weight_zz + SCALE_WEIGHTS[1]
     scale = 1 / (a * c - b * b)
     after = Survival(
-        sampled,
+        learned.certain,
         clip(learned.constant + (c * miss - b * miss_z) * scale, -MOST_SHIFT, MOST_SHIFT),
         clip(slope + (a * miss_z - b * miss) * scale, LEAST_SLOPE, MOST_SHIFT),
         weight, weight_z, weight_zz,
@@ -270,9 +274,3 @@ def _judged_blind(learned: Survival, round: Round, most: int) -> Survival:
         else:
             first_kept, first_judged = first_kept + hit, first_judged + inside
     return learned._replace(blind=(first_kept, first_judged, kept, count))
-
-
-def _sampled_step(hit: Any) -> Any:
-    """What a probability of being kept says about whether the request samples."""
-    certain, fraction, never = SAMPLED_STEPS
-    return (hit >= 1) * certain + ((hit > 0) & (hit < 1)) * fraction + (hit <= 0) * never

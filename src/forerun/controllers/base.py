@@ -70,6 +70,11 @@ class LengthController(ABC):
         return frozenset()
 
     @property
+    def certain_signals(self) -> frozenset[str]:
+        """Likewise of requests whose tokens no coins decide (`begin`)."""
+        return self.signals
+
+    @property
     def asks(self) -> bool:
         """Whether it may end a draft before the limit: by `keep_going`, or `worth`."""
         return False
@@ -120,6 +125,11 @@ class LengthController(ABC):
     def carry(self, state: Any) -> State:
         """Of a request that follows one that ended with `state`, if it `carries`."""
         return self.start()
+
+    def begin(self, state: Any, certain: bool) -> State:
+        """`state` of a request that is about to begin, told whether its tokens are certain (greedy,
+        or by noise that its seed fixes) or drawn by coins."""
+        return state
 
     @abstractmethod
     def limit(self, state: Any, costs: Costs) -> int:
@@ -175,6 +185,7 @@ class Wrapper(LengthController):
 
     inner: LengthController
     signals = _inner("signals")
+    certain_signals = _inner("certain_signals")
     asks = _inner("asks")
     weighs = _inner("weighs")
     own_costs = _inner("own_costs")
@@ -183,6 +194,7 @@ class Wrapper(LengthController):
     previews = _inner("previews")
     start = _inner("start")
     carry = _inner("carry")
+    begin = _inner("begin")
     limit = _inner("limit")
     open = _inner("open")
     fold = _inner("fold")

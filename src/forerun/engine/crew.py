@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from forerun.controllers.base import LengthController, Memo
@@ -82,6 +83,7 @@ class Crew:
         self._wake()
         carries = controller.carries and repeatable is None and controller in self._memory
         state = controller.carry(self._memory[controller]) if carries else controller.start()
+        state = controller.begin(state, certain)
         given = controller.own_costs or repeatable
         weighs = controller.weighs
         self._members.append(
@@ -105,8 +107,11 @@ class Crew:
 
     def _changed(self) -> None:
         controllers = [member.controller for member in self._members]
-        signals = frozenset().union(*(c.signals for c in controllers))
-        self.signals: frozenset[str] = signals & frozenset(SIGNALS)
+        signals = (
+            member.controller.certain_signals if member.certain else member.controller.signals
+            for member in self._members
+        )
+        self.signals: frozenset[str] = frozenset(SIGNALS).intersection(chain.from_iterable(signals))
         """Everything any row's controller reads of the draft's distribution."""
         self.asks = any(c.asks for c in controllers)
         """Whether any may end a draft early."""

@@ -38,13 +38,15 @@ ENOUGH = 2
 """Timings of rounds with a draft before costs mean anything: the lower of two is no outlier."""
 MOST_SLOW = 2.0
 """Times what is expected that drafting is taken to cost at most until it was timed more often: a
-pass by those timed when the model was loaded, a step by the models' sizes. A slow one is rare, but
-would end drafting, and so its timing, for hundreds of rounds."""
+pass by those timed when the model was loaded, a step by the models' sizes, a round's first step by
+later ones. A slow one is rare, but would end drafting, and so its timing, for hundreds of rounds."""
 STALE = 256
 """Rounds after which the next draft replaces what drafting took, and so is followed by another. A
 machine that was busy when it was first timed would else keep a row from drafting for good."""
 FADE = 0.9
 """Share of what was seen of reading, and of requests, that still counts at the next."""
+LEAST_CHANGE = 0.1
+"""Share by which reading must change to be charged anew: all that follows from costs is, too."""
 MOST_SIZES = 6
 """Doublings of the batch beyond which sizes are taken together."""
 
@@ -124,9 +126,10 @@ class Meter:
         (prompts, outputs), (seconds, tokens) = self._finished, self._caught_up
         if not seconds or not outputs:
             return costs
+        reading = rows * seconds / tokens * prompts / outputs
         before, charged = self._charged.get(rows, (None, costs))
-        if before is not costs:
-            charged = replace(costs, reading=rows * seconds / tokens * prompts / outputs)
+        if before is not costs or abs(reading - charged.reading) > LEAST_CHANGE * charged.reading:
+            charged = replace(costs, reading=reading)
             self._charged[rows] = costs, charged
         return charged
 
@@ -162,14 +165,12 @@ class Meter:
         if tokens and extra > 0:
             seen, count = self._caught_up
             self._caught_up = FADE * seen + extra, FADE * count + tokens
-            self._charged.clear()
 
     def finished(self, prompt: int, output: int) -> None:
         """Learn from a request that ended: tokens of its output, and of its prompt if it joined
         while others ran; of those that begin together all is read before anything is decided."""
         prompts, outputs = self._finished
         self._finished = FADE * prompts + prompt, FADE * outputs + output
-        self._charged.clear()
 
     def _timings(self, rows: int) -> _Timings:
         size = min((rows - 1).bit_length(), MOST_SIZES)
@@ -330,6 +331,8 @@ class _Timings:
             if len(self.step) == 1:
                 step = min(step, MOST_SLOW * plain / self._ratio)
         self._base, self._step = base, step
+        if first is not None and len(self.first) == 1:
+            first = min(first, MOST_SLOW * step / WARM_STEP)
         if plain is None:
             plain = PLAIN_GUESS * base
         elif not self._shares_layers:  # more tokens never take less time: the rest is noise

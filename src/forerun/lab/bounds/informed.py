@@ -92,6 +92,7 @@ class Study:
 
     def informed(self, cell: Cell) -> Informed:
         """The best policy for all prompts, by geometric mean of the speed-up."""
+        cell = cell.asked
         fitted = self._fitted(cell)
         bounds = [bound for bound, _ in fitted] + tuned(self.trace, cell, self.paths)
         bounds.sort(key=lambda bound: -bound.mean)

@@ -167,7 +167,9 @@ class _Replayed(Engine):
         sums, seconds = np.zeros((5, trace.prompts), np.int64), np.zeros((2, trace.prompts))
         rounds, drafted, accepted, steps, capped = sums
         self._sums = Replay(rounds, drafted, accepted, trace.sizes, steps, capped, *seconds)
-        super().__init__(_NoModel(), _Recorded(trace), max_rows=rows, meter=Meter.given(costs))
+        of = (lambda _: costs) if isinstance(costs, Costs) else costs
+        meter = Meter.given(lambda rows: of(rows).asked if controller.asks else of(rows))
+        super().__init__(_NoModel(), _Recorded(trace), max_rows=rows, meter=meter)
         self._waiting.extend(self._text(prompt, controller) for prompt in range(trace.prompts))
 
     def serve(self) -> Replay:

@@ -153,8 +153,8 @@ def _cell(entry: dict[str, Any]) -> Cell:
     numbers = float(entry["draft"]), verify, float(entry["fixed"])
     sizes = int(entry["batch"]), int(entry["context"])
     levels = tuple(map(int, entry.get("levels", ())))
-    first, cold = (float(entry.get(name, 0.0)) for name in ("first", "cold"))
-    return Cell(*numbers, *sizes, first, levels, cold)
+    first, cold, asking = (float(entry.get(name, 0.0)) for name in ("first", "cold", "asking"))
+    return Cell(*numbers, *sizes, first, levels, cold, asking)
 
 
 def _spread(entry: dict[str, Any]) -> Spread:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, product
 
 import numpy as np
 
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
-from forerun.engine.results import Round
+from forerun.engine.results import Completion, Round
 from forerun.errors import SettingError, require
 from forerun.lab.provenance import identity, machine
 from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread
 from forerun.model import Model
 from forerun.runtime.base import Rows
 
+Texts = Sequence[Sequence[int]]
+"""Prompts, as token ids."""
 WARM = 3
 """Warm-up turns, not counted."""
 LIVE = (0, 1, 2, 4, 8)
 """Tokens drafted per round in the live runs from which the costs of draft steps and of the
 engine's own work are fitted; of a row alone also those that fill a pass up to each level."""
 LIVE_TOKENS = 48  # written per text in a live run
+ASKED = "hf-threshold(threshold=0,length={})"
+"""Drafts so many tokens, and is asked about each."""
 THROWN_AWAY = "gammatune+(threshold=1,keep=False)"
 """Drafts a token and throws it away, unless the draft is certain."""
 LIVE_TURNS = 10  # live runs of each draft length, the first a warm-up
@@ -129,22 +134,23 @@ def _cells(
         turns = _passes(model.target, *model.contexts(prompts), widths, repeats, tell)
         levels = model.target.executor.levels if batch == 1 else ()
         lengths = sorted({*LIVE, *(n - 1 for n in levels if n <= widths[-1])})
-        draft, passes, other = _live(model, prompts, lengths)
-        verify = _as_live(turns, passes)
+        live, asking = _live(model, prompts, lengths)
+        verify = _as_live(turns, {n + 1: times for n, times in live.verify.items()})
         # Rounds without a draft save more than one token's work, so they are not on the line.
-        rounds = {n: float(np.median(times)) for n, times in other.items()}
+        rounds = {n: float(np.median(times)) for n, times in live.other.items()}
         fixed = rounds.pop(0)
         more, work = line(rounds)
+        draft = {n: times for n, times in live.draft.items() if n}
         first, step = line({n: float(np.median(times)) for n, times in draft.items()})
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
         lead = first + max(more - fixed, 0.0)
         cold = _cold(model, prompts)
-        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels, cold)
+        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels, cold, asking)
         spread = Spread(
             _range([(took - first) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
             work,
-            tuple((n, float(np.median(t)), *_range(t)) for n, t in other.items()),
+            tuple((n, float(np.median(t)), *_range(t)) for n, t in live.other.items()),
         )
         yield cell, spread
 
@@ -205,52 +211,67 @@ def _as_live(
     }
 
 
-def _live(
-    model: Model, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
-) -> tuple[dict[int, list[float]], dict[int, list[float]], dict[int, list[float]]]:
-    """Seconds of live rounds: in the draft, by tokens drafted per row; in the target, by width;
-    outside both models, by tokens drafted."""
-    draft: dict[int, list[float]] = {n: [] for n in lengths if n}
-    passes: dict[int, list[float]] = {n + 1: [] for n in lengths}
-    other: dict[int, list[float]] = {n: [] for n in lengths}
+@dataclass
+class _Live:
+    """Seconds of live rounds in which every row drafts as many tokens, by these."""
+
+    draft: dict[int, list[float]] = field(default_factory=dict)
+    verify: dict[int, list[float]] = field(default_factory=dict)
+    other: dict[int, list[float]] = field(default_factory=dict)
+    """Outside both models."""
+
+    def add(self, drafted: int, done: Sequence[Completion]) -> None:
+        """The rounds of texts that were written together."""
+        # Rows that share a round report one clock; where some are missing prompts were read.
+        shared: dict[tuple[float, float], list[Round]] = {}
+        for seen in chain.from_iterable(c.rounds for c in done):
+            shared.setdefault((seen.draft_seconds, seen.verify_seconds), []).append(seen)
+        for (drafting, verifying), rounds in shared.items():
+            every = len(rounds) == len(done) and all(r.drafted == drafted for r in rounds)
+            if every and verifying:
+                self.other.setdefault(drafted, []).append(rounds[0].other_seconds)
+                self.verify.setdefault(drafted, []).append(verifying)
+                self.draft.setdefault(drafted, []).append(drafting)
+
+    def drafting(self, drafted: int) -> float:
+        """The median outside the target; 0 if there was no such round."""
+        times = zip(self.draft.get(drafted, ()), self.other.get(drafted, ()), strict=True)
+        return float(np.median([one + other for one, other in times] or [0.0]))
+
+
+def _live(model: Model, prompts: Texts, lengths: Sequence[int]) -> tuple[_Live, float]:
+    """Live rounds by tokens drafted, and what each of these takes more if a controller is asked."""
+    live, asked = _Live(), _Live()
+    longest = max(lengths)
     for turn in range(LIVE_TURNS):
+        of, asking = (live, asked) if turn else (_Live(), _Live())  # the first is a warm-up
         for n in lengths:
-            done = model.generate(
-                prompts,
-                controller=f"fixed({n})",
-                plain=n == 0,
-                batch_size=len(prompts),
-                max_new_tokens=LIVE_TOKENS,
-                ignore_eos=True,
-            )
-            # Rows that share a round report one clock; where some are missing prompts were read.
-            shared: dict[tuple[float, float], list[Round]] = {}
-            for seen in chain.from_iterable(c.rounds for c in done):
-                shared.setdefault((seen.draft_seconds, seen.verify_seconds), []).append(seen)
-            for (drafting, verifying), rounds in shared.items():
-                every = len(rounds) == len(prompts) and all(r.drafted == n for r in rounds)
-                if turn and every and verifying:  # the first turn is a warm-up
-                    other[n].append(rounds[0].other_seconds)
-                    passes[n + 1].append(verifying)
-                    if n:
-                        draft[n].append(drafting)
-    timings = (draft, passes, other)
-    draft, passes, other = ({n: t for n, t in series.items() if t} for series in timings)
-    return draft, passes, other
+            of.add(n, _written(model, f"fixed({n})", prompts, plain=n == 0))
+        asking.add(longest, _written(model, ASKED.format(longest), prompts))
+    more = asked.drafting(longest) - live.drafting(longest)
+    return live, max(more / longest, 0.0)
 
 
-def _cold(model: Model, prompts: Sequence[Sequence[int]]) -> float:
+def _written(
+    model: Model, controller: str, prompts: Texts, plain: bool = False
+) -> Sequence[Completion]:
+    """Texts of a live run."""
+    return model.generate(
+        prompts,
+        controller=controller,
+        plain=plain,
+        batch_size=len(prompts),
+        max_new_tokens=LIVE_TOKENS,
+        ignore_eos=True,
+    )
+
+
+def _cold(model: Model, prompts: Texts) -> float:
     """Seconds that a plain pass takes more behind a draft that was thrown away."""
     seconds: dict[str, list[float]] = {"fixed(0)": [], THROWN_AWAY: []}
     for _ in range(LIVE_TURNS // 2):
         for controller, times in seconds.items():
-            done = model.generate(
-                prompts,
-                controller=controller,
-                batch_size=len(prompts),
-                max_new_tokens=LIVE_TOKENS,
-                ignore_eos=True,
-            )
+            done = _written(model, controller, prompts)
             rounds = [r for r in done[-1].rounds if not r.drafted and r.verify_seconds]
             times += [r.verify_seconds for r in rounds]
     plain, behind = (float(np.median(times or [0.0])) for times in seconds.values())

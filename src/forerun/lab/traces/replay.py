@@ -209,12 +209,14 @@ def _serve(
     watch: Watch | None,
 ) -> Replay:
     """`(rows, places)` numbers of prompts, one row's prompts after another by one state."""
+    cell = cell.asked if controller.asks else cell
     count = {name: np.zeros(order.shape, np.int64) for name in _COUNTED}
     spent = np.zeros(order.shape)
     texts = _Texts(trace, controller, cell)
     verify = passes(cell, trace.depth)
     row, place, at = np.arange(len(order)), *np.zeros((2, len(order)), np.int64)
-    prompt, state = order[:, 0], spread(controller.start(), len(order))
+    prompt = order[:, 0]
+    state = controller.begin(spread(controller.start(), len(order)), texts.certain[prompt])
     while len(row):
         here = prompt * trace.tokens.shape[1] + at
         room = np.maximum(trace.budgets[prompt] - at - 1, 0)
@@ -244,7 +246,8 @@ def _serve(
         if (new := np.flatnonzero(over)).size:
             index = np.arange(len(row))
             index[new] = len(row) + np.arange(len(new))
-            state = taken(joined(state, _next(controller, state, new)), index)
+            begun = controller.begin(_next(controller, state, new), texts.certain[prompt[new]])
+            state = taken(joined(state, begun), index)
     sizes = trace.sizes[order]
     plain = cell.plain * sizes.astype(np.float64)
     return Replay(committed=sizes, seconds=spent, plain_seconds=plain, **count)
@@ -283,6 +286,8 @@ class _Texts:
         )
         prob = trace.accept_prob
         sampled = ((prob > 0) & (prob < 1)).any((1, 2))
+        self.certain: Any = ~sampled
+        """`(prompts,)`."""
         self._sampled = np.repeat(sampled, trace.tokens.shape[1])
 
     def token(self, here: IntArray, depth: int) -> Token:
