@@ -398,9 +398,10 @@ def beside(
 
                 lasts = lengths.seconds if turn else 4.0  # the first turn does not count
                 _, answers = asyncio.run(closed_loop(server.url, request, count, lasts))
-                time.sleep(0.5)
-                if not turn:
+                if not turn:  # some go on for seconds after theirs, on all cores
+                    time.sleep(20)
                     continue
+                time.sleep(0.5)
                 whole = [a for a in answers if a.complete and a.status == 200]
                 documents = [a.document() for a in whole]
                 tokens = sum(d["usage"]["completion_tokens"] for d in documents)

@@ -39,7 +39,8 @@ ENOUGH = 2
 MOST_SLOW = 2.0
 """Times what is expected that drafting is taken to cost at most until it was timed more often: a
 pass by those timed when the model was loaded, a step by the models' sizes, a round's first step by
-later ones. A slow one is rare, but would end drafting, and so its timing, for hundreds of rounds."""
+later ones. A slow one is rare, but would end drafting, so its timing, too, for hundreds of
+rounds."""
 STALE = 256
 """Rounds after which the next draft replaces what drafting took, and so is followed by another. A
 machine that was busy when it was first timed would else keep a row from drafting for good."""
