@@ -398,10 +398,9 @@ def beside(
 
                 lasts = lengths.seconds if turn else 4.0  # the first turn does not count
                 _, answers = asyncio.run(closed_loop(server.url, request, count, lasts))
-                if not turn:  # some go on for seconds after theirs, on all cores
-                    time.sleep(20)
+                idle()
+                if not turn:
                     continue
-                time.sleep(0.5)
                 whole = [a for a in answers if a.complete and a.status == 200]
                 documents = [a.document() for a in whole]
                 tokens = sum(d["usage"]["completion_tokens"] for d in documents)
@@ -420,6 +419,25 @@ def beside(
                 for name, made in speeds.items()
             }
     return {"seconds": lengths.seconds * lengths.turns, "cells": cells}
+
+
+def idle(most: float = 60.0) -> None:
+    """Wait until the machine has next to nothing to do, for so many seconds at most: some servers
+    go on with what nobody waits for any more, on all cores."""
+
+    def busy() -> tuple[int, int]:
+        times = [
+            int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        ]
+        return sum(times), times[3]
+
+    until, before = time.monotonic() + most, busy()
+    while time.monotonic() < until:
+        time.sleep(1)
+        now = busy()
+        if now[1] - before[1] > 0.9 * (now[0] - before[0]):
+            return
+        before = now
 
 
 def prefix(model: forerun.Model, turns: int) -> dict[str, Any]:
