@@ -425,19 +425,18 @@ def idle(most: float = 60.0) -> None:
     """Wait until the machine has next to nothing to do, for so many seconds at most: some servers
     go on with what nobody waits for any more, on all cores."""
 
-    def busy() -> tuple[int, int]:
-        times = [
-            int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-        ]
-        return sum(times), times[3]
+    def ticks() -> tuple[int, int]:
+        """Of all cores since the start, and the idle ones among them."""
+        with Path("/proc/stat").open(encoding="ascii") as stat:
+            spent = [int(count) for count in stat.readline().split()[1:]]
+        return sum(spent), spent[3]
 
-    until, before = time.monotonic() + most, busy()
+    until, (total, rested) = time.monotonic() + most, ticks()
     while time.monotonic() < until:
         time.sleep(1)
-        now = busy()
-        if now[1] - before[1] > 0.9 * (now[0] - before[0]):
+        before, (total, rested) = (total, rested), ticks()
+        if rested - before[1] > 0.9 * (total - before[0]):
             return
-        before = now
 
 
 def prefix(model: forerun.Model, turns: int) -> dict[str, Any]:

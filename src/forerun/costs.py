@@ -59,7 +59,7 @@ class Costs:
     """What a plain pass takes more right behind a draft that was thrown away, as its weights have
     left the caches; less, where the drafter is made of the target's layers and has run some."""
     asking: float = 0.0
-    """What a drafted token takes more where the controller is asked about it (`asked`)."""
+    """What a drafted token takes more where the controller is shown it (`asked`)."""
     catch_up: float = 0.0
     """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
@@ -109,7 +109,7 @@ class Costs:
 
     @cached_property
     def asked(self) -> Costs:
-        """Those of a controller that `asks`: for every drafted token what the draft says of it is
+        """Those of a controller that is asked about drafted tokens: what the draft says of each is
         computed, and the controller called.
 
         >>> Costs(0.25, ((1, 1.0),), asking=0.125).asked.draft_seconds(2)

@@ -40,6 +40,11 @@ class LogOdds(NamedTuple):
     next_mean: float
     """per logit of the round's mean margin."""
 
+    def drafted(self, margin: float, token: Token) -> float:
+        """Of a drafted token; its probability counts where it was asked for."""
+        z = self.constant + self.per_margin * margin
+        return z if token.chosen is None else z + self.per_chosen * token.chosen
+
 
 GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.14, 0.21)
 """Prior of certain drafts; `python -m benchmarks.auto_prior` made both."""
@@ -147,10 +152,7 @@ def extended(drafted: Drafted | None, by: LogOdds, table: Table, token: Token) -
     if token.logit_margin is None:
         return drafted
     margin = minimum(token.logit_margin, MOST_MARGIN)
-    z = by.constant + by.per_margin * margin
-    if token.chosen is not None:
-        z = z + by.per_chosen * token.chosen
-    kept = sigmoid(z + table(token))
+    kept = sigmoid(by.drafted(margin, token) + table(token))
     if drafted is None:
         return Drafted(kept, 1, margin, margin)
     survival, count, _, total, lead, left_out = drafted
@@ -215,14 +217,16 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
     most = largest(count)
     if most and not round.shows("logit_margin"):
         return _judged_blind(learned, round, most), table
-    constant, per_margin, per_chosen, first, later, per_newest, per_mean = prior(learned)
+    by = prior(learned)
     slope, shift, unexplained = learned.slope, learned.shift, []
     weight, weight_z = FADE * learned.weight, FADE * learned.weight_z
     weight_zz, next_weight = FADE * learned.weight_zz, FADE * learned.shift_weight
     miss = miss_z = next_miss = evidence = total = newest = 0.0
     stuck = anywhere(round.difficult)
     for i in range(most + stuck):
-        guess = later + per_newest * newest + per_mean * (total / i) if i else first
+        guess = by.first
+        if i:
+            guess = by.next_constant + by.next_newest * newest + by.next_mean * (total / i)
         guess = guess + shift
         likely = sigmoid(guess)
         if stuck:
@@ -233,9 +237,7 @@ def judged(learned: Survival, table: Table, round: Round) -> tuple[Survival, Tab
             break
         token, hit, inside = round.tokens[i], round.accept_prob[i], i < count
         margin = minimum(token.logit_margin, MOST_MARGIN)
-        z = constant + per_margin * margin
-        if token.chosen is not None:
-            z = z + per_chosen * token.chosen
+        z = by.drafted(margin, token)
         chance = sigmoid(learned.constant + slope * z + table(token))
         w, short = inside * chance * (1 - chance), inside * (hit - chance)
         weight, weight_z, weight_zz = weight + w, weight_z + w * z, weight_zz + w * z * z

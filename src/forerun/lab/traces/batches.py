@@ -24,7 +24,7 @@ from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.lab.traces.replay import Replay, Rounds, Watch
+from forerun.lab.traces.replay import Replay, Rounds, Watch, costs_for
 from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
@@ -168,7 +168,7 @@ class _Replayed(Engine):
         rounds, drafted, accepted, steps, capped = sums
         self._sums = Replay(rounds, drafted, accepted, trace.sizes, steps, capped, *seconds)
         of = (lambda _: costs) if isinstance(costs, Costs) else costs
-        meter = Meter.given(lambda rows: of(rows).asked if controller.asks else of(rows))
+        meter = Meter.given(lambda rows: costs_for(controller, of(rows)))
         super().__init__(_NoModel(), _Recorded(trace), max_rows=rows, meter=meter)
         self._waiting.extend(self._text(prompt, controller) for prompt in range(trace.prompts))
 

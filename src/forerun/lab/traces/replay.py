@@ -141,6 +141,11 @@ def stream(
     return out.take(0) if places.ndim == 1 else out
 
 
+def costs_for(controller: LengthController, cell: Costs) -> Costs:
+    """What rounds cost under a controller: one that is shown drafted tokens pays for it."""
+    return cell.asked if controller.asks or controller.previews else cell
+
+
 def geometric(ratios: ArrayLike, seed: int = 0) -> dict[str, float]:
     """Geometric mean of `(n,)` paired ratios, n ≥ 1, with a 95 % bootstrap interval over prompts.
 
@@ -209,7 +214,7 @@ def _serve(
     watch: Watch | None,
 ) -> Replay:
     """`(rows, places)` numbers of prompts, one row's prompts after another by one state."""
-    cell = cell.asked if controller.asks else cell
+    cell = costs_for(controller, cell)
     count = {name: np.zeros(order.shape, np.int64) for name in _COUNTED}
     spent = np.zeros(order.shape)
     texts = _Texts(trace, controller, cell)
