@@ -13,6 +13,7 @@ from benchmarks import (
     ears,
     easd,
     easd_baselines,
+    gpu,
     gumbel,
     live,
     overhead,
@@ -102,6 +103,12 @@ def _shapes(
 ):
     """Passes of random models of real shapes, and a trace replayed at these costs."""
     shapes.main(sizes.split(","), precisions.split(","), threads, trace)
+
+
+@app.command("gpu")
+def _gpu(prompts: int = 2, tokens: int = 64, batch: str = "1,8"):
+    """The shipped pair on a GPU, as it is and enlarged to 14 and 0.6 billion weights."""
+    gpu.main(prompts, tokens, [int(size) for size in batch.split(",")])
 
 
 @app.command("overhead")

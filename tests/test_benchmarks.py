@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from benchmarks.common import Task, geometric, recorded
+from benchmarks.gpu import Shape, enlarged
 from benchmarks.quality import coins
 from benchmarks.rouge import rouge
 from benchmarks.rsd import Scorer, answers, verdict
@@ -135,6 +137,21 @@ def test_a_step_is_scored_alike_alone_and_with_others() -> None:
     together = scorer.states(texts)
     alone = torch.cat([scorer.states([text]) for text in texts])
     torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
+
+
+def test_an_enlarged_model_computes_what_the_small_one_does() -> None:
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = hf.LlamaConfig(
+        vocab_size=97, intermediate_size=48, num_hidden_layers=2, tie_word_embeddings=True, **shape
+    )
+    torch.manual_seed(0)
+    small = hf.LlamaForCausalLM(config).eval()
+    large = enlarged(small, Shape(128, 3, 64, 12, 4))
+    ids = torch.randint(97, (1, 11))
+    with torch.no_grad():
+        wanted, got = small(ids).logits, large(ids).logits
+    assert large.config.hidden_size == 128
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_rouge_by_hand() -> None:

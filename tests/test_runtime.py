@@ -9,7 +9,7 @@ import transformers as hf
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import ModelError, PromptError, SettingError, UnsupportedModelError
 from forerun.model import Model
-from forerun.runtime import load_model, load_tokenizer, torch_rows
+from forerun.runtime import TorchExecutor, load_model, load_tokenizer, torch_rows
 from forerun.runtime.cache import RowCache
 from forerun.runtime.load import resolve_device, resolve_dtype
 from tiny import CONFIGS, LIMIT, build, texts
@@ -20,6 +20,14 @@ TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers s
 def alone(model: object, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]  # type: ignore[operator]
+
+
+def test_masks_on_a_gpu_begin_where_kernels_may_read() -> None:
+    executor = TorchExecutor(build("llama"))
+    executor.device = torch.device("meta")  # not a CPU: no data, but places in memory
+    for columns in (5, 6, 13):
+        mask = executor._mask([columns - 3], 3, columns)
+        assert (mask.shape[-1], mask.storage_offset(), mask.is_contiguous()) == (columns, 0, True)
 
 
 @pytest.mark.parametrize("width", range(1, 26))

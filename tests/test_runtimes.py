@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 
 from forerun.errors import SettingError
 from forerun.runtime import base as base_module
-from forerun.runtime.base import Executor, Rows
+from forerun.runtime import cuda_graphs
+from forerun.runtime.base import Executor, Rows, best_of, read_stacked, stacked_best
 from forerun.runtime.compiled import CompiledExecutor, check_compiler
+from forerun.runtime.cuda_graphs import CudaGraphExecutor
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.exits import LayersExecutor
 from forerun.runtime.packing import pack
+from forerun.runtime.runtimes import RUNTIMES, Source
 from forerun.runtime.support import PROVEN
 from forerun.runtime.torch_executor import TorchExecutor
 from forerun.signals import measure
@@ -91,6 +94,36 @@ def of_compiled(family: str, compiler: Any = lambda step: step) -> Case:
     return of_model(lambda model: CompiledExecutor(model, compiler), family)
 
 
+class Eager:
+    """Stands in for a captured graph where there is no GPU: runs the step again."""
+
+    pool = None
+
+    def __init__(self, step: Any, inputs: torch.Tensor, pool: Any) -> None:
+        self._step = step
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._step(inputs)
+
+
+def of_cuda_graphs(family: str) -> Case:
+    """Captured where there is a GPU; else all but the capture."""
+
+    def make(model: Any) -> Executor:
+        return CudaGraphExecutor(copy.deepcopy(model).to("cuda"))
+
+    return of_model(make if torch.cuda.is_available() else FakedGraphs, family)
+
+
+class FakedGraphs(CudaGraphExecutor):
+    """Without a GPU."""
+
+    def _capture(self, inputs: torch.Tensor, signals: frozenset[str] | None) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_graphs, "Graph", Eager)
+            return super()._capture(inputs, signals)
+
+
 def of_openvino(family: str) -> Case:
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino.load import from_model
@@ -139,6 +172,7 @@ CASES: dict[str, Callable[[], Case]] = {
         "bart", lambda model: EncoderDecoderExecutor(pack(copy.deepcopy(model)))
     ),
     **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
+    **{f"cudagraphs-{family}": lambda f=family: of_cuda_graphs(f) for family in CONFIGS},
     "openvino-halved-gpt2": lambda: of_halved("gpt2"),
     "openvino-halved-llama-large": lambda: of_halved("llama", large=True),
     "openvino-parts-llama": lambda: of_halved("llama", tiled=True),
@@ -187,6 +221,7 @@ def _graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    got = got.cpu()
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
 
 
@@ -276,6 +311,27 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
     assert best.lengths == logits.lengths
 
 
+@pytest.mark.parametrize("signals", [SIGNALS, frozenset()])
+def test_the_best_of_a_gpu_are_those_of_the_cpu(signals: frozenset[str]) -> None:
+    """The same arithmetic where logits stay on a device, run on this one."""
+    logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[1, 2, 5] = float("nan")
+    got, wanted = (
+        read_stacked(stacked_best(logits, signals).tolist(), signals),
+        best_of(logits, signals),
+    )
+    assert got.sound == wanted.sound == [[True] * 3, [True, True, False]]
+    got.tokens[1].pop(), wanted.tokens[1].pop()
+    assert got.tokens == wanted.tokens
+    for name in signals:
+        assert got.signals[name][0] == pytest.approx(wanted.signals[name][0], abs=1e-6)
+
+
+def test_cuda_graphs_want_a_gpu(tmp_path: Any) -> None:
+    with pytest.raises(SettingError, match="cudagraphs needs an NVIDIA GPU, got the device 'cpu'"):
+        RUNTIMES.make("cudagraphs").load(Source(tmp_path, device="cpu"))
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize(
@@ -286,6 +342,7 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
         "layers-llama",
         "openvino-llama",
         "compiled-llama",
+        "cudagraphs-llama",
         "encoder-t5",
         "encoder-marian",
         "scripted",

@@ -172,15 +172,21 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     """
     if logits.device.type == "cpu":
         return _best_on_cpu(logits, signals)
+    return read_stacked(stacked_best(logits, signals).tolist(), signals)
+
+
+def stacked_best(logits: torch.Tensor, signals: frozenset[str]) -> torch.Tensor:
+    """`(2 + signals, rows, n)`: tokens, whether they are sound, and signals by name, sorted."""
     top, tokens = logits.max(-1)
-    sound = top.isfinite()
-    if not signals:
-        return Best(tokens.tolist(), {}, sound.tolist())
     measured = measure(logits, tokens, signals)
-    names = sorted(signals)
-    host = torch.stack([tokens, sound, *(measured[name] for name in names)]).tolist()
-    rows = [[int(token) for token in row] for row in host[0]]
-    return Best(rows, dict(zip(names, host[2:], strict=True)), host[1])
+    return torch.stack([tokens, top.isfinite(), *(measured[name] for name in sorted(signals))])
+
+
+def read_stacked(values: list[Any], signals: frozenset[str]) -> Best:
+    """What `stacked_best` made, as lists on the host."""
+    tokens = [list(map(int, row)) for row in values[0]]
+    sound = [list(map(bool, row)) for row in values[1]]
+    return Best(tokens, dict(zip(sorted(signals), values[2:], strict=True)), sound)
 
 
 def _best_on_cpu(logits: torch.Tensor, signals: frozenset[str]) -> Best:

@@ -11,19 +11,18 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from operator import add
+from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
 
 from forerun.errors import ModelError, SettingError
-from forerun.runtime.base import Executor, Pieces, Rows
+from forerun.runtime.base import Columns, Executor, Pieces, Rows
 from forerun.runtime.support import PROVEN, check_supported, probe
 from forerun.runtime.torch_executor import facts_of
 
 FEWEST_COLUMNS = 256
-JUDGED = 16
-"""Widest pass that computes logits of all its tokens; wider ones read prompts."""
 COMPILERS = ("g++", "clang++", "c++")
 RECOMPILES = 256
 """Shapes that may be compiled; torch's own limit of 8 then runs the rest eagerly."""
@@ -98,6 +97,16 @@ class FixedCache(Cache):
             for tensor in pair:
                 tensor[: len(index), :, :longest] = tensor[index, :, :longest]
 
+    def copy_out(self, row: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """Keys and values of a row's columns, layer by layer, `(heads, n, dim)` each."""
+        return tuple(t[row, :, first:last].clone() for pair in self.store for t in pair)
+
+    def copy_in(self, row: int, first: int, states: Sequence[torch.Tensor]) -> None:
+        """Write copied keys and values into a row's columns."""
+        own = (t for pair in self.store for t in pair)
+        for tensor, new in zip(own, states, strict=True):
+            tensor[row, :, first : first + new.shape[1]] = new
+
 
 class CompiledExecutor(Executor):
     """Runs a decoder-only Hugging Face model by compiled passes of few shapes.
@@ -112,6 +121,10 @@ class CompiledExecutor(Executor):
     Raises:
         UnsupportedModelError: rows cannot serve this architecture.
     """
+
+    copies = True
+    widest: ClassVar[int] = 16
+    """Widest pass that computes logits of all its tokens; wider ones read prompts."""
 
     def __init__(self, model: Any, compiler: Callable[..., Any] | None = None) -> None:
         check_supported(model)
@@ -142,49 +155,74 @@ class CompiledExecutor(Executor):
         self.reserve(max(len(rows), 1), max(lengths, default=0))
         self.cache.keep(rows, max(lengths, default=0))
 
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        """Out of the cache."""
+        return Columns(self.cache.copy_out(row, first, last), last - first)
+
+    def copy_in(self, row: int, first: int, columns: Columns) -> None:
+        """Into the cache."""
+        self.reserve(row + 1, first + columns.count)
+        self.cache.copy_in(row, first, columns.states)
+
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One padded pass, or two where prompts are read beside rows that decode."""
-        counts = [len(piece) for piece in pieces]
-        most = max(wanted, default=0)
-        out = torch.zeros(len(pieces), most, self.facts.vocab_size, device=self.device)
-        self.reserve(
-            max(len(pieces), 1), max(map(sum, zip(starts, counts, strict=True)), default=0)
-        )
-        for wide in (False, True):
-            fed = [n if (n > JUDGED) == wide else 0 for n in counts]
-            if not any(fed):
-                continue
-            logits = self._pass(starts, pieces, fed, max(map(min, zip(fed, wanted, strict=True))))
-            for row, count in enumerate(fed):
-                if count and wanted[row]:
-                    out[row, : wanted[row]] = logits[row, logits.shape[1] - wanted[row] :]
+        counts, most = [len(piece) for piece in pieces], max(wanted, default=0)
+        self._make_room(starts, counts)
+        groups = [
+            fed
+            for wide in (False, True)
+            if any(fed := [n if (n > self.widest) == wide else 0 for n in counts])
+        ]
+        shape = len(pieces), most, self.facts.vocab_size
+        out = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        for fed in groups:
+            rows = [row for row, n in enumerate(fed) if n and wanted[row]]
+            logits = self._pass(starts, pieces, fed, max((wanted[row] for row in rows), default=0))
+            if len(groups) == 1 and all(n == most for n in wanted):
+                return logits[: len(pieces), logits.shape[1] - most :]
+            if rows:
+                first = torch.tensor([[logits.shape[1] - wanted[row]] for row in rows])
+                columns = (first + torch.arange(most)).clamp_(max=logits.shape[1] - 1)
+                out[rows] = logits[torch.tensor(rows).unsqueeze(1), columns]
         return out
+
+    def _make_room(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Have columns for rows of these sizes."""
+        self.reserve(max(len(counts), 1), max(map(add, starts, counts), default=0))
 
     def _pass(
         self, starts: Sequence[int], pieces: Pieces, counts: Sequence[int], most: int
     ) -> torch.Tensor:
         """Logits `(rows, kept, V)` after the last tokens of a pass; rows with count 0 rest."""
-        rows, width = _bucket(len(pieces)), _bucket(max(counts))
-        kept = _bucket(max(most, 1)) if width > JUDGED else width
-        garbage = self.cache.columns - 1
-        ids, places = [[0] * width for _ in range(rows)], [[garbage] * width for _ in range(rows)]
-        for row, count in enumerate(counts):
-            if count:
-                ids[row][width - count :] = pieces[row]
-                places[row][width - count :] = range(starts[row], starts[row] + count)
-        where = torch.tensor(places, device=self.device)
-        fed = torch.tensor(ids, device=self.device)
+        inputs = self._inputs(starts, pieces, counts).to(self.device)
+        _, rows, width = inputs.shape
+        kept = _bucket(max(most, 1)) if width > self.widest else width
         shape = rows, width, kept, self.cache.rows, self.cache.columns
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if shape in self._seen:
-            logits = self._step(fed, where, kept)
+            logits = self._step(inputs, kept)
         else:
             with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
-                logits = self._first(fed, where, kept)
+                logits = self._first(inputs, kept)
             self._seen.add(shape)
         # The next replay of a graph overwrites it.
         return logits.clone() if self._graphs else logits
+
+    def _padded(self, width: int) -> int:
+        """Tokens per row of a pass that needs so many."""
+        return _bucket(width)
+
+    def _inputs(self, starts: Sequence[int], pieces: Pieces, counts: Sequence[int]) -> torch.Tensor:
+        """`(2, rows, width)` token ids and their places in the cache, on the host."""
+        rows, width = _bucket(len(pieces)), self._padded(max(counts))
+        ids = [[0] * width for _ in range(rows)]
+        places = [[self.cache.columns - 1] * width for _ in range(rows)]
+        for row, count in enumerate(counts):
+            if count:
+                ids[row][width - count :] = pieces[row]
+                places[row][width - count :] = range(starts[row], starts[row] + count)
+        return torch.tensor([ids, places])
 
     def _first(self, *inputs: Any) -> torch.Tensor:
         try:
@@ -195,8 +233,9 @@ class CompiledExecutor(Executor):
                 f"the model cannot be compiled ({line}); use the runtime torch"
             ) from error
 
-    def _eager(self, ids: torch.Tensor, places: torch.Tensor, kept: int) -> torch.Tensor:
+    def _eager(self, inputs: torch.Tensor, kept: int) -> torch.Tensor:
         """The pass itself: tokens at places of the cache see the places up to their own."""
+        ids, places = inputs.unbind()
         columns = torch.arange(self.cache.columns, device=places.device)
         hidden = (columns > places.unsqueeze(-1)).unsqueeze(1)
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=places.device)

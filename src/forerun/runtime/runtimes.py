@@ -125,6 +125,28 @@ class CompiledRuntime(RuntimeSpec):
 
 
 @dataclass(frozen=True)
+class CudaGraphsRuntime(RuntimeSpec):
+    """PyTorch's own kernels, a pass of each shape captured once as a CUDA graph. Experimental.
+
+    Decoder-only models on an NVIDIA GPU.
+    """
+
+    summary: ClassVar[str] = "PyTorch's kernels, passes replayed as CUDA graphs; experimental"
+
+    def load(self, source: Source) -> Rows:
+        """Load it, and capture passes of one row."""
+        if (device := resolve_device(source.device)).type != "cuda":
+            raise SettingError(
+                f"runtime cudagraphs needs an NVIDIA GPU, got the device {str(device)!r}; use the "
+                "runtime torch"
+            )
+        from forerun.runtime.cuda_graphs import CudaGraphExecutor
+
+        model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
+        return Rows(CudaGraphExecutor(model))
+
+
+@dataclass(frozen=True)
 class AutoRuntime(RuntimeSpec):
     """OpenVINO where it is installed, serves the model and is faster; else PyTorch.
 
@@ -197,6 +219,7 @@ RUNTIMES = Registry(
         "torch": "forerun.runtime.runtimes:TorchRuntime",
         "openvino": "forerun.runtime.runtimes:OpenVINORuntime",
         "compiled": "forerun.runtime.runtimes:CompiledRuntime",
+        "cudagraphs": "forerun.runtime.runtimes:CudaGraphsRuntime",
     },
     RuntimeSpec,
 )

@@ -129,7 +129,9 @@ class TorchExecutor(Executor):
                 room = max(self.cache.columns, columns) + 256
                 full = self._build_mask([room - width], width, room)
                 self._masks[width] = full
-            return full[..., -columns:]
+            corner = full[..., -columns:]
+            # Kernels on a GPU read 16 bytes at a time; a corner may begin anywhere.
+            return corner if self.device.type == "cpu" else corner.clone()
         return self._build_mask(starts, width, columns)
 
     def _build_mask(self, starts: Sequence[int], width: int, columns: int) -> torch.Tensor:

@@ -147,7 +147,7 @@ def _cells(
         cold = _cold(model, prompts)
         cell = Cell(step + work, seconds, fixed, batch, context, lead, levels, cold, asking)
         spread = Spread(
-            _range([(took - first) / n for n, times in draft.items() for took in times]),
+            _range([max(took - first, 0.0) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
             work,
             tuple((n, float(np.median(t)), *_range(t)) for n, t in live.other.items()),
