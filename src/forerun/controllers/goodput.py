@@ -12,11 +12,11 @@ from forerun.citations import bibtex
 from forerun.controllers.base import LengthController
 from forerun.controllers.elementwise import (
     clip,
+    entries,
     largest,
     log,
     maximum,
     minimum,
-    select,
     sigmoid,
     where,
 )
@@ -45,6 +45,8 @@ class GoodputState(NamedTuple):
     """Tokens accepted."""
     tries: float
     """Tokens judged."""
+    deepest: int
+    """Most positions of a round that were judged: nothing is known of those beyond."""
 
 
 class Drafted(NamedTuple):
@@ -138,7 +140,7 @@ class Goodput(LengthController):
     def start(self) -> GoodputState:
         """`p̂ = max_v draft(v)`, and nothing seen."""
         zeros = np.zeros(self.high)
-        return GoodputState(1.0, zeros, 0.0, zeros, zeros, 0.0, 0.0)
+        return GoodputState(1.0, zeros, 0.0, zeros, zeros, 0.0, 0.0, 0)
 
     def limit(self, state: GoodputState, costs: Costs) -> int:
         """The most tokens per round."""
@@ -173,32 +175,40 @@ class Goodput(LengthController):
         most = largest(judged)
         if not most or not round.shows("top1"):
             return state
-        f = log_odds(np.stack([round.tokens[k].top1 for k in range(most)]))
-        seen, matched = (np.less.outer(np.arange(most), count) for count in (judged, accepted))
-        chance = sigmoid(state.slope * f + state.bias[:most])
-        weight = where(seen, chance * (1 - chance), 0.0)
-        miss = np.zeros_like(state.bias)
-        miss[:most] = where(seen, matched - chance, 0.0)
-        slope_info = fade * state.slope_info + (weight * f * f).sum(0)
-        cross_info, bias_info = fade * state.cross_info, fade * state.bias_info
-        cross_info[:most] += weight * f
-        bias_info[:most] += weight
+        deepest = maximum(state.deepest, judged)
+        tables = state.bias.copy(), fade * state.cross_info, fade * state.bias_info
+        bias, cross, info = map(entries, tables)
+        slope_info, gradient = fade * state.slope_info, 0.0
+        miss, known = [], []
+        for k in range(largest(deepest)):
+            miss.append(0.0)
+            if k < most:
+                f, seen = log_odds(round.tokens[k].top1), k < judged
+                chance = sigmoid(state.slope * f + bias[k])
+                weight = seen * chance * (1 - chance)
+                miss[k] = seen * ((k < accepted) - chance)
+                gradient = gradient + miss[k] * f
+                moment = weight * f
+                slope_info = slope_info + moment * f
+                cross[k], info[k] = cross[k] + moment, info[k] + weight
+            known.append(info[k] + self.damping / 4)
         # XᵀWX + κ/4 is an arrowhead (one ω, each b alone), solved by eliminating the b. An
         # observation tells at most ¼ about b, so κ of them tell κ/4.
-        known = bias_info + self.damping / 4
-        left = slope_info + self.damping / 4 - (cross_info**2 / known).sum(0)
-        turn = ((miss[:most] * f).sum(0) - (cross_info * miss / known).sum(0)) / left
-        turn = maximum(turn, -state.slope)
-        bias = state.bias + (miss - cross_info * turn) / known
-        new = state._replace(
+        left = slope_info + self.damping / 4
+        for k, own in enumerate(known):
+            share = cross[k] / own
+            gradient, left = gradient - share * miss[k], left - share * cross[k]
+        turn = maximum(gradient / left, -state.slope)
+        for k, own in enumerate(known):
+            bias[k] = bias[k] + (miss[k] - cross[k] * turn) / own
+        return state._replace(
             slope=state.slope + turn,
-            bias=bias,
+            bias=tables[0],
             slope_info=slope_info,
-            cross_info=cross_info,
-            bias_info=bias_info,
+            cross_info=tables[1],
+            bias_info=tables[2],
+            deepest=deepest,
         )
-        learned: GoodputState = select(judged > 0, new, state)
-        return learned
 
     def _mean(self, state: GoodputState) -> float:
         """α, the mean acceptance."""
