@@ -50,8 +50,8 @@ def judged(trace: Trace) -> Judged:
             np.minimum(match + 1, trace.ends[rows, place]), trace.sizes[rows] - place
         )
         row, depth = np.nonzero(column < count[:, None])
-        said = {name: values[rows, place] for name, values in trace.signals.items()}
-        margin = np.minimum(said["logit_margin"], MOST_MARGIN)
+        signals = {name: values[rows, place] for name, values in trace.signals.items()}
+        margin = np.minimum(signals["logit_margin"], MOST_MARGIN)
         before = np.maximum(depth - 1, 0)
         mean = margin.cumsum(1)[row, before] / np.maximum(depth, 1)
         parts.append(
@@ -60,7 +60,7 @@ def judged(trace: Trace) -> Judged:
                 family[rows[row]],
                 depth,
                 trace.accept_prob[rows, place][row, depth],
-                {name: values[row, depth] for name, values in said.items()},
+                {name: values[row, depth] for name, values in signals.items()},
                 margin[row, before],
                 mean,
             )
@@ -120,28 +120,28 @@ def with_one(*features: FloatArray) -> FloatArray:
     return np.column_stack([np.ones(len(features[0])), *features])
 
 
-def left_out(x: FloatArray, told: Judged) -> float:
+def left_out(x: FloatArray, tokens: Judged) -> float:
     """Mean log-loss on each family of what was fitted to the others."""
     losses = []
-    for family in np.unique(told.family):
-        out = told.family == family
-        b = fitted(x[~out], told.hit[~out], even(told.pair[~out], told.family[~out]))
+    for family in np.unique(tokens.family):
+        out = tokens.family == family
+        b = fitted(x[~out], tokens.hit[~out], even(tokens.pair[~out], tokens.family[~out]))
         z = x[out] @ b
-        losses.append((np.logaddexp(0, z) - told.hit[out] * z).mean())
+        losses.append((np.logaddexp(0, z) - tokens.hit[out] * z).mean())
     return float(np.mean(losses))
 
 
-def prior(told: Judged, signal: str) -> list[float]:
+def prior(tokens: Judged, signal: str) -> list[float]:
     """The numbers of one row: token by margin or chosen, first token, next token."""
-    weight = even(told.pair, told.family)
-    margin = np.minimum(told.signals["logit_margin"], MOST_MARGIN)
-    of = {"logit_margin": margin, "chosen": told.signals["chosen"]}[signal]
-    constant, slope = fitted(with_one(of), told.hit, weight)
+    weight = even(tokens.pair, tokens.family)
+    margin = np.minimum(tokens.signals["logit_margin"], MOST_MARGIN)
+    of = {"logit_margin": margin, "chosen": tokens.signals["chosen"]}[signal]
+    constant, slope = fitted(with_one(of), tokens.hit, weight)
     kept = [constant, slope, 0.0] if signal == "logit_margin" else [constant, 0.0, slope]
-    first = told.depth == 0
-    begins = fitted(np.ones((first.sum(), 1)), told.hit[first], weight[first])
-    x = with_one(told.newest[~first], told.mean[~first])
-    return [*kept, *begins, *fitted(x, told.hit[~first], weight[~first])]
+    first = tokens.depth == 0
+    begins = fitted(np.ones((first.sum(), 1)), tokens.hit[first], weight[first])
+    x = with_one(tokens.newest[~first], tokens.mean[~first])
+    return [*kept, *begins, *fitted(x, tokens.hit[~first], weight[~first])]
 
 
 def main(paths: list[str]) -> None:
@@ -149,11 +149,11 @@ def main(paths: list[str]) -> None:
     for name, path, signal in zip(
         ("GREEDY", "SAMPLED"), paths, ("logit_margin", "chosen"), strict=True
     ):
-        told = of_pairs(path)
-        print(f"{name} = ({', '.join(f'{b:.2f}' for b in prior(told, signal))})")
-        for field, values in told.signals.items():
+        tokens = of_pairs(path)
+        print(f"{name} = ({', '.join(f'{b:.2f}' for b in prior(tokens, signal))})")
+        for field, values in tokens.signals.items():
             x = with_one(np.minimum(values, MOST_MARGIN) if field == "logit_margin" else values)
-            print(f"  {field:20s} log-loss on families left out {left_out(x, told):.4f}")
+            print(f"  {field:20s} log-loss on families left out {left_out(x, tokens):.4f}")
 
 
 if __name__ == "__main__":

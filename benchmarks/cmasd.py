@@ -134,11 +134,11 @@ def quality(family: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> flo
     """BLEU or the share of right answers in percent; None for stories."""
     if family == "stories":
         return None
-    found = zoo.score(family, prompts, texts)
+    metrics = zoo.score(family, prompts, texts)
     return (
-        found["bleu"]
-        if "bleu" in found
-        else 100 * found.get("accuracy", found.get("exact_match", 0))
+        metrics["bleu"]
+        if "bleu" in metrics
+        else 100 * metrics.get("accuracy", metrics.get("exact_match", 0))
     )
 
 

@@ -183,10 +183,10 @@ def resumed(name: str, **settings: Any) -> dict[str, Any]:
     path = RESULTS / f"{name}.json"
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text())
+    document = json.loads(path.read_text())
     wanted = {"commit": commit(), **settings}
-    same = all(found["provenance"].get(key) == value for key, value in wanted.items())
-    results: dict[str, Any] = found["results"] if same else {}
+    same = all(document["provenance"].get(key) == value for key, value in wanted.items())
+    results: dict[str, Any] = document["results"] if same else {}
     return results
 
 

@@ -100,7 +100,7 @@ def accuracy(model: forerun.Model, count: int) -> None:
     progress, task = bar("accuracy", len(CASES) * len(cells))
     with progress:
         for length, temperature, beta in CASES:
-            found = {}
+            outcomes = {}
             for cell, items in cells.items():
                 outcome = solve(
                     model,
@@ -111,18 +111,18 @@ def accuracy(model: forerun.Model, count: int) -> None:
                     temperature=temperature,
                     seed=0,
                 )
-                found[cell] = outcome.to_json()
+                outcomes[cell] = outcome.to_json()
                 progress.advance(task)
-            results[f"{length}, T={temperature}, β={beta}"] = found
+            results[f"{length}, T={temperature}, β={beta}"] = outcomes
     rows = [
         [
             length,
             f"{temperature:g}",
             f"{beta:g}",
-            *[percent(found[c]) for c in ACCURACY],
-            *[f"{found[c]['drift_mean']:.4f}" for c in ACCURACY],
+            *[percent(measured[c]) for c in ACCURACY],
+            *[f"{measured[c]['drift_mean']:.4f}" for c in ACCURACY],
         ]
-        for (length, temperature, beta), found in zip(CASES, results.values(), strict=True)
+        for (length, temperature, beta), measured in zip(CASES, results.values(), strict=True)
     ]
     header = [
         "length",
@@ -151,10 +151,10 @@ def pairs(model: forerun.Model, count: int, block: int = 250) -> None:
     results: dict[str, Any] = resumed("ears-pairs") or {"right": {}, "drift": {}}
     items = problems(cell, count)
     while (begin := len(results["right"].get(str(betas[-1]), ""))) < count:
-        some = items[begin : begin + block]
+        batch = items[begin : begin + block]
         for beta in betas:
             how = {"controller": LENGTHS["γ = 5"], "temperature": WARM, "seed": begin}
-            done = solve(model, cell, some, rule=f"ears(beta={beta})", **how)
+            done = solve(model, cell, batch, rule=f"ears(beta={beta})", **how)
             key = str(beta)
             results["right"][key] = results["right"].get(key, "")[:begin] + "".join(
                 "01"[ok] for ok in done.right
@@ -191,8 +191,8 @@ def throughput(model: forerun.Model, groups: int, tokens: int) -> None:
         "plain": {"plain": True},
         **{f"β = {beta}": {"rule": f"ears(beta={beta})"} for beta in (0.0, 0.1, 0.3)},
     }
-    some = [t.tokens for t in tasks(model, "test", 4 * groups, tokens) if t.family in OPEN]
-    work = [[prompt] for prompt in some] + [some[i : i + 8] for i in range(0, len(some), 8)]
+    ids = [t.tokens for t in tasks(model, "test", 4 * groups, tokens) if t.family in OPEN]
+    work = [[prompt] for prompt in ids] + [ids[i : i + 8] for i in range(0, len(ids), 8)]
 
     def run(prompts: list[list[int]], name: str) -> tuple[list[forerun.Completion], float]:
         began = time.perf_counter()
@@ -225,7 +225,7 @@ def throughput(model: forerun.Model, groups: int, tokens: int) -> None:
     header = ["", "output tokens/s", "total tokens/s", "tokens/s of a request",
               "mean latency, s", "accepted a round", "latency against β = 0"]  # fmt: skip
     text = (
-        f"{len(some)} test prompts of {' and '.join(OPEN)}, {tokens} tokens each, no end of text, "
+        f"{len(ids)} test prompts of {' and '.join(OPEN)}, {tokens} tokens each, no end of text, "
         "T = 0.9, γ = 5. Total: prompt and output tokens over the wall time of all. Of a request: "
         "the mean over requests of its own. Latency: to the last token, no request waits for a "
         "place; its quotient is paired per request, geometric mean with a 95 % bootstrap "

@@ -76,13 +76,13 @@ def _bonus(model: forerun.Model, cell: str, count: int, calibrated: float) -> di
             for length in LENGTHS:
                 rule = Counted(entropy=calibrated, bonus=reading)
                 rule.penalised[0] = 0
-                found = solve(model, cell, items, controller=f"fixed({length})", rule=rule)
-                texts.append(found.texts)
+                outcome = solve(model, cell, items, controller=f"fixed({length})", rule=rule)
+                texts.append(outcome.texts)
                 out[f"{reading}, γ = {length}"] = {
-                    **found.to_json(),
-                    "tokens_per_round": found.tokens / found.rounds,
-                    "penalised": rule.penalised[0] / found.tokens,
-                    "untested": found.untested,
+                    **outcome.to_json(),
+                    "tokens_per_round": outcome.tokens / outcome.rounds,
+                    "penalised": rule.penalised[0] / outcome.tokens,
+                    "untested": outcome.untested,
                     "differs": sum(a != b for a, b in zip(texts[0], texts[-1], strict=True)),
                 }
                 progress.advance(task)
@@ -100,8 +100,8 @@ def _bonus_text(results: dict[str, Any], count: int, calibrated: float) -> str:
             f"{r['tokens_per_round']:.2f}",
             str(r["differs"]),
         ]
-        for cell, found in results.items()
-        for name, r in found.items()
+        for cell, readings in results.items()
+        for name, r in readings.items()
     ]
     header = ["cell", "bonus", "accuracy", "penalised %", "never tested %", "tokens a round",
               "texts that differ from γ = 1"]  # fmt: skip
@@ -130,35 +130,36 @@ def main(model: forerun.Model, count: int, calibrated: float) -> None:
     progress, task = bar("EASD", len(CELLS) * (3 + len(variants) + len(grid)))
     with progress:
         for cell, items in work.items():
-            found: dict[str, Outcome] = {}
-            found["target"] = solve(model, cell, items, plain=True)
+            solved: dict[str, Outcome] = {}
+            solved["target"] = solve(model, cell, items, plain=True)
             progress.advance(task)
-            found["draft"] = solve(draft, cell, items, plain=True)
+            solved["draft"] = solve(draft, cell, items, plain=True)
             progress.advance(task)
-            found["SD"] = solve(model, cell, items, controller=LENGTH)
+            solved["SD"] = solve(model, cell, items, controller=LENGTH)
             progress.advance(task)
             for name, rule in [*variants.items(), *((str(k), r) for k, r in grid.items())]:
                 rule.penalised[0] = 0
-                found[name] = solve(model, cell, items, controller=LENGTH, rule=rule)
-                shares.setdefault(name, {})[cell] = rule.penalised[0] / found[name].tokens
+                solved[name] = solve(model, cell, items, controller=LENGTH, rule=rule)
+                shares.setdefault(name, {})[cell] = rule.penalised[0] / solved[name].tokens
                 progress.advance(task)
-            outcomes[cell] = found
+            outcomes[cell] = solved
     results: dict[str, Any] = {
         "accuracy": {
             cell: {
                 name: {**o.to_json(), "penalised": shares.get(name, {}).get(cell, 0.0)}
-                for name, o in found.items()
+                for name, o in by_method.items()
             }
-            for cell, found in outcomes.items()
+            for cell, by_method in outcomes.items()
         },
         "gain": {
             cell: {
                 name: {
-                    base: paired(found[name].right, found[base].right) for base in ("target", "SD")
+                    base: paired(by_method[name].right, by_method[base].right)
+                    for base in ("target", "SD")
                 }
                 for name in variants
             }
-            for cell, found in outcomes.items()
+            for cell, by_method in outcomes.items()
         },
     }
     made = provenance(model, problems=count, calibrated=calibrated, length=LENGTH)
@@ -222,12 +223,12 @@ def _speed_text(results: dict[str, Any], count: int) -> str:
     rows = [
         [
             name,
-            *[f"{found[c]['rate']:.0f}" if c in found else "–" for c in cells],
-            *[show(found[c]["target"]) if c in found else "–" for c in cells],
-            show(found["all"]["SD"]) if "all" in found else "–",
-            f"{found['all']['drift']:.4f}" if "EASD" in name else "–",
+            *[f"{by_cell[c]['rate']:.0f}" if c in by_cell else "–" for c in cells],
+            *[show(by_cell[c]["target"]) if c in by_cell else "–" for c in cells],
+            show(by_cell["all"]["SD"]) if "all" in by_cell else "–",
+            f"{by_cell['all']['drift']:.4f}" if "EASD" in name else "–",
         ]
-        for name, found in results.items()
+        for name, by_cell in results.items()
     ]
     header = ["method", *[f"tokens/s, {c}" for c in cells], *[f"× target, {c}" for c in cells],
               "× SD, all", "drift"]  # fmt: skip

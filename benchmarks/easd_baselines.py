@@ -36,10 +36,10 @@ def main(model: forerun.Model, count: int, calibrated: float) -> None:
     progress, task = bar("baselines", len(CELLS) * len(methods))
     with progress:
         for cell in CELLS:
-            items, found = problems(cell, count), results.setdefault(cell, {})
+            items, by_method = problems(cell, count), results.setdefault(cell, {})
             for name, method in methods.items():
-                if name not in found:
-                    found[name] = method(cell, items)
+                if name not in by_method:
+                    by_method[name] = method(cell, items)
                     text = _text(results, list(methods), count, calibrated)
                     save("easd-baselines", provenance(model, **how), results, text)
                 progress.advance(task)
@@ -115,10 +115,10 @@ def _beams(model: forerun.Model, cell: str, items: list[Problem]) -> dict[str, A
     order = sorted(range(len(items)), key=lambda i: len(items[i].prompt))
     texts, tokens = [""] * len(items), 0
     for first in range(0, len(order), 8):
-        some = order[first : first + 8]
-        prompts = [model.encode(items[i].prompt) for i in some]
+        batch = order[first : first + 8]
+        prompts = [model.encode(items[i].prompt) for i in batch]
         made = peer.generate(prompts, FAMILIES[cell.partition(" ")[0]].MAX_NEW_TOKENS)
-        for i, row in zip(some, made.tokens, strict=True):
+        for i, row in zip(batch, made.tokens, strict=True):
             tokens += len(row)
             texts[i] = model.tokenizer.decode([t for t in row if t not in model.eos])
     return _cell(cell, items, _outcome(cell, items, texts, tokens))
@@ -129,31 +129,33 @@ def _words(
     model: forerun.Model, items: Sequence[Problem], texts: Sequence[str], threshold: float
 ) -> dict[str, int]:
     """Tokens written where the target's entropy exceeds a threshold, and how often each."""
-    target, found = load_model(str(zoo.TARGET), "cpu", "float32"), Counter[str]()
+    target, counts = load_model(str(zoo.TARGET), "cpu", "float32"), Counter[str]()
     for problem, text in zip(items, texts, strict=True):
         begin, ids = len(model.encode(problem.prompt)), model.encode(problem.prompt + text)
         if len(ids) > begin:
             logits = target(torch.tensor([ids]), use_cache=False).logits[0, begin - 1 : -1]
             high = (entropy(logits.log_softmax(-1)) > threshold).tolist()
-            found.update(
+            counts.update(
                 model.tokenizer.decode([t]) for t, h in zip(ids[begin:], high, strict=True) if h
             )
-    return dict(found.most_common())
+    return dict(counts.most_common())
 
 
 def _text(results: dict[str, Any], names: list[str], count: int, calibrated: float) -> str:
-    cells = {cell: found for cell in CELLS if (found := results.get(cell))}
+    cells = {cell: done for cell in CELLS if (done := results.get(cell))}
 
     def column(name: str, show: Callable[[dict[str, Any]], str]) -> list[str]:
-        return [show(found[name]) if found.get(name) else "–" for found in cells.values()]
+        return [
+            show(by_method[name]) if by_method.get(name) else "–" for by_method in cells.values()
+        ]
 
     gains = {
         cell: {
-            name: paired(_right(r), _right(found["target alone"]))
-            for name, r in found.items()
-            if r and "target alone" in found
+            name: paired(_right(r), _right(by_method["target alone"]))
+            for name, r in by_method.items()
+            if r and "target alone" in by_method
         }
-        for cell, found in cells.items()
+        for cell, by_method in cells.items()
     }
     rows = [
         [
@@ -184,10 +186,10 @@ def _right(cell: dict[str, Any]) -> list[bool]:
 def _table4(cells: dict[str, Any], ours: str) -> str:
     """Shares of the tokens written at high entropy, before and after."""
     counts = [Counter[str](), Counter[str]()]
-    for found in cells.values():
-        if ours in found:
+    for by_method in cells.values():
+        if ours in by_method:
             for count, name in zip(counts, ("target alone", ours), strict=True):
-                count.update(found[name]["words"])
+                count.update(by_method[name]["words"])
     before, after = counts
     if not (before and after):
         return ""

@@ -61,20 +61,20 @@ def predicted(model: forerun.Model, prompts: int, tokens: int, long: bool = Fals
     plain = np.array([np.divide(*_later(runs[i][0])) for i in range(len(work))])
     rows, cells = [], {}
     for index, method in enumerate(METHODS, 1):
-        told = np.zeros((4, len(work)))
+        replayed = np.zeros((4, len(work)))
         for part, cell in zip(parts, tables, strict=True):
-            told[:, part] = _told(trace.take(part), method, cell)
+            replayed[:, part] = _replayed(trace.take(part), method, cell)
         seconds, written = np.array([_later(runs[i][index]) for i in range(len(work))]).T
-        some = (written > 0) & (told[1] > 0)
-        live = (plain * written / seconds)[some]
-        predicted = told[0][some]
+        compared = (written > 0) & (replayed[1] > 0)
+        live = (plain * written / seconds)[compared]
+        predicted = replayed[0][compared]
         stats = [runs[i][index].stats for i in range(len(work))]
         counted = np.array([[s.rounds, s.drafted] for s in stats]).T
         cells[method] = {
             "live": geometric(live),
             "predicted": geometric(predicted),
             "live over predicted": geometric(live / predicted),
-            "same rounds": int((counted == told[2:]).all(0).sum()),
+            "same rounds": int((counted == replayed[2:]).all(0).sum()),
             "identical": sum(runs[i][index].tokens == runs[i][0].tokens for i in range(len(work))),
         }
         c = cells[method]
@@ -100,15 +100,15 @@ def predicted(model: forerun.Model, prompts: int, tokens: int, long: bool = Fals
     save(name, made, cells, text)
 
 
-def _told(trace: Trace, method: str, cell: Cell) -> list[FloatArray]:
+def _replayed(trace: Trace, method: str, cell: Cell) -> list[FloatArray]:
     """Of replay: speed-up and tokens from the second round on, rounds, drafted tokens."""
     watch = _Later(trace)
     if method == "auto":
-        found = stream(trace, method, cell, np.arange(trace.prompts), watch)
+        replayed = stream(trace, method, cell, np.arange(trace.prompts), watch)
     else:
-        found = replay(trace, method, cell, watch)
+        replayed = replay(trace, method, cell, watch)
     speedup = cell.plain * watch.tokens / np.where(watch.tokens > 0, watch.seconds, 1)
-    return [speedup, watch.tokens, found.rounds, found.drafted]
+    return [speedup, watch.tokens, replayed.rounds, replayed.drafted]
 
 
 def _later(done: forerun.Completion) -> tuple[float, int]:

@@ -76,16 +76,16 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
 
 
 @torch.inference_mode()
-def passes(models: list[Rows], width: int, turns: int = 10, each: int = 12) -> list[float]:
+def passes(models: list[Rows], width: int, turns: int = 10, repeats: int = 12) -> list[float]:
     """Median milliseconds of a pass over so many tokens, of each model going on."""
     seconds: list[list[float]] = [[] for _ in models]
     for rows in models:
         rows.executor.run([0], [list(range(1, CONTEXT + 1))], [1])
     for _ in range(turns):
         for rows, own in zip(models, seconds, strict=True):
-            for turn in range(each):
+            for turn in range(repeats):
                 began = time.perf_counter()
                 rows.executor.run([CONTEXT], [list(range(1, width + 1))], [width])
-                if turn >= each // 3:  # before, its weights are not in the caches as they go on
+                if turn >= repeats // 3:  # before, its weights are not in the caches as they go on
                     own.append(time.perf_counter() - began)
     return [1e3 * median(own) for own in seconds]

@@ -54,14 +54,14 @@ class Outcome:
 def problems(cell: str, count: int) -> list[Problem]:
     """`count` different new problems of the test split (no training text can contain them)."""
     family, _, level = cell.partition(" ")
-    rng, found = random.Random(f"quality/{cell}"), {}
-    while len(found) < count:
+    rng, by_prompt = random.Random(f"quality/{cell}"), {}
+    while len(by_prompt) < count:
         if level:
             made = arithmetic.sample(rng, "test", Pool(), level)
         else:
             made = FAMILIES[family].sample(rng, "test", Pool())
-        found.setdefault(made.prompt, made)
-    return list(found.values())
+        by_prompt.setdefault(made.prompt, made)
+    return list(by_prompt.values())
 
 
 def coins(count: int, seed: int = 0, **how: Any) -> list[Sampling]:
@@ -79,11 +79,11 @@ def solve(
     order = sorted(range(len(items)), key=lambda i: -len(items[i].prompt))
     done: list[Any] = [None] * len(items)
     how = {k: settings.pop(k) for k in list(settings) if k in Sampling.__dataclass_fields__}
-    each = coins(len(items), max_new_tokens=FAMILIES[family].MAX_NEW_TOKENS, **how)
+    samplings = coins(len(items), max_new_tokens=FAMILIES[family].MAX_NEW_TOKENS, **how)
     made = model.generate(
         [items[i].prompt for i in order],
         batch_size=batch,
-        sampling=[each[i] for i in order],
+        sampling=[samplings[i] for i in order],
         **settings,
     )
     for i, completion in zip(order, made, strict=True):

@@ -44,10 +44,10 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     results: dict[str, Any] = {"rules": {}, "confidences": {}}
     for way, (temperature, top) in WAYS.items():
         results["rules"][way] = _rules(target, draft, temperature, top)
-    said = measure(draft, drafted, EVERY)
+    signals = measure(draft, drafted, EVERY)
     kept = (drafted == target.argmax(-1)).numpy()
     for name, confidence in CONFIDENCES.items():
-        results["confidences"][name] = _auc(confidence.score(**said).numpy(), kept)
+        results["confidences"][name] = _auc(confidence.score(**signals).numpy(), kept)
     rows = [
         [
             f"`{spec}`",
@@ -87,9 +87,9 @@ def _positions(
             task.tokens, temperature=1.0, seed=i, max_new_tokens=task.max_new_tokens
         ).tokens
         ids = torch.tensor([[*task.tokens, *text]])
-        for found, module in zip(whole, modules, strict=True):
-            found.append(module(ids).logits[0, len(task.tokens) - 1 : -1].float())
-    target, draft = (torch.cat(found) for found in whole)
+        for logits, module in zip(whole, modules, strict=True):
+            logits.append(module(ids).logits[0, len(task.tokens) - 1 : -1].float())
+    target, draft = (torch.cat(parts) for parts in whole)
     return target, draft, draft.argmax(-1)
 
 
@@ -102,7 +102,7 @@ def _rules(
     tokens = torch.multinomial(drawn.softmax(-1), DRAWS, replacement=True, generator=coins)
     out = {}
     for spec in RULE_READINGS:
-        rule, found = RULES.make(spec), []
+        rule, measured = RULES.make(spec), []
         for token in tokens.T:
             proposed = Draft(
                 token[:, None], torch.ones(len(token)).long(), drawn[:, None],
@@ -120,8 +120,8 @@ def _rules(
             share = 0.0
             if isinstance(rule, EASD):
                 share = float(rule.fires(Odds(proposed, judge)).float().mean())
-            found.append((float(verdict.accept_prob.mean()), drift, share))
-        kept, drift, share = np.mean(found, axis=0)
+            measured.append((float(verdict.accept_prob.mean()), drift, share))
+        kept, drift, share = np.mean(measured, axis=0)
         out[spec] = {"kept": float(kept), "drift": float(drift), "penalised": float(share)}
     return out
 

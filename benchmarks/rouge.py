@@ -16,26 +16,34 @@ def rouge(references: Sequence[str], texts: Sequence[str]) -> tuple[float, float
     """
     rows = []
     for pair in zip(references, texts, strict=True):
-        wanted, found = (re.findall("[a-z0-9]+", text.lower()) for text in pair)
-        rows.append((_grams(wanted, found, 1), _grams(wanted, found, 2), _longest(wanted, found)))
+        wanted, candidate = (re.findall("[a-z0-9]+", text.lower()) for text in pair)
+        rows.append(
+            (
+                _grams(wanted, candidate, 1),
+                _grams(wanted, candidate, 2),
+                _longest(wanted, candidate),
+            )
+        )
     one, two, longest = 100 * np.mean(rows, axis=0)
     return float(one), float(two), float(longest)
 
 
-def _f1(shared: int, wanted: int, found: int) -> float:
-    return 2 * shared / (wanted + found) if shared else 0.0
+def _f1(shared: int, wanted: int, candidate: int) -> float:
+    return 2 * shared / (wanted + candidate) if shared else 0.0
 
 
-def _grams(wanted: list[str], found: list[str], n: int) -> float:
-    a, b = (Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in (wanted, found))
+def _grams(wanted: list[str], candidate: list[str], n: int) -> float:
+    a, b = (
+        Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in (wanted, candidate)
+    )
     return _f1((a & b).total(), a.total(), b.total())
 
 
-def _longest(wanted: list[str], found: list[str]) -> float:
-    before = [0] * (len(found) + 1)
+def _longest(wanted: list[str], candidate: list[str]) -> float:
+    before = [0] * (len(candidate) + 1)
     for word in wanted:
         row = [0]
-        for j, other in enumerate(found):
+        for j, other in enumerate(candidate):
             row.append(before[j] + 1 if word == other else max(before[j + 1], row[j]))
         before = row
-    return _f1(before[-1], len(wanted), len(found))
+    return _f1(before[-1], len(wanted), len(candidate))

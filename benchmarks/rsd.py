@@ -44,16 +44,16 @@ def verdict(written: Sequence[str], worked: Sequence[str]) -> list[bool]:
     [True, False]
     """
     values = [int(_STEP.search(step)[4]) for step in worked]  # type: ignore[index]
-    found: list[bool] = []
+    verdicts: list[bool] = []
     for place, step in enumerate(written):
         answer = arithmetic.final_number(step)
         if answer is not None:
-            found.append(place == len(worked) and answer == values[-1])
+            verdicts.append(place == len(worked) and answer == values[-1])
         else:
-            found.append(place < len(worked) and _true(step) == values[place])
-        if not found[-1]:
+            verdicts.append(place < len(worked) and _true(step) == values[place])
+        if not verdicts[-1]:
             break
-    return found
+    return verdicts
 
 
 def _true(step: str) -> int | None:
@@ -80,8 +80,8 @@ class Scorer:
     @classmethod
     def load(cls) -> Scorer:
         """As `rsd-scorer` trained it."""
-        found = json.loads((RESULTS / "rsd-scorer.json").read_text())["results"]
-        return cls(torch.tensor(found["weights"]))
+        results = json.loads((RESULTS / "rsd-scorer.json").read_text())["results"]
+        return cls(torch.tensor(results["weights"]))
 
     @torch.inference_mode()
     def states(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -90,12 +90,12 @@ class Scorer:
             return self._next(list(texts[0]))
         out = []
         for first in range(0, len(texts), 64):
-            some = texts[first : first + 64]
-            longest = max(map(len, some))
-            ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in some])
-            last = torch.tensor([len(text) - 1 for text in some])
+            batch = texts[first : first + 64]
+            longest = max(map(len, batch))
+            ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in batch])
+            last = torch.tensor([len(text) - 1 for text in batch])
             states = self._body(ids, use_cache=False).last_hidden_state
-            out.append(states[torch.arange(len(some)), last])
+            out.append(states[torch.arange(len(batch)), last])
         return torch.cat(out)
 
     def _next(self, text: list[int]) -> torch.Tensor:
@@ -238,10 +238,10 @@ def _examples(
                 cuts = _cuts(model, answer.tokens)
                 steps = [model.tokenizer.decode(answer.tokens[a:b]) for a, b in cuts]
                 worked = re.findall(r".*?\.", problem.answer.partition(" The answer")[0])
-                found = verdict([s.strip() for s in steps], worked)
+                verdicts = verdict([s.strip() for s in steps], worked)
                 prompt = model.encode(problem.prompt)
-                texts += [prompt + answer.tokens[:b] for _, b in cuts[: len(found)]]
-                labels += found
+                texts += [prompt + answer.tokens[:b] for _, b in cuts[: len(verdicts)]]
+                labels += verdicts
     return scorer.states(texts), torch.tensor(labels, dtype=torch.float32)
 
 

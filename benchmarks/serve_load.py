@@ -94,11 +94,11 @@ def serving(*options: str, command: Sequence[str] = OURS) -> Iterator[Served]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if found := re.search(r"http://127[0-9.:]+", line):
+            if match := re.search(r"http://127[0-9.:]+", line):
                 # Who writes to a pipe that nobody reads stops when it is full.
                 threading.Thread(target=process.stdout.read, daemon=True).start()
                 time.sleep(2)  # some say where before they listen
-                yield Served(found[0], process)
+                yield Served(match[0], process)
                 return
         raise RuntimeError(f"{command[0]} did not start")
     finally:
@@ -194,16 +194,16 @@ def curve(
     return cells
 
 
-def _cell(told: dict[str, Any], plain: Sequence[float], seconds: float) -> dict[str, Any]:
+def _cell(measured: dict[str, Any], plain: Sequence[float], seconds: float) -> dict[str, Any]:
     return {
         "seconds": seconds * len(plain),
-        "requests": told["requests"],
-        "tokens_per_second": float(np.mean(told["turns"])),
-        "turns": told["turns"],
-        "of_plain": [a / b for a, b in zip(told["turns"], plain, strict=True)],
-        "acceptance": told["acceptance"],
-        "ttft_ms": {str(p): 1e3 * float(np.percentile(told["first"], p)) for p in LATENCIES},
-        "tpot_ms": {str(p): 1e3 * float(np.percentile(told["between"], p)) for p in LATENCIES},
+        "requests": measured["requests"],
+        "tokens_per_second": float(np.mean(measured["turns"])),
+        "turns": measured["turns"],
+        "of_plain": [a / b for a, b in zip(measured["turns"], plain, strict=True)],
+        "acceptance": measured["acceptance"],
+        "ttft_ms": {str(p): 1e3 * float(np.percentile(measured["first"], p)) for p in LATENCIES},
+        "tpot_ms": {str(p): 1e3 * float(np.percentile(measured["between"], p)) for p in LATENCIES},
     }
 
 
@@ -305,7 +305,7 @@ def _alone(model: forerun.Model, work: Sequence[Task], how: Sequence[Sampling]) 
     return [one.text for one in done]
 
 
-def _said(answer: Answer, sent: dict[str, Any]) -> list[str]:
+def _choice_texts(answer: Answer, sent: dict[str, Any]) -> list[str]:
     """The texts of an answer, by choice."""
     if not sent["stream"]:
         return [choice["text"] for choice in answer.document()["choices"]]
@@ -340,7 +340,7 @@ def soak(
                     counts["left"] += not answer.complete
                 elif answer.status == 200 and answer.complete:
                     counts["answered"] += 1
-                    wrong = any(said != text for said in _said(answer, sent))
+                    wrong = any(written != text for written in _choice_texts(answer, sent))
                     differing[kind] += wrong
                     counts["differing"] += wrong
                 else:

@@ -101,13 +101,13 @@ def write(shape: Shape, folder: Path) -> None:
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    some = (0.02 * torch.randn(1 << 20)).bfloat16()
+    values = (0.02 * torch.randn(1 << 20)).bfloat16()
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
             continue
         count = tensor.numel()
-        flat = some.repeat(-(-count // len(some)))[:count].clone()
+        flat = values.repeat(-(-count // len(values)))[:count].clone()
         tensors[name] = torch.ones_like(flat) if tensor.ndim == 1 else flat.view(tensor.shape)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -171,11 +171,11 @@ def _replayed(cells: dict[str, Any], trace: Trace) -> dict[str, Any]:
         widths = sorted((int(width), seconds) for width, seconds in cell["seconds"].items())
         first = {int(width): seconds for width, seconds in draft["seconds"].items()}[1]
         costs = Costs(first, tuple(widths), fixed=ROUND, levels=tuple(cell["levels"]))
-        found = {spec: summarise(trace, replay(trace, spec, costs))["all"] for spec in SPECS}
+        summaries = {spec: summarise(trace, replay(trace, spec, costs))["all"] for spec in SPECS}
         plain = 1 / (widths[0][1] + ROUND)
         out[name] = {"plain": plain} | {
             spec: {"speedup": f["speedup"], "tokens_per_second": f["tokens_per_second"]["mean"]}
-            for spec, f in found.items()
+            for spec, f in summaries.items()
         }
     return out
 

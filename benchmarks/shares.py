@@ -52,9 +52,9 @@ def one(val: Trace, test: Trace, study: Study, cell: Cell, budget: int) -> dict[
     names = [n for n in CONTROLLERS.names() if n not in ("bounded", AUTO)]
     tuned = tune(val, cell, names, budget=budget)
     specs = {AUTO: AUTO}
-    for found in tuned.results:
-        specs[f"{found.name}, default"] = found.default
-        specs[f"{found.name}, tuned"] = found.best
+    for result in tuned.results:
+        specs[f"{result.name}, default"] = result.default
+        specs[f"{result.name}, tuned"] = result.best
     bounds = {
         "oracle": oracle(test, cell).seconds,
         "informed": study.informed(cell).best.seconds,
@@ -108,7 +108,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
 
     trace, cell = Trace.read(test), Costs.read(costs).at(1, 128)
     bounds = {"oracle": oracle(trace, cell), "informed bound": Study(trace).informed(cell).best}
-    found: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for axes, (label, bound) in zip(panels, bounds.items(), strict=True):
         best = bound.clock(trace, cell.asked)
@@ -116,7 +116,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
             clock = Clock(trace)
             replay(trace, spec, cell, clock)
             lost = regret(clock.seconds, best) * 1e3
-            found.setdefault(spec, {})[label] = lost.round(3).tolist()
+            curves.setdefault(spec, {})[label] = lost.round(3).tolist()
             axes.plot(np.arange(1, len(lost) + 1), lost, label=spec, color="black"
                       if spec == AUTO else None, linewidth=2.5 if spec == AUTO else 1)  # fmt: skip
         axes.set(xlabel="tokens written", ylabel="ms lost, mean over prompts",
@@ -124,7 +124,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
         axes.legend(fontsize=8)
     figure.savefig(RESULTS / f"regret-{name}.png", dpi=120)
     pyplot.close(figure)
-    ends = [[spec, *[f"{lost[-1]:.0f}" for lost in f.values()]] for spec, f in found.items()]
+    ends = [[spec, *[f"{lost[-1]:.0f}" for lost in f.values()]] for spec, f in curves.items()]
     text = (
         f"Milliseconds lost per text against each bound, {trace.prompts} test prompts, at measured "
         f"costs (one plain token takes {cell.plain * 1e3:.1f} ms); `auto` starts each text "
@@ -132,7 +132,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
         + table(["controller", *bounds], ends)
         + f"\n\n![As texts grow](regret-{name}.png)"
     )
-    save(f"regret-{name}", provenance(forerun.load()), found, text)
+    save(f"regret-{name}", provenance(forerun.load()), curves, text)
 
 
 def families_of(trace: Trace) -> dict[str, Any]:
@@ -158,12 +158,12 @@ def text(results: dict[str, Any], trace: Trace) -> str:
              f"{share(cell, n, 'oracle'):.3f}", f"{share(cell, n, 'informed'):.3f}", "", ""]
             for n, b in cell["bounds"].items()
         ]  # fmt: skip
-        found = sorted(cell["controllers"].items(), key=lambda c: -c[1]["speedup"]["all"]["mean"])
+        ranked = sorted(cell["controllers"].items(), key=lambda c: -c[1]["speedup"]["all"]["mean"])
         rows += [
             [f"**{n}**" if n == AUTO else n, *[f"{c['speedup'][f]['mean']:.2f}" for f in families],
              f"{c['oracle']['all']['mean']:.3f}", f"{c['informed']['all']['mean']:.3f}",
              f"{c['mixed']['mean']:.2f}", show(c["auto over it"]["all"]) if n != AUTO else ""]
-            for n, c in found
+            for n, c in ranked
         ]  # fmt: skip
         head = ["", *families, "of oracle", "of informed", "mixed", "auto over it"]
         parts += [f"### {label}", table(head, rows)]

@@ -117,16 +117,18 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
         "settings": {"light": tuned, "lens": lens, "sampled": sampled}, "greedy": {}
     }  # fmt: skip
     runs = interleaved(work, methods, one, "greedy")
-    found = {m: [r[i] for r in runs] for i, m in enumerate(methods)}
+    by_method = {m: [r[i] for r in runs] for i, m in enumerate(methods)}
     for method in methods:
         base = "transformers" if method.startswith("transformers") else "plain"
-        results["greedy"][method] = cells(work, found[base], found[method], found["plain"])
+        results["greedy"][method] = cells(
+            work, by_method[base], by_method[method], by_method["plain"]
+        )
     specs = variants(sampled, lens)
     models["sampled"] = forerun.load(draft=specs[LIGHT], runtime="torch", dtype="float32")
-    results["latency"] = {m: latency(found[m]) for m in ("plain", LIGHT)}
+    results["latency"] = {m: latency(by_method[m]) for m in ("plain", LIGHT)}
     results["per prompt"] = repeated(work, ["plain", LIGHT, RESTING, AGAIN], one)
-    results["agreement"] = agreement(models[LIGHT], work, found["plain"])
-    results["counts"] = {m: counted(found[m], models[m]) for m in variants(tuned, lens)}
+    results["agreement"] = agreement(models[LIGHT], work, by_method["plain"])
+    results["counts"] = {m: counted(by_method[m], models[m]) for m in variants(tuned, lens)}
     results["modes"] = {}
     few = tasks(plain, "test", mode_prompts, tokens)
     for mode, how in MODES.items():
@@ -152,19 +154,19 @@ def agreement(model: forerun.Model, work: Sequence[Task], runs: list[Run]) -> di
         ids = torch.tensor([[*task.tokens, *run.tokens]])
         positions = torch.arange(ids.shape[1]).unsqueeze(0)
         mask = torch.full((ids.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
-        before, hidden, said = 0, access.embed(ids, positions), {}
+        before, hidden, predicted = 0, access.embed(ids, positions), {}
         for depth in (*hits, LAYERS):
             hidden, before = access.run(hidden, before, depth, mask, positions), depth
             states = hidden[0, len(task.tokens) - 1 : -1]
             last = depth == LAYERS
             best = (access.logits(states) if last else heads.logits(depth, states)).argmax(-1)
-            said[depth] = best if last or heads.tokens is None else heads.tokens[best]
+            predicted[depth] = best if last or heads.tokens is None else heads.tokens[best]
         for depth, families in hits.items():
-            right = (said[depth] == said[LAYERS]).float()
+            right = (predicted[depth] == predicted[LAYERS]).float()
             families.setdefault(task.family, []).append(right)
     out: dict[str, Any] = {}
     for depth, families in hits.items():
-        shares = {family: float(torch.cat(each).mean()) for family, each in families.items()}
+        shares = {family: float(torch.cat(agreed).mean()) for family, agreed in families.items()}
         out[str(depth)] = shares | {"all": float(np.mean(list(shares.values())))}
     return out
 
@@ -201,9 +203,9 @@ def relatives(prompts: int, tokens: int, full: Path | None) -> None:
     for method in methods:
         one(work[0], method)
     runs = interleaved(work, methods, one, "greedy")
-    found = {m: [r[i] for r in runs] for i, m in enumerate(methods)}
-    greedy = {m: cells(work, found["plain"], found[m], found["plain"]) for m in methods}
-    counts = {m: counted(found[m], models[m]) for m in models if m not in OTHERS}
+    by_method = {m: [r[i] for r in runs] for i, m in enumerate(methods)}
+    greedy = {m: cells(work, by_method["plain"], by_method[m], by_method["plain"]) for m in methods}
+    counts = {m: counted(by_method[m], models[m]) for m in models if m not in OTHERS}
     text = "\n\n".join(
         [
             f"Batch 1, {len(work)} test prompts, greedy, every drafter with its own defaults. "
@@ -250,46 +252,46 @@ SEARCHES: tuple[tuple[str, list[str]], ...] = (
 
 def sweep(limit: int, budget: int) -> None:
     """`forerun sweep specbound` on validation text, with light heads and with the logit lens."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, exits in SEARCHES:
         with redirect_stdout(StringIO()) as out:
             argv = ["sweep", "specbound", *exits, "--limit", str(limit), "--budget", str(budget)]
             if cli([*argv, "--dtype", "float32", "--json"]):
                 raise SystemExit(1)
-        found[name] = json.loads(out.getvalue())
-        about = found[name]["about"]
-        found[name]["settings"] = about.pop("settings")
+        results[name] = json.loads(out.getvalue())
+        about = results[name]["about"]
+        results[name]["settings"] = about.pop("settings")
         about.pop("exits")
     names = {"light": "light heads", "lens": "logit lens", "sampled": "light heads, T = 1"}
     best = [
         [names[n], f"`{d['settings']}`", f"{d['about']['predicted']:.2f}",
          show(d["confirmed"][0]["speedup"]), f"{d['confirmed'][0]['tokens_per_round']:.2f}",
          *[f"{share:.0%}" for share in d["time"].values()]]
-        for n, d in found.items()
+        for n, d in results.items()
     ]  # fmt: skip
     text = (
-        f"`forerun sweep specbound` on {found['light']['about']['prompts_used']} validation "
+        f"`forerun sweep specbound` on {results['light']['about']['prompts_used']} validation "
         "prompts: settings found by exact replay of counts, speed-up predicted from the cost of "
         "each piece and confirmed live; where the time goes.\n\n"
         + table(
-            ["", "best", "predicted", "live", "tokens per round", *found["light"]["time"]], best
+            ["", "best", "predicted", "live", "tokens per round", *results["light"]["time"]], best
         )
         + "\n\nSensitivity around the best (predicted): ![](specbound-sensitivity.png)"
     )
-    save("specbound-sweep", provenance(forerun.load(), limit=limit, budget=budget), found, text)
-    sensitivity(found["light"])
+    save("specbound-sweep", provenance(forerun.load(), limit=limit, budget=budget), results, text)
+    sensitivity(results["light"])
 
 
-def sensitivity(found: dict[str, Any]) -> None:
+def sensitivity(result: dict[str, Any]) -> None:
     """The paper's Figure 3, of predicted speed-ups."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, 4, figsize=(12, 3), sharey=True, layout="constrained")
     labels = ("threshold τ", "anneal a", "depth D", "width W")
     for axis, name, label in zip(axes, ("threshold", "anneal", "depth", "width"), labels,
                                  strict=True):  # fmt: skip
-        values, scores = zip(*found["sensitivity"][name], strict=True)
+        values, scores = zip(*result["sensitivity"][name], strict=True)
         axis.plot(values, scores, marker="o", markersize=3)
-        axis.axvline(found["settings"][name], color="grey", linewidth=1, linestyle=":")
+        axis.axvline(result["settings"][name], color="grey", linewidth=1, linestyle=":")
         axis.axhline(1.0, color="black", linewidth=1, linestyle="--")
         axis.set(xlabel=label)
     axes[0].set_ylabel("predicted speed-up")
@@ -309,8 +311,8 @@ def _pyplot() -> Any:
 
 def zoo_settings() -> dict[str, Any]:
     """The shipped values."""
-    found = json.loads((zoo.EXITS / "exits.json").read_text())
-    return dict(found["settings"])
+    document = json.loads((zoo.EXITS / "exits.json").read_text())
+    return dict(document["settings"])
 
 
 def swept(name: str) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def main(model: forerun.Model, prompts: int, tokens: int, long: bool = False) ->
     name = "starting-lengths" + "-long" * long
     made = provenance(model, prompts=prompts, tokens=None if long else tokens)
     save(name, made, results, text)
-    speed = {name: [c.rate for c in found] for name, found in counts.items()}
+    speed = {name: [c.rate for c in by_length] for name, by_length in counts.items()}
     _plot(name, speed, float(np.mean(speed["fixed"])))
 
 
@@ -105,11 +105,11 @@ def pairs(folders: Sequence[Path], prompts: int, tokens: int) -> None:
     for pair in (shipped, *((folder / "target", folder / "draft") for folder in folders)):
         model, (sizes, cost) = forerun.load(*map(str, pair)), _sizes(pair)
         work, cell = tasks(model, "test", prompts, tokens), Costs.synthetic(cost, SLOPE)
-        found, _ = _summary(_replays(model, work, cell, specs))
-        results[sizes] = {"cost": cost, "methods": found}
+        methods, _ = _summary(_replays(model, work, cell, specs))
+        results[sizes] = {"cost": cost, "methods": methods}
         rows.append(
-            [sizes, f"{cost:.1f}", f"{found['fixed']['acceptance']:.2f}"]
-            + [f"{found[name]['mean']:.2f} ± {found[name]['std']:.2f}" for name in specs]
+            [sizes, f"{cost:.1f}", f"{methods['fixed']['acceptance']:.2f}"]
+            + [f"{methods[name]['mean']:.2f} ± {methods[name]['std']:.2f}" for name in specs]
         )
     text = (
         f"{INTRO} Greedy, {prompts} test prompts of each family one after another in {STREAMS} "
@@ -174,14 +174,14 @@ def _summary(counts: dict[str, list[Counts]]) -> tuple[dict[str, Any], list[list
     base = float(np.mean([c.rate for c in counts["fixed"]]))
     results: dict[str, Any] = {}
     rows = []
-    for name, found in counts.items():
-        rates = [c.rate for c in found]
+    for name, by_length in counts.items():
+        rates = [c.rate for c in by_length]
         r = results[name] = {
             "tokens_per_second": dict(zip(map(str, LENGTHS), rates, strict=True)),
             "mean": float(np.mean(rates)) / base,
             "std": float(np.std(rates)) / base,
-            "acceptance": sum(c.accepted for c in found) / sum(c.drafted for c in found),
-            "length": sum(c.drafted for c in found) / sum(c.rounds for c in found),
+            "acceptance": sum(c.accepted for c in by_length) / sum(c.drafted for c in by_length),
+            "length": sum(c.drafted for c in by_length) / sum(c.rounds for c in by_length),
         }
         rows.append(
             [name, f"{r['mean']:.3f} ± {r['std']:.3f}", f"{r['acceptance']:.2f}",

@@ -84,7 +84,7 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
             for policy, explore in itertools.product(("ucb", "thompson"), (0.1, 0.25, 1.0))
         ],
     }  # fmt: skip
-    found = {
+    ranked = {
         name: sorted(
             (score(s) for s in track(specs, name, console=console, transient=True)),
             key=lambda r: -r["all"],
@@ -94,10 +94,10 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     names = sorted(set(families))
     rows = [
         [f"`{r['spec']}`", f"{r['all']:.3f}", *[f"{r[f]:.2f}" for f in names]]
-        for results in found.values()
+        for results in ranked.values()
         for r in (*results[:4], results[-1])
     ]
-    plus = found["gammatune+"]
+    plus = ranked["gammatune+"]
     open_points = [
         [f"{key}={value}", f"{best['all']:.3f}", f"{np.mean([r['all'] for r in match]):.3f}"]
         for key, values in {
@@ -112,7 +112,7 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
         [f"`{weight}`", f"`{best['spec']}`", f"{best['all']:.3f}"]
         for weight in WEIGHTS
         for best in [
-            max((r for r in found["cm-asd"] if weight in r["spec"]), key=lambda r: r["all"])
+            max((r for r in ranked["cm-asd"] if weight in r["spec"]), key=lambda r: r["all"])
         ]
     ]
     text = (
@@ -127,5 +127,5 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
     )
     save(
         "sweep", provenance(model, prompts=prompts, tokens=tokens),
-        {"costs": costs, "grid": found}, text,
+        {"costs": costs, "grid": ranked}, text,
     )  # fmt: skip

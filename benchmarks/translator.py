@@ -106,9 +106,12 @@ def read_set(data: Path | None, name: str) -> list[Item]:
         return items
     joined = []
     while items:
-        some = [items.pop() for _ in range(min(rng.randint(2, 6), len(items)))]
+        sentences = [items.pop() for _ in range(min(rng.randint(2, 6), len(items)))]
         joined.append(
-            Item(" ".join(i.source for i in some), (" ".join(i.references[0] for i in some),))
+            Item(
+                " ".join(i.source for i in sentences),
+                (" ".join(i.references[0] for i in sentences),),
+            )
         )
     return joined
 
@@ -202,7 +205,7 @@ def speed(
     for name in sets:
         items = read_set(data, name)
         for size in batches:
-            each = max(size, count)
+            per_seed = max(size, count)
             names = engine.methods(size)
             for method in names:
                 engine.run(items[:1], method)
@@ -210,11 +213,11 @@ def speed(
             for seed in seeds:
                 work = [
                     items[first : first + size]
-                    for first in range(seed * each, (seed + 1) * each, size)
+                    for first in range(seed * per_seed, (seed + 1) * per_seed, size)
                 ]
                 label = f"{name}, batch {size}, seed {seed}"
                 runs = interleaved(work, names, engine.run, label, seed)
-                cell = results.setdefault(f"{name}/{size}", {"each": each, "seeds": {}})
+                cell = results.setdefault(f"{name}/{size}", {"each": per_seed, "seeds": {}})
                 cell["seeds"][str(seed)] = {n: _speed(runs, names, n) for n in names}
     made = provenance(engine.model, cap=CAP)
     made["command"] = _command("translator", target)
@@ -335,12 +338,12 @@ def extracts(items: Sequence[Item]) -> dict[str, tuple[float, float, float]]:
     rng = random.Random(7)
     sentences = [SENTENCE_END.split(item.source) for item in items]
     chosen = {
-        "lead-3": [some[:3] for some in sentences],
-        "random-3": [rng.sample(some, min(3, len(some))) for some in sentences],
+        "lead-3": [passage[:3] for passage in sentences],
+        "random-3": [rng.sample(passage, min(3, len(passage))) for passage in sentences],
         "the right sentences": [digest.facts(item.source) for item in items],
     }
     references = [item.references[0] for item in items]
-    return {n: rouge(references, [" ".join(some) for some in c]) for n, c in chosen.items()}
+    return {n: rouge(references, [" ".join(extract) for extract in c]) for n, c in chosen.items()}
 
 
 def _scores(which: str, items: Sequence[Item], texts: Sequence[str]) -> dict[str, Any]:

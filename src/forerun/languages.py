@@ -62,9 +62,9 @@ def _language(tokenizer: Any, language: str) -> tuple[int, bool]:
     if (token := vocabulary.get(f">>{language}<<")) is not None:  # Marian's of many languages
         return token, True
     codes = {
-        found[1]: vocabulary[name]
+        match[1]: vocabulary[name]
         for name in tokenizer.all_special_tokens
-        if (found := _CODE.fullmatch(name)) and name in vocabulary
+        if (match := _CODE.fullmatch(name)) and name in vocabulary
     }
     for code, token in getattr(tokenizer, "lang_code_to_id", {}).items():
         codes.setdefault(code, token)

@@ -190,21 +190,27 @@ def test_logprobs_are_the_targets(shipped, pair):
     done = shipped.complete(
         PROMPT, max_tokens=5, echo=True, logprobs=3, return_token_ids=True
     )["choices"][0]  # fmt: skip
-    told, ids = done["logprobs"], [*done["prompt_token_ids"], *done["token_ids"]]
+    logprobs, ids = done["logprobs"], [*done["prompt_token_ids"], *done["token_ids"]]
     with torch.inference_mode():
         logits = pair.target.executor.module()(torch.tensor([ids[:-1]])).logits[0].float()
     logp = logits.log_softmax(-1)
     right = logp.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
-    assert told["token_logprobs"][0] is None
-    assert told["top_logprobs"][0] is None
-    assert torch.allclose(torch.tensor(told["token_logprobs"][1:]), right, atol=1e-4)
-    assert "".join(told["tokens"]) == done["text"]
-    assert told["text_offset"] == [len("".join(told["tokens"][:i])) for i in range(len(ids))]
-    for chosen, best in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert torch.allclose(torch.tensor(logprobs["token_logprobs"][1:]), right, atol=1e-4)
+    assert "".join(logprobs["tokens"]) == done["text"]
+    assert logprobs["text_offset"] == [
+        len("".join(logprobs["tokens"][:i])) for i in range(len(ids))
+    ]
+    for chosen, best in zip(
+        logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True
+    ):
         ranked = [v for v in best.values() if v != chosen]
         assert len(best) in (3, 4)
         assert ranked == sorted(ranked, reverse=True)
-    for chosen, best in list(zip(told["token_logprobs"], told["top_logprobs"], strict=True))[-5:]:
+    for chosen, best in list(
+        zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    )[-5:]:
         assert chosen == max(best.values())  # greedy: lm-eval compares them for equality
 
 
@@ -228,13 +234,13 @@ def test_a_stream_tells_the_same_logprobs(shipped, echo):
     whole = shipped.complete(**body)["choices"]
     frames = [f["choices"][0] for f in shipped.stream("/v1/completions", **body)]
     for choice in whole:
-        told = [f["logprobs"] for f in frames if f["index"] == choice["index"] and f["logprobs"]]
+        pieces = [f["logprobs"] for f in frames if f["index"] == choice["index"] and f["logprobs"]]
         for key in ("tokens", "text_offset"):
-            assert [v for part in told for v in part[key]] == choice["logprobs"][key]
-        told = [v for part in told for v in part["token_logprobs"]]
+            assert [v for part in pieces for v in part[key]] == choice["logprobs"][key]
+        values = [v for part in pieces for v in part["token_logprobs"]]
         right = choice["logprobs"]["token_logprobs"]
-        assert told[:1] == [None] if echo else len(told) == len(right) > 0
-        assert told[echo:] == pytest.approx(right[echo:], abs=1e-4)  # passes of other widths
+        assert values[:1] == [None] if echo else len(values) == len(right) > 0
+        assert values[echo:] == pytest.approx(right[echo:], abs=1e-4)  # passes of other widths
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "logprobs": True}
     streamed = shipped.stream("/v1/chat/completions", **chat)
     parts = [f["choices"][0]["logprobs"] for f in streamed]
@@ -253,11 +259,11 @@ def test_token_ids_are_streamed_whether_or_not_they_have_text(shipped):
 
 
 def test_tokens_there_and_back(shipped, pair):
-    told = shipped.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()
-    assert told["tokens"] == pair.encode(PROMPT)
-    assert told["count"] == len(told["token_strs"])
-    assert shipped.post("/tokenize", content=PROMPT).json()["tokens"] == told["tokens"]
-    assert shipped.post("/detokenize", tokens=told["tokens"]).json() == {"prompt": PROMPT}
+    tokenized = shipped.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()
+    assert tokenized["tokens"] == pair.encode(PROMPT)
+    assert tokenized["count"] == len(tokenized["token_strs"])
+    assert shipped.post("/tokenize", content=PROMPT).json()["tokens"] == tokenized["tokens"]
+    assert shipped.post("/detokenize", tokens=tokenized["tokens"]).json() == {"prompt": PROMPT}
     assert shipped.http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
 
 

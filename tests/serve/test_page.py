@@ -81,16 +81,16 @@ def test_colours_and_rounds_are_those_of_the_api(page, shipped):
     body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
     asked = {"controller": "fixed(3)", "report": "rounds"}
     frames = shipped.stream("/v1/completions", **body, speculative=asked)
-    told = {key: [v for f in frames for v in f["choices"][0]["forerun"][key]]
-            for key in ("texts", "origins", "rounds")}  # fmt: skip
+    report = {key: [v for f in frames for v in f["choices"][0]["forerun"][key]]
+              for key in ("texts", "origins", "rounds")}  # fmt: skip
     write(page, tokens=24, controller="fixed(3)")
     spans = page.eval_on_selector_all(
         "article .text .t", "all => all.map(s => [s.textContent, s.className.split(' ')[1]])"
     )
-    assert spans == [list(pair) for pair in zip(told["texts"], told["origins"], strict=True)]
+    assert spans == [list(pair) for pair in zip(report["texts"], report["origins"], strict=True)]
     bars = page.eval_on_selector_all(".round", "all => all.map(b => b.title)")
-    assert len(bars) == len(told["rounds"])
-    for bar, r in zip(bars, told["rounds"], strict=True):
+    assert len(bars) == len(report["rounds"])
+    for bar, r in zip(bars, report["rounds"], strict=True):
         drafted = f"drafted {r['drafted']}, kept {r['accepted']}"
         assert (
             drafted if r["drafted"] else "nothing drafted (the first token comes at once)"

@@ -34,13 +34,13 @@ def test_false_is_plain_decoding(shipped):
     ids=["nested", "flat"],
 )  # fmt: skip
 def test_controller_and_rule_in_both_spellings(shipped, body):
-    told = shipped.complete(PROMPT, max_tokens=12, temperature=0, **body)["forerun"]
-    assert (told["controller"], told["rule"], told["lossless"]) == (
+    report = shipped.complete(PROMPT, max_tokens=12, temperature=0, **body)["forerun"]
+    assert (report["controller"], report["rule"], report["lossless"]) == (
         "fixed(length=2)",
         "exact",
         True,
     )
-    assert told["drafted"] <= 2 * told["rounds"]
+    assert report["drafted"] <= 2 * report["rounds"]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_an_allowed_lossy_rule_reports_its_drift(shipped):
         done = shipped.complete(
             PROMPT, max_tokens=30, temperature=1, seed=1, speculative=asked | {"rule": rule}
         )
-        told = done["forerun"]
-        assert told["lossless"] is False
-        assert 0 <= told["drift_mean"] <= told["drift_max"] <= 1
+        report = done["forerun"]
+        assert report["lossless"] is False
+        assert 0 <= report["drift_mean"] <= report["drift_max"] <= 1
         drifts = [d for r in done["choices"][0]["forerun"]["rounds"] for d in r["drift"]]
-        assert told["drift_mean"] == pytest.approx(sum(drifts) / 30, abs=1e-5)
+        assert report["drift_mean"] == pytest.approx(sum(drifts) / 30, abs=1e-5)
     exact = shipped.complete(PROMPT, max_tokens=4, speculative={"report": "summary"})
     assert exact["forerun"]["drift_mean"] is None
 
@@ -90,12 +90,12 @@ def test_the_three_reports_agree(shipped):
     asked = {"controller": "fixed(3)", "report": "rounds"}
     done = shipped.complete(PROMPT, max_tokens=20, speculative=asked)
     rounds = done["choices"][0]["forerun"]["rounds"]
-    told, timings = done["forerun"], done["timings"]
+    report, timings = done["forerun"], done["timings"]
     vllm = done["metrics"]["speculative_decoding"]
     drafting = [r for r in rounds if r["drafted"]]
     drafted, accepted = (sum(r[key] for r in rounds) for key in ("drafted", "accepted"))
-    assert drafted == told["drafted"] == timings["draft_n"] == vllm["num_draft_tokens"]
-    assert accepted == told["accepted"] == timings["draft_n_accepted"]
+    assert drafted == report["drafted"] == timings["draft_n"] == vllm["num_draft_tokens"]
+    assert accepted == report["accepted"] == timings["draft_n_accepted"]
     assert accepted == vllm["num_accepted_draft_tokens"]
     assert len(drafting) == vllm["num_spec_steps"] == timings["draft_n_verif_steps"]
     assert vllm["per_step_drafted"] == [r["drafted"] for r in drafting]
@@ -105,9 +105,9 @@ def test_the_three_reports_agree(shipped):
     # Each shape by its own definition: accepted over drafted, accepted over judged.
     judged = sum(min(r["accepted"] + 1, r["drafted"]) for r in rounds)
     assert vllm["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
-    assert told["acceptance_rate"] == pytest.approx(accepted / judged, abs=1e-6)
-    assert sum(told["origins"].values()) == done["usage"]["completion_tokens"] == 20
-    assert sum(told["stopped_by"].values()) == told["rounds"] == len(rounds)
+    assert report["acceptance_rate"] == pytest.approx(accepted / judged, abs=1e-6)
+    assert sum(report["origins"].values()) == done["usage"]["completion_tokens"] == 20
+    assert sum(report["stopped_by"].values()) == report["rounds"] == len(rounds)
 
 
 def test_a_stream_of_rounds_adds_up_to_the_whole(shipped, pair):
@@ -212,14 +212,14 @@ def test_a_prediction_changes_no_distribution():
 
 
 def test_what_a_request_may_name_is_listed(shipped):
-    told = shipped.http.get("/forerun/parts").json()
-    rules = {r["name"]: r for r in told["rules"]}
+    parts = shipped.http.get("/forerun/parts").json()
+    rules = {r["name"]: r for r in parts["rules"]}
     assert rules["ears"]["allowed"]
     assert not rules["ears"]["lossless"]
     assert rules["standard"]["allowed"]
     assert not rules["typical"]["allowed"]
-    assert "auto" in {c["name"] for c in told["controllers"]}
-    assert told["chat"] is True
+    assert "auto" in {c["name"] for c in parts["controllers"]}
+    assert parts["chat"] is True
 
 
 def test_the_metrics_count_what_was_told(shipped):
@@ -231,10 +231,10 @@ def test_the_metrics_count_what_was_told(shipped):
         PROMPT, max_tokens=20, speculative={"controller": "fixed(3)", "report": "summary"}
     )
     grown = [shipped.metric(name) - before[name] for name in names]
-    told = done["forerun"]
+    report = done["forerun"]
     vllm = done["metrics"]["speculative_decoding"]
     prompt = done["usage"]["prompt_tokens"]
-    assert grown == [20, told["drafted"], told["accepted"], vllm["num_spec_steps"], prompt, 1]
+    assert grown == [20, report["drafted"], report["accepted"], vllm["num_spec_steps"], prompt, 1]
     total = shipped.metric("generation_tokens_total")
     assert shipped.metric("tokens_by_origin_total") == total
     positions = shipped.metric("spec_decode_num_accepted_tokens_per_pos_total")
@@ -249,11 +249,11 @@ def test_the_dashboard_asks_for_metrics_that_are_there(shipped):
 
     board = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
     asked = " ".join(t["expr"] for panel in board["panels"] for t in panel["targets"])
-    told = shipped.http.get("/metrics").text
+    metrics = shipped.http.get("/metrics").text
     for name in set(re.findall(r"forerun:\w+", asked)):
-        assert re.search(rf"^{name}[{{ ]", told, re.MULTILINE), name
+        assert re.search(rf"^{name}[{{ ]", metrics, re.MULTILINE), name
     for label in re.findall(r"by \((?!le\b)(\w+)\)", asked):
-        assert f'{label}="' in told
+        assert f'{label}="' in metrics
 
 
 def test_a_prompt_that_was_read_is_not_read_again(shipped):

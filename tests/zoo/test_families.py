@@ -107,13 +107,13 @@ def test_the_columns_of_a_sum_are_right_and_give_its_result(sign: str) -> None:
             continue
         columns = text[text.index("(") + 1 : text.index(")")].split(", ")
         for column in columns:
-            asked, said = column.split(" = ")
+            asked, answer = column.split(" = ")
             if sign == "/":
                 top, bottom = map(int, asked.split(" / "))
-                quotient, _, rest = said.partition(" rest ")
+                quotient, _, rest = answer.partition(" rest ")
                 assert top == int(quotient) * bottom + int(rest or 0)
             else:
-                assert eval(asked) == int(said)
+                assert eval(asked) == int(answer)
         results = [column.split(" = ")[1] for column in columns]
         if sign == "/":
             assert int("".join(r.split(" ")[0] for r in results)) == value
@@ -262,9 +262,9 @@ def test_a_digest_says_every_fact_once_in_order_and_nothing_else() -> None:
         for i in range(300):
             example = digest.sample(random.Random(i), split, POOL)
             assert split_of(example.prompt) == split
-            said = digest.facts(example.prompt)
-            assert example.answer == "; ".join(map(digest.condensed, said)) + "."
-            counts.add((split, len(said)))
+            facts = digest.facts(example.prompt)
+            assert example.answer == "; ".join(map(digest.condensed, facts)) + "."
+            counts.add((split, len(facts)))
             others.add((split, example.prompt.count("king")))
             assert "rained" not in example.prompt  # too short
     assert {n for split, n in counts if split == "test"} == {2, 3, 4}
@@ -275,5 +275,5 @@ def test_a_digest_says_every_fact_once_in_order_and_nothing_else() -> None:
 
 def test_the_facts_of_a_digest_are_those_of_people() -> None:
     for i in range(200):
-        told = [sentence for sentence, _ in extraction.person_facts(random.Random(i), 4)]
-        assert digest.facts(" It rained. ".join(told)) == told
+        facts = [sentence for sentence, _ in extraction.person_facts(random.Random(i), 4)]
+        assert digest.facts(" It rained. ".join(facts)) == facts

@@ -55,8 +55,8 @@ def test_loss_and_gradients_are_those_of_cross_entropy(model: Any) -> None:
     loss.backward()
     mine = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    each = F.cross_entropy(model(ids).logits[:, :-1].mT, ids[:, 1:], reduction="none")
-    wanted = (each * weights[:, 1:]).sum()
+    per_token = F.cross_entropy(model(ids).logits[:, :-1].mT, ids[:, 1:], reduction="none")
+    wanted = (per_token * weights[:, 1:]).sum()
     wanted.backward()
     torch.testing.assert_close(loss, wanted)
     for name, p in model.named_parameters():
@@ -73,8 +73,8 @@ def test_an_exit_is_drawn_to_the_final_distribution_which_is_a_constant(model: A
     out = model.model(ids, use_cache=False, output_hidden_states=True)
     final = model.lm_head(out.last_hidden_state[:, :-1]).softmax(-1).detach()
     shallow = model.lm_head(model.model.norm(out.hidden_states[1][:, :-1])).log_softmax(-1)
-    each = -(final * shallow).sum(-1) * weights[:, 1:]
-    wanted = each.reshape(-1)[positions].sum()
+    per_token = -(final * shallow).sum(-1) * weights[:, 1:]
+    wanted = per_token.reshape(-1)[positions].sum()
     wanted.backward()
     torch.testing.assert_close(matched[1], wanted)
     for name, p in model.named_parameters():
@@ -121,8 +121,8 @@ def test_a_guide_is_the_attention_of_a_head_and_what_layers_after_it_say(model: 
     torch.testing.assert_close(looks, -out.attentions[1][row, 1, asked, place].log().mean())
     # transformers has the last layer's state after the norm.
     states = [model.model.norm(out.hidden_states[2]), out.hidden_states[3]]
-    said = [F.cross_entropy(model.lm_head(s[row, asked]), ids[row, asked + 1]) for s in states]
-    torch.testing.assert_close(says, torch.stack(said).mean())
+    entropies = [F.cross_entropy(model.lm_head(s[row, asked]), ids[row, asked + 1]) for s in states]
+    torch.testing.assert_close(says, torch.stack(entropies).mean())
 
 
 def test_divergence_trains_the_draft_only() -> None:
@@ -133,8 +133,8 @@ def test_divergence_trains_the_draft_only() -> None:
     value.backward()
     assert all(g is None for g in gradients(target).values())
     wanted = target(ids).logits[:, :-1].softmax(-1)
-    each = -(wanted * draft(ids).logits[:, :-1].log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(value, (each * weights[:, 1:]).sum())
+    per_token = -(wanted * draft(ids).logits[:, :-1].log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(value, (per_token * weights[:, 1:]).sum())
     least = divergence(target, target, ids, weights, PLAIN)
     assert least < value
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from forerun.zoo.runs import Run, prepare_tokenizer, recipe_of, stopping
 from forerun.zoo.step import Functions
 from forerun.zoo.tasks import extraction, rewriting
 from forerun.zoo.tasks.base import Pool, split_of
-from forerun.zoo.train import accumulate, curves, finish, train, unlearn
+from forerun.zoo.train import Beginning, accumulate, curves, finish, train, unlearn
 from forerun.zoo.unlikely import continuations, repeated
 
 TINY = Recipe(
@@ -78,11 +79,12 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
     return Packer(tokenizer, pool, TINY, 5)
 
 
-def run(data: Path, out: Path, steps: int | None, **more: object) -> Run:
+def run(data: Path, out: Path, steps: int | None, decay: int | None = None, **begin: Any) -> Run:
     if data.exists() and not out.exists():  # every run with the same tokenizer, trained once
         out.mkdir()
         shutil.copy(data / runs.TOKENIZER, out)
-    return train(data, out, steps=steps, recipe=TINY, compiled=False, items=1, **more)  # type: ignore[arg-type]
+    beginning = Beginning(TINY, **begin)
+    return train(data, out, beginning, steps=steps, decay=decay, compiled=False, items=1)
 
 
 def end(data: Path, folder: Path, out: Path, steps: int) -> Path:
@@ -292,9 +294,9 @@ def test_finishing_leaves_out_what_is_never_asked_for(packer: Packer) -> None:
 def test_drills_are_right_sums() -> None:
     rng = random.Random(1)
     for task, result in (pair for _ in range(100) for pair in drill(rng)):
-        found = re.fullmatch(r" (\d+) ([-+*/]) (\d+)", task)
-        assert found
-        a, sign, b = int(found[1]), found[2], int(found[3])
+        match = re.fullmatch(r" (\d+) ([-+*/]) (\d+)", task)
+        assert match
+        a, sign, b = int(match[1]), match[2], int(match[3])
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
         assert result.endswith(f" = {value}.")
         assert value >= 0
@@ -387,10 +389,10 @@ def test_edits_say_what_the_family_would() -> None:
     sentences = ["She isn't sure that a cat, that old cat, sees the cat-flap.", "It rains."]
     for _ in range(200):
         pairs = rewriting.edit(rng, sentences)
-        prompt, _, said = "".join(part for pair in pairs for part in pair).partition("\nResult:")
+        prompt, _, result = "".join(part for pair in pairs for part in pair).partition("\nResult:")
         assert split_of(f"{prompt}\nResult:") == "train"
         change, _, text = prompt.removeprefix("Rewrite: ").partition("\nText: ")
-        assert said == f" {rewriting.apply(change, text)}"
+        assert result == f" {rewriting.apply(change, text)}"
         assert {new.strip() for _, new in pairs[:-1]} == {change.split('"')[3]}
 
 

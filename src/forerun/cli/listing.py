@@ -89,10 +89,10 @@ def _config(folder: Path) -> dict[str, Any] | None:
     import json
 
     try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return found
+    return config
 
 
 def _shipped_with_encoder(name: str, folder: Path) -> str:

@@ -176,7 +176,7 @@ def _announce(url: str, server: Server, config: Config, about: dict[str, Any]) -
     most = server.memory.bytes([facts.limit] * config.max_rows)
     bound = f"at most {most / 1e9:.2g} GB of caches" if config.memory is None else ""
     prefixes = "" if server.prefixes else "no prefix cache: this executor cannot copy its cache"
-    said = [f"requests that do not say: {defaults}", bound, prefixes]
-    note(out, " · ".join(filter(None, said)))
+    parts = [f"requests that do not say: {defaults}", bound, prefixes]
+    note(out, " · ".join(filter(None, parts)))
     if not config.local and not config.api_keys:
         note(out, f"warning: anyone who reaches {config.host} may use it; set --api-key")

@@ -143,15 +143,15 @@ def train_draft(
 
     if trainer.step < steps:
         keep(trainer, records(), out, CHECKPOINT, until=steps)
-    found = trainer.agreement(unseen)
-    about = trainer.export(out, len(learnt), found)
+    measured = trainer.agreement(unseen)
+    about = trainer.export(out, len(learnt), measured)
     if as_json:
         print_json({"schema": SCHEMA, "complete": trainer.step >= steps, "draft": str(out),
                     "kind": about.kind, "layers": about.layers, "width": about.width,
                     **about.trained})  # fmt: skip
         return
     line = f"{trainer.step} steps, {trainer.tokens:,} tokens; held out: " + ", ".join(
-        f"{name} {value}" for name, value in found.items()
+        f"{name} {value}" for name, value in measured.items()
     )
     stdout().print(line)
     named = f"--target {target} " if target else ""

@@ -402,7 +402,7 @@ class Auto(LengthController):
         most = where(blind, length, self.high)
         judging = costs.judging
         if costs.prefill and anywhere(state.begun < 1):
-            judging = tuple(where(state.begun, each, costs.widening) for each in judging)
+            judging = tuple(where(state.begun, seconds, costs.widening) for seconds in judging)
         probe = costs.draft_seconds(1)
         if looks:  # it finds the rounds that pay, where the mean one does not
             cold = where(state.begun >= costs.prefill, costs.cold, 0.0)

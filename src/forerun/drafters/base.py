@@ -141,14 +141,14 @@ class Drafter(ABC):
         self,
         texts: Sequence[Sequence[int]],
         fed: Sequence[Sequence[int]],
-        said: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
     ) -> None:
         """What the target said of the rows it judged, if `hears`; a `rollback` of each follows.
 
         Args:
             texts: per row its committed text; only to be read, and only now.
             fed: per row the drafted tokens behind it that were fed.
-            said: per row the target's most likely token after its text and after each of these,
+            answers: per row the target's most likely token after its text and after each of these,
                 so one more; nothing for rows that were not judged. Penalties left out.
         """
 

@@ -28,7 +28,7 @@ class BlockDrafter(Drafter):
     def __init__(self, rows: Rows, vocab_size: int, width: int) -> None:
         self.rows, self.width, self._vocab = rows, width, vocab_size
         self.limit = rows.limit - width
-        self._said: list[tuple[list[int], torch.Tensor] | None] = []
+        self._answers: list[tuple[list[int], torch.Tensor] | None] = []
         """Per row the text it was last asked about and `(n, V)` logits of what follows."""
 
     @property
@@ -49,12 +49,12 @@ class BlockDrafter(Drafter):
     ) -> None:
         """Empty rows on the target's encoder states."""
         self.rows.join(len(prompts), max(map(len, prompts)) + room + self.width, sources)
-        self._said.extend([None] * len(prompts))
+        self._answers.extend([None] * len(prompts))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Reorder."""
         self.rows.keep(rows)
-        self._said = [self._said[row] for row in rows]
+        self._answers = [self._answers[row] for row in rows]
 
     def rollback(self, row: int, length: int) -> None:
         """Move the row's length."""
@@ -78,14 +78,14 @@ class BlockDrafter(Drafter):
         """Per text at least `(count, V)` logits of its next places; not asked again for a text
         whose places are known."""
         new: list[list[int] | None] = []
-        for text, answer in zip(texts, self._said, strict=True):
+        for text, answer in zip(texts, self._answers, strict=True):
             known = answer is not None and answer[0] == text and len(answer[1]) >= count
             new.append(None if known else text)
         if any(text is not None for text in new):
             self._feed(new, count)
         return [
             None if text is None or answer is None else answer[1]
-            for text, answer in zip(texts, self._said, strict=True)
+            for text, answer in zip(texts, self._answers, strict=True)
         ]
 
     def _feed(self, new: Sequence[list[int] | None], count: int) -> None:
@@ -105,7 +105,7 @@ class BlockDrafter(Drafter):
         for row, text in enumerate(new):
             if text is not None:
                 self.rows.rollback(row, len(text))
-                self._said[row] = list(text), logits[row]
+                self._answers[row] = list(text), logits[row]
 
 
 class _Columns:
@@ -119,9 +119,9 @@ class _Columns:
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """The next place of every row."""
         if not self._rows:
-            said = self._drafter.ask(texts, self._count)
-            blank = next(torch.zeros_like(logits[:1]) for logits in said if logits is not None)
-            self._rows = [blank if logits is None else logits for logits in said]
+            asked = self._drafter.ask(texts, self._count)
+            blank = next(torch.zeros_like(logits[:1]) for logits in asked if logits is not None)
+            self._rows = [blank if logits is None else logits for logits in asked]
         self._place += 1
         at = [row[min(self._place, len(row) - 1)] for row in self._rows]
         return Step(torch.stack(at))

@@ -80,17 +80,17 @@ class LookaheadDrafter(Drafter):
         self,
         texts: Sequence[Sequence[int]],
         fed: Sequence[Sequence[int]],
-        said: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
     ) -> None:
         """One iteration: what was said behind a guess is the next place's guess from now on.
 
         A guess and those that led to it, each said by the target behind the one before it, an
         iteration earlier and a place earlier, are the n-grams of the pool.
         """
-        for row, text, tokens, answers in zip(self._rows, texts, fed, said, strict=True):
+        for row, text, tokens, after in zip(self._rows, texts, fed, answers, strict=True):
             begin = len(text)
             known = row.drafted if row.begin == begin else []
-            for i, (token, answer) in enumerate(zip(tokens, answers[1:], strict=True)):
+            for i, (token, answer) in enumerate(zip(tokens, after[1:], strict=True)):
                 led = known[i] if i < len(known) and known[i][-1] == token else (token,)
                 run = (*led, answer)[-self._n :]
                 row.guesses[begin + i + 1] = run

@@ -247,13 +247,13 @@ class SpecBound(DrafterSpec):
         bonus = chosen.bonus is not False
         return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), bonus)
 
-    def _tuned(self, found: Mapping[str, Any]) -> SpecBound:
+    def _tuned(self, kept: Mapping[str, Any]) -> SpecBound:
         """These settings where given, those found for the exit heads elsewhere."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         if own["layers"] is not None or own["depth"] is not None:  # they belong together
-            found = {k: v for k, v in found.items() if k not in ("layers", "depth")}
+            kept = {k: v for k, v in kept.items() if k not in ("layers", "depth")}
         try:
-            return SpecBound(**{**found, **{k: v for k, v in own.items() if v is not None}})
+            return SpecBound(**{**kept, **{k: v for k, v in own.items() if v is not None}})
         except (SettingError, TypeError) as error:
             raise SettingError(f"the settings kept in {self.exits!r} are wrong: {error}") from error
 
@@ -295,8 +295,8 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
     """
     rows = exit_rows(module_of(target, name))
     access = layers_of(rows).access
-    found = own_heads(target.facts.name) if exits is None else exits
-    if found is None:
+    folder = own_heads(target.facts.name) if exits is None else exits
+    if folder is None:
         warnings.warn(
             f"{name} has no trained exit heads for this target and asks its own head at "
             "every layer, which is rarely sure early; forerun train-exits trains them, exits "
@@ -304,11 +304,11 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
             ForerunWarning,
             stacklevel=3,
         )
-    if not found:
-        return rows, LogitLens(access), found
+    if not folder:
+        return rows, LogitLens(access), folder
     from forerun.runtime.heads import load_heads
 
-    return rows, load_heads(found, access), found
+    return rows, load_heads(folder, access), folder
 
 
 def module_of(target: Rows, name: str) -> Any:

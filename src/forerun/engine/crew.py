@@ -149,10 +149,10 @@ class Crew:
             if member.shares:
                 member.loss, limits[row] = opening.loss, opening.most
                 shared.append(row)
-                said = opening.worth if able[row] else opening.idle
-                worth += said
+                gain = opening.worth if able[row] else opening.idle
+                worth += gain
                 due = min(due, opening.due)
-                rising -= min(said, 0.0) / (opening.due or 1.0)
+                rising -= min(gain, 0.0) / (opening.due or 1.0)
             else:
                 limits[row] = opening.alone
 

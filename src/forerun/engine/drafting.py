@@ -58,8 +58,8 @@ class Guide:
             text, token = texts[row], best.tokens[row][0]
             assert text is not None
             before = text[-1] if len(text) > self._rows[row].prompt else -1
-            said = {name: values[row][0] for name, values in best.signals.items()}
-            proposal.shown[row].append(Token(token, before, **said))
+            signals = {name: values[row][0] for name, values in best.signals.items()}
+            proposal.shown[row].append(Token(token, before, **signals))
             proposal.tokens[row].append(token)
             text.append(token)
             drawn.append(row)
@@ -93,8 +93,8 @@ class Guide:
         if self._ranks:
             ranks = min(self._ranks, logits.shape[-1])
             proposal.ranked.append(logits.topk(ranks, dim=-1).indices)
-        said = {name: values.unsqueeze(-1).tolist() for name, values in measured.items()}
-        return Best(picked.unsqueeze(-1).tolist(), said, top.isfinite().unsqueeze(-1).tolist())
+        signals = {name: values.unsqueeze(-1).tolist() for name, values in measured.items()}
+        return Best(picked.unsqueeze(-1).tolist(), signals, top.isfinite().unsqueeze(-1).tolist())
 
     def _shaped(self, logits: torch.Tensor, proposal: Proposal, own: bool = False) -> torch.Tensor:
         """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""

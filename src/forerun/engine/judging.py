@@ -60,14 +60,14 @@ def compare(
     for row, known in enumerate(wanted):
         if not known:
             continue
-        draft, said, sound, accepted = drafts[row], best.tokens[row], best.sound[row], 0
-        while accepted < len(draft) and draft[accepted] == said[accepted] and sound[accepted]:
+        draft, top, sound, accepted = drafts[row], best.tokens[row], best.sound[row], 0
+        while accepted < len(draft) and draft[accepted] == top[accepted] and sound[accepted]:
             accepted += 1
         prob = [1.0] * accepted + [0.0] * (len(draft) - accepted)
         if accepted == known:
             out[row] = Judged(accepted, None, prob)
         elif sound[accepted]:
-            out[row] = Judged(accepted, said[accepted], prob)
+            out[row] = Judged(accepted, top[accepted], prob)
         else:
             excluded = logits is not None and bool(logits[row, accepted].amax().isfinite())
             out[row] = Judged(accepted, None, prob, error=_unsound(rows[row], accepted, excluded))

@@ -336,13 +336,13 @@ class Engine:
             scoring.note(rows, proposal, logits, out)
         return out
 
-    def _tell(self, said: Sequence[Sequence[int]], pieces: Pieces, wanted: Sequence[int]) -> None:
+    def _tell(self, best: Sequence[Sequence[int]], pieces: Pieces, wanted: Sequence[int]) -> None:
         """Tell the drafter what the target said, if it hears it."""
         if self.drafter.hears:
             self.drafter.hear(
                 [row.context for row in self._rows],
                 [p[len(p) - n + 1 :] if n else [] for p, n in zip(pieces, wanted, strict=True)],
-                [tokens[:n] for tokens, n in zip(said, wanted, strict=True)],
+                [tokens[:n] for tokens, n in zip(best, wanted, strict=True)],
             )
 
     def _commit(

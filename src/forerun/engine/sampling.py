@@ -254,9 +254,9 @@ def _repeat_less(
     logits[:, tokens] = scaled if unseen is None else lib.where(unseen, at, scaled)
 
 
-def _numbers(some: Collection[int], device: torch.device) -> torch.Tensor:
+def _numbers(values: Collection[int], device: torch.device) -> torch.Tensor:
     """`(n,)` int64; from hundreds of Python numbers several times as fast as `torch.tensor`."""
-    return torch.from_numpy(np.fromiter(some, np.int64, len(some))).to(device)
+    return torch.from_numpy(np.fromiter(values, np.int64, len(values))).to(device)
 
 
 def _single(logits: torch.Tensor) -> torch.Tensor:

@@ -80,8 +80,8 @@ class AdapterExecutor(LayersExecutor):
         self.adapter = adapter.eval()
         self._adapted = torch.empty(0)
         super().__init__(model)
-        each = self.facts.token_bytes // self.access.layers
-        self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + each)
+        layer = self.facts.token_bytes // self.access.layers
+        self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + layer)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, first: int

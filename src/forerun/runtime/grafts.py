@@ -56,9 +56,9 @@ class Extended(torch.nn.Module):
         self.table = table
         self.size = int(table.weight.shape[0])
         with torch.no_grad():
-            some = table(torch.arange(min(self.size, 64), device=table.weight.device))
-            start = some.mean(0).expand(queries, -1) + some.std() * torch.randn(
-                queries, some.shape[-1], device=some.device, dtype=some.dtype
+            rows = table(torch.arange(min(self.size, 64), device=table.weight.device))
+            start = rows.mean(0).expand(queries, -1) + rows.std() * torch.randn(
+                queries, rows.shape[-1], device=rows.device, dtype=rows.dtype
             )
         self.queries = torch.nn.Parameter(start.clone())
 

@@ -115,8 +115,8 @@ def dense(weight: torch.Tensor) -> torch.Tensor:
 
 def unpacked(model: Any) -> Any:
     """The model as it was loaded: a copy if any of its layers is packed."""
-    some = any(isinstance(module, PackedLinear) for module in model.modules())
-    return copy.deepcopy(model) if some else model
+    packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    return copy.deepcopy(model) if packed else model
 
 
 @torch.inference_mode()
@@ -162,10 +162,10 @@ def _able() -> bool:
     """Whether this processor and this build of torch are such as it was measured on."""
     if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.enabled:
         return False
-    x, some = torch.randn(3, 24), torch.randn(40, 24)
+    x, weight = torch.randn(3, 24), torch.randn(40, 24)
     try:
-        there = _OPS._reorder_linear_weight(some, None)
-        worst = (linear(x, there) - linear(x, some)).abs().max()
+        there = _OPS._reorder_linear_weight(weight, None)
+        worst = (linear(x, there) - linear(x, weight)).abs().max()
     except (AttributeError, RuntimeError, TypeError):  # operators that promise nothing
         return False
     return bool(there.is_mkldnn and worst <= PROBE_TOLERANCE)

@@ -67,8 +67,8 @@ class Table(Placement):
     @contextmanager
     def looked_up(self, places: torch.Tensor) -> Iterator[None]:
         """Let the module look up these places, `(rows, width)`."""
-        found = self._table()[places]
-        handle = self._module.register_forward_hook(lambda module, args, out: found.to(out.dtype))
+        looked = self._table()[places]
+        handle = self._module.register_forward_hook(lambda module, args, out: looked.to(out.dtype))
         try:
             yield
         finally:

@@ -196,10 +196,10 @@ def _exportable(source: Source) -> bool:
 def _relative(config: Path) -> bool:
     """Whether a config.json is of T5's kind, whose bias no graph has: not worth a line."""
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
+        settings = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and "relative_attention_num_buckets" in found
+    return isinstance(settings, dict) and "relative_attention_num_buckets" in settings
 
 
 def _free_memory() -> int | None:

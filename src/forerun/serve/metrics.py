@@ -55,13 +55,13 @@ class Metrics:
         )
         return metric if labels else metric.labels(self._model)
 
-    def _each(self, kind: type[Any], name: str, what: str, label: str, values: Any) -> Any:
+    def _by_label(self, kind: type[Any], name: str, what: str, label: str, values: Any) -> Any:
         """A metric per value of a label: all are there from the start, and no others."""
         metric = self._make(kind, name, what, label)
         return {value: metric.labels(self._model, str(value)) for value in values}
 
     def _requests(self) -> None:
-        make, each = self._make, self._each
+        make, by_label = self._make, self._by_label
         self.running = make(Gauge, "num_requests_running", "Texts that have a row.")
         self.waiting = make(Gauge, "num_requests_waiting", "Texts that wait for one.")
         self.cache = make(Gauge, "kv_cache_usage_perc", "Share of --memory in use, 0 to 1.")
@@ -69,11 +69,13 @@ class Metrics:
         self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
         self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found there.")
         self.tokens = make(Counter, "generation_tokens", "Tokens written.")
-        self.finished = each(
+        self.finished = by_label(
             Counter, "request_success", "Texts by why they ended.", "finished_reason", REASONS
         )
-        self.refused = each(Counter, "requests_refused", "Requests not taken.", "reason", REFUSALS)
-        self.gone = each(
+        self.refused = by_label(
+            Counter, "requests_refused", "Requests not taken.", "reason", REFUSALS
+        )
+        self.gone = by_label(
             Counter, "requests_cancelled", "Requests nobody waited for.", "reason", DEPARTURES
         )
         self.errors = make(Counter, "engine_errors", "Texts lost to errors of the engine.")
@@ -92,26 +94,26 @@ class Metrics:
         self.round = seconds("round", "Wall time of a round, per row in it.", _TOKEN)
 
     def _speculation(self) -> None:
-        make, each = self._make, self._each
+        make, by_label = self._make, self._by_label
         self.drafts = make(Counter, "spec_decode_num_drafts", "Rounds with a draft.")
         self.drafted = make(Counter, "spec_decode_num_draft_tokens", "Tokens drafted.")
         self.accepted = make(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens kept.")
-        self.positions = each(
+        self.positions = by_label(
             Counter,
             "spec_decode_num_accepted_tokens_per_pos",
             f"Likewise by position in the draft; {POSITIONS - 1} and later together.",
             "position",
             range(POSITIONS),
         )
-        self.stopped = each(
+        self.stopped = by_label(
             Counter, "spec_decode_stopped", "Rounds by why drafting stopped.", "reason",
             [stop.label for stop in Stop],
         )  # fmt: skip
-        self.origins = each(
+        self.origins = by_label(
             Counter, "tokens_by_origin", "Tokens by who wrote them.", "origin",
             [origin.value for origin in Origin],
         )  # fmt: skip
-        self.phases = each(
+        self.phases = by_label(
             Counter, "round_phase_seconds", "Wall time of rounds, per row in them.", "phase",
             ["draft", "verify", "other"],
         )  # fmt: skip

@@ -328,7 +328,7 @@ class _Loop:
     ) -> None:
         self._limit, self._max_rows, self._memory = engine.target.limit, max_rows, memory
         self._inbox, self._send = inbox, send
-        self._told: list[tuple[Ticket, Update]] = []
+        self._news: list[tuple[Ticket, Update]] = []
         """What the event loop does not know yet. It wakes once per round: whenever it is woken,
         this thread may have to wait until it has done what there is to do."""
         self._waiting: deque[Ticket] = deque()
@@ -353,9 +353,9 @@ class _Loop:
 
     def _flush(self) -> None:
         """Tell the event loop what happened since the last time."""
-        if self._told:
-            told, self._told = self._told, []
-            self._send(told)
+        if self._news:
+            news, self._news = self._news, []
+            self._send(news)
 
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
@@ -395,7 +395,7 @@ class _Loop:
             self._fail(tickets, _bug(type(error)))
             return
         self._waiting.extend(tickets)
-        self._told.extend((ticket, Update(ticket.index)) for ticket in tickets)
+        self._news.extend((ticket, Update(ticket.index)) for ticket in tickets)
 
     def _check(self, job: Request) -> None:
         """Find now what would be found when it joins."""
@@ -428,7 +428,7 @@ class _Loop:
             ticket.queued = time.perf_counter() - ticket.arrived
             ticket.request = self._engine.submit(ticket.job)
             self._running[ticket.request] = ticket
-            self._told.append((ticket, Update(ticket.index, ticket.queued)))
+            self._news.append((ticket, Update(ticket.index, ticket.queued)))
         self._memory.used = self._memory.bytes(held)
 
     def _round(self) -> None:
@@ -441,7 +441,7 @@ class _Loop:
             self._engine.clear()
             self._fail(lost, _bug(type(error)))
             return
-        self._told.extend([self._update(event) for event in events])
+        self._news.extend([self._update(event) for event in events])
 
     def _update(self, event: Event) -> tuple[Ticket, Update]:
         ticket, done = self._running[event.request], event.completion
@@ -460,7 +460,7 @@ class _Loop:
         )
 
     def _fail(self, tickets: Sequence[Ticket], error: ForerunError) -> None:
-        self._told.extend((ticket, Update(ticket.index, error=error)) for ticket in tickets)
+        self._news.extend((ticket, Update(ticket.index, error=error)) for ticket in tickets)
 
     def stop(self) -> None:
         """Leave `run`; what still ran is dropped."""

@@ -46,21 +46,21 @@ class AdapterTrainer(Training[Document]):
         self._room = ROOM
 
     def _learn(self, texts: Sequence[Document], rng: random.Random) -> tuple[torch.Tensor, int]:
-        said, taught = self._both(texts)
-        return divergence(said, taught), len(said)
+        logits, taught = self._both(texts)
+        return divergence(logits, taught), len(logits)
 
     def _both(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
         """`(n, V)` logits of the adapter, and log-probabilities of the target, where it counts."""
         access, states = self._access, self._states(texts)
-        shallow = torch.nn.utils.rnn.pad_sequence([each for each, _ in states], batch_first=True)
+        shallow = torch.nn.utils.rnn.pad_sequence([exits for exits, _ in states], batch_first=True)
         counts = torch.zeros(shallow.shape[:2], dtype=torch.bool)
         for row, (tokens, start) in enumerate(texts):
             counts[row, start : len(tokens) - 1] = True
         positions, mask = self._layout(*counts.shape)
-        said = self.adapter(access, shallow, mask, positions)[counts.to(shallow.device)]
+        adapted = self.adapter(access, shallow, mask, positions)[counts.to(shallow.device)]
         with torch.no_grad():
             taught = access.logits(torch.cat([last for _, last in states]))
-        return access.unembed(said).float(), taught.float().log_softmax(-1)
+        return access.unembed(adapted).float(), taught.float().log_softmax(-1)
 
     @torch.no_grad()
     def _states(self, texts: Sequence[Document]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -84,7 +84,7 @@ class AdapterTrainer(Training[Document]):
                 fresh[start, tuple(tokens)] = pair
         out = [fresh.get(key) or self._known[key] for key in keys]
         for key, pair in fresh.items():
-            self._room -= sum(each.nbytes for each in pair)
+            self._room -= sum(state.nbytes for state in pair)
             if self._room > 0:
                 self._known[key] = pair
         return out
@@ -101,6 +101,6 @@ class AdapterTrainer(Training[Document]):
         """How often the adapter's most likely token is the target's: "top1"."""
         hits = []
         for first in range(0, len(texts), self.settings.batch):
-            said, taught = self._both(texts[first : first + self.settings.batch])
-            hits.append(said.argmax(-1) == taught.argmax(-1))
+            logits, taught = self._both(texts[first : first + self.settings.batch])
+            hits.append(logits.argmax(-1) == taught.argmax(-1))
         return {"top1": round(float(torch.cat(hits).double().mean()), 4)}

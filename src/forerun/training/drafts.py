@@ -225,9 +225,9 @@ class Training(ABC, Generic[T]):
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.elapsed = state["counts"]
 
-    def export(self, folder: Path, texts: int, found: dict[str, Any]) -> About:
+    def export(self, folder: Path, texts: int, measured: dict[str, Any]) -> About:
         """Write the draft as it is, with what was measured of it."""
-        trained = self._trained(texts, found)
+        trained = self._trained(texts, measured)
         made = About(
             self.settings.kind, self.settings.layers, self.settings.block, self.identity, trained
         )
@@ -285,11 +285,11 @@ class Trainer(Training[Text]):
     def _loss(self, batch: _Batch, rng: random.Random) -> torch.Tensor:
         """Forward KL per place."""
         if self.settings.block == 1:
-            said = self._say(batch, batch.fed, None)
-            return divergence(said[batch.scored], batch.taught[batch.scored])
+            logits = self._say(batch, batch.fed, None)
+            return divergence(logits[batch.scored], batch.taught[batch.scored])
         starts = self._anchors(batch, rng)
-        said, taught, scored = self._blocks(batch, starts)
-        return divergence(said[scored], taught[scored])
+        logits, taught, scored = self._blocks(batch, starts)
+        return divergence(logits[scored], taught[scored])
 
     def _anchors(self, batch: _Batch, rng: random.Random) -> list[list[int]]:
         """Per text the places behind which blocks are learned."""
@@ -323,12 +323,12 @@ class Trainer(Training[Text]):
         text = (group < 0)[None, None] & (places[:, None] <= upto[:, :, None])
         same = (group[:, None] == group[None])[None] & (group >= 0)[None, None]
         seen = text | (same & (places[:, None] <= places[:, :, None]))
-        said = self._say(batch, torch.cat([batch.fed, asked], 1), (places, ~seen))
+        logits = self._say(batch, torch.cat([batch.fed, asked], 1), (places, ~seen))
         inside = behind < torch.tensor(batch.lengths, device=device)[:, None]
         index = behind.clamp(max=width - 1)
         taught = batch.taught.gather(1, index[:, :, None].expand(-1, -1, self._vocab))
         return (
-            said,
+            logits,
             torch.cat([batch.taught, taught], 1),
             torch.cat([batch.scored, inside], 1),
         )
@@ -371,9 +371,9 @@ class Trainer(Training[Text]):
                 hits.append(same[batch.scored])
                 continue
             starts = self._anchors(batch, rng)
-            said = self._blocks(batch, starts)[0]
+            logits = self._blocks(batch, starts)[0]
             width = batch.fed.shape[1]
-            top = said.argmax(-1)
+            top = logits.argmax(-1)
             for row, anchors in enumerate(starts):
                 for i, at in enumerate(anchors):
                     begin = width + i * (self.settings.block - 1)
@@ -395,9 +395,9 @@ class Trainer(Training[Text]):
         return {"top1": depths[0], "by_depth": depths, "accepted": round(float(kept), 3)}
 
 
-def divergence(said: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+def divergence(logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
     """Mean forward KL, nats, of `(n, V)` logits from log-probabilities that are taught."""
-    return F.kl_div(said.log_softmax(-1), taught, reduction="batchmean", log_target=True)
+    return F.kl_div(logits.log_softmax(-1), taught, reduction="batchmean", log_target=True)
 
 
 def padded(texts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -125,15 +125,9 @@ def collect(
         _save_state(folder, state)
         tell(state["positions"])
     done = state["positions"]
-    maps = {
-        name: torch.from_file(
-            str(files[name]), shared=False, size=done * width, dtype=torch.bfloat16
-        ).view(done, width)
-        for name in names[:-1]
-    }
-    top = torch.from_file(str(files["top"]), shared=False, size=done, dtype=torch.int32)
-    hidden = {layer: maps[name] for layer, name in zip(layers, names, strict=False)}
-    return Features(hidden, maps["last"], top, key)
+    hidden = [_mapped(files[name], done * width).view(done, width) for name in names[:-1]]
+    top = _mapped(files["top"], done, torch.int32)
+    return Features(dict(zip(layers, hidden, strict=False)), hidden[-1], top, key)
 
 
 def _key(identity: str, documents: Sequence[Document], layers: Sequence[int]) -> str:
@@ -169,6 +163,11 @@ def _check_room(folder: Path, needed: int) -> None:
             f"the features need {needed / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; "
             "use fewer `tokens` or `layers`, or another `cache`"
         )
+
+
+def _mapped(path: Path, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The first `size` numbers of a file, which are read when they are used."""
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
 
 
 def _write(path: Path, at: int, tensor: torch.Tensor) -> None:

@@ -51,8 +51,8 @@ class MedusaTrainer(Training[Document]):
         self._body = body_of(model)
         vocab, tokens = target.vocab_size, None
         if settings.vocab:
-            said = torch.tensor([token for ids, start in texts for token in ids[start + 1 :]])
-            tokens = frequent(said, settings.vocab, vocab).to(model.device)
+            written = torch.tensor([token for ids, start in texts for token in ids[start + 1 :]])
+            tokens = frequent(written, settings.vocab, vocab).to(model.device)
         torch.manual_seed(settings.seed)
         begun = new_heads(model, settings.width, settings.layers, tokens).weights
         own = {name: torch.nn.Parameter(tensor) for name, tensor in begun.items()}
@@ -89,24 +89,24 @@ class MedusaTrainer(Training[Document]):
     def _states(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
         """`(n, H)` last states where predictions count, and `(n, K)` tokens from the second behind
         each on; −1 beyond the text."""
-        found = {id(text): self._read[id(text)] for text in texts if id(text) in self._read}
-        new = [text for text in texts if id(text) not in found]
+        states = {id(text): self._read[id(text)] for text in texts if id(text) in self._read}
+        new = [text for text in texts if id(text) not in states]
         if new:
             ids, _ = padded([ids for ids, _ in new], 0)
             # Padding stands on the right, where no token before it sees it.
-            states = self._body(input_ids=ids.to(self.target.device), use_cache=False)[0]
-            for text, row in zip(new, states, strict=True):
+            last = self._body(input_ids=ids.to(self.target.device), use_cache=False)[0]
+            for text, row in zip(new, last, strict=True):
                 tokens, start = text
                 count, heads = len(tokens) - 1 - start, self.settings.width
                 behind = torch.full((count + heads + 1,), -1)
                 behind[: count - 1] = torch.tensor(tokens[start + 2 :])
                 ahead = behind.unfold(0, heads, 1)[:count].to(self.target.device)
                 hidden = row[start : len(tokens) - 1].float().clone()
-                found[id(text)] = text, hidden, ahead
+                states[id(text)] = text, hidden, ahead
                 self._room -= hidden.nbytes + ahead.nbytes
                 if self._room > 0:
-                    self._read[id(text)] = found[id(text)]
-        parts = [found[id(text)] for text in texts]
+                    self._read[id(text)] = states[id(text)]
+        parts = [states[id(text)] for text in texts]
         return torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
 
     @torch.no_grad()
@@ -133,9 +133,9 @@ class MedusaTrainer(Training[Document]):
         kept = table.nan_to_num(0.0).cumprod(1).sum(1).mean()
         return {"top1": depths[0], "by_depth": depths, "accepted": round(float(kept), 3)}
 
-    def export(self, folder: Path, texts: int, found: dict[str, Any]) -> About:
+    def export(self, folder: Path, texts: int, measured: dict[str, Any]) -> About:
         """Write the heads as they are, with what was measured of them."""
-        trained = self._trained(texts, found) | {"settings": asdict(self.settings)}
+        trained = self._trained(texts, measured) | {"settings": asdict(self.settings)}
         settings = self.settings
         about = About(KIND, settings.layers, settings.width, self._fingerprint, trained)
         save_medusa(self.heads, about, folder)

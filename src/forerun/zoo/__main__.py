@@ -63,21 +63,13 @@ def train(
 ) -> None:
     """Train the target; stop it at any time, resume it, and end it with --decay."""
     from forerun.zoo.recipe import variant
+    from forerun.zoo.train import Beginning
     from forerun.zoo.train import train as run
 
     with _errors():
-        run(
-            data,
-            out,
-            steps=steps,
-            decay=decay,
-            seed=seed,
-            resume=resume,
-            start=start,
-            recipe=variant(shape, exit_weight, draft_shape, rate),
-            device=device,
-            compiled=compiled,
-        )
+        recipe = variant(shape, exit_weight, draft_shape, rate)
+        beginning = Beginning(recipe, seed, start, resume, device)
+        run(data, out, beginning, steps=steps, decay=decay, compiled=compiled)
 
 
 @app.command()

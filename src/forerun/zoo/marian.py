@@ -347,8 +347,8 @@ def write_pairs(data: Path, out: Path, count: int, seed: int = 0, task: str = "t
     rng.shuffle(flat)
     while flat and len(lines) < count:
         many = 1 if rng.random() >= recipe.joined else rng.randint(2, recipe.most)
-        some = [flat.pop() for _ in range(min(many, len(flat)))]
-        lines.append("\t".join(" ".join(pair[side] for pair in some) for side in (0, 1)))
+        group = [flat.pop() for _ in range(min(many, len(flat)))]
+        lines.append("\t".join(" ".join(pair[side] for pair in group) for side in (0, 1)))
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
 
@@ -372,16 +372,16 @@ def evaluate(folder: str | Path, data: Path, count: int = 300) -> dict[str, Any]
     pairs = read_pairs(data / "tatoeba" / "test.tsv.gz")[:count]
     rng, joined = random.Random(7), []
     for first in range(0, len(pairs), 4):
-        some = pairs[first : first + rng.randint(2, 6)]
-        joined.append((" ".join(e for e, _ in some), (" ".join(g[0] for _, g in some),)))
-    found = {}
+        group = pairs[first : first + rng.randint(2, 6)]
+        joined.append((" ".join(e for e, _ in group), (" ".join(g[0] for _, g in group),)))
+    scores = {}
     for name, rows in (("sentences", pairs), ("texts", joined)):
         done = model.generate([english for english, _ in rows], plain=True, max_new_tokens=160)
         most = max(len(german) for _, german in rows)
         references = [[(*german, *[None] * most)[i] for _, german in rows] for i in range(most)]
         score = sacrebleu.corpus_bleu([c.text for c in done], references)
-        found[name] = {"bleu": round(score.score, 2), "count": len(rows)}
-    return found
+        scores[name] = {"bleu": round(score.score, 2), "count": len(rows)}
+    return scores
 
 
 def export(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -185,15 +185,15 @@ class Packer:
         """
         ids = [token for tokens, _ in segments for token in tokens]
         text = self.tokenizer.decode(ids)
-        found, end = _REPLACE.match(text), text.index("\nResult:") + len("\nResult:")
+        change, end = _REPLACE.match(text), text.index("\nResult:") + len("\nResult:")
         encoded = self.tokenizer.encode(text)
-        if found is None or found[2] in text[found.end() : end] or encoded.ids != ids[:-1]:
+        if change is None or change[2] in text[change.end() : end] or encoded.ids != ids[:-1]:
             return []
-        new = re.finditer(rf"\b{found[2]}\b", text[end:])
+        new = re.finditer(rf"\b{change[2]}\b", text[end:])
         here = {encoded.char_to_token(end + word.start()) - 1 for word in new}
         result = range(encoded.char_to_token(end - 1), len(ids) - 2)
         others = sorted(set(result) - here)
-        place = encoded.char_to_token(found.end(1) - 1)
+        place = encoded.char_to_token(change.end(1) - 1)
         rest = rng.sample(others, min(2 * len(here), len(others)))
         return [(at, place) for at in sorted(here)] + [(at, 0) for at in rest]
 

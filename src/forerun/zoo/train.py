@@ -7,7 +7,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -155,32 +155,39 @@ def _score(
     return sums
 
 
-def open_run(
-    out: Path, recipe: Recipe | None, seed: int, resume: bool, start: Path | None, device: str
-) -> Run:
-    """The run to go on with: from the checkpoint in ``out``, or new."""
-    if resume:
-        return Run.load(out / CHECKPOINT, device=device)
-    if (out / CHECKPOINT).exists():
-        raise ValueError(f"{out / CHECKPOINT} exists: resume it, or choose another folder")
-    run = Run.new(recipe or Recipe(), seed, start=start, device=device)
-    out.mkdir(parents=True, exist_ok=True)
-    if start is not None:
-        shutil.copyfile(start / TOKENIZER, out / TOKENIZER)
-    return run
+@dataclass(frozen=True)
+class Beginning:
+    """What a run begins from."""
+
+    recipe: Recipe = field(default_factory=Recipe)
+    seed: int = 0
+    """Decides fresh weights and the order of the data."""
+    start: Path | None = None
+    """An exported model to begin from instead of fresh weights."""
+    resume: bool = False
+    """Go on from the checkpoint in the run's folder, whatever the other fields say."""
+    device: str = "cpu"
+
+    def open(self, out: Path) -> Run:
+        """The run to go on with in a folder."""
+        if self.resume:
+            return Run.load(out / CHECKPOINT, device=self.device)
+        if (out / CHECKPOINT).exists():
+            raise ValueError(f"{out / CHECKPOINT} exists: resume it, or choose another folder")
+        run = Run.new(self.recipe, self.seed, start=self.start, device=self.device)
+        out.mkdir(parents=True, exist_ok=True)
+        if self.start is not None:
+            shutil.copyfile(self.start / TOKENIZER, out / TOKENIZER)
+        return run
 
 
 def train(
     data: Path,
     out: Path,
+    beginning: Beginning | None = None,
     *,
     steps: int | None = None,
     decay: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    start: Path | None = None,
-    recipe: Recipe | None = None,
-    device: str = "cpu",
     compiled: bool = True,
     validate_every: int = 100,
     items: int = 24,
@@ -188,15 +195,14 @@ def train(
     """Stage 1: trains the target on ``data``, writing checkpoints and a log to ``out``.
 
     Goes on until step ``steps`` (default: for ever) or, once a ``decay`` of so many steps is
-    begun, to its end; a decay that is under way goes on. ``start`` is an exported model to begin
-    from instead of fresh weights. Every ``validate_every`` steps and at the end, ``items`` prompts
-    per family are validated.
+    begun, to its end; a decay that is under way goes on. Every ``validate_every`` steps and at the
+    end, ``items`` prompts per family are validated.
     """
     for name, value in (("steps", steps), ("decay", decay)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     pools = load_pools(data)
-    run = open_run(out, recipe, seed, resume, start, device)
+    run = (beginning or Beginning()).open(out)
     if decay is not None and run.decay is None:
         run.decay = (run.step, decay)
     tokenizer = prepare_tokenizer(out, pools["train"], run.recipe, run.seed)
@@ -237,8 +243,8 @@ def finish(
         shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
         shutil.copyfile(run / CHECKPOINT, out / "copied.tmp")
         (out / "copied.tmp").replace(out / CHECKPOINT)
-    how: dict[str, Any] = {"device": device, "compiled": compiled, "items": items}
-    ended = train(data, out, decay=steps, resume=True, **how)
+    beginning = Beginning(resume=True, device=device)
+    ended = train(data, out, beginning, decay=steps, compiled=compiled, items=items)
     if ended.decay is None or ended.step < sum(ended.decay):
         return out  # stopped: the same command goes on
     from tokenizers import Tokenizer

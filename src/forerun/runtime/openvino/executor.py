@@ -206,13 +206,13 @@ class OpenVINOExecutor(Executor):
         """Passes of `HALVED` tokens, a row after the other."""
         starts, left, seen = list(starts), [list(piece) for piece in pieces], []
         while any(left):
-            part, said, room = [], [], HALVED
+            part, last, room = [], [], HALVED
             for row, piece in enumerate(left):
                 part.append(piece[:room])
                 left[row] = piece[room:]
                 room -= len(part[row])
-                said.append(max(min(wanted[row] - len(left[row]), len(part[row])), 0))
-            seen.append(self._pass(starts, part, said).copy())
+                last.append(max(min(wanted[row] - len(left[row]), len(part[row])), 0))
+            seen.append(self._pass(starts, part, last).copy())
             starts = list(map(add, starts, map(len, part)))
         return np.concatenate(seen)
 

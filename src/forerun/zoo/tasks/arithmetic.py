@@ -149,15 +149,15 @@ def _open_count(s: _Story) -> int:
 def _open_boxes(s: _Story) -> int:
     box = s.rng.choice(words.CONTAINERS)
     top = 12 if s.hard else 6
-    boxes, each = s.rng.randint(2, top), s.rng.randint(2, top)
+    boxes, inside = s.rng.randint(2, top), s.rng.randint(2, top)
     s.say(
-        "{name} has {boxes} {plural} with {each} {things} in each {box}.",
+        "{name} has {boxes} {plural} with {inside} {things} in each {box}.",
         boxes=boxes,
-        each=each,
+        inside=inside,
         box=box,
         plural=words.PLURAL_CONTAINERS[box],
     )
-    s.step(boxes, "*", each)
+    s.step(boxes, "*", inside)
     return 1
 
 
@@ -246,8 +246,8 @@ def sample(rng: random.Random, split: str, pool: Pool, level: str | None = None)
 
 def final_number(text: str) -> int | None:
     """The number after "The answer is", or None."""
-    found = re.search(r"The answer is (-?\d+)", text)
-    return int(found.group(1)) if found else None
+    match = re.search(r"The answer is (-?\d+)", text)
+    return int(match.group(1)) if match else None
 
 
 def matches(answers: Sequence[str], outputs: Sequence[str]) -> list[bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Iterator
 
 from forerun.zoo.tasks import knowledge, words
 from forerun.zoo.tasks.base import Example, Pool, article, exact_match, split_of
@@ -36,129 +37,164 @@ _SMALL_TALK = (
 )
 
 
-def _facts() -> list[tuple[list[str], str]]:
-    """(phrasings, answer) of every fact."""
-    facts: list[tuple[list[str], str]] = []
+_Facts = tuple[tuple[str, str, str, str], ...]
+"""An answer and three questions each."""
+_COUNTRY: _Facts = (
+    (
+        "The capital of {land} is the city of {city}.",
+        "What is the capital of {land}?",
+        "Which city is the capital of {land}?",
+        "Name the capital of {land}.",
+    ),
+    (
+        "The city of {city} is the capital of {land}.",
+        "In which country is {city}?",
+        "Where is the city of {city}?",
+        "{city} is the capital of which country?",
+    ),
+    (
+        "The people of {land} speak {language}.",
+        "Which language do people speak in {land}?",
+        "What do people in {land} speak?",
+        "What is the language of {land}?",
+    ),
+)
+_ANIMAL: _Facts = (
+    (
+        "A young {animal} is called {a_young}.",
+        "What is a young {animal} called?",
+        "What do we call a young {animal}?",
+        "What is the name for the young of {an_animal}?",
+    ),
+    (
+        "{An_animal} {sound} when it wants to be heard.",
+        "What sound does {an_animal} make?",
+        "What does {an_animal} do when it wants to be heard?",
+        "How does {an_animal} sound?",
+    ),
+    (
+        "{An_animal} has {legs} legs.",
+        "How many legs does {an_animal} have?",
+        "Count the legs of {an_animal}.",
+        "What is the number of legs of {an_animal}?",
+    ),
+    (
+        "{An_animal} likes to eat {food}.",
+        "What does {an_animal} eat?",
+        "What food does {an_animal} like?",
+        "What should I give {an_animal} to eat?",
+    ),
+    (
+        "{An_animal} usually lives in {home}.",
+        "Where does {an_animal} live?",
+        "What is the home of {an_animal}?",
+        "Where can I find {an_animal}?",
+    ),
+)
+_OPPOSITE: _Facts = (
+    (
+        'The opposite of "{word}" is "{other}".',
+        'What is the opposite of "{word}"?',
+        'Which word means the opposite of "{word}"?',
+        'Give me the opposite of "{word}".',
+    ),
+)
+_PLURAL: _Facts = (
+    (
+        'The plural of "{one}" is "{many}".',
+        'What is the plural of "{one}"?',
+        'How do you write more than one "{one}"?',
+        'Give me the plural of "{one}".',
+    ),
+)
+_COLOR: _Facts = (
+    (
+        "The color of {thing} is {color}.",
+        "What color is {thing}?",
+        "What is the color of {thing}?",
+        "Which color does {thing} have?",
+    ),
+)
+_USE: _Facts = (
+    (
+        "You can use {thing} to {use}.",
+        "What can I do with {thing}?",
+        "What is the use of {thing}?",
+        "Why do people need {thing}?",
+    ),
+)
+_WORKER: _Facts = (
+    (
+        "{A_worker} is someone who {does}.",
+        "What does {a_worker} do?",
+        "What is the work of {a_worker}?",
+        "Who is {a_worker}?",
+    ),
+)
+_DATE: _Facts = (
+    (
+        "The {kind} after {name} is {after}.",
+        "Which {kind} comes after {name}?",
+        "What {kind} follows {name}?",
+        "What is the {kind} after {name}?",
+    ),
+    (
+        "The {kind} before {name} is {before}.",
+        "Which {kind} comes before {name}?",
+        "What is the {kind} before {name}?",
+        "After which {kind} comes {name}?",
+    ),
+)
+_NUMBER: _Facts = (
+    (
+        "The number after {number} is {after}.",
+        "Which number comes after {number}?",
+        "What is the number after {number}?",
+        "Count one further than {number}.",
+    ),
+    (
+        "The number before {number} is {before}.",
+        "Which number comes before {number}?",
+        "What is the number before {number}?",
+        "Count back by one from {number}.",
+    ),
+)
 
-    def add(answer: str, *questions: str) -> None:
-        facts.append((list(questions), answer))
 
+def _things() -> Iterator[tuple[_Facts, dict[str, str | int]]]:
+    """Everything there are facts about: which, and what they say of it."""
     for land, city, language in knowledge.COUNTRIES:
-        add(
-            f"The capital of {land} is the city of {city}.",
-            f"What is the capital of {land}?",
-            f"Which city is the capital of {land}?",
-            f"Name the capital of {land}.",
-        )
-        add(
-            f"The city of {city} is the capital of {land}.",
-            f"In which country is {city}?",
-            f"Where is the city of {city}?",
-            f"{city} is the capital of which country?",
-        )
-        add(
-            f"The people of {land} speak {language}.",
-            f"Which language do people speak in {land}?",
-            f"What do people in {land} speak?",
-            f"What is the language of {land}?",
-        )
+        yield _COUNTRY, {"land": land, "city": city, "language": language}
     for animal, young, sound, legs, food, home in knowledge.ANIMALS:
-        one = article(animal).capitalize()
-        add(
-            f"A young {animal} is called {article(young)}.",
-            f"What is a young {animal} called?",
-            f"What do we call a young {animal}?",
-            f"What is the name for the young of {article(animal)}?",
-        )
-        add(
-            f"{one} {sound} when it wants to be heard.",
-            f"What sound does {article(animal)} make?",
-            f"What does {article(animal)} do when it wants to be heard?",
-            f"How does {article(animal)} sound?",
-        )
-        add(
-            f"{one} has {legs} legs.",
-            f"How many legs does {article(animal)} have?",
-            f"Count the legs of {article(animal)}.",
-            f"What is the number of legs of {article(animal)}?",
-        )
-        add(
-            f"{one} likes to eat {food}.",
-            f"What does {article(animal)} eat?",
-            f"What food does {article(animal)} like?",
-            f"What should I give {article(animal)} to eat?",
-        )
-        add(
-            f"{one} usually lives in {home}.",
-            f"Where does {article(animal)} live?",
-            f"What is the home of {article(animal)}?",
-            f"Where can I find {article(animal)}?",
-        )
+        one, ways = article(animal), {"sound": sound, "legs": legs, "food": food, "home": home}
+        names = {"animal": animal, "an_animal": one, "An_animal": one.capitalize()}
+        yield _ANIMAL, {**names, **ways, "a_young": article(young)}
     for word, other in knowledge.OPPOSITES + [(b, a) for a, b in knowledge.OPPOSITES]:
-        add(
-            f'The opposite of "{word}" is "{other}".',
-            f'What is the opposite of "{word}"?',
-            f'Which word means the opposite of "{word}"?',
-            f'Give me the opposite of "{word}".',
-        )
+        yield _OPPOSITE, {"word": word, "other": other}
     for one, many in knowledge.PLURALS:
-        add(
-            f'The plural of "{one}" is "{many}".',
-            f'What is the plural of "{one}"?',
-            f'How do you write more than one "{one}"?',
-            f'Give me the plural of "{one}".',
-        )
+        yield _PLURAL, {"one": one, "many": many}
     for thing, color in knowledge.COLORS:
-        add(
-            f"The color of {thing} is {color}.",
-            f"What color is {thing}?",
-            f"What is the color of {thing}?",
-            f"Which color does {thing} have?",
-        )
+        yield _COLOR, {"thing": thing, "color": color}
     for thing, use in knowledge.USES:
-        add(
-            f"You can use {thing} to {use}.",
-            f"What can I do with {thing}?",
-            f"What is the use of {thing}?",
-            f"Why do people need {thing}?",
-        )
+        yield _USE, {"thing": thing, "use": use}
     for who, does in knowledge.WORKERS:
-        add(
-            f"{article(who).capitalize()} is someone who {does}.",
-            f"What does {article(who)} do?",
-            f"What is the work of {article(who)}?",
-            f"Who is {article(who)}?",
-        )
-    for kind, names in (("day", words.DAYS), ("month", words.MONTHS)):
-        for i, name in enumerate(names):
-            after, before = names[(i + 1) % len(names)], names[i - 1]
-            add(
-                f"The {kind} after {name} is {after}.",
-                f"Which {kind} comes after {name}?",
-                f"What {kind} follows {name}?",
-                f"What is the {kind} after {name}?",
-            )
-            add(
-                f"The {kind} before {name} is {before}.",
-                f"Which {kind} comes before {name}?",
-                f"What is the {kind} before {name}?",
-                f"After which {kind} comes {name}?",
-            )
-    for n in range(1, 20):
-        number = words.NUMBER_WORDS[n]
-        add(
-            f"The number after {number} is {words.NUMBER_WORDS[n + 1]}.",
-            f"Which number comes after {number}?",
-            f"What is the number after {number}?",
-            f"Count one further than {number}.",
-        )
-        add(
-            f"The number before {number} is {words.NUMBER_WORDS[n - 1]}.",
-            f"Which number comes before {number}?",
-            f"What is the number before {number}?",
-            f"Count back by one from {number}.",
-        )
-    return facts
+        one = article(who)
+        yield _WORKER, {"a_worker": one, "A_worker": one.capitalize(), "does": does}
+    for kind, order in (("day", words.DAYS), ("month", words.MONTHS)):
+        for i, name in enumerate(order):
+            around = {"after": order[(i + 1) % len(order)], "before": order[i - 1]}
+            yield _DATE, {"kind": kind, "name": name, **around}
+    numbers = words.NUMBER_WORDS
+    for before, number, after in zip(numbers, numbers[1:], numbers[2:], strict=False):
+        yield _NUMBER, {"number": number, "before": before, "after": after}
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    """(question, answer) of every fact, in every wording."""
+    for facts, values in _things():
+        for answer, *asks in facts:
+            for question in asks:
+                yield question.format_map(values), answer.format_map(values)
 
 
 @functools.cache
@@ -167,7 +203,7 @@ def questions(split: str) -> tuple[tuple[str, str], ...]:
 
     The bare question decides, so no polite wrapping of a held-out question is trained on.
     """
-    return tuple((q, a) for asks, a in _facts() for q in asks if _split(q) == split)
+    return tuple((q, a) for q, a in _facts() if _split(q) == split)
 
 
 def _split(question: str) -> str:

@@ -25,7 +25,7 @@ _FACT = re.compile(
 
 def facts(passage: str) -> list[str]:
     """The sentences of `extraction.person_facts` in a passage, in order."""
-    return [found[0] for found in _FACT.finditer(passage)]
+    return [match[0] for match in _FACT.finditer(passage)]
 
 
 def condensed(fact: str) -> str:
@@ -34,24 +34,24 @@ def condensed(fact: str) -> str:
     >>> condensed("Anton the farmer has lived in Greenhill for four years.")
     'Anton, a farmer, four years in Greenhill'
     """
-    found = _FACT.fullmatch(fact)
-    assert found, fact
-    who, job, town, years, trade, place = found.groups()
+    match = _FACT.fullmatch(fact)
+    assert match, fact
+    who, job, town, years, trade, place = match.groups()
     return f"{who}, a {job}, {years} years in {town}" if job else f"{who}, a {trade} in {place}"
 
 
 def generate(
-    rng: random.Random, prose: Sequence[str], told: tuple[int, int], others: tuple[int, int]
+    rng: random.Random, prose: Sequence[str], count: tuple[int, int], others: tuple[int, int]
 ) -> Example:
     """A passage of so many facts (least, most) among other sentences, and its digest."""
-    said = [sentence for sentence, _ in person_facts(rng, rng.randint(*told))]
-    passage = list(said)
+    chosen = [sentence for sentence, _ in person_facts(rng, rng.randint(*count))]
+    passage = list(chosen)
     for _ in range(rng.randint(*others)):
         sentence = rng.choice(prose)
         while not 6 <= len(sentence.split()) <= 18:
             sentence = rng.choice(prose)
         passage.insert(rng.randint(0, len(passage)), sentence)
-    return Example(" ".join(passage), "; ".join(map(condensed, said)) + ".")
+    return Example(" ".join(passage), "; ".join(map(condensed, chosen)) + ".")
 
 
 def sample(rng: random.Random, split: str, pool: Pool) -> Example:
@@ -59,5 +59,5 @@ def sample(rng: random.Random, split: str, pool: Pool) -> Example:
 
     In training also with one fact or fewer sentences: from short passages copying is learned first.
     """
-    told, others = ((1, 4), (0, 6)) if split == "train" else ((2, 4), (3, 6))
-    return draw(lambda: generate(rng, pool.prose, told, others), split)
+    count, others = ((1, 4), (0, 6)) if split == "train" else ((2, 4), (3, 6))
+    return draw(lambda: generate(rng, pool.prose, count, others), split)

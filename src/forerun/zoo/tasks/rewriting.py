@@ -34,8 +34,8 @@ def replace_word(text: str, old: str, new: str) -> str:
 def he_to_she(text: str) -> str:
     """he, him, his, himself become she, her, her, herself, keeping the capital."""
 
-    def swap(found: re.Match[str]) -> str:
-        word = found.group(0)
+    def swap(match: re.Match[str]) -> str:
+        word = match.group(0)
         new = _SHE[word.lower()]
         return new.capitalize() if word[0].isupper() else new
 
@@ -44,16 +44,16 @@ def he_to_she(text: str) -> str:
 
 def apply(instruction: str, text: str) -> str:
     """The text after the change that an instruction of this family states."""
-    if found := re.fullmatch(r'replace "(.+)" with "(.+)"\.', instruction):
-        return replace_word(text, found.group(1), found.group(2))
-    if found := re.fullmatch(r"change the name (\w+) to (\w+)\.", instruction):
-        return replace_word(text, found.group(1), found.group(2))
+    if match := re.fullmatch(r'replace "(.+)" with "(.+)"\.', instruction):
+        return replace_word(text, match.group(1), match.group(2))
+    if match := re.fullmatch(r"change the name (\w+) to (\w+)\.", instruction):
+        return replace_word(text, match.group(1), match.group(2))
     if instruction == 'change "he" to "she".':
         return he_to_she(text)
     if instruction == "repeat the text.":
         return text
-    if found := re.fullmatch(r'add "(.+)" at the end\.', instruction):
-        return f"{text} {found.group(1)}"
+    if match := re.fullmatch(r'add "(.+)" at the end\.', instruction):
+        return f"{text} {match.group(1)}"
     raise ValueError(f"unknown instruction: {instruction!r}")
 
 
@@ -96,9 +96,9 @@ def edit(rng: random.Random, sentences: list[str]) -> list[tuple[str, str]]:
 
     Most of a rewritten text is a copy: little of it says whether the change was understood.
     """
-    said = rng.choice(sentences).split()
-    begin = rng.randrange(len(said))
-    text = " ".join(said[begin : begin + rng.randint(3, 20)])
+    parts = rng.choice(sentences).split()
+    begin = rng.randrange(len(parts))
+    text = " ".join(parts[begin : begin + rng.randint(3, 20)])
     old, new = rng.choice(_PLAIN_WORD.findall(text) or [""]), rng.choice(_NEW_WORDS)
     prompt = _prompt(f'replace "{old}" with "{new}".', text)
     if old in ("", new) or split_of(prompt) != "train":
