@@ -25,9 +25,9 @@ def make(spec: str) -> AcceptanceRule:
 
 def tensors(part) -> dict[str, torch.Tensor]:
     """The tensors of a draft, target or verdict, by name."""
-    found = {f.name: v for f in fields(part) if (v := getattr(part, f.name)) is not None}
-    signals = found.pop("signals", {})
-    return {**found, **signals}
+    by_name = {f.name: v for f in fields(part) if (v := getattr(part, f.name)) is not None}
+    signals = by_name.pop("signals", {})
+    return {**by_name, **signals}
 
 
 def assert_close(one: Verdict, other: Verdict, atol=0.0, but=()):
@@ -141,17 +141,17 @@ def drafts(draft: Conditional, window, vocab, certain, stop):
         while len(tokens) < window:
             tokens += (int(draft[tokens].argmax()),)
         return [(tokens, 1.0)]
-    found, open_ = [], [((), 1.0)]
+    finished, open_ = [], [((), 1.0)]
     for i in range(window):
         grown = []
         for prefix, mass in open_:
             for v, p in enumerate(drawn(draft[prefix])):
                 if p > 0:
                     kept = stop(draft[prefix], (*prefix, v))
-                    place = grown if kept is None and i + 1 < window else found
+                    place = grown if kept is None and i + 1 < window else finished
                     place.append(((*prefix, v) if kept is None else kept, mass * p))
         open_ = grown
-    return found
+    return finished
 
 
 def never(logits, tokens):
@@ -181,8 +181,8 @@ def outcomes(rule, target, draft, window, vocab, certain=False, stop=never, raw=
 
     def rows(table, places):
         """The logits after every prefix of every draft."""
-        found = [[table.get(path[:i], blank) for i in range(places)] for path, _, _ in meta]
-        return torch.stack([torch.stack(row) for row in found])
+        logits = [[table.get(path[:i], blank) for i in range(places)] for path, _, _ in meta]
+        return torch.stack([torch.stack(row) for row in logits])
 
     raw_target, raw_draft = raw or (target, draft)
     tokens = torch.tensor([[*path, *[0] * (window - len(path))] for path, _, _ in meta])

@@ -46,10 +46,10 @@ def test_a_wrong_token_is_a_bug_wherever_it_stands() -> None:
     for place in (0, 3, 5):
         wrong = list(right)
         wrong[place] = (right[place] + 1) % 97
-        found = explain(wrapped, prompt, right, wrong)
-        assert not found.near_tie
-        assert found.position == place
-        assert "bug" in found.message
+        difference = explain(wrapped, prompt, right, wrong)
+        assert not difference.near_tie
+        assert difference.position == place
+        assert "bug" in difference.message
         assert wrapped.target.lengths == []
     assert not explain(wrapped, prompt, right, right[:4]).near_tie
 
@@ -62,9 +62,9 @@ def test_two_tokens_of_equal_weight_are_a_near_tie() -> None:
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head[twin] = head[best]
-    found = explain(SimpleNamespace(target=torch_rows(model)), prompt, [best], [twin])
-    assert found.near_tie
-    assert found.margin <= found.bound < 1e-3
+    difference = explain(SimpleNamespace(target=torch_rows(model)), prompt, [best], [twin])
+    assert difference.near_tie
+    assert difference.margin <= difference.bound < 1e-3
     # Equal to each other, but neither is the best: still a bug.
     worse = int(model(torch.tensor([prompt])).logits[0, -1].argmin())
     other = (worse + 1) % 97
@@ -92,9 +92,9 @@ def test_a_tie_that_a_penalty_makes_is_seen_through_the_penalty() -> None:
     model = SimpleNamespace(target=Rows(ScriptedModel(table)))
     assert not explain(model, [1], [1], [2]).near_tie
     assert explain(model, [1], [1], [2], Sampling(repetition_penalty=2.0)).near_tie
-    found = explain(model, [1], [1], [2], Sampling(repetition_penalty=1.9))
-    assert not found.near_tie
-    assert found.margin == pytest.approx(2 / 1.9 - 1)
+    difference = explain(model, [1], [1], [2], Sampling(repetition_penalty=1.9))
+    assert not difference.near_tie
+    assert difference.margin == pytest.approx(2 / 1.9 - 1)
 
 
 def test_a_tie_at_the_edge_of_a_truncation_is_one() -> None:
@@ -104,13 +104,13 @@ def test_a_tie_at_the_edge_of_a_truncation_is_one() -> None:
     seed = next(s for s in range(99) if _drawn(Noise(stream(s, [0]))) == 2)
     how = Sampling(temperature=1.0, top_k=2, seed=seed)
 
-    def found(third: float) -> bool:
+    def near_tie(third: float) -> bool:
         table = torch.tensor([[-9.0, 1.0, 0.0, third]]).repeat(4, 1)
         model = SimpleNamespace(target=Rows(ScriptedModel(table)), eos=frozenset())
         return explain(model, [0], [1], [2], how).near_tie
 
-    assert found(1e-7)  # of 2 and 3 roundings decide which one is among two
-    assert not found(0.5)  # 2 is out of the question
+    assert near_tie(1e-7)  # of 2 and 3 roundings decide which one is among two
+    assert not near_tie(0.5)  # 2 is out of the question
 
 
 def _drawn(noise: Any) -> int:
@@ -123,9 +123,9 @@ def test_a_ban_of_the_end_is_seen() -> None:
     table = torch.tensor([[0.0, 5.0, 3.0]]).repeat(3, 1)
     model = SimpleNamespace(target=Rows(ScriptedModel(table)), eos=frozenset({1}))
     # 1 is the best, but no end of text is allowed yet, so who wrote it is wrong by any measure.
-    found = explain(model, [0], [1], [2], Sampling(min_new_tokens=4))
-    assert not found.near_tie
-    assert found.to_json()["margin"] is None
+    difference = explain(model, [0], [1], [2], Sampling(min_new_tokens=4))
+    assert not difference.near_tie
+    assert difference.to_json()["margin"] is None
 
 
 # ---- planted bugs, and what is none
@@ -202,17 +202,17 @@ SHORT = [Sampling(max_new_tokens=12, ignore_eos=True)] * 4
 
 def kinds(model: Model, **how: Any) -> dict[str, set[str]]:
     """The kinds found by each check."""
-    found: dict[str, set[str]] = {}
+    by_check: dict[str, set[str]] = {}
     for c in audit(model, PROMPTS, SHORT, controller="fixed(3)", **how):
-        found.setdefault(c.check, set()).add(c.kind.value)
+        by_check.setdefault(c.check, set()).add(c.kind.value)
     assert model.target.lengths == []
-    return found
+    return by_check
 
 
 def test_a_sound_runtime_is_identical_in_every_check() -> None:
     model = pair()
-    found = kinds(model, batch_size=3)
-    assert found == {
+    by_check = kinds(model, batch_size=3)
+    assert by_check == {
         "speculative": {"identical"},
         "speculative, batch of 3": {"identical"},
         "plain, batch of 3": {"identical"},
@@ -223,13 +223,13 @@ def test_a_sound_runtime_is_identical_in_every_check() -> None:
 
 
 def test_a_rollback_that_forgets_is_a_bug() -> None:
-    found = [
+    failures = [
         c
         for c in audit(pair(Forgetful), PROMPTS, SHORT, controller="fixed(3)")
         if c.kind != Kind.IDENTICAL
     ]
-    assert found
-    for comparison in found:
+    assert failures
+    for comparison in failures:
         assert comparison.kind == Kind.BUG
         assert comparison.difference is not None
         assert comparison.difference.margin > comparison.difference.bound
@@ -248,24 +248,24 @@ def test_a_logit_off_in_verify_passes_only_is_a_bug() -> None:
     token = favourite(pair())
     wide = lambda rows, width: width > 1  # noqa: E731
     model = pair(lambda rows: Off(rows, token, -3.0, wide))
-    found = [c for c in audit(model, PROMPTS, SHORT, controller="fixed(3)") if c.difference]
-    assert found
-    for c in found:
+    failures = [c for c in audit(model, PROMPTS, SHORT, controller="fixed(3)") if c.difference]
+    assert failures
+    for c in failures:
         assert c.kind == Kind.BUG
         assert c.difference is not None
-    assert any(c.difference and c.difference.spread > c.difference.ceiling for c in found)
-    assert any("between shapes" in c.difference.message for c in found if c.difference)
+    assert any(c.difference and c.difference.spread > c.difference.ceiling for c in failures)
+    assert any("between shapes" in c.difference.message for c in failures if c.difference)
 
 
 def test_a_logit_off_in_batches_only_is_found_in_batches_only() -> None:
     token = favourite(pair())
-    found = kinds(
+    by_check = kinds(
         pair(lambda rows: Off(rows, token, -3.0, lambda count, width: count > 1)), batch_size=4
     )
-    assert found["speculative"] == {"identical"}
-    assert "bug" in found["speculative, batch of 4"]
-    assert "bug" in found["plain, batch of 4"]
-    assert "near-tie" not in set().union(*found.values())
+    assert by_check["speculative"] == {"identical"}
+    assert "bug" in by_check["speculative, batch of 4"]
+    assert "bug" in by_check["plain, batch of 4"]
+    assert "near-tie" not in set().union(*by_check.values())
 
 
 @pytest.mark.parametrize(("roundings", "kind"), [(3.0, Kind.NEAR_TIE), (1e5, Kind.BUG)])
@@ -283,11 +283,11 @@ def test_a_tie_up_to_rounding_is_a_near_tie(roundings: float, kind: Kind) -> Non
         TorchExecutor(target), twin, by, lambda count, width: width not in (1, len(PROMPTS[0]))
     )
     model = Model(Rows(faulty), ModelDrafter(torch_rows(build("llama", seed=3)), 97))
-    (found,) = audit(model, PROMPTS[:1], SHORT[:1], controller="fixed(3)")
-    assert found.kind == kind
-    assert found.difference is not None
-    assert found.difference.position == 0
-    assert set(found.difference.tokens) == {best, twin}
+    (comparison,) = audit(model, PROMPTS[:1], SHORT[:1], controller="fixed(3)")
+    assert comparison.kind == kind
+    assert comparison.difference is not None
+    assert comparison.difference.position == 0
+    assert set(comparison.difference.tokens) == {best, twin}
 
 
 # ---- peers
@@ -314,10 +314,10 @@ def test_a_peer_is_compared_with_plain_and_with_its_own_plain() -> None:
     wrong = [[*tokens[:5], (tokens[5] + 1) % 97] for tokens in right]
     peers = [Scripted("a", right), Scripted("a-fast", wrong, plain="a")]
     assert checks(1, peers)[1:] == [("a", "plain"), ("a-fast", "plain"), ("a-fast", "a")]
-    found = list(audit(model, PROMPTS, samplings, controller="fixed(3)", peers=peers))
-    assert [(c.check, c.against) for c in found[:4]] == checks(1, peers)
-    assert {c.kind for c in found if c.check != "a-fast"} == {Kind.IDENTICAL}
-    fast = [c for c in found if c.check == "a-fast"]
+    comparisons = list(audit(model, PROMPTS, samplings, controller="fixed(3)", peers=peers))
+    assert [(c.check, c.against) for c in comparisons[:4]] == checks(1, peers)
+    assert {c.kind for c in comparisons if c.check != "a-fast"} == {Kind.IDENTICAL}
+    fast = [c for c in comparisons if c.check == "a-fast"]
     assert {c.kind for c in fast} == {Kind.DIFFERS}  # not a bug of ours
     assert all(c.difference and c.difference.position == 5 for c in fast)
 

@@ -37,14 +37,14 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-np.asarray(x, dtype=float)))
 
 
-def told(margins, chosen=0.5):
+def tokens_of(margins, chosen=0.5):
     return [Token(logit_margin=float(m), chosen=chosen) for m in margins]
 
 
 def seen(drafted, accepted, margins=None, prob=None, stop=Stop.LIMIT):
     """A round of a greedy request; `margins` None is a drafter without a distribution."""
     hit = [float(i < accepted) for i in range(max(drafted, 1))] if prob is None else prob
-    return Round(drafted, accepted, hit, int(stop), [] if margins is None else told(margins))
+    return Round(drafted, accepted, hit, int(stop), [] if margins is None else tokens_of(margins))
 
 
 class Source:
@@ -64,7 +64,7 @@ class Source:
         if self.chance is not None:
             margins[:], chance[:] = self.margin, self.chance
         hits = self.random.random(K) < chance
-        return [Token()] * K if self.blind else told(margins), hits
+        return [Token()] * K if self.blind else tokens_of(margins), hits
 
 
 class Clock:
@@ -171,7 +171,7 @@ def test_the_rule_by_hand():
     for price in (worth - 1e-9, worth + 1e-9):
         terms, drafted = controller.open(state, COSTS).memo
         memo = terms._replace(rate=price / COSTS.further), drafted
-        for token in told(margins):
+        for token in tokens_of(margins):
             memo = controller.fold(state, memo, token)
         assert controller.worth(state, COSTS, memo) == pytest.approx(worth - price, abs=1e-12)
         assert controller.keep_going(state, COSTS, memo) == (worth > price)
@@ -222,7 +222,7 @@ def test_a_greedy_request_alone_has_only_those_judged_that_pay():
     def left_out(state, margins, rate=1.0, memo=look.memo):
         memo = memo[0]._replace(rate=rate), memo[1]
         kept, gains = 1.0, [0.0]
-        for i, token in enumerate(told(margins)):
+        for i, token in enumerate(tokens_of(margins)):
             memo = auto.fold(state, memo, token)
             z = terms.by.constant + terms.by.per_margin * token.logit_margin
             kept *= sigmoid(z + terms.by.per_chosen * 0.5)
@@ -244,7 +244,7 @@ def test_a_greedy_request_alone_has_only_those_judged_that_pay():
     assert left_out(useless, [0.1]) == 0, "or nothing would say that it is of use"
     # What is already there is what further ones are compared with.
     memo = look.memo[0]._replace(rate=1.0), None
-    for token in told([6.0, 6.0, 6.0, 0.1]):
+    for token in tokens_of([6.0, 6.0, 6.0, 0.1]):
         memo = auto.fold(state, memo, token)
     alone = memo[0]._replace(judging=(0.0,)), memo[1]._replace(lead=0.0)
     assert memo[1].lead < 0
@@ -258,7 +258,7 @@ def test_a_draft_that_is_judged_with_the_prompt_only_costs_its_steps():
     assert auto.look(first, costs).memo[0].judging == (costs.widening,) * 2
     assert auto.look(later, costs).memo[0].judging[0] == pytest.approx(1.0)
     for state, price in ((first, costs.further), (later, costs.next(1))):
-        terms, drafted = auto.fold(state, auto.look(state, costs).memo, told([3.0])[0])
+        terms, drafted = auto.fold(state, auto.look(state, costs).memo, tokens_of([3.0])[0])
         terms, drafted = terms._replace(rate=1.0), drafted._replace(lead=0.0)
         gain = terms.useful * drafted.survival * next_kept(drafted, terms.by)
         assert gain > price
@@ -298,7 +298,7 @@ def test_rows_together_probe_rarely():
         costs = Costs(0.1, ((1, 1.0), (2, 9.0), (3, 9.1)), batch=batch)
         waits[batch] = auto.open(state._replace(rested=1), costs).due
         probed = auto.observe(
-            state._replace(rested=9), costs, Round(1, 1, [1.0], tokens=told([1.0]))
+            state._replace(rested=9), costs, Round(1, 1, [1.0], tokens=tokens_of([1.0]))
         )
         assert probed.interval == (1 if batch == 1 else 2) * state.interval
     assert waits[16] == pytest.approx(2 * waits[8] + 1)
@@ -318,24 +318,24 @@ def test_price_is_the_rate_times_what_a_token_costs():
     by, useful = in_force(state.learned), 1 - sigmoid(USELESS_START)
     first = useful * sigmoid(by.first)
     later = useful * sigmoid(by.next_constant + TYPICAL_MARGIN * (by.next_newest + by.next_mean))
-    each = 0.25 + 0.1
+    per_token = 0.25 + 0.1
     rates = [
-        (1 + first * sum(later**j for j in range(n))) / (1.1 + 0.25 + (n - 1) * each)
+        (1 + first * sum(later**j for j in range(n))) / (1.1 + 0.25 + (n - 1) * per_token)
         for n in range(1, 33)
     ]
     opening = controller.open(state, COSTS)
-    np.testing.assert_allclose(opening.loss, max(rates) * each, rtol=1e-12)
+    np.testing.assert_allclose(opening.loss, max(rates) * per_token, rtol=1e-12)
     assert opening.memo[0].rate == pytest.approx(max(rates))
     # Rounds so far are added to twelve expected ones.
     tokens, seconds = max(
-        ((1 + first * sum(later**j for j in range(n)), 1.35 + (n - 1) * each)
+        ((1 + first * sum(later**j for j in range(n)), 1.35 + (n - 1) * per_token)
          for n in range(1, 33)), key=lambda pair: pair[0] / pair[1]
     )  # fmt: skip
     state = state._replace(drafts=Drafts(3.0, 10.0, committed=11.0))
-    rate = (12 * tokens + 11) / (12 * seconds + 3 * 1.35 + 7 * each)
+    rate = (12 * tokens + 11) / (12 * seconds + 3 * 1.35 + 7 * per_token)
     opening = controller.open(state, COSTS)
-    np.testing.assert_allclose(opening.loss, rate * each, rtol=1e-12)
-    worth = 12 * tokens + 11 - (12 * seconds + 3 * 1.35 + 7 * each)
+    np.testing.assert_allclose(opening.loss, rate * per_token, rtol=1e-12)
+    worth = 12 * tokens + 11 - (12 * seconds + 3 * 1.35 + 7 * per_token)
     np.testing.assert_allclose(opening.worth, worth / 15, rtol=1e-12)
     dear = controller.open(controller.start(), Costs.synthetic(0.1, slope=0.1))
     assert dear.worth < 0
@@ -441,7 +441,7 @@ def test_a_token_that_is_never_kept_ends_drafts_whatever_its_confidence():
 
 def test_certain_tokens_are_weighed_by_their_margin_and_others_by_their_probability():
     controller = Auto()
-    certain, drawn = (controller.begin(controller.start(), told) for told in (True, False))
+    certain, drawn = (controller.begin(controller.start(), greedy) for greedy in (True, False))
     assert in_force(certain.learned) == GREEDY
     assert in_force(drawn.learned) == SAMPLED
     # What has no weight need not be shown.
@@ -631,7 +631,7 @@ def batch(slope=0.25):
 
 def test_rows_decoded_together_draft_on_while_it_pays_for_all():
     controller, margins = Auto(), [6.0, 0.2, 0.2]
-    tokens = told(margins)
+    tokens = tokens_of(margins)
     answers = set()
     for c in (1.5, 2, 3, 4, 6, 10, 30):
         costs = Costs.synthetic(c, 0.02)
@@ -686,7 +686,7 @@ def test_given_costs_leave_rows_to_themselves():
     for controller in (alone, Auto(), Auto()):
         given.join(controller)
     assert given.limits() == [32, 0, 0]  # by the others' costs it does not pay
-    given.observe([Round(5, 5, [1.0] * 5, 0, told([4.0] * 5))] + [Round(0, 0)] * 2)
+    given.observe([Round(5, 5, [1.0] * 5, 0, tokens_of([4.0] * 5))] + [Round(0, 0)] * 2)
     given.keep([])
     assert set(memory) == {Auto()}
     crew = Crew(Meter.given(Costs.synthetic(0.5)), memory)

@@ -49,15 +49,15 @@ def agree(model: Model, tasks: list[Task], trace: Trace, spec: str, rows: int) -
         for i, *counts in zip(now.prompt, now.drafted, now.accepted, now.stopped_by, strict=True):
             seen[i].append(tuple(map(int, counts)))
 
-    found = replay_batches(trace, spec, costs, rows, watch=watch)
-    assert not found.capped.any(), "the trace is too shallow for an exact replay"
+    result = replay_batches(trace, spec, costs, rows, watch=watch)
+    assert not result.capped.any(), "the trace is too shallow for an exact replay"
     for i, done in enumerate(live(fresh, tasks, spec, rows)):
         assert seen[i] == [(r.drafted, r.accepted, int(r.stopped_by)) for r in done.rounds]
         stats = done.stats
         counts = (stats.rounds, stats.drafted, stats.accepted, stats.tokens)
-        ours = (found.rounds[i], found.drafted[i], found.accepted[i], found.committed[i])
+        ours = (result.rounds[i], result.drafted[i], result.accepted[i], result.committed[i])
         assert ours == counts
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +75,12 @@ def scripted() -> Any:
     return model, tasks, recorded(model, tasks)
 
 
-def shipped(each: int) -> Any:
+def shipped(per_family: int) -> Any:
     """So many prompts of each family, greedy."""
     model = forerun.load(device="cpu")
     tasks = []
     for family in zoo.families():
-        for prompt in zoo.prompts(family, "val", limit=each):
+        for prompt in zoo.prompts(family, "val", limit=per_family):
             how = Sampling(max_new_tokens=min(14, prompt.max_new_tokens))
             tasks.append(Task(family, prompt.id, model.encode(prompt.prompt), how))
     return model, tasks, recorded(model, tasks, depth=14)
@@ -101,9 +101,11 @@ def test_scripted_batches_are_those_of_the_live_engine(scripted: Any, spec: str,
     agree(*scripted, spec, rows)
 
 
-@pytest.mark.parametrize(("rows", "each"), [(4, 1), pytest.param(16, 4, marks=pytest.mark.slow)])
-def test_shipped_batches_are_those_of_the_live_engine(rows: int, each: int) -> None:
-    model, tasks, trace = shipped(each)
+@pytest.mark.parametrize(
+    ("rows", "per_family"), [(4, 1), pytest.param(16, 4, marks=pytest.mark.slow)]
+)
+def test_shipped_batches_are_those_of_the_live_engine(rows: int, per_family: int) -> None:
+    model, tasks, trace = shipped(per_family)
     for spec in ("auto", "gammatune+"):
         agree(model, tasks, trace, spec, rows)
 
@@ -151,8 +153,8 @@ def test_seconds_of_all_prompts_are_the_time_of_all_rounds(scripted: Any) -> Non
         spent.append(now.steps.max() / 10 + width + 0.5)
         assert now.seconds.sum() == pytest.approx(spent[-1])
 
-    found = replay_batches(trace.take([0, 1, 2, 4, 5, 6]), "fixed(3)", cell, 2, watch=watch)
-    assert found.seconds.sum() == pytest.approx(sum(spent))
+    result = replay_batches(trace.take([0, 1, 2, 4, 5, 6]), "fixed(3)", cell, 2, watch=watch)
+    assert result.seconds.sum() == pytest.approx(sum(spent))
     given = replay_batches(trace, "fixed(0)", cell, 4)
     assert given.speedup == pytest.approx(1.0)
     again = replay_batches(trace, "fixed(3)", cell, 4, plain_seconds=given.seconds)

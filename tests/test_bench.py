@@ -140,23 +140,23 @@ class TestMeasure:
     def test_methods_run_side_by_side_and_none_always_follows_another(self, tmp_path):
         methods = scripted(Scripted("third"))
         work = groups([task("a", i) for i in range(12)], [1])
-        told: list[tuple[int, int]] = []
-        measured(tmp_path, methods, work, tell=lambda *at: told.append(at))
+        progress: list[tuple[int, int]] = []
+        measured(tmp_path, methods, work, tell=lambda *at: progress.append(at))
         log = methods[0].log[3:]  # after one warm-up each
         orders = [tuple(name for name, _ in log[i : i + 3]) for i in range(0, 36, 3)]
         assert all(sorted(order) == sorted([PLAIN, "twice", "third"]) for order in orders)
         assert len(set(orders)) > 3  # a rotation has three
         assert [ids for _, ids in log[:3]] == [("a-0",)] * 3
-        assert told == [(i, 36) for i in range(37)]
+        assert progress == [(i, 36) for i in range(37)]
 
     def test_every_sample_is_in_the_file(self, tmp_path):
         work = groups([task("a", i) for i in range(4)], [1, 2])
         results = measured(tmp_path, scripted(), work)
-        found = load(tmp_path)
-        assert found == load(tmp_path / "results.json") == results.document
-        assert found["complete"]
-        assert len(found["samples"]) == 2 * (4 + 2)
-        last = found["samples"][-1]
+        stored = load(tmp_path)
+        assert stored == load(tmp_path / "results.json") == results.document
+        assert stored["complete"]
+        assert len(stored["samples"]) == 2 * (4 + 2)
+        last = stored["samples"][-1]
         assert (last["method"], last["batch"], last["prompts"]) == ("twice", 2, ["a-2", "a-3"])
         assert (last["tokens"], last["identical"]) == ([8, 8], [True, True])
         assert last["lengths"] == {"1": 2}
@@ -178,17 +178,17 @@ class TestMeasure:
         stops = Scripted("stops", 0.25, fails_after=3, error=KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             measured(tmp_path, scripted(stops), work)
-        found = load(tmp_path)
-        assert not found["complete"]
-        assert [s["prompts"][0] for s in found["samples"]] == ["a-0"] * 3 + ["a-1"] * 3
+        stored = load(tmp_path)
+        assert not stored["complete"]
+        assert [s["prompts"][0] for s in stored["samples"]] == ["a-0"] * 3 + ["a-1"] * 3
         methods = scripted(Scripted("stops", 0.25))
-        told: list[tuple[int, int]] = []
-        found = measured(tmp_path, methods, work, tell=lambda *at: told.append(at)).document
+        progress: list[tuple[int, int]] = []
+        resumed = measured(tmp_path, methods, work, tell=lambda *at: progress.append(at)).document
         assert {ids for _, ids in methods[0].log[3:]} == {("a-2",), ("a-3",)}
-        assert (told[0], told[-1]) == ((6, 12), (12, 12))
-        assert found["complete"]
-        assert len(found["provenance"]) == 2
-        assert len({(s["method"], *s["prompts"]) for s in found["samples"]}) == 12
+        assert (progress[0], progress[-1]) == ((6, 12), (12, 12))
+        assert resumed["complete"]
+        assert len(resumed["provenance"]) == 2
+        assert len({(s["method"], *s["prompts"]) for s in resumed["samples"]}) == 12
 
     @pytest.mark.parametrize("what", ["settings", "methods", "models"])
     def test_other_results_are_not_mixed_in(self, tmp_path, what):
@@ -203,13 +203,13 @@ class TestMeasure:
     def test_a_peer_that_fails_is_left_out_with_its_reason(self, tmp_path):
         peer = Scripted("p", kind="peer", fails_after=2)
         work = groups([task("a", i) for i in range(3)], [1])
-        found = measured(tmp_path, scripted(peer), work).document
-        assert found["skipped"] == [
+        results = measured(tmp_path, scripted(peer), work).document
+        assert results["skipped"] == [
             {"name": "p", "reason": "failed on a-1: RuntimeError: out of luck"}
         ]
-        assert {s["method"] for s in found["samples"]} == {PLAIN, "twice"}
-        assert found["complete"]
-        assert [m["name"] for m in report.methods(found)] == [PLAIN, "twice"]
+        assert {s["method"] for s in results["samples"]} == {PLAIN, "twice"}
+        assert results["complete"]
+        assert [m["name"] for m in report.methods(results)] == [PLAIN, "twice"]
 
     def test_our_own_failure_is_not_hidden(self, tmp_path):
         with pytest.raises(RuntimeError):
@@ -218,8 +218,8 @@ class TestMeasure:
     def test_what_takes_one_prompt_is_not_asked_for_more(self, tmp_path):
         one = Scripted("p", kind="peer", largest_batch=1)
         work = groups([task("a", i) for i in range(2)], [1, 2])
-        found = measured(tmp_path, scripted(one), work).document
-        assert [s["batch"] for s in found["samples"] if s["method"] == "p"] == [1, 1]
+        results = measured(tmp_path, scripted(one), work).document
+        assert [s["batch"] for s in results["samples"] if s["method"] == "p"] == [1, 1]
 
     @pytest.mark.parametrize(
         ("text", "words"),
@@ -278,33 +278,33 @@ class TestFigures:
             PLAIN: dict.fromkeys(KEYS, 2.0),
             "x": dict(zip(KEYS, [1.0, 1.0, 4.0, 1.0], strict=True)),
         }
-        found = {(c.method, c.family): c for c in report.cells(document(**paces))}
-        assert found["x", "a"].speedup == pytest.approx({"mean": 2, "low": 2, "high": 2, "n": 2})
-        assert found["x", "b"].speedup["mean"] == pytest.approx(1.0)
-        overall = found["x", ALL]
+        cells = {(c.method, c.family): c for c in report.cells(document(**paces))}
+        assert cells["x", "a"].speedup == pytest.approx({"mean": 2, "low": 2, "high": 2, "n": 2})
+        assert cells["x", "b"].speedup["mean"] == pytest.approx(1.0)
+        overall = cells["x", ALL]
         assert overall.speedup["mean"] == pytest.approx(2**0.5)
         assert overall.ratios == pytest.approx([2, 2, 0.5, 2])
         assert overall.tokens_per_second == pytest.approx(40 / 70)
         assert overall.ms_per_token == pytest.approx(1750)
-        assert found[PLAIN, ALL].speedup["mean"] == 1
+        assert cells[PLAIN, ALL].speedup["mean"] == 1
 
     def test_writing_more_tokens_is_no_speedup(self):
         made = document(**{PLAIN: dict.fromkeys(KEYS, 2.0), "x": dict.fromkeys(KEYS, 2.0)})
         for s in made["samples"]:
             if s["method"] == "x":
                 s["tokens"], s["seconds"] = [20], 40.0
-        found = [c.speedup["mean"] for c in report.cells(made) if c.method == "x"]
-        assert found == pytest.approx([1.0] * 3)
+        speedups = [c.speedup["mean"] for c in report.cells(made) if c.method == "x"]
+        assert speedups == pytest.approx([1.0] * 3)
 
     def test_a_method_is_paired_with_plain_on_its_own_prompts(self):
         paces = {PLAIN: dict(zip(KEYS, [1.0, 1.0, 8.0, 8.0], strict=True)), "x": {KEYS[0]: 0.5}}
-        found = [c for c in report.cells(document(**paces)) if (c.method, c.family) == ("x", ALL)]
-        assert [(c.speedup["mean"], c.speedup["n"]) for c in found] == [(2.0, 1)]
+        cells = [c for c in report.cells(document(**paces)) if (c.method, c.family) == ("x", ALL)]
+        assert [(c.speedup["mean"], c.speedup["n"]) for c in cells] == [(2.0, 1)]
 
     def test_latency_is_what_one_reader_waits(self, tmp_path):
         work = groups([task("a", i) for i in range(4)], [1, 4])
-        found = measured(tmp_path, scripted(), work).document
-        at = {(c.batch, c.method): c for c in report.cells(found) if c.family == ALL}
+        results = measured(tmp_path, scripted(), work).document
+        at = {(c.batch, c.method): c for c in report.cells(results) if c.family == ALL}
         assert at[1, PLAIN].ms_per_token == pytest.approx(1000)
         assert at[4, PLAIN].ms_per_token == pytest.approx(4000)
         assert at[1, PLAIN].tokens_per_second == at[4, PLAIN].tokens_per_second == 1
@@ -360,26 +360,26 @@ class TestCompare:
     def test_a_method_got_faster(self):
         a = document(**{PLAIN: SLOW, "x": QUICK})
         b = document(**{PLAIN: SLOW, "x": {k: v * 0.9 for k, v in QUICK.items()}})
-        found = self.verdicts(a, b)
-        assert (found["x", ALL], found[PLAIN, ALL]) == ("faster", "within noise")
+        verdicts = self.verdicts(a, b)
+        assert (verdicts["x", ALL], verdicts[PLAIN, ALL]) == ("faster", "within noise")
         assert self.verdicts(b, a)["x", ALL] == "slower"
 
     def test_a_busier_machine_is_no_change_of_a_method(self):
         a = document(**{PLAIN: SLOW, "x": QUICK})
         b = document(**{n: {k: v * 1.5 for k, v in p.items()}
                         for n, p in ((PLAIN, SLOW), ("x", QUICK))})  # fmt: skip
-        found = self.verdicts(a, b)
-        assert (found["x", ALL], found[PLAIN, ALL]) == ("within noise", "slower")
+        verdicts = self.verdicts(a, b)
+        assert (verdicts["x", ALL], verdicts[PLAIN, ALL]) == ("within noise", "slower")
 
     @pytest.mark.parametrize(("n", "verdict"), [(1, "within noise"), (5, "within noise"),
                                                 (6, "faster"), (12, "faster")])  # fmt: skip
     def test_few_prompts_prove_nothing(self, n, verdict):
-        def some(factor):
+        def paced(factor):
             keys = [("a", str(i)) for i in range(n)]
             return document(**{PLAIN: dict.fromkeys(keys, 4.0), "x": dict.fromkeys(keys, factor)})
 
-        found = self.verdicts(some(2.0), some(1.0))
-        assert (found["x", ALL], found[PLAIN, ALL]) == (verdict, "within noise")
+        verdicts = self.verdicts(paced(2.0), paced(1.0))
+        assert (verdicts["x", ALL], verdicts[PLAIN, ALL]) == (verdict, "within noise")
 
     def test_noise_is_seldom_called_a_change(self):
         """Of 200 comparisons of 16 pairs without a change at most 22 may be called one.
@@ -392,13 +392,13 @@ class TestCompare:
 
     def test_only_what_both_have(self):
         a = document(**{PLAIN: SLOW, "x": QUICK, "old": QUICK})
-        some = {k: v for k, v in SLOW.items() if k[0] == "a"}
-        b = document(**{PLAIN: some, "x": some, "new": some})
-        found = report.compare(a, b)
-        assert {(c.method, c.family) for c in found} == {
+        family_a = {k: v for k, v in SLOW.items() if k[0] == "a"}
+        b = document(**{PLAIN: family_a, "x": family_a, "new": family_a})
+        changes = report.compare(a, b)
+        assert {(c.method, c.family) for c in changes} == {
             (m, f) for m in (PLAIN, "x") for f in ("a", ALL)
         }
-        assert {c.seconds["n"] for c in found} == {6}
+        assert {c.seconds["n"] for c in changes} == {6}
 
 
 VLLM = """
@@ -482,8 +482,8 @@ class TestRemote:
         assert vllm(python=None).available() == ("no Python named for it (--peer-python vllm=PATH)")
         assert vllm(python="/no/python").available() == "there is no Python at /no/python"
         assert vllm(model="missing").available() == "ValueError: no such model"
-        said = "RuntimeError: see above (first: ValueError: out of memory)"
-        assert vllm(model="large").available() == said
+        reason = "RuntimeError: see above (first: ValueError: out of memory)"
+        assert vllm(model="large").available() == reason
         monkeypatch.setenv("PYTHONPATH", os.devnull)
         assert "No module named 'vllm'" in vllm().available()
         loud = tmp_path / "python"
@@ -564,17 +564,17 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     tasks = [task(f, i) for f in ("a", "b") for i in range(4)]
     methods = scripted(Scripted("<script>x(tokens=1)", 0.8), Scripted("p(tokens=2)", 0.7, "peer"))
-    found = measured(folder, methods, groups(tasks, [1, 4])).document
-    found["skipped"] = [{"name": "vllm", "reason": "no <Python>"}]
+    results = measured(folder, methods, groups(tasks, [1, 4])).document
+    results["skipped"] = [{"name": "vllm", "reason": "no <Python>"}]
     share = {"mean": 0.8, "low": 0.7, "high": 0.9, "n": 4}
-    found["shares"] = {"cost_ratio": 5.0, "prompts": 4, "cells": [
+    results["shares"] = {"cost_ratio": 5.0, "prompts": 4, "cells": [
         {"family": f, "controller": "twice", "oracle": share, "informed": share,
          "best_fixed": share}
         for f in ("a", ALL)
     ]}  # fmt: skip
-    cells = report.cells(found)
-    drawn = plots.draw(found, cells)
-    return found, cells, drawn, page.render(found, cells, drawn)
+    cells = report.cells(results)
+    drawn = plots.draw(results, cells)
+    return results, cells, drawn, page.render(results, cells, drawn)
 
 
 class TestPage:
@@ -613,8 +613,8 @@ class TestPage:
         assert "interrupted" not in text
 
     def test_an_interrupted_run_says_so(self, made):
-        found, cells, _, _ = made
-        text = page.render({**found, "complete": False}, cells, [])
+        results, cells, _, _ = made
+        text = page.render({**results, "complete": False}, cells, [])
         assert "This run was interrupted" in text
 
     def test_bars_of_few_measurements_are_marked(self, made):
@@ -627,9 +627,9 @@ class TestPage:
         assert "1 measurement only" in plots._few_measured([1])
 
     def test_plain_alone(self):
-        found = document(**{PLAIN: dict.fromkeys(KEYS, 1.0)})
-        cells = report.cells(found)
-        assert "Plain decoding only" in page.render(found, cells, plots.draw(found, cells))
+        results = document(**{PLAIN: dict.fromkeys(KEYS, 1.0)})
+        cells = report.cells(results)
+        assert "Plain decoding only" in page.render(results, cells, plots.draw(results, cells))
 
 
 def test_results_are_json_without_surprises(tmp_path):

@@ -55,7 +55,7 @@ def test_replay_equals_the_live_engine(model: Any, spec: str) -> None:
         for i, drafted in zip(now.prompt, now.drafted, strict=True):
             rounds[i].append(int(drafted))
 
-    found = replay(recorded(model, work), spec, Cell.synthetic(4), watch)
+    replayed = replay(recorded(model, work), spec, Cell.synthetic(4), watch)
     for i, task in enumerate(work):
         live = model.generate(
             [task.tokens],
@@ -63,9 +63,9 @@ def test_replay_equals_the_live_engine(model: Any, spec: str) -> None:
             max_new_tokens=tokens,
             repetition_penalty=task.repetition_penalty,
         )[0]
-        assert found.rounds[i] == live.stats.rounds
+        assert replayed.rounds[i] == live.stats.rounds
         assert rounds[i] == [r.drafted for r in live.rounds]
-        assert found.drafted[i] == live.stats.drafted
+        assert replayed.drafted[i] == live.stats.drafted
 
 
 def test_geometric_mean_and_interval() -> None:
@@ -81,7 +81,7 @@ def test_texts_are_sampled_with_coins_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "found"),
+    ("written", "right"),
     [
         (["27 * 8 (wrong on the way) = 216.", "216 - 6 = 210.", "The answer is 210."], [True] * 3),
         (["8 * 27 = 216.", "216 - 7 = 209.", "209 - 1 = 208."], [True, False]),
@@ -93,10 +93,10 @@ def test_texts_are_sampled_with_coins_of_their_own() -> None:
     ],
 )
 def test_a_step_is_right_if_its_result_is_true_and_needed(
-    written: list[str], found: list[bool]
+    written: list[str], right: list[bool]
 ) -> None:
     worked = ["27 * 8 (7 * 8 = 56, 2 * 8 + 5 = 21) = 216.", " 216 - 6 = 210."]
-    assert verdict(written, worked) == found
+    assert verdict(written, worked) == right
 
 
 class Writer:
@@ -156,8 +156,8 @@ def test_an_enlarged_model_computes_what_the_small_one_does() -> None:
 
 def test_rouge_by_hand() -> None:
     """Of 6 words 5 are shared, of 5 pairs 1; "the cat on mat" is in order."""
-    found = rouge(["The cat sat on the mat."], ["the cat, on a mat the"])
-    assert found == pytest.approx((100 * 5 / 6, 100 * 1 / 5, 100 * 4 / 6))
+    scores = rouge(["The cat sat on the mat."], ["the cat, on a mat the"])
+    assert scores == pytest.approx((100 * 5 / 6, 100 * 1 / 5, 100 * 4 / 6))
     assert rouge(["a b", "a"], ["", "A!"]) == (50.0, 0.0, 50.0)
 
 

@@ -99,13 +99,13 @@ def cheapest(trace: Trace, cell: Cell, row: int, at: int = 0) -> float:
     if at >= size:
         return 0.0
     room = trace.budgets[row] - at - 1
-    found = []
+    seconds = []
     for drafted in range(trace.depth + 1):
         if drafted <= min(room, trace.ends[row, at]) or drafted == 0:
             spent = drafted * cell.draft + float(cell.verify_seconds(drafted + 1)) + cell.fixed
             kept = min(drafted, trace.matches[row, at])
-            found.append(spent + cheapest(trace, cell, row, at + kept + 1))
-    return min(found)
+            seconds.append(spent + cheapest(trace, cell, row, at + kept + 1))
+    return min(seconds)
 
 
 @settings(max_examples=30, deadline=None)
@@ -171,19 +171,19 @@ def test_fixed_lengths_are_those_of_replay(seed, length, cell):
 
 def test_the_best_fixed_length_is_the_best():
     trace, cell = random_trace(3, prompts=40, longest=30, depth=6), CELLS[1]
-    found = best_fixed(trace, cell, most=9)
+    best = best_fixed(trace, cell, most=9)
     means = [
         np.exp(np.log(replay(trace, f"fixed({n})", cell).speedup).mean())
         for n in range(trace.depth + 1)
     ]
-    assert found.length == np.argmax(means)
-    assert found.overall.mean == pytest.approx(max(means))
-    assert found.overall.name == f"fixed({found.length})"
-    np.testing.assert_allclose(np.exp(np.log(found.speedups).mean(1)), means)
-    assert set(found.lengths) == {"a", "b"}
-    assert found.by_family.mean >= found.overall.mean
+    assert best.length == np.argmax(means)
+    assert best.overall.mean == pytest.approx(max(means))
+    assert best.overall.name == f"fixed({best.length})"
+    np.testing.assert_allclose(np.exp(np.log(best.speedups).mean(1)), means)
+    assert set(best.lengths) == {"a", "b"}
+    assert best.by_family.mean >= best.overall.mean
     alone = trace.take(np.array(trace.families) == "a")
-    assert best_fixed(alone, cell, most=9).length == found.lengths["a"]
+    assert best_fixed(alone, cell, most=9).length == best.lengths["a"]
     with pytest.raises(SettingError, match="most"):
         best_fixed(trace, cell, most=-1)
 
@@ -214,9 +214,9 @@ def test_every_spec_of_the_grid_can_be_replayed():
 
 def test_tuned_puts_the_best_first():
     trace = random_trace(5, prompts=12, longest=20, honest=0.6)
-    found = tuned(trace, CELLS[1], paths(trace, SOME))
-    assert {bound.name for bound in found} == set(SOME)
-    assert [b.mean for b in found] == sorted((b.mean for b in found), reverse=True)
+    ranked = tuned(trace, CELLS[1], paths(trace, SOME))
+    assert {bound.name for bound in ranked} == set(SOME)
+    assert [b.mean for b in ranked] == sorted((b.mean for b in ranked), reverse=True)
 
 
 def test_clocks_of_a_controller_and_of_its_path_agree():
@@ -254,33 +254,33 @@ def test_a_trace_without_a_kept_token_has_bounds():
         matches=np.zeros_like(trace.matches),
         accept_prob=np.zeros_like(trace.accept_prob),
     )
-    found = Study(nothing, paths(nothing, ["fixed(0)", *SOME])).informed(CELLS[1])
-    assert found.stopper is None
-    assert found.best.name == "fixed(0)"
-    assert found.best.seconds == pytest.approx(oracle(nothing, CELLS[1]).seconds)
+    bound = Study(nothing, paths(nothing, ["fixed(0)", *SOME])).informed(CELLS[1])
+    assert bound.stopper is None
+    assert bound.best.name == "fixed(0)"
+    assert bound.best.seconds == pytest.approx(oracle(nothing, CELLS[1]).seconds)
 
 
 @pytest.mark.parametrize("cell", CELLS[:3])
 def test_the_informed_bound_lies_between_what_was_tried_and_the_oracle(cell):
     trace = study().trace
-    found = study().informed(cell)
-    assert found.best.mean == max(found.tried.values())
+    bound = study().informed(cell)
+    assert bound.best.mean == max(bound.tried.values())
     for spec in SOME:
         speed = np.exp(np.log(replay(trace, spec, cell).speedup).mean())
-        assert found.tried[spec] == pytest.approx(speed)
-    assert (found.best.seconds >= oracle(trace, cell).seconds - 1e-9).all()
+        assert bound.tried[spec] == pytest.approx(speed)
+    assert (bound.best.seconds >= oracle(trace, cell).seconds - 1e-9).all()
 
 
 def test_with_telling_signals_the_fitted_policy_beats_every_fixed_length():
-    found = study().informed(CELLS[1])
-    assert found.best.name not in SOME
-    assert found.best.mean > 1.02 * best_fixed(study().trace, CELLS[1]).overall.mean
+    bound = study().informed(CELLS[1])
+    assert bound.best.name not in SOME
+    assert bound.best.mean > 1.02 * best_fixed(study().trace, CELLS[1]).overall.mean
 
 
 def test_it_drafts_nothing_where_that_never_pays():
-    found = study().informed(Cell.synthetic(0.5))
-    np.testing.assert_allclose(found.best.speedup, 1.0)
-    assert found.best.path.steps.max() == 0
+    bound = study().informed(Cell.synthetic(0.5))
+    np.testing.assert_allclose(bound.best.speedup, 1.0)
+    assert bound.best.path.steps.max() == 0
 
 
 def test_decisions_do_not_depend_on_what_is_not_yet_drafted():

@@ -44,10 +44,10 @@ def test_quantiles_are_those_of_numpy():
     ranked = sorted(values.tolist())
     for q in (0, 0.05, 0.5, 0.95, 0.99, 1):
         assert quantile(ranked, q) == pytest.approx(np.quantile(values, q), abs=1e-12)
-    found = Entropies.of(torch.tensor(values))
-    assert (found.steps, found.max) == (37, values.max())
-    assert found.mean == pytest.approx(values.mean(), abs=1e-12)
-    assert found.q95 == pytest.approx(np.quantile(values, 0.95), abs=1e-12)
+    entropies = Entropies.of(torch.tensor(values))
+    assert (entropies.steps, entropies.max) == (37, values.max())
+    assert entropies.mean == pytest.approx(values.mean(), abs=1e-12)
+    assert entropies.q95 == pytest.approx(np.quantile(values, 0.95), abs=1e-12)
 
 
 def by_table() -> torch.Tensor:
@@ -71,38 +71,38 @@ def scripted(draft_table: torch.Tensor | None = None, draft_limit: int = 1 << 20
 
 def test_the_steps_are_those_of_the_decoding():
     # From 0: the distributions after 0, 1, 2; from 5: after 5, 6, 7, 0.
-    each = [Sampling(max_new_tokens=3), Sampling(max_new_tokens=4)]
-    found = easd(scripted(by_table()), [[0], [4, 5]], sampling=each, share=0.3, batch_size=1)
+    samplings = [Sampling(max_new_tokens=3), Sampling(max_new_tokens=4)]
+    result = easd(scripted(by_table()), [[0], [4, 5]], sampling=samplings, share=0.3, batch_size=1)
     known = entropies_of(by_table())
     steps = [known[i] for i in (0, 1, 2, 5, 6, 7, 0)]
     highest = sorted(steps)[-3:]
-    assert found.entropy == pytest.approx(sum(highest) / 3, abs=1e-12)
-    assert (found.top, found.prompts, found.target.steps) == (3, 2, 7)
-    assert found.target.mean == pytest.approx(sum(steps) / 7, abs=1e-12)
-    assert found.target.median == pytest.approx(sorted(steps)[3], abs=1e-12)
-    assert found.target == found.draft, "the draft is the target"
-    assert found.both == pytest.approx(sum(h > found.entropy for h in steps) / 7)
+    assert result.entropy == pytest.approx(sum(highest) / 3, abs=1e-12)
+    assert (result.top, result.prompts, result.target.steps) == (3, 2, 7)
+    assert result.target.mean == pytest.approx(sum(steps) / 7, abs=1e-12)
+    assert result.target.median == pytest.approx(sorted(steps)[3], abs=1e-12)
+    assert result.target == result.draft, "the draft is the target"
+    assert result.both == pytest.approx(sum(h > result.entropy for h in steps) / 7)
 
 
 def test_both_must_exceed_the_threshold():
     sure = torch.eye(8).roll(1, dims=1) * 20
-    found = easd(scripted(sure), [[5]], sampling=Sampling(max_new_tokens=4), share=1)
-    assert found.both == 0
-    assert found.draft is not None
-    assert found.draft.max < 1e-5
+    result = easd(scripted(sure), [[5]], sampling=Sampling(max_new_tokens=4), share=1)
+    assert result.both == 0
+    assert result.draft is not None
+    assert result.draft.max < 1e-5
     wavering = sure.clone()
     wavering[6] = 0
-    found = easd(scripted(wavering), [[5]], sampling=Sampling(max_new_tokens=4), share=1)
-    assert found.both == 0.25, "after 6 both waver, after 5 and 7 the target alone"
-    assert found.draft is not None
-    assert found.draft.max == pytest.approx(math.log(8))
+    result = easd(scripted(wavering), [[5]], sampling=Sampling(max_new_tokens=4), share=1)
+    assert result.both == 0.25, "after 6 both waver, after 5 and 7 the target alone"
+    assert result.draft is not None
+    assert result.draft.max == pytest.approx(math.log(8))
 
 
 def test_steps_beyond_the_drafts_context_are_left_out_of_its_figures():
-    found = easd(scripted(by_table(), 3), [[0], [1, 2, 3]], sampling=Sampling(max_new_tokens=4))
-    assert found.target.steps == 8
-    assert found.draft is not None
-    assert found.draft.steps == 2, "the first prompt with 1 and 2 tokens"
+    result = easd(scripted(by_table(), 3), [[0], [1, 2, 3]], sampling=Sampling(max_new_tokens=4))
+    assert result.target.steps == 8
+    assert result.draft is not None
+    assert result.draft.steps == 2, "the first prompt with 1 and 2 tokens"
     with pytest.raises(PromptError, match="no prompt fits the draft"):
         easd(scripted(by_table(), 1), [[1, 2]], sampling=Sampling(max_new_tokens=2))
 
@@ -121,22 +121,22 @@ def test_the_target_alone():
         (scripted(by_table()), True),
         (Model(ScriptedModel(by_table()), Lookup().build(None, None)), True),
     ]:
-        found = easd(model, [[0], [5]], sampling=Sampling(max_new_tokens=6), target_only=only)
-        assert found.entropy == expected.entropy
-        assert (found.draft, found.both) == (None, None)
-        rule = RULES.make(found.rule)
+        result = easd(model, [[0], [5]], sampling=Sampling(max_new_tokens=6), target_only=only)
+        assert result.entropy == expected.entropy
+        assert (result.draft, result.both) == (None, None)
+        rule = RULES.make(result.rule)
         assert (rule.overlap, rule.draft_entropy) == (0, False)
         assert (rule.signals, rule.ranks) == (frozenset(), 0), "any drafter will do"
 
 
 def test_the_spec_can_be_used():
-    found = easd(scripted(by_table()), [[0], [5]], sampling=Sampling(max_new_tokens=6))
-    rule = RULES.make(found.rule)
-    assert rule.entropy == pytest.approx(found.entropy, abs=5e-5)
+    result = easd(scripted(by_table()), [[0], [5]], sampling=Sampling(max_new_tokens=6))
+    rule = RULES.make(result.rule)
+    assert rule.entropy == pytest.approx(result.entropy, abs=5e-5)
     assert (rule.overlap, rule.draft_entropy) == (0.8, True)
-    document = found.to_json()
-    assert (document["method"], document["rule"]) == ("easd", found.rule)
-    assert document["entropy"] == found.entropy
+    document = result.to_json()
+    assert (document["method"], document["rule"]) == ("easd", result.rule)
+    assert document["entropy"] == result.entropy
     assert document["target"]["steps"] == 12
 
 
@@ -202,7 +202,7 @@ def test_real_models_against_one_pass_over_the_text(pair, monkeypatch, elements)
     model = Model(runtime, ModelDrafter(torch_rows(draft), runtime.vocab_size))
     prompts = texts(5, 1, 9, 17)
     how = [Sampling(max_new_tokens=n) for n in (7, 12, 1, 20)]
-    found = easd(model, prompts, sampling=how, share=0.2, batch_size=3)
+    result = easd(model, prompts, sampling=how, share=0.2, batch_size=3)
 
     plain = model.generate(prompts, sampling=how, plain=True)
     of_target, of_draft = [], []
@@ -211,15 +211,15 @@ def test_real_models_against_one_pass_over_the_text(pair, monkeypatch, elements)
         of_draft += forward_entropies(draft, prompt, done.tokens)
     count = math.ceil(0.2 * len(of_target))
     threshold = sum(sorted(of_target)[-count:]) / count
-    assert found.top == count
-    assert found.entropy == pytest.approx(threshold, abs=1e-10)
-    assert found.target.steps == len(of_target)
-    assert found.target.mean == pytest.approx(np.mean(of_target), abs=1e-10)
-    assert found.target.q99 == pytest.approx(np.quantile(of_target, 0.99), abs=1e-10)
-    assert found.draft is not None
-    assert found.draft.mean == pytest.approx(np.mean(of_draft), abs=1e-10)
+    assert result.top == count
+    assert result.entropy == pytest.approx(threshold, abs=1e-10)
+    assert result.target.steps == len(of_target)
+    assert result.target.mean == pytest.approx(np.mean(of_target), abs=1e-10)
+    assert result.target.q99 == pytest.approx(np.quantile(of_target, 0.99), abs=1e-10)
+    assert result.draft is not None
+    assert result.draft.mean == pytest.approx(np.mean(of_draft), abs=1e-10)
     both = [a > threshold and b > threshold for a, b in zip(of_target, of_draft, strict=True)]
-    assert found.both == pytest.approx(np.mean(both))
+    assert result.both == pytest.approx(np.mean(both))
     assert runtime.lengths == []
 
 
@@ -227,7 +227,7 @@ def test_a_full_context(pair):
     runtime = torch_rows(pair[0])
     model = Model(runtime, ModelDrafter(torch_rows(pair[1]), runtime.vocab_size))
     [prompt] = texts(LIMIT - 4)
-    found = easd(model, [prompt], sampling=Sampling(max_new_tokens=50, ignore_eos=True))
-    assert found.target.steps == 4
-    assert found.draft is not None
-    assert found.draft.steps == 4
+    result = easd(model, [prompt], sampling=Sampling(max_new_tokens=50, ignore_eos=True))
+    assert result.target.steps == 4
+    assert result.draft is not None
+    assert result.draft.steps == 4

@@ -207,8 +207,8 @@ def token(prob) -> Token:
     softmax = -np.expm1(-margin) if isinstance(prob, np.ndarray) else -math.expm1(-margin)
     which = 100 * prob
     which = which.astype(int) if isinstance(prob, np.ndarray) else int(which)
-    said = (prob, prob, surprise, surprise / -math.log(1e-9), margin, softmax, margin)
-    return Token(which, which // 3, *said)
+    signals = (prob, prob, surprise, surprise / -math.log(1e-9), margin, softmax, margin)
+    return Token(which, which // 3, *signals)
 
 
 def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> Round:
@@ -369,7 +369,7 @@ def test_numbers_and_arrays_do_the_same(spec, seed):
     rng = np.random.default_rng(seed)
     certain = np.arange(prompts) % 2 == 0
     wide = controller.begin(spread(controller.start(), prompts), certain)
-    narrow = [controller.begin(controller.start(), bool(told)) for told in certain]
+    narrow = [controller.begin(controller.start(), bool(greedy)) for greedy in certain]
     for turn in range(12):
         begin = controller.look if turn % 2 else controller.open
         opening = begin(wide, COSTS)
@@ -716,9 +716,9 @@ def slow_threshold(probs, matches):
     """transformers' choice, written out: every distinct probability as a threshold."""
     best = None
     for t in sorted(set(probs), reverse=True):
-        said = [p >= t for p in probs]
-        fp = sum(s and not m for s, m in zip(said, matches, strict=True))
-        fn = sum(m and not s for s, m in zip(said, matches, strict=True))
+        predicted = [p >= t for p in probs]
+        fp = sum(s and not m for s, m in zip(predicted, matches, strict=True))
+        fn = sum(m and not s for s, m in zip(predicted, matches, strict=True))
         cost = Fraction(fp, matches.count(False)) + 3 * Fraction(fn, matches.count(True))
         if best is None or cost < best[0]:
             best = (cost, t)

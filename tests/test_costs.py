@@ -26,8 +26,8 @@ MEASURED = Cell(0.1, ((1, 1.0), (2, 1.1), (4, 1.5)), 0.05, batch=2, context=512)
 
 
 def test_verify_is_linear_in_between_and_beyond() -> None:
-    found = [MEASURED.verify_seconds(width) for width in (1, 2, 3, 4, 6)]
-    assert found == pytest.approx([1.0, 1.1, 1.3, 1.5, 1.9])
+    seconds = [MEASURED.verify_seconds(width) for width in (1, 2, 3, 4, 6)]
+    assert seconds == pytest.approx([1.0, 1.1, 1.3, 1.5, 1.9])
     assert passes(MEASURED, 3) == pytest.approx([1.05, 1.15, 1.35, 1.55])
     assert [Cell(0.1, ((1, 2.0),)).verify_seconds(width) for width in (1, 9)] == [2.0, 2.0]
 
@@ -120,8 +120,8 @@ def test_the_nearest_cell() -> None:
     table = Costs(
         tuple(Cell(0.1, ((1, 1.0),), batch=b, context=n) for b in (1, 4, 16) for n in (128, 512))
     )
-    found = [table.at(b, n) for b, n in ((1, 128), (3, 200), (100, 5000), (2, 300))]
-    where = [(cell.batch, cell.context) for cell in found]
+    nearest = [table.at(b, n) for b, n in ((1, 128), (3, 200), (100, 5000), (2, 300))]
+    where = [(cell.batch, cell.context) for cell in nearest]
     # 2 is as far from 1 as from 4, in ratio; the first wins.
     assert where == [(1, 128), (4, 128), (16, 512), (1, 512)]
 
@@ -179,8 +179,8 @@ def test_made_up_in_one_line() -> None:
     st.lists(st.integers(0, 9), min_size=2, max_size=5, unique=True),
 )
 def test_a_line_is_found_again(start: float, slope: float, places: list[int]) -> None:
-    found = line({x: start + slope * x for x in places})
-    assert found == pytest.approx((start, slope), abs=1e-9)
+    fitted = line({x: start + slope * x for x in places})
+    assert fitted == pytest.approx((start, slope), abs=1e-9)
 
 
 @given(st.dictionaries(st.integers(0, 9), st.floats(0, 1), min_size=1))
@@ -235,10 +235,10 @@ def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_costs")
 def test_a_round_in_which_others_read_their_prompts_is_not_timed() -> None:
-    def rows(n: int, each: float) -> list[Any]:
+    def rows(n: int, per_token: float) -> list[Any]:
         def took(verify: float) -> Any:
             return SimpleNamespace(
-                drafted=n, draft_seconds=each * n, verify_seconds=verify, other_seconds=0.5
+                drafted=n, draft_seconds=per_token * n, verify_seconds=verify, other_seconds=0.5
             )
 
         # The second row's prompt is read in the 9 s of the first one's second round.
@@ -324,6 +324,6 @@ def test_an_interruption_leaves_the_model_usable(model: Model) -> None:
 
 def test_passes_are_brought_to_the_level_of_live_ones() -> None:
     turns = {1: [2.0, 4.0, 3.0], 2: [4.0], 4: [8.0], 8: [8.0]}
-    found = _as_live(turns, {1: [1.5, 1.5, 9.0], 3: [6.0]})
-    assert found == {1: [1.0, 2.0, 1.5], 2: [3.0], 4: [8.0], 8: [8.0]}
+    scaled = _as_live(turns, {1: [1.5, 1.5, 9.0], 3: [6.0]})
+    assert scaled == {1: [1.0, 2.0, 1.5], 2: [3.0], 4: [8.0], 8: [8.0]}
     assert _as_live(turns, {}) == turns

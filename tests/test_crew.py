@@ -223,10 +223,10 @@ def test_rows_that_all_rest_are_not_asked_and_told_in_sum(rows, monkeypatch):
             why = [Stop.LIMIT if on else Stop.BUDGET for on in able]
             crew.observe(
                 [
-                    Round(drafted, kept, [1.0] * kept + [0.0] * (drafted - kept), said, shown)
+                    Round(drafted, kept, [1.0] * kept + [0.0] * (drafted - kept), stop, shown)
                     if limit
-                    else Round(0, 0, (), said)
-                    for limit, said in zip(limits, why, strict=True)
+                    else Round(0, 0, (), stop)
+                    for limit, stop in zip(limits, why, strict=True)
                 ]
             )
             seen.append(limits)

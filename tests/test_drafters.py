@@ -238,8 +238,8 @@ def slowly(texts: list[list[int]], run: list[int]) -> list[tuple[int, ...]]:
 )
 def test_a_datastore_finds_every_occurrence(texts: list[list[int]], run: list[int]) -> None:
     store = Datastore.build(texts)
-    found = [store.follow(np.array([place]), 99) for place in store.find(run)]
-    assert sorted(map(tuple, found)) == slowly(texts, run)
+    continuations = [store.follow(np.array([place]), 99) for place in store.find(run)]
+    assert sorted(map(tuple, continuations)) == slowly(texts, run)
     part = texts[0][:3]
     assert len(store.find(part)) == len(slowly(texts, part)) >= 1
 

@@ -789,14 +789,14 @@ def test_events_carry_the_logprobs_of_their_pieces() -> None:
     length, rule = CONTROLLERS.make("fixed(0)"), RULES.make("standard")
     for top in (None, 2):
         made.submit(Request([0], Sampling(max_new_tokens=3), length, rule, logprobs=top))
-    told: dict[int, list[Any]] = {0: [], 1: []}
+    streamed: dict[int, list[Any]] = {0: [], 1: []}
     done: dict[int, Any] = {}
     for event in made.run():
-        told[event.request] += event.logprobs
+        streamed[event.request] += event.logprobs
         done[event.request] = event.completion or done.get(event.request)
-    assert told[0] == []
-    assert told[1] == done[1].logprobs
-    assert len(told[1]) == 3
+    assert streamed[0] == []
+    assert streamed[1] == done[1].logprobs
+    assert len(streamed[1]) == 3
     assert done[0].logprobs is None
 
 

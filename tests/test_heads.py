@@ -54,7 +54,7 @@ def held(access, tmp_path_factory):
 
 
 def some_heads(access, kind, rank=0, dtype=torch.float32, tokens=None) -> TrainedHeads:
-    said = tiny.VOCAB if tokens is None else len(tokens)
+    vocab_size = tiny.VOCAB if tokens is None else len(tokens)
 
     def noise(*shape):
         return (torch.randn(*shape) * 0.1).to(dtype)
@@ -62,7 +62,7 @@ def some_heads(access, kind, rank=0, dtype=torch.float32, tokens=None) -> Traine
     weights = {}
     for layer in (1, 2):
         if kind == "full":
-            weights[layer] = {"weight": noise(said, WIDTH), "bias": noise(said)}
+            weights[layer] = {"weight": noise(vocab_size, WIDTH), "bias": noise(vocab_size)}
         elif rank:
             weights[layer] = {"down": noise(rank, WIDTH), "up": noise(WIDTH, rank)}
         else:
@@ -77,16 +77,16 @@ def test_features_are_the_models_own_hidden_states(family, tmp_path):
     model = tiny.build(family, num_hidden_layers=4, n_layer=4)
     access = LayerAccess(model)
     ids = tiny.texts(20)[0]
-    found = collect(access, [(ids, 2)], [1, 3], tmp_path)
+    collected = collect(access, [(ids, 2)], [1, 3], tmp_path)
     with torch.no_grad():
         output = model(torch.tensor([ids]), output_hidden_states=True)
-    assert found.count == 17
+    assert collected.count == 17
     for layer in (1, 3):
         wanted = output.hidden_states[layer][0, 2:-1]
-        assert torch.allclose(found.hidden[layer].float(), wanted, rtol=1e-2, atol=1e-3)
-    assert found.top.tolist() == output.logits[0, 2:-1].argmax(-1).tolist()
+        assert torch.allclose(collected.hidden[layer].float(), wanted, rtol=1e-2, atol=1e-3)
+    assert collected.top.tolist() == output.logits[0, 2:-1].argmax(-1).tolist()
     with torch.inference_mode():
-        last = LogitLens(access).logits(4, found.last.float())
+        last = LogitLens(access).logits(4, collected.last.float())
     assert torch.allclose(last, output.logits[0, 2:-1], rtol=0.05, atol=0.1)
 
 

@@ -121,9 +121,9 @@ def test_the_second_early_exit() -> None:
     assert {(r.drafted, r.stopped_by.label) for r in rounds(0.0)} == {(3, "exhausted")}
     assert {(r.drafted, r.stopped_by.label) for r in rounds(1.0)} == {(1, "difficult")}
     assert {(r.drafted, r.stopped_by.label) for r in rounds(0.0, 9, "fixed(2)")} == {(2, "limit")}
-    some = rounds(0.3, 6)
-    assert "difficult" in {r.stopped_by.label for r in some}
-    assert len({r.drafted for r in some}) > 1
+    mixed_rounds = rounds(0.3, 6)
+    assert "difficult" in {r.stopped_by.label for r in mixed_rounds}
+    assert len({r.drafted for r in mixed_rounds}) > 1
     dropped = kangaroo(MODEL, 1.0, 3, keep=False).generate(texts(6), max_new_tokens=9)[0]
     assert (dropped.stats.drafted, dropped.stats.stopped_by["difficult"] > 5) == (0, True)
     # By hand: it went on while each token was sure.

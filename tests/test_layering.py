@@ -53,16 +53,16 @@ ALLOWED.update(signals={"errors", "types"}, costs={"errors", "checks"})
 def imported(path: Path, root: Path = ROOT) -> set[str]:
     """Parts of forerun that a file imports, wherever in the file the import stands."""
     inside = ("forerun", *path.relative_to(root).with_suffix("").parts)
-    found = set()
+    imports = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = list(inside[: len(inside) - node.level]) if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
             names = {alias.name for alias in node.names}
-            found |= {f"forerun.{n}" for n in names} if module == "forerun" else {module}
-    return {name.split(".")[1] for name in found if name.startswith("forerun.")}
+            imports |= {f"forerun.{n}" for n in names} if module == "forerun" else {module}
+    return {name.split(".")[1] for name in imports if name.startswith("forerun.")}
 
 
 def part_of(path: Path) -> str:

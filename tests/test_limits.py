@@ -75,14 +75,14 @@ def modules() -> dict[str, Path]:
 
 def imported(file: Path, known: set[str]) -> set[str]:
     """Modules among `known` that a file imports, wherever in it."""
-    found = set()
+    imports = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names & known or {node.module}
-    return found & known
+            imports |= names & known or {node.module}
+    return imports & known
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -95,16 +95,16 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
                 seen.add(following)
                 todo.append(following)
         reach[start] = seen
-    found = (frozenset(n for n in seen if start in reach[n]) for start, seen in reach.items())
-    return {part for part in found if len(part) > 1}
+    components = (frozenset(n for n in seen if start in reach[n]) for start, seen in reach.items())
+    return {part for part in components if len(part) > 1}
 
 
 def test_imports_go_in_no_circles():
     files = modules()
     graph = {name: imported(file, set(files)) - {name} for name, file in files.items()}
-    found = circles(graph)
-    assert found - CIRCLES == set()
-    assert CIRCLES - found == set(), "a circle is gone; take it from the list"
+    cycles = circles(graph)
+    assert cycles - CIRCLES == set()
+    assert CIRCLES - cycles == set(), "a circle is gone; take it from the list"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ FLAGGED = {"zoo/corpus.py"}
 
 def test_errors_of_the_library_name_arguments():
     """As `name`; the command line makes flags of them. A server's operator is at one."""
-    found = set()
+    flagged = set()
     for file in ROOT.rglob("*.py"):
         part = file.relative_to(ROOT).as_posix()
         if part.startswith(("cli/", "serve/")) or part.endswith("__main__.py"):
@@ -133,6 +133,6 @@ def test_errors_of_the_library_name_arguments():
             if isinstance(node, ast.Raise):
                 texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
                 if any(isinstance(t, str) and re.search(r"(^|\W)--[a-z]", t) for t in texts):
-                    found.add(part)
-    assert found - FLAGGED == set()
-    assert FLAGGED - found == set(), "take it from the list"
+                    flagged.add(part)
+    assert flagged - FLAGGED == set()
+    assert FLAGGED - flagged == set(), "take it from the list"

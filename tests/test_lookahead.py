@@ -67,16 +67,18 @@ class Ear(LookaheadDrafter):
 
     def __init__(self) -> None:
         super().__init__(4, 3)
-        self.told: list[tuple[list[int], list[int], list[int]]] = []
+        self.heard: list[tuple[list[int], list[int], list[int]]] = []
 
     def hear(
         self,
         texts: Sequence[Sequence[int]],
         fed: Sequence[Sequence[int]],
-        said: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
     ) -> None:
-        self.told += [(list(t), list(f), list(s)) for t, f, s in zip(texts, fed, said, strict=True)]
-        super().hear(texts, fed, said)
+        self.heard += [
+            (list(t), list(f), list(s)) for t, f, s in zip(texts, fed, answers, strict=True)
+        ]
+        super().hear(texts, fed, answers)
 
 
 @pytest.mark.parametrize("rule", ["standard", "no-bonus(ears)"])
@@ -91,11 +93,11 @@ def test_a_drafter_hears_what_the_target_says(rule: str, how: dict[str, Any]) ->
                     CONTROLLERS.make("fixed(3)"), RULES.make(rule))
         )  # fmt: skip
     done = {e.request: e.completion for e in made.run() if e.completion}
-    judged = [one for one in drafter.told if one[2]]
-    assert len(judged) < len(drafter.told), "a row that only reads is told nothing"
-    for text, fed, said in judged:
+    judged = [one for one in drafter.heard if one[2]]
+    assert len(judged) < len(drafter.heard), "a row that only reads is told nothing"
+    for text, fed, answers in judged:
         every = [script((*text, *fed[:i])) for i in range(len(fed) + 1)]
-        assert said == [int(logits.argmax()) for logits in every]
+        assert answers == [int(logits.argmax()) for logits in every]
         assert any(text == (prompts[i] + c.tokens)[: len(text)] for i, c in done.items() if c)
 
 

@@ -293,7 +293,7 @@ def truncated(logits: list[float], temperature: float, k: int) -> list[float]:
 def places(vocab: int, kind: str, greedy: bool, sure: bool, seeds=range(6)) -> list[Place]:
     """Random positions; where `sure`, one for each token the draft might be certain of."""
     scale, temperature, top_target, top_draft = KINDS[kind]
-    found = []
+    positions = []
     for seed in seeds:
         g = torch.Generator().manual_seed(1000 * seed + vocab)
         target, other = (scale * torch.randn(2, vocab, generator=g, dtype=torch.float64)).tolist()
@@ -302,11 +302,11 @@ def places(vocab: int, kind: str, greedy: bool, sure: bool, seeds=range(6)) -> l
         guess = softmax(truncated(draft, temperature, top_draft))
         if sure:
             for x in range(vocab):
-                found.append(Place(target, draft, logits, certain(x, vocab), greedy))
+                positions.append(Place(target, draft, logits, certain(x, vocab), greedy))
         else:
             guess = certain(best(draft)[0], vocab) if greedy else guess
-            found.append(Place(target, draft, logits, guess, greedy))
-    return found
+            positions.append(Place(target, draft, logits, guess, greedy))
+    return positions
 
 
 def judged(rule: PositionRule, somewhere: list[Place], sure: bool, keep: bool):
@@ -435,8 +435,8 @@ class WrongCorrection(EARS):
 )
 def test_the_comparison_catches_wrong_rules(wrong, what):
     somewhere = places(4, "warm", False, False)
-    found = mistakes(wrong(beta=0.7), ears(0.7), somewhere, False)
-    assert {name for name, error in found.items() if error > 1e-10} == {what}
+    errors = mistakes(wrong(beta=0.7), ears(0.7), somewhere, False)
+    assert {name for name, error in errors.items() if error > 1e-10} == {what}
     assert max(mistakes(EARS(beta=0.7), ears(0.7), somewhere, False).values()) < EXACT
 
 

@@ -287,13 +287,13 @@ def test_what_a_draft_costs_that_is_thrown_away():
 
 def test_a_pass_behind_a_draft_of_its_own_layers_takes_less_than_a_plain_one():
     meter, other = Meter(shares_layers=True), Meter()
-    for each in (meter, other):
+    for each_meter in (meter, other):
         for _ in range(4):
-            each.tell(Lap(1, 2, 2, 0.002, 0.0, 0.008))
+            each_meter.tell(Lap(1, 2, 2, 0.002, 0.0, 0.008))
         for _ in range(4):
-            each.tell(Lap(1, 0, 1, 0.001, 0.001, 0.0075))  # it could not say a token
+            each_meter.tell(Lap(1, 0, 1, 0.001, 0.001, 0.0075))  # it could not say a token
         for _ in range(4):
-            each.tell(Lap(1, 0, verify_seconds=0.010))
+            each_meter.tell(Lap(1, 0, verify_seconds=0.010))
     costs = meter.costs(1)
     assert costs.plain == 0.010
     assert costs.cold == -costs.draft, "never as if the step had taken less than no time"

@@ -597,8 +597,8 @@ def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_p
     model = copy.deepcopy(model)
     model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.9)
     model.save_pretrained(tmp_path)
-    found = sampling_defaults(saved_generation_config(str(tmp_path)))
-    assert (found["temperature"], found["top_p"]) == (0.7, 0.9)
+    defaults = sampling_defaults(saved_generation_config(str(tmp_path)))
+    assert (defaults["temperature"], defaults["top_p"]) == (0.7, 0.9)
     assert saved_generation_config("") is saved_generation_config(str(tmp_path / "no")) is None
 
 

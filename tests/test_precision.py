@@ -28,11 +28,11 @@ def model(noise: float) -> Model:
 
 
 def test_the_same_weights_are_the_same_everywhere() -> None:
-    found = summary(list(compare(model(0), model(0), texts(5, 9), [HOW] * 2)))
-    assert (found["texts"], found["positions"]) == (2, 24)
-    assert found["texts_differ"] == found["positions_differ"] == 0
-    assert found["moved"] == {"median": 0, "p99": 0, "largest": 0}
-    assert found["gaps_where_best_differs"] is None
+    figures = summary(list(compare(model(0), model(0), texts(5, 9), [HOW] * 2)))
+    assert (figures["texts"], figures["positions"]) == (2, 24)
+    assert figures["texts_differ"] == figures["positions_differ"] == 0
+    assert figures["moved"] == {"median": 0, "p99": 0, "largest": 0}
+    assert figures["gaps_where_best_differs"] is None
 
 
 def test_another_token_is_best_only_where_the_logits_moved_further_than_the_gap() -> None:

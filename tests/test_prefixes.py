@@ -153,11 +153,11 @@ def test_a_request_that_is_cancelled_leaves_what_it_read() -> None:
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
-    each = 8 * 112 * 2  # scripted columns: 8 bytes a token, target and draft
-    watched, prompts = Watched(budget=3 * each), texts(101, 101, 101, 101)
+    text_bytes = 8 * 112 * 2  # scripted columns: 8 bytes a token, target and draft
+    watched, prompts = Watched(budget=3 * text_bytes), texts(101, 101, 101, 101)
     for i in (0, 1, 2, 0, 3):
         watched.run([prompts[i]])
-        assert trie_bytes(watched.prefixes) == watched.prefixes.nbytes <= 3 * each
+        assert trie_bytes(watched.prefixes) == watched.prefixes.nbytes <= 3 * text_bytes
     cached = [watched.run([prompts[i]])[0].stats.cached_tokens for i in (3, 0, 2)]
     assert cached == [100, 100, 100]
     assert watched.run([prompts[1]])[0].stats.cached_tokens == 0

@@ -48,15 +48,15 @@ def naive(model, task, tokens, depth):
         known = [*task.tokens, *tokens[:p]]
         text = SimpleNamespace(context=known, prompt=len(task.tokens))
         drafter.join([known], depth)
-        run, said = [], []
+        run, signals = [], []
         for step in range(depth):
             logits = drafter.step([[*known, *run]], None).logits
             logits = sampler.shape(logits[:, None], [text], [run], step)[:, 0]
             token = logits.argmax(-1)
-            said.append(measure(logits, token, set(SIGNALS)))
+            signals.append(measure(logits, token, set(SIGNALS)))
             run.append(int(token))
         drafter.keep([])
-        yield p, run, said
+        yield p, run, signals
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.2])
@@ -70,7 +70,7 @@ def test_greedy_equals_drafting_every_run_by_itself(model, penalty):
         tokens = trace.tokens[row, :size].tolist()
         plain = model.generate(task.tokens, plain=True, sampling=task.sampling)
         assert tokens == plain.tokens
-        for p, run, said in naive(model, task, tokens, DEPTH):
+        for p, run, signals in naive(model, task, tokens, DEPTH):
             assert trace.draft_tokens[row, p].tolist() == run
             keeps = [a == b for a, b in zip(run, tokens[p:], strict=False)]
             matches = keeps.index(False) if False in keeps else len(keeps)
@@ -79,7 +79,7 @@ def test_greedy_equals_drafting_every_run_by_itself(model, penalty):
             over = [t in eos for t in run]
             assert trace.ends[row, p] == (over.index(True) + 1 if any(over) else DEPTH + 1)
             for name in SIGNALS:
-                live = [float(s[name]) for s in said]
+                live = [float(s[name]) for s in signals]
                 np.testing.assert_allclose(trace.signals[name][row, p], live, rtol=1e-3, atol=1e-5)
 
 
@@ -119,10 +119,10 @@ def sampled(sampling, prompts=100, tokens=20, rule="standard", **settings):
 
 def too_far(counts, expected):
     """Pearson's statistic beyond what 1 in 10⁶ reach (Wilson–Hilferty); rows of counts."""
-    some = expected > 0
-    assert not counts[~some].any()
-    value = ((counts - expected)[some] ** 2 / expected[some]).sum()
-    freedom = some.sum() - len(counts)
+    possible = expected > 0
+    assert not counts[~possible].any()
+    value = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - len(counts)
     return value > freedom * (1 - 2 / (9 * freedom) + 4.76 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
@@ -215,12 +215,12 @@ def test_texts_that_fill_the_context():
     work = [Task("any", "0", [1, 2, 3], Sampling(max_new_tokens=20))]
     trace = record(scripted((10, 10)), work, depth=6)
     assert (trace.sizes[0], trace.budgets[0]) == (7, 7)
-    said = trace.signals["top1"][0] > 0
+    drafted = trace.signals["top1"][0] > 0
     # After p tokens the draft's context has room for 7 - p more, and one is said of the last.
-    assert [int(row.sum()) for row in said] == [6, 6, 6, 5, 4, 3, 2]
+    assert [int(row.sum()) for row in drafted] == [6, 6, 6, 5, 4, 3, 2]
     np.testing.assert_array_equal(
-        trace.draft_tokens[0][said],
-        record(scripted(), [replace_budget(work[0], 7)], depth=6).draft_tokens[0][said],
+        trace.draft_tokens[0][drafted],
+        record(scripted(), [replace_budget(work[0], 7)], depth=6).draft_tokens[0][drafted],
     )
     with pytest.raises(PromptError, match=r"draft's context holds 9; lower max_new_tokens"):
         record(scripted((10, 9)), work)
@@ -242,9 +242,9 @@ def test_what_the_target_says():
 
 
 def test_top5_overlap():
-    told = torch.tensor([[9.0, 8, 7, 6, 5, 0, 0, 0]])
-    said = torch.tensor([[9.0, 8, 0, 0, 0, 7, 6, 5]])
-    assert float(lab._of_target(told, said)["top5_overlap"]) == 0.4
+    target_logits = torch.tensor([[9.0, 8, 7, 6, 5, 0, 0, 0]])
+    draft_logits = torch.tensor([[9.0, 8, 0, 0, 0, 7, 6, 5]])
+    assert float(lab._of_target(target_logits, draft_logits)["top5_overlap"]) == 0.4
 
 
 def test_end_of_text():
@@ -324,15 +324,15 @@ def test_identity(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (folder / f"{name}.safetensors").write_bytes(name.encode())
     runtime = SimpleNamespace(facts=Facts(1, 1, name=str(folder)))
-    found = provenance.identity(runtime)
-    assert (found["name"], found["hashed"]) == ("mine", "weights")
+    identity = provenance.identity(runtime)
+    assert (identity["name"], identity["hashed"]) == ("mine", "weights")
     (folder / "b.safetensors").write_bytes(b"c")
-    assert provenance.identity(runtime)["sha256"] != found["sha256"]
+    assert provenance.identity(runtime)["sha256"] != identity["sha256"]
     monkeypatch.setattr(provenance, "HASHED", 1)
-    found = provenance.identity(runtime)
-    assert found["hashed"] == "config and first shard"
+    identity = provenance.identity(runtime)
+    assert identity["hashed"] == "config and first shard"
     (folder / "b.safetensors").write_bytes(b"d")
-    assert provenance.identity(runtime) == found
+    assert provenance.identity(runtime) == identity
     assert provenance.identity(SimpleNamespace(facts=Facts(1, 1))) == {
         "name": "unnamed",
         "sha256": None,

@@ -101,13 +101,13 @@ def agree(model: Model, tasks: list[Task], trace: Trace, spec: str, rows: int) -
         rows = 1
     fresh = Model(model.target, model.drafter)
     fresh.eos, fresh.meter = model.eos, Meter.given(CELL)
-    found, told = replayed(trace, spec)
-    assert not found.capped.any(), "the trace is too shallow for an exact replay"
+    result, rounds = replayed(trace, spec)
+    assert not result.capped.any(), "the trace is too shallow for an exact replay"
     for i, done in enumerate(live(fresh, tasks, spec, rows)):
-        assert told[i] == [(r.drafted, r.accepted, int(r.stopped_by)) for r in done.rounds]
+        assert rounds[i] == [(r.drafted, r.accepted, int(r.stopped_by)) for r in done.rounds]
         stats = done.stats
         counts = (stats.rounds, stats.drafted, stats.accepted, stats.tokens)
-        ours = (found.rounds[i], found.drafted[i], found.accepted[i], found.committed[i])
+        ours = (result.rounds[i], result.drafted[i], result.accepted[i], result.committed[i])
         assert ours == counts
 
 
@@ -176,9 +176,9 @@ def test_auto_is_followed_at_any_costs(scripted: Any, cell: Costs) -> None:
     fresh = Model(model.target, model.drafter)
     fresh.eos, fresh.meter = model.eos, Meter.given(cell)
     tasks, trace = tasks * 3, concatenate([trace] * 3)
-    _, told = replayed(trace, "auto", cell)
+    _, rounds = replayed(trace, "auto", cell)
     done = live(fresh, tasks, "auto", rows=1)
-    assert told == [[(r.drafted, r.accepted, int(r.stopped_by)) for r in d.rounds] for d in done]
+    assert rounds == [[(r.drafted, r.accepted, int(r.stopped_by)) for r in d.rounds] for d in done]
 
 
 def test_a_prompt_does_not_depend_on_the_others(scripted: Any) -> None:
@@ -203,16 +203,16 @@ def test_seconds_are_those_of_steps_widths_and_rounds(scripted: Any) -> None:
             assert (now.steps >= now.drafted).all()
             assert (now.accepted <= now.drafted).all()
 
-        found = replay(trace, spec, CELL, watch)
-        assert found.seconds == pytest.approx(seconds)
-        assert found.steps.tolist() == steps.tolist()
+        result = replay(trace, spec, CELL, watch)
+        assert result.seconds == pytest.approx(seconds)
+        assert result.steps.tolist() == steps.tolist()
     assert (replay(trace, "cm-asd(two_pass=true)", CELL).wasted >= 0).all()
 
 
 def test_plain_decoding_has_a_speedup_of_one(scripted: Any) -> None:
-    found = replay(scripted[2], "fixed(0)", CELL)
-    assert found.speedup == pytest.approx(1.0)
-    assert found.rounds.tolist() == found.committed.tolist() == scripted[2].sizes.tolist()
+    result = replay(scripted[2], "fixed(0)", CELL)
+    assert result.speedup == pytest.approx(1.0)
+    assert result.rounds.tolist() == result.committed.tolist() == scripted[2].sizes.tolist()
 
 
 def test_dropped_and_previewed_tokens_cost_their_steps(scripted: Any) -> None:
@@ -247,17 +247,17 @@ def test_a_controller_that_is_asked_pays_for_it(scripted: Any) -> None:
 
 def test_controllers_are_given_the_costs(scripted: Any) -> None:
     Noting.seen.clear()
-    found = replay(scripted[2], Noting(3), CELL)
-    assert Noting.seen == [CELL] * found.rounds.max()
+    result = replay(scripted[2], Noting(3), CELL)
+    assert Noting.seen == [CELL] * result.rounds.max()
 
 
 def test_a_draft_that_would_go_beyond_the_trace_is_cut_and_counted(scripted: Any) -> None:
     model, tasks, deep = scripted
     shallow = recorded(model, tasks, depth=4)
-    found = replay(shallow, "fixed(9)", CELL)
-    assert found.capped.any()
+    result = replay(shallow, "fixed(9)", CELL)
+    assert result.capped.any()
     assert not replay(shallow, "fixed(4)", CELL).capped.any()
-    assert found.drafted.tolist() == replay(deep, "fixed(4)", CELL).drafted.tolist()
+    assert result.drafted.tolist() == replay(deep, "fixed(4)", CELL).drafted.tolist()
     # Cut from outside, so a full round teaches nothing.
     _, seen = replayed(shallow, "fixed(9)")
     assert {why for rounds in seen for _, _, why in rounds} <= {
@@ -312,11 +312,11 @@ def test_sampled_replay_is_distributed_as_the_live_engine() -> None:
         "gammatune(length=2,high=6)",
         "gammatune+(threshold=0.3,length=4,high=6)",
     ):
-        found, done = replay(trace, spec, CELL), live(model, again, spec, rule="standard")
+        result, done = replay(trace, spec, CELL), live(model, again, spec, rule="standard")
         for ours, theirs in (
-            (found.rounds, [c.stats.rounds for c in done]),
-            (found.drafted, [c.stats.drafted for c in done]),
-            (found.accepted, [c.stats.accepted for c in done]),
+            (result.rounds, [c.stats.rounds for c in done]),
+            (result.drafted, [c.stats.drafted for c in done]),
+            (result.accepted, [c.stats.accepted for c in done]),
         ):
             spread = np.sqrt((np.var(ours) + np.var(theirs)) / len(done))
             assert abs(np.mean(ours) - np.mean(theirs)) < 4.42 * spread
@@ -356,9 +356,9 @@ def test_a_sampled_preview_is_drawn_anew() -> None:
 
 
 def test_intervals() -> None:
-    found = geometric([1.0, 2.0, 4.0])
-    assert found["mean"] == pytest.approx(2.0)
-    assert found["low"] <= found["mean"] <= found["high"]
+    interval = geometric([1.0, 2.0, 4.0])
+    assert interval["mean"] == pytest.approx(2.0)
+    assert interval["low"] <= interval["mean"] <= interval["high"]
     total = rate([10, 30], [1.0, 1.0])
     assert (total["mean"], total["low"], total["high"], total["n"]) == (20.0, 10.0, 30.0, 2)
     with pytest.raises(SettingError, match="prompts must be at least one"):
@@ -367,15 +367,15 @@ def test_intervals() -> None:
 
 def test_summary_of_families(scripted: Any) -> None:
     _, _, trace = scripted
-    found = replay(trace, "gammatune", CELL)
-    groups = summarise(trace, found)
+    result = replay(trace, "gammatune", CELL)
+    groups = summarise(trace, result)
     assert list(groups) == ["all", "a", "b"]
     for key in ("prompts", "tokens", "rounds", "drafted", "accepted", "wasted", "seconds"):
         assert groups["all"][key] == pytest.approx(groups["a"][key] + groups["b"][key])
     a = np.array(trace.families) == "a"
-    mean = float(np.exp(np.log(found.speedup[a]).mean()))
+    mean = float(np.exp(np.log(result.speedup[a]).mean()))
     assert groups["a"]["speedup"]["mean"] == pytest.approx(mean)
-    twice = summarise(trace, found, batch=2)["all"]["tokens_per_second"]["mean"]
+    twice = summarise(trace, result, batch=2)["all"]["tokens_per_second"]["mean"]
     assert twice == pytest.approx(2 * groups["all"]["tokens_per_second"]["mean"])
 
 

@@ -494,8 +494,8 @@ def test_the_mean_drift_never_exceeds_the_budget(inner, budget, seed, spent, cer
     spent = torch.tensor([(total * max(budget, 0.1) * n, n) for total, n in spent]).double()
     target = replace(target, spent=spent)
     rules = {"budget": Budget(make(inner), budget), "inner": make(inner), "usual": make("standard")}
-    found = {name: rule.judge(draft, target, coins) for name, rule in rules.items()}
-    verdict, free, usual = found.values()
+    verdicts = {name: rule.judge(draft, target, coins) for name, rule in rules.items()}
+    verdict, free, usual = verdicts.values()
     before, made = spent.unbind(-1)
     for row in range(6):
         total = before[row].item()

@@ -219,14 +219,16 @@ def test_asks_for_what_it_reads(spec):
     rule = make(spec)
     draft, target, coins = fit(spec)
     assert rule.signals <= EVERY_SIGNAL
-    some = {k: v for k, v in draft.signals.items() if k in rule.signals}
+    declared = {k: v for k, v in draft.signals.items() if k in rule.signals}
     ranked = draft.ranked[..., : rule.ranks] if rule.ranks else None
-    bare = replace(draft, signals=some, ranked=ranked)
+    bare = replace(draft, signals=declared, ranked=ranked)
     assert_close(rule.judge(draft, target, coins), rule.judge(bare, target, coins))
     for name in rule.signals:
         with pytest.raises(KeyError):
             rule.judge(
-                replace(draft, signals={k: v for k, v in some.items() if k != name}), target, coins
+                replace(draft, signals={k: v for k, v in declared.items() if k != name}),
+                target,
+                coins,
             )
 
 
@@ -288,15 +290,15 @@ def test_rows_do_not_influence_each_other(spec, certain):
         everything = fit(spec, rows=6, certain=certain, dtype=torch.float64, seed=seed)
         verdict = make(spec).judge(*everything)
         for rows in [[row] for row in range(6)] + [[5, 1, 3]]:
-            some = make(spec).judge(*take(*everything, rows))
+            part = make(spec).judge(*take(*everything, rows))
             whole = Verdict(**{name: t[rows] for name, t in tensors(verdict).items()})
             if (
-                some.next_probs is None and whole.next_probs is not None
+                part.next_probs is None and whole.next_probs is not None
             ):  # only greedy rows are left
-                assert torch.equal(whole.next_probs.argmax(-1), some.next_token)
+                assert torch.equal(whole.next_probs.argmax(-1), part.next_token)
                 assert (whole.next_probs.amax(-1) == 1).all()
                 whole = replace(whole, next_probs=None)
-            assert_close(some, whole, atol=1e-14)
+            assert_close(part, whole, atol=1e-14)
 
 
 @pytest.mark.parametrize("spec", SPECS)

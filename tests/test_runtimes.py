@@ -305,9 +305,11 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
         tokens = full[row, :count].argmax(-1)
         assert got.tokens[row][:count] == tokens.tolist()
         assert all(got.sound[row][:count])
-        said = measure(full[row, :count], tokens, SIGNALS)
+        expected = measure(full[row, :count], tokens, SIGNALS)
         for name in SIGNALS:
-            assert got.signals[name][row][:count] == pytest.approx(said[name].tolist(), abs=1e-4)
+            assert got.signals[name][row][:count] == pytest.approx(
+                expected[name].tolist(), abs=1e-4
+            )
     assert best.lengths == logits.lengths
 
 

@@ -51,8 +51,8 @@ def test_only_what_matters_need_be_there(tmp_path):
 
 def test_exit_heads_are_beside_the_file(tmp_path):
     (tmp_path / "s.json").write_text('{"schema": 1, "exits": "heads"}')
-    found = Settings.read(tmp_path / "s.json")
-    assert found.draft == f"specbound(exits={str(tmp_path / 'heads')!r})"
+    stored = Settings.read(tmp_path / "s.json")
+    assert stored.draft == f"specbound(exits={str(tmp_path / 'heads')!r})"
 
 
 def test_exit_heads_go_into_the_drafter():

@@ -56,8 +56,8 @@ def models() -> dict[str, forerun.Model]:
 
 def prompts(count: int) -> list[str]:
     """Test prompts of all families in turn."""
-    each = [zoo.prompts(f, "test") for f in zoo.families()]
-    mixed = [p for group in zip(*each, strict=False) for p in group]
+    by_family = [zoo.prompts(f, "test") for f in zoo.families()]
+    mixed = [p for group in zip(*by_family, strict=False) for p in group]
     return [p.prompt for p in mixed[:count]]
 
 
@@ -93,19 +93,19 @@ def check_equal(
     ties = 0
     for text, how, a, b in zip(texts, hows, plain, fast, strict=True):
         if first_difference(a.tokens, b.tokens) is not None:
-            found = explain(model, model.encode(text), a.tokens, b.tokens, how)
-            assert found.near_tie, f"{spec} on {text[:40]!r}: {found.message}"
-            warnings.warn(f"{spec} on {text[:40]!r}: {found.message}", stacklevel=2)
+            difference = explain(model, model.encode(text), a.tokens, b.tokens, how)
+            assert difference.near_tie, f"{spec} on {text[:40]!r}: {difference.message}"
+            warnings.warn(f"{spec} on {text[:40]!r}: {difference.message}", stacklevel=2)
             ties += 1
     return ties
 
 
 def test_shipped_exit_heads_are_specbounds_default() -> None:
     model = forerun.load(draft="specbound", dtype="float32")
-    found = json.loads((zoo.EXITS / "exits.json").read_text())["settings"]
+    settings = json.loads((zoo.EXITS / "exits.json").read_text())["settings"]
     drafter: Any = model.drafter
     assert drafter.heads.kind == "light"
-    assert ",".join(map(str, drafter.layers)) == found["layers"]
+    assert ",".join(map(str, drafter.layers)) == settings["layers"]
     assert sum(f.stat().st_size for f in zoo.EXITS.iterdir()) < 8e6
     lens: Any = forerun.load(draft="specbound(exits='')", dtype="float32").drafter
     assert lens.heads.tokens is None

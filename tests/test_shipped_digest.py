@@ -30,10 +30,10 @@ def plain() -> list[Any]:
 
 def test_it_sums_up() -> None:
     """Twice what the first sentences score; most lines are right."""
-    found, right = [c.text for c in plain()], [p.answer for p in ITEMS[:60]]
+    summaries, right = [c.text for c in plain()], [p.answer for p in ITEMS[:60]]
     items = [Item(p.prompt, (p.answer,)) for p in ITEMS[:60]]
-    assert rouge(right, found)[0] > 90 > 2 * extracts(items)["lead-3"][0]
-    assert sum(a == b for a, b in zip(right, found, strict=True)) > 48
+    assert rouge(right, summaries)[0] > 90 > 2 * extracts(items)["lead-3"][0]
+    assert sum(a == b for a, b in zip(right, summaries, strict=True)) > 48
 
 
 @pytest.mark.parametrize("spec", ["fixed(4)", "cm-asd(two_pass=true)", "auto"])

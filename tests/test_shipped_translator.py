@@ -35,14 +35,14 @@ def sources(target: str, count: int) -> list[str]:
     the other way round.
     """
     if target == "digest":
-        found = [p.prompt for split in ("test", "val") for p in zoo.sources(split, family=target)]
-        more = [". ".join(reversed(text.removesuffix(".").split(". "))) + "." for text in found]
-        out = [*found, *more][:count]
+        texts = [p.prompt for split in ("test", "val") for p in zoo.sources(split, family=target)]
+        more = [". ".join(reversed(text.removesuffix(".").split(". "))) + "." for text in texts]
+        out = [*texts, *more][:count]
     else:
-        found = [p.prompt for split in ("test", "val") for p in zoo.sources(split)]
+        texts = [p.prompt for split in ("test", "val") for p in zoo.sources(split)]
         half = count // 2
-        pairs = [f"{a} {b}" for a, b in zip(found, [*found[100:], *found[:100]], strict=True)]
-        out = [*found[:half], *pairs[: count - half]]
+        pairs = [f"{a} {b}" for a, b in zip(texts, [*texts[100:], *texts[:100]], strict=True)]
+        out = [*texts[:half], *pairs[: count - half]]
     assert len(out) == len(set(out)) == count
     return out
 
@@ -63,10 +63,10 @@ def theirs(target: str, count: int, batch: int) -> list[list[int]]:
     return [row for done in made for row in done.tokens]
 
 
-def ties(target: str, found: list[list[int]], wanted: list[list[int]]) -> int:
+def ties(target: str, outputs: list[list[int]], wanted: list[list[int]]) -> int:
     """Fails on a difference that is no near-tie; how many near-ties there were."""
     model, number = loaded(target, "none"), 0
-    for text, a, b in zip(sources(target, len(found)), wanted, found, strict=True):
+    for text, a, b in zip(sources(target, len(outputs)), wanted, outputs, strict=True):
         if first_difference(a, b) is not None:
             why = explain(model, model.encode(text), a, b, rows=16)
             assert why.near_tie, f"{text!r}: {why.message}"
@@ -79,9 +79,9 @@ def check(target: str, count: int, batch: int, drafter: str, spec: str) -> None:
         sources(target, count), controller=spec, batch_size=batch, max_new_tokens=TOKENS
     )
     assert sum(c.stats.accepted for c in made) > 0
-    found = [c.tokens for c in made]
-    assert ties(target, found, [c.tokens for c in plain(target, count, batch)]) <= count // 100
-    assert ties(target, found, theirs(target, count, batch)) <= count // 100
+    outputs = [c.tokens for c in made]
+    assert ties(target, outputs, [c.tokens for c in plain(target, count, batch)]) <= count // 100
+    assert ties(target, outputs, theirs(target, count, batch)) <= count // 100
 
 
 @pytest.mark.parametrize("spec", SPECS)

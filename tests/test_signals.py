@@ -177,16 +177,16 @@ def test_confidence_is_the_papers_sum(name):
     given = {k: v for k, v in measured.items() if k in confidence.reads}
     scores = confidence.score(**given)
     for i, row in enumerate(logits):
-        said = reference(row, 0)
-        doubt = said["normalized_entropy"]
-        sigmoid = 1 / (1 + math.exp(-confidence.sharpness * said["logit_margin"]))
+        expected = reference(row, 0)
+        doubt = expected["normalized_entropy"]
+        sigmoid = 1 / (1 + math.exp(-confidence.sharpness * expected["logit_margin"]))
         want = (
             confidence.entropy * (doubt if confidence.literal else 1 - doubt)
             + confidence.margin * sigmoid
             + confidence.softmax
-            * said["softmax_margin"]
-            * (1 if confidence.normalized else said["top1"])
-            + confidence.variance * said["logit_variance"] / (1 + said["logit_variance"])
+            * expected["softmax_margin"]
+            * (1 if confidence.normalized else expected["top1"])
+            + confidence.variance * expected["logit_variance"] / (1 + expected["logit_variance"])
         )
         assert math.isclose(scores[i].item(), want, abs_tol=1e-12)
     assert ((scores >= 0) & (scores <= 1 + 1e-12)).all()

@@ -147,9 +147,9 @@ def test_the_audit_is_clean_beside_transformers(model: Model) -> None:
     how = [Sampling(max_new_tokens=16)] * len(ids)
     peers = transformers_peers(model)
     assert [peer.available() for peer in peers] == [None] * 3
-    found = list(audit(model, ids, how, batch_size=3, peers=peers))
-    assert {c.kind for c in found} <= {Kind.IDENTICAL, Kind.NEAR_TIE}
-    assert len(found) > 20
+    comparisons = list(audit(model, ids, how, batch_size=3, peers=peers))
+    assert {c.kind for c in comparisons} <= {Kind.IDENTICAL, Kind.NEAR_TIE}
+    assert len(comparisons) > 20
 
 
 def test_beam_search_is_a_peer(model: Model) -> None:
@@ -163,8 +163,8 @@ def test_beam_search_is_a_peer(model: Model) -> None:
 
 @pytest.mark.usefixtures("quick_costs")
 def test_calibrate_and_costs_read_sources(model: Model) -> None:
-    found = easd(model, SOURCES, sampling=Sampling(max_new_tokens=8))
-    assert found.target.steps == found.draft.steps > 0
+    calibrated = easd(model, SOURCES, sampling=Sampling(max_new_tokens=8))
+    assert calibrated.target.steps == calibrated.draft.steps > 0
     table = measuring.measure(model, batches=(1, 2), contexts=(6,), widths=(1, 3), repeats=1)
     assert [cell.batch for cell in table.cells] == [1, 2]
 

@@ -719,8 +719,8 @@ def test_loading_by_name(tmp_path: Any) -> None:
         layer: {"weight": torch.zeros(32, 32), "bias": torch.zeros(32), "scale": torch.ones(1)}
         for layer in (1, 3, 4)
     }
-    found = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
-    save_heads(LightHeads(access, weights, {"settings": found}), heads)
+    stored = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
+    save_heads(LightHeads(access, weights, {"settings": stored}), heads)
     tuned = forerun.model.load(str(tmp_path), f"specbound({named})")
     assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
     assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]

@@ -172,46 +172,46 @@ def test_fixed_costs_are_found_in_spite_of_disturbance() -> None:
     counts = [[float(made.integers(1, 4)), float(made.integers(0, 5)), 1.0] for _ in range(80)]
     seconds = [3.0 * a + 0.5 * b + 2.0 for a, b, _ in counts]
     seconds[7] += 50.0
-    found = _fit(list(zip(counts, seconds, strict=True)))
-    assert found == pytest.approx([3.0, 0.5, 2.0])
+    fitted = _fit(list(zip(counts, seconds, strict=True)))
+    assert fitted == pytest.approx([3.0, 0.5, 2.0])
     less = [value - 3.0 * (a + 1.0) for value, (a, *_) in zip(seconds, counts, strict=True)]
     assert min(_fit(list(zip(counts, less, strict=True)))) == 0.0
 
 
 def test_the_search_finds_what_a_full_search_finds(recorded: Exits) -> None:
-    found = Search(recorded, costs(), width=3)
-    best = found.run(40, seed=3)
-    assert found.score(best) == max(found.scores.values()) == found.score(found.best())
-    for change in found._around(best):
-        assert found.score(change) <= found.score(best)
-    assert found.top(3)[0] == best
-    assert len({(s.layers, s.width) for s in found.top(5)}) == 5
+    search = Search(recorded, costs(), width=3)
+    best = search.run(40, seed=3)
+    assert search.score(best) == max(search.scores.values()) == search.score(search.best())
+    for change in search._around(best):
+        assert search.score(change) <= search.score(best)
+    assert search.top(3)[0] == best
+    assert len({(s.layers, s.width) for s in search.top(5)}) == 5
     again = Search(recorded, costs(), width=3)
     assert again.run(40, seed=3) == best
-    assert again.scores == found.scores
+    assert again.scores == search.scores
 
 
 def test_no_draft_costs_what_plain_decoding_does_and_the_exit_asked(recorded: Exits) -> None:
     never = Setting((2,), 1.01, 0.0, 3)
-    found = Search(recorded, costs(exit=0.0))
-    assert found.score(never) == pytest.approx(1.0)
+    search = Search(recorded, costs(exit=0.0))
+    assert search.score(never) == pytest.approx(1.0)
     asked = Search(recorded, costs(exit=1.0))
     assert asked.score(never) < 1.0
 
 
 def test_sensitivity_changes_one_thing(recorded: Exits) -> None:
-    found = Search(recorded, costs(), width=4)
+    search = Search(recorded, costs(), width=4)
     of = Setting((2, 4), 0.3, 0.5, 2)
-    around = found.sensitivity(of)
+    around = search.sensitivity(of)
     assert list(around) == ["threshold", "anneal", "depth", "width", "layers", "bonus"]
-    assert dict(around["threshold"])[0.3] == found.score(of)
-    assert dict(around["anneal"])[0.5] == found.score(of)
-    assert dict(around["depth"])[4] == found.score(of)
-    assert dict(around["width"])[2] == found.score(of)
+    assert dict(around["threshold"])[0.3] == search.score(of)
+    assert dict(around["anneal"])[0.5] == search.score(of)
+    assert dict(around["depth"])[4] == search.score(of)
+    assert dict(around["width"])[2] == search.score(of)
     assert [v for v, _ in around["layers"]] == ["+1", "-2", "+3", "-4", "+5"]
-    assert dict(around["depth"])[1] == found.score(replace(of, layers=(1,)))
+    assert dict(around["depth"])[1] == search.score(replace(of, layers=(1,)))
     with pytest.raises(SettingError, match="no parameter 'colour'"):
-        found.changes(of, "colour")
+        search.changes(of, "colour")
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -244,10 +244,10 @@ def test_measured_and_confirmed_on_a_tiny_model() -> None:
     short = replace(SAMPLINGS[0], max_new_tokens=10)
     made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))
     assert [t.output for t in made] == [t.output for t in written(short)[:2]]
-    found = measure(model, rows, heads, EXITS, made, 4)
-    assert len(found.layer) == len(found.project) == 6
-    assert min(*found.layer[1:], *found.project[1:], found.exit, found.plain) > 0
-    search = Search(Exits(exit_rows(MODEL), heads, EXITS, made), found, 4)
+    measured = measure(model, rows, heads, EXITS, made, 4)
+    assert len(measured.layer) == len(measured.project) == 6
+    assert min(*measured.layer[1:], *measured.project[1:], measured.exit, measured.plain) > 0
+    search = Search(Exits(exit_rows(MODEL), heads, EXITS, made), measured, 4)
     settings = [Setting((1,), 0.2, 0.0, 4), Setting((5,), 0.0, 0.0, 2)]
     live_ = sweep.confirm(model, rows, heads, search, settings)
     assert {c.setting for c in live_} == set(settings)

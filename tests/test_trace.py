@@ -108,19 +108,19 @@ def test_views():
     trace = make()
     assert (trace.prompts, trace.depth) == (3, 4)
     assert trace.valid.sum(1).tolist() == [3, 1, 5]
-    said = trace.at(np.array([0, 2]), np.array([1, 4]))
-    np.testing.assert_array_equal(said.top1, trace.signals["top1"][[0, 2], [1, 4]])
-    assert said.entropy.shape == (2, 4)
+    tokens = trace.at(np.array([0, 2]), np.array([1, 4]))
+    np.testing.assert_array_equal(tokens.top1, trace.signals["top1"][[0, 2], [1, 4]])
+    assert tokens.entropy.shape == (2, 4)
 
 
 @pytest.mark.parametrize("index", [[2, 0], np.array([2, 0]), np.array([True, False, True])])
 def test_take(index):
     trace, order = make(), [2, 0] if np.asarray(index).dtype != bool else [0, 2]
-    some = trace.take(index)
-    assert some.ids == tuple(f"id-{i}" for i in order)
-    assert some.families == tuple(trace.families[i] for i in order)
-    np.testing.assert_array_equal(some.draft_tokens, trace.draft_tokens[order])
-    np.testing.assert_array_equal(some.signals["top1"], trace.signals["top1"][order])
+    taken = trace.take(index)
+    assert taken.ids == tuple(f"id-{i}" for i in order)
+    assert taken.families == tuple(trace.families[i] for i in order)
+    np.testing.assert_array_equal(taken.draft_tokens, trace.draft_tokens[order])
+    np.testing.assert_array_equal(taken.signals["top1"], trace.signals["top1"][order])
     assert trace.take([]).prompts == 0
 
 

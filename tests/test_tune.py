@@ -30,27 +30,27 @@ CELL = Cell.synthetic(10, slope=0.02)
 
 @pytest.mark.parametrize("best", [0, 1, 3, 7])
 def test_the_known_best_length_is_found(best):
-    found = tune(periodic(best), CELL, ["fixed"]).best
-    assert found.best == f"fixed(length={best})"
-    assert found.after == pytest.approx(speed(periodic(best), f"fixed({best})", CELL))
-    assert found.after >= found.before == speed(periodic(best), "fixed", CELL)
+    result = tune(periodic(best), CELL, ["fixed"]).best
+    assert result.best == f"fixed(length={best})"
+    assert result.after == pytest.approx(speed(periodic(best), f"fixed({best})", CELL))
+    assert result.after >= result.before == speed(periodic(best), "fixed", CELL)
 
 
 def test_the_length_found_is_the_best_of_all():
     trace = random_trace()
-    found = tune(trace, CELL, ["fixed"], budget=1).fixed
+    result = tune(trace, CELL, ["fixed"], budget=1).fixed
     every = [speed(trace, f"fixed({n})", CELL) for n in range(trace.depth + 1)]
-    assert CONTROLLERS.make(found.best).length == int(np.argmax(every))
-    assert found.after == max(every)
+    assert CONTROLLERS.make(result.best).length == int(np.argmax(every))
+    assert result.after == max(every)
 
 
 def test_a_threshold_that_tells_hits_from_misses_is_found():
     # A hit has a top-1 probability of 0.9 and a miss one of 0.1.
-    found = tune(random_trace(), CELL, ["gammatune+(early_stop=skip)"], budget=40).best
-    made = CONTROLLERS.make(found.best)
+    result = tune(random_trace(), CELL, ["gammatune+(early_stop=skip)"], budget=40).best
+    made = CONTROLLERS.make(result.best)
     assert 0.1 < made.threshold <= 0.9
     assert made.early_stop == "skip"
-    assert found.after > found.before > 1
+    assert result.after > result.before > 1
 
 
 def test_the_same_seed_finds_the_same():
@@ -66,35 +66,35 @@ def test_every_controller_is_searched_within_the_budget_and_never_made_worse():
     tuned = tune(trace, CELL, budget=6)
     assert [f.name for f in tuned.results] == tunable()
     assert set(CONTROLLERS.names()) - {"bounded"} == set(tunable())
-    for found in tuned.results:
-        assert found.complete
-        assert found.after >= found.before
-        assert CONTROLLERS.text(CONTROLLERS.make(found.default)) == found.default
-        assert found.after == speed(trace, found.best, CELL)
-        assert found.trials <= (trace.depth + 2 if found.name == "fixed" else 6)
-        assert (found.trials > 1) == (found.name in SPACES)
+    for result in tuned.results:
+        assert result.complete
+        assert result.after >= result.before
+        assert CONTROLLERS.text(CONTROLLERS.make(result.default)) == result.default
+        assert result.after == speed(trace, result.best, CELL)
+        assert result.trials <= (trace.depth + 2 if result.name == "fixed" else 6)
+        assert (result.trials > 1) == (result.name in SPACES)
     assert tuned.best.after == max(f.after for f in tuned.results)
 
 
 def test_what_a_spec_sets_stays():
-    found = tune(random_trace(), CELL, ["gammatune(2, eta=0.9)"], budget=20).best
-    made = CONTROLLERS.make(found.best)
+    result = tune(random_trace(), CELL, ["gammatune(2, eta=0.9)"], budget=20).best
+    made = CONTROLLERS.make(result.best)
     assert (made.length, made.eta) == (2, 0.9)
     assert made.delta != 4 or made.high != 24
 
 
 def test_settings_a_controller_refuses_are_passed_over():
     # Shortest arms above the longest one, which the spec sets, are refused.
-    found = tune(random_trace(), CELL, ["bandit(high=2)"], budget=30).best
-    assert found.refused > 0
-    assert found.trials == 30
-    assert CONTROLLERS.make(found.best).high == 2
+    result = tune(random_trace(), CELL, ["bandit(high=2)"], budget=30).best
+    assert result.refused > 0
+    assert result.trials == 30
+    assert CONTROLLERS.make(result.best).high == 2
 
 
 def test_a_controller_with_nothing_to_search_is_scored():
-    found = tune(periodic(3), CELL, ["bounded(fixed(9), high=3)"]).best
-    assert (found.trials, found.before) == (1, found.after)
-    assert found.after == speed(periodic(3), "fixed(3)", CELL)
+    result = tune(periodic(3), CELL, ["bounded(fixed(9), high=3)"]).best
+    assert (result.trials, result.before) == (1, result.after)
+    assert result.after == speed(periodic(3), "fixed(3)", CELL)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch):
         return replay(*args)
 
     monkeypatch.setattr(lab, "replay", impatient)
-    found = tune(trace, CELL, ["fixed", "gammatune", "svip"], budget=50)
-    assert not found.complete
-    assert [f.name for f in found.results] == ["fixed", "gammatune"]
-    assert found.results[0].complete
-    assert not found.results[1].complete
-    assert 1 < found.results[1].trials <= 6
-    assert found.results[1].after >= found.results[1].before
+    tuned = tune(trace, CELL, ["fixed", "gammatune", "svip"], budget=50)
+    assert not tuned.complete
+    assert [f.name for f in tuned.results] == ["fixed", "gammatune"]
+    assert tuned.results[0].complete
+    assert not tuned.results[1].complete
+    assert 1 < tuned.results[1].trials <= 6
+    assert tuned.results[1].after >= tuned.results[1].before
     with pytest.raises(KeyboardInterrupt):
         tune(trace, CELL, ["gammatune"], budget=50)
 
@@ -195,10 +195,10 @@ def test_without_optuna_the_extra_is_named(monkeypatch):
 
 def test_judging_compares_prompt_by_prompt():
     trace = random_trace(seed=1)
-    found = search(parse("fixed"), random_trace(), CELL, budget=20)
-    tuned = Tuned((found,), replace(found, best="fixed(length=1)"))
+    result = search(parse("fixed"), random_trace(), CELL, budget=20)
+    tuned = Tuned((result,), replace(result, best="fixed(length=1)"))
     (one,), fixed = judge(tuned, trace, CELL)
-    best, default = replay(trace, found.best, CELL), replay(trace, "fixed", CELL)
+    best, default = replay(trace, result.best, CELL), replay(trace, "fixed", CELL)
     short = replay(trace, "fixed(1)", CELL)
 
     def mean(ratios):

@@ -40,7 +40,7 @@ def plant(monkeypatch, near_tie: bool = False):
     """Speculative text gets a wrong third token."""
     from forerun.lab import audit as lab
 
-    own, told = lab._Auditor._decode, lab.explain
+    own, explain = lab._Auditor._decode, lab.explain
 
     def decode(self, group, *, plain=False):
         texts = own(self, group, plain=plain)
@@ -50,7 +50,7 @@ def plant(monkeypatch, near_tie: bool = False):
 
     monkeypatch.setattr(lab._Auditor, "_decode", decode)
     if near_tie:
-        monkeypatch.setattr(lab, "explain", lambda *a: replace(told(*a), near_tie=True))
+        monkeypatch.setattr(lab, "explain", lambda *a: replace(explain(*a), near_tie=True))
 
 
 def test_identical(audit):
@@ -103,13 +103,13 @@ def test_json(audit, monkeypatch, prompts):
     plant(monkeypatch)
     result = audit("--json", "--batch-size", "1", "--limit", "1")
     assert result.code == 1
-    (told,) = result.json["differences"]
-    assert (told["kind"], told["position"], told["family"], told["id"]) == (
+    (difference,) = result.json["differences"]
+    assert (difference["kind"], difference["position"], difference["family"], difference["id"]) == (
         "bug", 2, "mine", "line 1",
     )  # fmt: skip
-    assert told["margin"] > told["bound"] > 0
-    assert told["text"]["before"].startswith("Hello there")
-    assert told["outputs"][0][:2] == told["outputs"][1][:2]
+    assert difference["margin"] > difference["bound"] > 0
+    assert difference["text"]["before"].startswith("Hello there")
+    assert difference["outputs"][0][:2] == difference["outputs"][1][:2]
 
 
 def test_an_interrupt_reports_what_was_compared(audit, monkeypatch):
@@ -166,23 +166,23 @@ def test_mistakes_are_one_line(audit, argv, code, words):
 def test_another_precision(audit):
     result = audit("--precision", "bf16", "--json")
     assert (result.code, result.err) == (0, "")
-    found = json.loads(result.out)
-    assert found["texts"] == 3
-    assert found["positions"] == 8 + 3 + 8
-    assert 0 < found["moved"]["median"] < found["moved"]["largest"] < 1
-    assert found["settings"]["precision"] == "bfloat16"
+    document = json.loads(result.out)
+    assert document["texts"] == 3
+    assert document["positions"] == 8 + 3 + 8
+    assert 0 < document["moved"]["median"] < document["moved"]["largest"] < 1
+    assert document["settings"]["precision"] == "bfloat16"
     shown = audit("--precision", "bf16").out
     assert "bfloat16 against float32" in shown
-    assert f"{found['texts_differ']} of 3 texts differ" in shown
+    assert f"{document['texts_differ']} of 3 texts differ" in shown
 
 
 def test_int8_is_compared_on_openvino(audit, monkeypatch, tmp_path):
     pytest.importorskip("openvino")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     result = audit("--precision", "int8", "--runtime", "openvino(threads=1)", "--json")
-    found = json.loads(result.out)
-    assert found["settings"]["precision"] == "int8"
-    assert found["moved"]["median"] > 0
+    document = json.loads(result.out)
+    assert document["settings"]["precision"] == "int8"
+    assert document["moved"]["median"] > 0
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_summary_of_nothing():
 
 
 def test_shipped_prompts_come_in_turns_and_capped():
-    found = find_prompts("builtin:all", "val", 2, 20)
-    assert [f.family for f in found] == [*families(), *families()]
-    assert found == find_prompts("builtin", "val", 2, 20)
-    assert [f.id for f in found[:6]] == [shipped(f, "val")[0].id for f in families()]
+    requests = find_prompts("builtin:all", "val", 2, 20)
+    assert [f.family for f in requests] == [*families(), *families()]
+    assert requests == find_prompts("builtin", "val", 2, 20)
+    assert [f.id for f in requests[:6]] == [shipped(f, "val")[0].id for f in families()]
     own = {p.id: p for f in families() for p in shipped(f, "val")}
-    for f in found:
+    for f in requests:
         expected = {"max_new_tokens": min(20, own[f.id].max_new_tokens)}
         if f.family == "stories":
             expected["repetition_penalty"] = PENALTY["stories"]
@@ -243,10 +243,10 @@ def test_shipped_prompts_come_in_turns_and_capped():
 
 
 def test_shipped_prompts_without_penalties():
-    found = find_prompts("builtin", "val", penalised=False)
+    requests = find_prompts("builtin", "val", penalised=False)
     known = {p.id: p for f in families() for p in shipped(f, "val")}
-    assert {f.id for f in found} == known.keys()
-    for f in found:
+    assert {f.id for f in requests} == known.keys()
+    for f in requests:
         assert f.request.settings == {"max_new_tokens": known[f.id].max_new_tokens}
 
 
@@ -254,8 +254,8 @@ def test_limit_is_per_family_and_of_a_file(prompts):
     from collections import Counter
 
     for limit in (1, 3):
-        found = find_prompts("builtin:all", "test", limit)
-        assert Counter(f.family for f in found) == dict.fromkeys(families(), limit)
+        requests = find_prompts("builtin:all", "test", limit)
+        assert Counter(f.family for f in requests) == dict.fromkeys(families(), limit)
         assert len(find_prompts("builtin:chat", "test", limit)) == limit
         assert len(find_prompts(prompts, "test", limit)) == limit
 
@@ -263,8 +263,8 @@ def test_limit_is_per_family_and_of_a_file(prompts):
 def test_seeds_of_prompts(tmp_path):
     path = tmp_path / "seeds.jsonl"
     path.write_text('"a"\n{"prompt": "b", "seed": 1}\n"c"\n')
-    found = seeded(find_prompts(str(path)), 5)
-    assert [f.request.settings["seed"] for f in found] == [5, 1, 7]
+    requests = seeded(find_prompts(str(path)), 5)
+    assert [f.request.settings["seed"] for f in requests] == [5, 1, 7]
 
 
 def test_prompts_of_a_file(pair, prompts):

@@ -97,16 +97,16 @@ def test_conversations_in_spec_benchs_format(bench, tmp_path):
 def test_later_turns_follow_the_plain_answers(pair):
     model = forerun.load(pair.target, pair.draft, dtype="float32")
     reader, talk = Reader.of(model), Talk()
-    found = [
+    requests = [
         PromptRequest("f", "a", Request("Hello", {"max_new_tokens": 5}, later=("Good day", "Once")))
     ]
-    first = first_turns(reader, found, talk)
+    first = first_turns(reader, requests, talk)
     turns = all_turns(model, first, talk)
     assert [t.id for t in turns] == ["a", "a.2", "a.3"]
-    said = ["Hello"]
+    conversation = ["Hello"]
     for turn, text in zip(turns, ["Good day", "Once", ""], strict=True):
-        assert turn.ids == model.encode("\n".join(said))
-        said += [model.generate(turn.ids, plain=True, max_new_tokens=5).text, text]
+        assert turn.ids == model.encode("\n".join(conversation))
+        conversation += [model.generate(turn.ids, plain=True, max_new_tokens=5).text, text]
 
 
 def test_results_report_and_plots(bench, tmp_path):

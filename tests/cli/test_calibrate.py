@@ -184,11 +184,11 @@ def test_builtin_prompts_are_never_those_for_testing(forerun, monkeypatch):
 
     asked = []
 
-    def found(text, split, *rest, penalised):
+    def interrupt(text, split, *rest, penalised):
         asked.append((text, split, penalised))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prompts, "find_prompts", found)
+    monkeypatch.setattr(prompts, "find_prompts", interrupt)
     assert forerun("calibrate", "easd").code == 130
     assert asked == [("builtin:all", "val", False)]
 
@@ -206,14 +206,14 @@ LOSSY = ("--rule", "ears(beta=1.0)", "--temperature", "1", "--seed", "3", "--max
 
 def test_drift_of_a_lossy_rule(generate):
     result = generate("Hello", *LOSSY)
-    told = re.search(r"drift ([\d.]+) a token \(max ([\d.]+)\)", result.err)
-    assert told, result.err
+    match = re.search(r"drift ([\d.]+) a token \(max ([\d.]+)\)", result.err)
+    assert match, result.err
     stats = generate("Hello", *LOSSY, "--json").json["completions"][0]["stats"]
     assert 0 < stats["drift_mean"] <= stats["drift_max"] <= 1
-    assert float(told.group(1)) == pytest.approx(stats["drift_mean"], rel=0.05)
-    assert float(told.group(2)) == pytest.approx(stats["drift_max"], rel=0.05)
-    said = "lossy rule ears(beta=1.0): the text may differ from the target's own"
-    assert result.err.count(said) == 1
+    assert float(match.group(1)) == pytest.approx(stats["drift_mean"], rel=0.05)
+    assert float(match.group(2)) == pytest.approx(stats["drift_max"], rel=0.05)
+    warning = "lossy rule ears(beta=1.0): the text may differ from the target's own"
+    assert result.err.count(warning) == 1
     assert "lossy" not in result.out
 
 

@@ -108,21 +108,21 @@ def files(pair, tmp_path_factory):
     from made_traces import periodic
 
     folder = tmp_path_factory.mktemp("fuzz")
-    found = {name: folder / name.lower() for name in FILES}
-    found |= {"TARGET": Path(pair.target), "DRAFT": Path(pair.draft)}
-    found["PROMPTS"].write_text('"Hello"\n{"prompt": "Good day", "id": 3, "meta": [1]}\n')
-    found["FAMILIES"].write_text(
+    paths = {name: folder / name.lower() for name in FILES}
+    paths |= {"TARGET": Path(pair.target), "DRAFT": Path(pair.draft)}
+    paths["PROMPTS"].write_text('"Hello"\n{"prompt": "Good day", "id": 3, "meta": [1]}\n')
+    paths["FAMILIES"].write_text(
         "".join(json.dumps({"tokens": [i + 5], "family": "ab"[i % 2]}) + "\n" for i in range(4))
     )
-    found["BAD"].write_text('"fine"\n{"prompt": ""}\n')
-    found["EMPTY"].write_text("")
-    found["BINARY"].write_bytes(bytes(range(256)))
-    found["FOLDER"].mkdir()
-    found["NOFOLDER"] = folder / "none" / "file"
-    periodic(2).write(found["TRACE"])
-    Costs((Cell.synthetic(8),)).write(found["COSTS"])
-    found["SETTINGS"].write_text('{"schema": 1, "controller": "fixed(2)"}')
-    return found
+    paths["BAD"].write_text('"fine"\n{"prompt": ""}\n')
+    paths["EMPTY"].write_text("")
+    paths["BINARY"].write_bytes(bytes(range(256)))
+    paths["FOLDER"].mkdir()
+    paths["NOFOLDER"] = folder / "none" / "file"
+    periodic(2).write(paths["TRACE"])
+    Costs((Cell.synthetic(8),)).write(paths["COSTS"])
+    paths["SETTINGS"].write_text('{"schema": 1, "controller": "fixed(2)"}')
+    return paths
 
 
 SMALL = {

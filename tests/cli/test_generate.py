@@ -80,12 +80,12 @@ def test_seed_repeats(generate):
 def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
     from forerun.cli.shared import compare
 
-    found = compare.Difference(0, 4, near_tie, "differs from output token 4 on: because")
+    difference = compare.Difference(0, 4, near_tie, "differs from output token 4 on: because")
     real = compare.compare
 
     def differing(*args, **kwargs):
         done = real(*args, **kwargs)
-        return compare.replace(done, identical=False, differences=[found])
+        return compare.replace(done, identical=False, differences=[difference])
 
     monkeypatch.setattr(compare, "compare", differing)
     result = generate("Hello", "--max-new-tokens", "4", "--compare")
@@ -103,17 +103,17 @@ def test_audit_is_asked(pair):
 
     job = Plan(pair.target, "none", "fixed", "standard", device="cpu").load()
     row = Row("ab", [3, 4], Sampling())
-    [told] = _differences(job, [row], [[1, 2, 3]], [[1, 2, 200]])
-    assert told.position == 2
-    assert told.near_tie is False
+    [difference] = _differences(job, [row], [[1, 2, 3]], [[1, 2, 200]])
+    assert difference.position == 2
+    assert difference.near_tie is False
     biased = Row("ab", [3, 4], Sampling(presence_penalty=1))
-    [told] = _differences(job, [biased], [[1, 2, 3]], [[1, 2, 200]])
-    assert (told.position, told.near_tie) == (2, False)
+    [difference] = _differences(job, [biased], [[1, 2, 3]], [[1, 2, 200]])
+    assert (difference.position, difference.near_tie) == (2, False)
     # Far apart by the raw logits, tied with the bias: the request's own settings are judged.
     logits = audit._logits(job.model.target, [3, 4, 1, 2], 1, 1)
     tie = Sampling(logit_bias={3: 100 - float(logits[3]), 200: 100 - float(logits[200])})
-    [told] = _differences(job, [Row("ab", [3, 4], tie)], [[1, 2, 3]], [[1, 2, 200]])
-    assert told.near_tie is True
+    [difference] = _differences(job, [Row("ab", [3, 4], tie)], [[1, 2, 3]], [[1, 2, 200]])
+    assert difference.near_tie is True
 
 
 def test_rounds(generate):
@@ -547,10 +547,10 @@ def test_log_probabilities_on_request(generate):
     done = generate("Hello", "--max-new-tokens", "3", "--logprobs", "2", "--json").json
     [completion] = done["completions"]
     assert len(completion["logprobs"]) == len(completion["tokens"]) == 3
-    for token, said in zip(completion["tokens"], completion["logprobs"], strict=True):
-        best = said["top"][0]  # greedy: the token is the likeliest
-        assert (best["token"], best["logprob"]) == (token, said["logprob"])
-        assert sum(math.exp(entry["logprob"]) for entry in said["top"]) <= 1 + 1e-6
+    for token, logprobs in zip(completion["tokens"], completion["logprobs"], strict=True):
+        best = logprobs["top"][0]  # greedy: the token is the likeliest
+        assert (best["token"], best["logprob"]) == (token, logprobs["logprob"])
+        assert sum(math.exp(entry["logprob"]) for entry in logprobs["top"]) <= 1 + 1e-6
     assert (
         "logprobs"
         not in generate("Hello", "--max-new-tokens", "3", "--json").json["completions"][0]

@@ -83,11 +83,11 @@ def test_broken_pipe_is_silent():
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
-    said = process.stderr.read().decode()
+    errors = process.stderr.read().decode()
     process.stderr.close()
     assert process.wait() != 0
-    assert "Traceback" not in said
-    assert "error" not in said.lower()
+    assert "Traceback" not in errors
+    assert "error" not in errors.lower()
 
 
 def test_interrupt_ends_without_a_traceback():
@@ -117,13 +117,13 @@ def test_a_signal_loses_no_line(pair, tmp_path, number):
     )  # fmt: skip
     first = process.stdout.readline()
     process.send_signal(number)
-    rest, said = process.stdout.read(), process.stderr.read()
+    rest, errors = process.stdout.read(), process.stderr.read()
     assert process.wait() == 128 + number
     process.stdout.close()
     process.stderr.close()
     done = [json.loads(line)["index"] for line in [first, *rest.splitlines()]]
     assert sorted(done) == list(range(len(done)))
-    assert said == f"interrupted; {len(done):,} of 10,000 prompts are complete\n"
+    assert errors == f"interrupted; {len(done):,} of 10,000 prompts are complete\n"
 
 
 SIGNAL = """

@@ -88,13 +88,13 @@ def test_document(replay, trace):
     names = [one["controller"] for one in document["controllers"]]
     assert names == ["fixed(length=3)", "gammatune"]
     for name, one in zip(names, document["controllers"], strict=True):
-        found = replayed(Trace.read(trace), name, Cell.synthetic(10, 0.02))
+        expected = replayed(Trace.read(trace), name, Cell.synthetic(10, 0.02))
         everything = one["families"]["all"]
-        assert everything["rounds"] == found.rounds.sum()
-        assert everything["wasted"] == found.wasted.sum()
+        assert everything["rounds"] == expected.rounds.sum()
+        assert everything["wasted"] == expected.wasted.sum()
         assert everything["speedup"]["n"] == 6
         rate = everything["tokens_per_second"]
-        assert rate["mean"] == pytest.approx(120 / found.seconds.sum())
+        assert rate["mean"] == pytest.approx(120 / expected.seconds.sum())
         assert list(one["families"]) == ["all", "easy", "hard"]
 
 
@@ -161,10 +161,10 @@ def test_costs_of_a_file(replay, tmp_path):
 def test_whole_batches(replay, tmp_path):
     """Rows wait for the longest draft among them, which `fixed` and `svip` do not weigh."""
     argv = (*COSTS, "--controller", "fixed(3)", "--controller", "svip", "--batch", "3")
-    found = replay(*argv, "--json").json
-    assert found["batch"] == 3
+    document = replay(*argv, "--json").json
+    assert document["batch"] == 3
     trace, cell = made(), Cell.synthetic(10, 0.02)
-    for one in found["controllers"]:
+    for one in document["controllers"]:
         total, alone = one["families"]["all"], replayed(trace, one["controller"], cell)
         assert total["drafted"] == alone.drafted.sum()
         assert alone.seconds.sum() / 3 < total["seconds"] < alone.seconds.sum()

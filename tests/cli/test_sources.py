@@ -73,8 +73,8 @@ def test_record_replay_and_tune(forerun, trace, tmp_path):
     costs = ["--costs", "c=4,slope=0.1"]
     done = forerun("replay", trace, *costs, "--controller", "fixed(2)", "--json")
     assert done.code == 0, done.err
-    found = forerun("tune", trace, *costs, "--budget", "4", "-o", str(tmp_path / "best.json"))
-    assert found.code == 0, found.err
+    tuned = forerun("tune", trace, *costs, "--budget", "4", "-o", str(tmp_path / "best.json"))
+    assert tuned.code == 0, tuned.err
 
 
 @pytest.mark.usefixtures("quick_costs")
@@ -82,8 +82,8 @@ def test_audit_calibrate_and_costs(forerun, models, prompts):
     done = forerun("audit", *models, "--prompts", prompts, "--max-new-tokens", "8",
                    "--batch-size", "2", "--json")  # fmt: skip
     assert done.code == 0, done.err
-    found = forerun("calibrate", "easd", *models, "--data", prompts, "--max-new-tokens", "6")
-    assert found.code == 0, found.err
+    calibrated = forerun("calibrate", "easd", *models, "--data", prompts, "--max-new-tokens", "6")
+    assert calibrated.code == 0, calibrated.err
     took = forerun("costs", *models, "--context", "6", "--batch", "1", "--repeats", "1", "--json")
     assert took.code == 0, took.err
 

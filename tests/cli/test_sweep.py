@@ -74,9 +74,9 @@ def test_kept_beside_the_heads(run, prompts, pair, tmp_path):
     heads = save_heads(some_heads(access, "light"), tmp_path / "heads")
     code, _, err = run("--prompts", prompts, "--exits", str(heads), "--keep", "--json")
     assert (code, err) == (0, "")
-    found = json.loads((heads / "exits.json").read_text())
+    document = json.loads((heads / "exits.json").read_text())
     assert load(pair.target, f"specbound(exits='{heads}')").drafter.layers == tuple(
-        map(int, found["settings"]["layers"].split(","))
+        map(int, document["settings"]["layers"].split(","))
     )
     saved = tmp_path / "elsewhere" / "settings.json"
     saved.parent.mkdir()
@@ -151,11 +151,11 @@ def test_shipped_prompts_are_the_validation_ones(run, monkeypatch):
 
     asked = []
 
-    def found(*args):
+    def interrupt(*args):
         asked.append(args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prompts, "find_prompts", found)
+    monkeypatch.setattr(prompts, "find_prompts", interrupt)
     for argv in ((), ("--prompts", "file"), ("--prompts", "file", "--limit", "7")):
         assert run(*argv, target=False)[0] == 130
     assert asked == [

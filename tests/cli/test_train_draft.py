@@ -210,13 +210,13 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     for _ in trainer.train(texts):
         if trainer.step == 3:
             break
-    said, taught = trainer._both(texts)
-    assert said.shape == taught.shape == (3 + 2, model.target.vocab_size)
+    student_logits, taught = trainer._both(texts)
+    assert student_logits.shape == taught.shape == (3 + 2, model.target.vocab_size)
     assert not any(p.requires_grad for p in model.target.executor.module().parameters())
     assert len(trainer._known) == 2  # what the target said is kept
     trainer._known.clear()
     trainer._room = 0
-    for kept, anew in zip((said, taught), trainer._both(texts), strict=True):
+    for kept, anew in zip((student_logits, taught), trainer._both(texts), strict=True):
         torch.testing.assert_close(kept, anew, atol=1e-5, rtol=1e-5)
     assert not trainer._known
     executor = AdapterExecutor(model.target.executor.module(), trainer.adapter)
@@ -225,7 +225,7 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     drafter.rows.read(contexts)
     with torch.inference_mode():
         logits = drafter.step(contexts, None).logits
-    torch.testing.assert_close(logits, said[[1, 3]].detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, student_logits[[1, 3]].detach(), atol=1e-4, rtol=1e-4)
     plain = model.target.executor.module()(torch.tensor([texts[0][0]])).logits[0, 1:4]
     torch.testing.assert_close(taught[:3], plain.log_softmax(-1).detach(), atol=1e-4, rtol=1e-4)
 

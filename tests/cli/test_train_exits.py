@@ -141,12 +141,14 @@ def test_prompts_of_the_shipped_models_training():
         sentences=["The goats are eating the green grass on the mountain."],
     )
     round_of = 2 + len(Recipe().task_weights)
-    some = list(islice(_zoo_prompts(pool, 3), 3 * round_of))
-    assert [r.where for r in some[:round_of]] == [r.where for r in some[round_of : 2 * round_of]]
-    assert {r.where.removeprefix("a prompt of ") for r in some} == set(zoo.families())
-    assert all(1 <= r.settings["max_new_tokens"] <= 96 for r in some)
-    assert some == list(islice(_zoo_prompts(pool, 3), 3 * round_of))
-    assert some != list(islice(_zoo_prompts(pool, 4), 3 * round_of))
+    requests = list(islice(_zoo_prompts(pool, 3), 3 * round_of))
+    assert [r.where for r in requests[:round_of]] == [
+        r.where for r in requests[round_of : 2 * round_of]
+    ]
+    assert {r.where.removeprefix("a prompt of ") for r in requests} == set(zoo.families())
+    assert all(1 <= r.settings["max_new_tokens"] <= 96 for r in requests)
+    assert requests == list(islice(_zoo_prompts(pool, 3), 3 * round_of))
+    assert requests != list(islice(_zoo_prompts(pool, 4), 3 * round_of))
 
 
 def test_held_out_documents():

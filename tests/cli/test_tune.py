@@ -48,9 +48,9 @@ def test_summary(tune):
 
 
 def test_json(tune):
-    found = tune("--controller", "fixed", "--json").json
+    document = tune("--controller", "fixed", "--json").json
     cell = Cell.synthetic(10, slope=0.02)
-    (one,) = found["controllers"]
+    (one,) = document["controllers"]
     assert (one["name"], one["best"], one["complete"]) == ("fixed", "fixed(length=4)", True)
     ours = speed(periodic(4), "fixed(4)", cell)
     assert one["test"]["tuned"]["mean"] == pytest.approx(ours)
@@ -58,13 +58,13 @@ def test_json(tune):
     default = speed(periodic(4), "fixed", cell)
     assert one["families"]["b"]["gain"]["mean"] == pytest.approx(ours / default)
     assert one["test"]["over_fixed"]["mean"] == pytest.approx(1)
-    assert found["best_fixed"]["overall"]["mean"] == pytest.approx(ours)
-    assert found["split"] == {
+    assert document["best_fixed"]["overall"]["mean"] == pytest.approx(ours)
+    assert document["split"] == {
         "how": "every other prompt of each family", "searched": 4, "judged": 4,
     }  # fmt: skip
-    assert found["settings"]["controller"] == "fixed(length=4)"
-    assert found["recommended"] == {"spec": "fixed(length=4)", "reason": None}
-    assert tune("--controller", "fixed", "--json").json == found
+    assert document["settings"]["controller"] == "fixed(length=4)"
+    assert document["recommended"] == {"spec": "fixed(length=4)", "reason": None}
+    assert tune("--controller", "fixed", "--json").json == document
 
 
 def test_the_settings_it_saves_run(tune, generate, tmp_path):
@@ -168,9 +168,9 @@ def test_the_defaults_themselves_are_said(tune):
 def test_another_trace_judges(tune, trace, tmp_path):
     other = str(tmp_path / "other.parquet")
     random_trace(prompts=6).write(other)
-    found = tune("--controller", "fixed", "--test", other, "--json").json
-    assert found["split"] == {"how": "another trace", "searched": 8, "judged": 6}
-    assert found["controllers"][0]["test"]["tuned"]["mean"] == pytest.approx(
+    document = tune("--controller", "fixed", "--test", other, "--json").json
+    assert document["split"] == {"how": "another trace", "searched": 8, "judged": 6}
+    assert document["controllers"][0]["test"]["tuned"]["mean"] == pytest.approx(
         speed(random_trace(prompts=6), "fixed(4)", Cell.synthetic(10, slope=0.02))
     )
     result = tune("--controller", "fixed", "--test", trace)
@@ -187,17 +187,17 @@ def test_a_file_of_costs_has_batch_sizes(tune, tmp_path):
     path, out = str(tmp_path / "costs.json"), str(tmp_path / "vllm.json")
     Costs(tuple(cells)).write(path)
     given = ("--controller", "fixed", "--json", "--export", f"vllm:{out}")
-    found = tune(*given, costs=path).json
-    assert (found["costs"]["batch"], found["costs"]["context"]) == (1, 64)
+    report = tune(*given, costs=path).json
+    assert (report["costs"]["batch"], report["costs"]["context"]) == (1, 64)
     document = json.loads((tmp_path / "vllm.json").read_text())
     assert document["speculative_config"]["num_speculative_tokens_per_batch_size"] == [
         [1, 4, 4],
         [5, 16, 0],
     ]
-    assert found["exports"]["vllm"]["like"] == [f"fixed(length={n})" for n in (4, 4, 0)]
-    found = tune("--controller", "fixed", "--json", "--batch", "9", "--context", "300", costs=path)
-    assert (found.json["costs"]["batch"], found.json["costs"]["context"]) == (16, 512)
-    assert found.json["settings"]["controller"] == "fixed(length=0)"
+    assert report["exports"]["vllm"]["like"] == [f"fixed(length={n})" for n in (4, 4, 0)]
+    result = tune("--controller", "fixed", "--json", "--batch", "9", "--context", "300", costs=path)
+    assert (result.json["costs"]["batch"], result.json["costs"]["context"]) == (16, 512)
+    assert result.json["settings"]["controller"] == "fixed(length=0)"
 
 
 def test_exports_say_what_they_cannot(tune, tmp_path):
