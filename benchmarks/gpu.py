@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -32,25 +31,21 @@ CONTEXT = 256
 REPEATS = 9
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of a Llama; a hidden size 4 or 16 times the small model's keeps its numbers exact."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    pairs: int
-
-
-SHAPES = {
-    "14B": Shape(5120, 40, 17408, 80, 16),  # Qwen3-14B, in heads of 64
-    "0.6B": Shape(1024, 28, 3072, 32, 16),  # Qwen3-0.6B
-}
+SHAPES = {  # a hidden size 4 or 16 times the small model's keeps its numbers exact
+    "14B": {  # Qwen3-14B, in heads of 64
+        "hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17408,
+        "num_attention_heads": 80, "num_key_value_heads": 16,
+    },
+    "0.6B": {  # Qwen3-0.6B
+        "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072,
+        "num_attention_heads": 32, "num_key_value_heads": 16,
+    },
+}  # fmt: skip
+"""Fields of a Llama's configuration."""
 
 
 @torch.no_grad()
-def enlarged(small: Any, shape: Shape) -> Any:
+def enlarged(small: Any, shape: dict[str, int]) -> Any:
     """A model of another shape on the device and in the dtype of a small one, with its function.
 
     What is added reads the text and writes nothing; norms divide by more numbers and multiply by
@@ -60,22 +55,20 @@ def enlarged(small: Any, shape: Shape) -> Any:
 
     old = small.config
     config = copy.deepcopy(old)
-    config.hidden_size, config.intermediate_size = shape.hidden, shape.intermediate
-    config.num_hidden_layers, config.num_key_value_heads = shape.layers, shape.pairs
-    config.num_attention_heads = shape.heads
+    config.update(shape)
     config.layer_types = None
-    config.rms_norm_eps = old.rms_norm_eps * old.hidden_size / shape.hidden
+    config.rms_norm_eps = old.rms_norm_eps * old.hidden_size / config.hidden_size
     with small.device:
         large = AutoModelForCausalLM.from_config(config, dtype=small.dtype).eval()
     width, head, units = old.hidden_size, old.head_dim, old.intermediate_size
     per_pair = old.num_attention_heads // old.num_key_value_heads
     queries = [
-        i // per_pair * (shape.heads // shape.pairs) + i % per_pair
+        i // per_pair * (config.num_attention_heads // config.num_key_value_heads) + i % per_pair
         for i in range(old.num_attention_heads)
     ]
     spans = torch.cat([torch.arange(q * head, (q + 1) * head) for q in queries]).to(small.device)
     pairs = old.num_key_value_heads * head
-    shrunk = (old.hidden_size / shape.hidden) ** 0.5
+    shrunk = (old.hidden_size / config.hidden_size) ** 0.5
 
     def norm(new: Any, weight: torch.Tensor) -> None:
         new.weight.fill_(1.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from benchmarks.common import Task, geometric, recorded
-from benchmarks.gpu import Shape, enlarged
+from benchmarks.gpu import enlarged
 from benchmarks.quality import coins
 from benchmarks.rouge import rouge
 from benchmarks.rsd import Scorer, answers, verdict
@@ -146,7 +146,8 @@ def test_an_enlarged_model_computes_what_the_small_one_does() -> None:
     )
     torch.manual_seed(0)
     small = hf.LlamaForCausalLM(config).eval()
-    large = enlarged(small, Shape(128, 3, 64, 12, 4))
+    more = {"hidden_size": 128, "num_attention_heads": 12, "num_key_value_heads": 4}
+    large = enlarged(small, {**more, "intermediate_size": 64, "num_hidden_layers": 3})
     ids = torch.randint(97, (1, 11))
     with torch.no_grad():
         wanted, got = small(ids).logits, large(ids).logits
