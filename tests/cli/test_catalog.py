@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.resources import files
 
 import pytest
 
@@ -11,6 +12,8 @@ from forerun import __version__
 from forerun.cli.info import card_lines
 from forerun.cli.shared.catalog import KINDS, cards
 from forerun.zoo.__main__ import app as recipe
+
+METHODS = files("forerun") / "methods"
 
 
 def test_version_and_help(forerun):
@@ -55,6 +58,17 @@ def test_every_card_is_complete(forerun, card):
     else:
         assert cited.out == ""
         assert "no paper" in cited.err
+
+
+@pytest.mark.parametrize("kind", ["controllers", "rules"])
+def test_methods_are_described_in_files_and_not_in_docstrings(kind):
+    prose = {path.name[:-3]: path.read_text("utf-8") for path in (METHODS / kind).iterdir()}
+    parts = {c.name: c for c in cards(kind) if c.cls.__module__.startswith("forerun.")}
+    assert set(prose) == set(parts)
+    for name, card in parts.items():
+        assert prose[name].startswith("*Helps*"), name
+        assert prose[name].rstrip() in card.doc, name
+        assert "*Helps*" not in card.cls.__doc__, name
 
 
 def test_unknown_names_are_told_once(forerun):

@@ -26,16 +26,6 @@ class AdaEDLState(NamedTuple):
 class AdaEDL(Threshold):
     """Stop when a lower bound on the probability of acceptance falls below a moving threshold.
 
-    *Helps* as `svip` does, and besides corrects a threshold that does not suit the pair of
-    models. *Hurts* with a drafter that is sure and wrong, and in short answers: λ moves by at
-    most `(1 − β₂)·ε`, 0.001 by default, a round, so its start matters for hundreds of rounds.
-    Drafters without probabilities (lookup) are never stopped.
-
-    Rule: stop when `1 − √(γ·H) < λ`, with H the entropy of the draft distribution in nats. After
-    a round with `n` of `d` drafted tokens accepted: `AR ← β₁·AR + (1 − β₁)·n/d`; `λ' = λ + ε` if
-    `AR < α`, else `λ − ε` if `n ≠ L`, else `λ`; `λ ← β₂·λ + (1 − β₂)·λ'`. A low rate stops
-    drafts sooner; a high one lets them run on, unless they reach L already.
-
     Args:
         threshold: λ of the first round, a probability in [0, 1]. The paper tries 0.3 to 0.9 and
             settles on none; 0.6, in the middle, is ours.
@@ -48,11 +38,6 @@ class AdaEDL(Threshold):
         keep: whether the token at which the draft stopped stays in it. The paper asks before the
             token is drafted, which is `keep=False`; but a round may then draft nothing, `n/d` has
             no value and a λ that is too high never falls. So the default True is ours.
-
-    Deviations: the paper gives AR no start; here it is α. λ is kept in [0, 1], or it would run
-    away where no threshold brings the wanted rate. H is taken at temperature 1 whatever the
-    request samples at. Rounds without a draft, and drafts cut short from outside with everything
-    accepted, change nothing.
 
     Reference: Agrawal et al. 2024, §3 and Algorithm 1; α, β₁, β₂ and ε, and the form of the
     update, are those of Draft & Verify (Zhang et al. 2023).

@@ -115,62 +115,6 @@ _NO_TABLE = Table(0.0, 0.0)
 class Auto(LengthController):
     """Draft another token while it is expected to commit more than its time does elsewhere.
 
-    *Helps* everywhere without tuning: there is no length, threshold or rate to choose. How likely
-    tokens are to be kept is read off the drafter's confidence and corrected by what is kept; what
-    they cost is measured. Where speculation does not pay it decodes plainly and tries again now and
-    then. *Hurts* a little in the first rounds, before anything was timed, and while a request is
-    unlike what the starting values expect, as sampled ones of a weak draft are (a fixed length that
-    fits was up to 1 % ahead there). What it drafts depends on the costs measured, and on earlier
-    requests, unless `cost` is given.
-
-    Rule: drafting is a renewal process, so the most tokens per second come from drafting on
-    exactly while `S_i·ŝ_{i+1} > λ·(d + v·V)`, with `S_i` the probability that the i tokens drafted
-    so far are all kept, `ŝ_{i+1}` that the next one is, λ the tokens per second of the best
-    policy, d the seconds of a draft step and V those of a target pass that judges one token. A
-    round starts with a draft while λ is at least the rate of plain decoding.
-
-    - `S_i = (1 − u)·Π_j σ(b + a·z_j + t_j)`: `z` is linear in the logit margin (certain drafts) or
-      in the probability of the drafted token (by coins), fitted once to many texts. `(b, a)`, from
-      (0, 1), follow the request's judged tokens by one Newton step of ridge logistic regression a
-      round. `t` is what a table has learned so, in this request and those before, of the drafted
-      token and of its pair with the one before it: a draft errs at some tokens more often than its
-      confidence says (`auto_table`).
-    - `ŝ_{i+1} = σ(z' + b')`: z' is linear in the newest margin and the mean margin of the round,
-      fitted likewise, with a constant for the first token; b' follows the request. u is the
-      probability that the draft is of no use at all, by the likelihood of what was kept. A request
-      that found it of no use makes the next one a little less hopeful, several make it rest.
-    - A draft that says nothing of its tokens (lookup) is as long as the best fixed length, by how
-      many first tokens of a round, and how many further ones, were kept.
-    - Of a request alone `v·V` is what the token really adds. Where a pass takes as long for eight
-      tokens as for five (`Costs.levels`), the fifth pays for the others, and is weighed with as
-      many of them as is best: `max_k Σ_{j≤k} S_i·ŝ^j − λ·(k·d + v_k·V)`.
-    - λ is tokens over seconds of the request's rounds, fading, added to some rounds of the best
-      fixed length for the expected acceptance (so it needs no start), and at least the plain rate.
-      A draft that was judged with the prompt is left out: no later round can have it so cheaply.
-      The seconds are those the costs say. A drafter reads the prompts of requests that come, too;
-      where that was timed, a plain token is so much cheaper than one with a draft.
-    - Rejections, and only they, end what a round can teach; rounds cut short from outside teach
-      nothing. A token that the drafter could not say (`Stop.DIFFICULT`) counts as one that was
-      rejected before anything was shown of it, and its step as one of the round. Where the drafter
-      foresees most of what is not kept, a fixed length wastes no steps behind it.
-    - A draft that no coins decide, of a request alone, may be looked at and thrown away. Of
-      the tokens drafted, `argmax_i Σ_{j≤i} S_j − λ·(V_i − V_0)` are judged, with V_i the seconds of
-      a pass that judges i; where that is none, the round is plain and has cost a draft step or two.
-      They are drafted on while the best that can be hoped for is above what is already there.
-    - The pass that reads a prompt is wide anyway: a token judged by it costs what any token of a
-      prompt does, so a first round drafts on while `S_i·ŝ_{i+1} > λ·(d + that)`.
-    - Requests that decode plainly probe after 8 rounds, times what a useless probe costs in plain
-      rounds: a draft step, and the pass that judges it where it cannot be thrown away. Each that
-      keeps nothing makes the next wait twice as long, up to 256, which is also where a request
-      starts whose draft would not pay even if it were always kept. Of rows together the waits are
-      as many times longer, and a probe that did not pay doubles them. From 128 on a probe is
-      judged, whatever it looks like. A request alone, or beside one other, begins with a probe, and
-      its waits at an eighth of the last one's; after two that had no four tokens kept, later ones
-      begin with a rest, as a draft must read the prompt first.
-    - Requests that share a pass draft and rest as one. A draft step takes its time however many
-      rows it serves, and the pass is as wide as the longest draft, so all draft on while
-      `Σ S_i·ŝ_{i+1}` over those still drafting is above `Σ λ·(d + v·V)` over all.
-
     Args:
         cost: c, one target pass over one draft step, > 0, or none to go by what is measured (the
             default). Given, nothing is carried from one request to the next and each decides for
@@ -178,13 +122,6 @@ class Auto(LengthController):
         slope: v, what each further token to judge adds to a target pass, in target passes, ≥ 0, or
             none to go by what is measured (0.02 if `cost` is given).
         high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
-
-    Deviations: the rule is the best one if survival only falls, as when the next tokens are alike;
-    a doubtful token followed by certain ones is worth a little more than it says. A request's first
-    pass is taken to read its prompt, also where most of that was read before. With `cost`
-    given, a request decides for itself whoever shares its pass, so in a large batch it can be
-    slower than plain decoding. The starting values were fitted to texts of an earlier shipped
-    pair.
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".

@@ -38,19 +38,6 @@ class BanditState(NamedTuple):
 class Bandit(LengthController):
     """Treat some fixed lengths as the arms of a bandit.
 
-    *Helps* when nothing is known about drafter and text and neither confidence nor history can be
-    trusted: it assumes only that each length has a mean. *Hurts* in short requests, as each arm
-    must be tried and lengths that are neighbours teach each other nothing; and when difficulty
-    changes, as every round counts for ever.
-
-    Rule: play each arm once, then `argmax_i μ̂_i + r_i`, with `n_i` plays of arm i, mean reward
-    `μ̂_i`, K arms and `t = Σ n_i`. `"ucb"` (UCBSpec):
-    `r_i = ε·½·√((1 + n_i)/n_i²·(1 + 2·log(K·t²·√(1 + n_i)/δ)))`, δ = ½; `"thompson"`:
-    `r_i = ε·z_i/√n_i`, `z_i` standard normal. Ties go to the shorter length. Rewards, scaled into
-    [0, 1], with A of γ drafted tokens accepted: `"throughput"` `(A + 1) / (1 + γ·(1/c + v))`, over
-    the most an arm can have; `"accepted"` `(A + 1) / (high + 1)`; `"blend"`
-    `½·A/high + ½·A/γ`.
-
     Args:
         policy: `"ucb"` (BanditSpec, the default) or `"thompson"` (one of TapOut's).
         reward: `"throughput"` (the default; BanditSpec's for lengths, see below), `"accepted"`
@@ -66,13 +53,6 @@ class Bandit(LengthController):
         width_cost: v, what each further token to verify adds to a target pass, in target passes,
             ≥ 0 (ours).
         seed: of the `"thompson"` draws, ≥ 0.
-
-    Deviations: BanditSpec's throughput is measured tokens per second of the whole batch; here it
-    is computed from the costs given, so that rows stay independent and replays are exact. One
-    bandit per row instead of one per batch. No arm of length 0: a round without a draft teaches
-    nothing. EXP3Spec, worse than UCBSpec in the paper's own experiments, is left out. TapOut's
-    arms are stop rules, ours lengths. The normal numbers are a hash of seed, round and arm: equal
-    states draw alike, also in two rows. Rounds cut short count with what was really drafted.
 
     Reference: Hou et al. 2025, "BanditSpec", Algorithm 4 and §6.2; Sridhar et al. 2025, "TapOut".
     """

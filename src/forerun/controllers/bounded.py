@@ -17,20 +17,10 @@ from forerun.errors import require
 class Bounded(Wrapper):
     """Clip the lengths another controller asks for.
 
-    *Helps* an operator to cap what any policy may do (memory, latency, widths that were compiled)
-    without knowing the policy. *Hurts* when the cap hides the region the policy would learn from.
-
-    Rule: `γ ← min(high, max(low, γ_inner))`. A 0 of the inner controller, plain decoding this
-    round, stays 0 with the default `low=0`; `low ≥ 1` overrules it. `high=0` is plain decoding
-    always.
-
     Args:
         inner: the controller to clip.
         low: smallest γ, ≥ 0. The default 0 leaves small lengths alone.
         high: largest γ, ≥ low, or none for no bound (the default).
-
-    The inner controller learns from what was really drafted, so a round that used the whole
-    clipped length and was accepted counts as fully accepted.
 
     >>> from forerun.controllers import CONTROLLERS
     >>> controller = CONTROLLERS.make("bounded(fixed(20), high=8)")

@@ -28,18 +28,6 @@ class Drafted(NamedTuple):
 class CMASD(Confidence, LengthController):
     """CM-ASD's window: the mean confidence of the drafted tokens, times the longest length.
 
-    *Helps* when the drafter's confidence predicts acceptance, like any threshold, and smoothly: one
-    doubtful token among sure ones does not end the draft. *Hurts* with an over- or under-confident
-    drafter (α then wants tuning); it has no memory, so it never learns that it is wrong, and on
-    hard text it drafts less but never 0. Drafters without probabilities (lookup) are never
-    stopped.
-
-    Rule: `k = min(k_max, max(k_min, ⌊α·C̄·k_max⌋))`, with C̄ the mean confidence
-    (`forerun.confidence`) over the next positions. The literal two-pass form drafts k_max tokens
-    to know C̄ and keeps k of them: free with a parallel drafter, k_max draft steps with an
-    autoregressive one. The incremental form, the default, stops at the first `i` with
-    `i ≥ max(k_min, ⌊α·C̄_i·k_max⌋)`, where C̄_i is the mean over the first `i` tokens.
-
     Args:
         alpha: α, aggressiveness, in (0, 1]. The paper gives no value; this and `high` are ours, by
             a sweep over validation prompts (`benchmarks/results/sweep.md`).
@@ -56,9 +44,6 @@ class CMASD(Confidence, LengthController):
             both.
         variance: weight of `s² / (1 + s²)`, s² the variance of the logits, in [0, 1]; the paper
             names it besides the others, without a formula.
-
-    Deviations: as printed the entropy term grows with uncertainty while the text says confidence;
-    `1 − H/log|V|` is used unless `literal`.
 
     Reference: CM-ASD, §III.B (1) and (b).
     """

@@ -29,17 +29,6 @@ class ExLlamaEMAState(NamedTuple):
 class ExLlamaEMA(LengthController):
     """Follow the accepted tokens at once, up faster than down, and stop drafting where it is vain.
 
-    *Helps* where predictable stretches alternate with unpredictable ones: the average reaches the
-    newest round and beyond, so γ grows within a round or two, and where nothing is accepted it
-    costs one probe in `probe_interval` rounds. *Hurts* where rounds vary about a steady mean,
-    which it chases: γ then follows the last round rather than the average (`gammatune` smooths
-    more).
-
-    Rule, with `a` the accepted tokens of the round, plus 1 if all were accepted:
-    `ema ← α·a + (1 − α)·ema`, with `α = α_up` if `a > ema`, else `α_down`;
-    `γ ← min(high, max(1, ⌈ema⌉))`. While `ema < skip_ema`: `γ = 0`, but `probe` in every
-    `probe_interval`-th round. An α_up above 1 overshoots on purpose.
-
     Args:
         length: ema of the first round, tokens, ≤ high. Ours: the ceiling, so that the first round
             shows what can be had.
@@ -50,11 +39,6 @@ class ExLlamaEMA(LengthController):
         probe: γ of a probe, tokens, ≥ 1; 2 in exllamav3.
         probe_interval: rounds from one probe to the next, ≥ 1; 16 in exllamav3.
         high: the most tokens per round, ≥ 1 (`num_draft_tokens`, 4 in exllamav3).
-
-    Deviations: exllamav3 drafts one length for the whole batch, the largest any row asks for;
-    here every row has its own. Drafts cut short from outside with everything accepted change
-    nothing, and a probe that was cut like that, or for which nothing could be drafted, is
-    repeated.
 
     Reference: `dynamic_draft_tokens` in exllamav3, `generator/generator.py` (turboderp-org).
     """

@@ -15,12 +15,6 @@ from forerun.costs import Costs
 class FixedLength(LengthController):
     """Draft the same number of tokens in every round.
 
-    *Helps* as the baseline every adaptive controller is measured against, and where one length is
-    known to be best for the workload. *Hurts* wherever predictability varies: too long wastes
-    draft passes on text that is hard to guess, too short wastes target passes on easy text.
-
-    Rule: `γ ← length`, always. `length=0` is plain decoding.
-
     Args:
         length: γ, tokens per round, ≥ 0. The default 5 is ours, inside the 4–10 range usual in
             the literature; a report should compare with the *best* length for its workload.

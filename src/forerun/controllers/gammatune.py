@@ -88,14 +88,6 @@ class Window(Persistent):
 class GammaTune(Window):
     """Set γ to a moving average of the accepted tokens, and reach further when all were accepted.
 
-    *Helps* when predictability drifts and the best length is unknown: the result hardly depends
-    on the starting length. *Hurts* when difficulty changes within a round, which it learns too
-    late (`gammatune+` looks at the draft itself), and when speculation does not pay at all: it
-    never drafts less than `low` tokens.
-
-    Rule, with `A` accepted tokens in the round: if `A = γ` then `A ← A + δ`;
-    `γ̄ ← min(γ_max, max(γ_min, (1 − η)·γ̄ + η·A))`; `γ ← ⌈γ̄⌉`.
-
     Args:
         length: γ̄ of the first round, tokens, `low ≤ length ≤ high`. The paper averages over
             starts from 1 to 24; 7 is ours (see `eta`).
@@ -118,11 +110,6 @@ class GammaTune(Window):
         persistent: whether a request starts from the window of the one that ended last
             (`num_assistant_tokens_schedule="heuristic"` in `transformers`, the paper's code base),
             instead of afresh. Requests with a seed that are sampled always start afresh.
-
-    Deviations: the printed algorithm writes the expansion as `γ ← A + δ` and overwrites γ two
-    lines later, so it has no effect; by default we follow the prose, which expands `A`
-    (`literal=True` runs it as printed). Rounds cut short from outside with everything accepted
-    (end of text, token budget, drafter exhausted) and rounds without a draft change nothing.
 
     Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.1 and Algorithm 1.
     """

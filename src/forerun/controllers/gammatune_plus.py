@@ -15,13 +15,6 @@ from forerun.controllers.threshold import Threshold
 class GammaTunePlus(Window, Threshold):
     """GammaTune between rounds, a confidence threshold within the round.
 
-    *Helps* over `gammatune` when difficulty changes from token to token: the average sets how far
-    to reach, the drafter's own doubt cuts the reach short. *Hurts* with an over- or
-    under-confident drafter (then τ is wrong for it), and a little where reading the confidence
-    after each token costs time. Drafters without probabilities (lookup) are never stopped.
-
-    Rule: that of `gammatune`; besides, stop drafting when `max_v draft(v) < τ`.
-
     Args:
         length: γ̄ of the first round, tokens, `low ≤ length ≤ high` (ours; see `gammatune`).
         eta: η, weight of the newest round, in (0, 1] (ours; see `gammatune`).
@@ -39,10 +32,6 @@ class GammaTunePlus(Window, Threshold):
         keep: whether the token at which the draft stopped stays in it. The paper does not say;
             `transformers` keeps it, and in the sweep keeping was better throughout. With
             `keep=False` a round may draft nothing.
-
-    Deviations: those of `gammatune`. The paper speaks of the "top logit probability"; it is the
-    probability of the most likely token at temperature 1, whichever token was sampled, which
-    also keeps `keep=False` lossless (see `LengthController.drops_last`).
 
     Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.2.
     """

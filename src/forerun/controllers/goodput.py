@@ -64,23 +64,6 @@ class Drafted(NamedTuple):
 class Goodput(LengthController):
     """Stop at the length with the most tokens per time, by learned acceptance and given costs.
 
-    *Helps* when confidence predicts acceptance but is off in scale: it is calibrated to what was
-    accepted, per row, and weighed against cost, so there is no threshold to tune. *Hurts* when the
-    costs given are not those of the machine, and a little in short requests, which end before the
-    calibration has learned much. It always drafts one token, so it never becomes plain decoding.
-
-    Rule, with `f = logit(max_v draft(v))`: `p̂_k = σ(ω·f_k + b_k)`; survival `a_j = Π_{k≤j} p̂_k`;
-    `Θ(γ) = (1 + Σ_{j≤γ} a_j) / (1 + γ·(1/c + v))`, committed tokens per target pass of time; after
-    n tokens draft another while `Θ(n + 1) > Θ(n)`. The next token's own f is not known before it
-    is drafted: its `p̂_{n+1}` is α, the row's mean acceptance. As `a_j` never rises, Θ has one
-    peak, and the first length that gains nothing is the best. Drafters without a distribution
-    (lookup) have `p̂ = α` throughout: `Θ(γ) = (1 − α^(γ+1)) / ((1 − α)·(1 + γ·(1/c + v)))`.
-
-    After each round one Newton step of ridge logistic regression on its judged tokens, with
-    `w = p̂·(1 − p̂)`: `(ω, b) ← (ω, b) + (XᵀWX + κ/4·I)⁻¹·Xᵀ(matched − p̂)`, ω shared by the
-    positions and at least 0; `α ← (κ·α₀ + accepted) / (κ + judged)`; the sums fade by
-    `1 − 1/window` a round.
-
     Args:
         cost: c, one target pass over one draft step, > 0 (ours: 4.2, measured for the shipped
             pair, `benchmarks/results/overhead.md`).
@@ -91,15 +74,6 @@ class Goodput(LengthController):
         damping: κ, weight of the starting values in observations, > 0 (vLLM: a Newton step is
             shortened by n/(n + 50)).
         window: rounds over which what was seen fades, ≥ 1 (vLLM fits to the last 100 steps).
-
-    Deviations: DSpark and vLLM draft a whole block and then choose, over the whole batch, which
-    (row, position) slots to verify. Rows never influence each other here, so each chooses for
-    itself, and as every drafted token costs a step it is chosen before it is drafted; the token
-    just drafted stays. Their cost is a table profiled at start-up, ours a line. vLLM fits one
-    model to all requests every 100 steps, starting from ω = 0 and untrimmed drafts; ours is fitted
-    per row every round and starts from `p̂ = max_v draft(v)` (ω = 1, b = 0). vLLM clips f to ±40,
-    we to ±6, as in a single row one surprise at f = 40 would outweigh all else. vLLM takes f at
-    the request's temperature, we at 1. Only the first `high` tokens of a round teach.
 
     Reference: Liu et al. 2024, "TurboSpec" (goodput as the objective); Cheng et al. 2026,
     "DSpark", §3.2 and Algorithm 1 (survival, cost table, stop at the first that gains nothing);

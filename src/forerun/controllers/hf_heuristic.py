@@ -25,13 +25,6 @@ class HFHeuristicState(NamedTuple):
 class HFHeuristic(Persistent):
     """Additive increase, additive decrease: the heuristic schedule of `transformers`.
 
-    *Helps* when predictability comes in long stretches. *Hurts* after a change: γ moves by one
-    token per rejected round, so from 20 it takes nineteen bad rounds to reach 1, and the result
-    depends on the starting length (the observation that motivates GammaTune).
-
-    Rule: if everything drafted was accepted `γ ← min(high, γ + up)`, else
-    `γ ← max(low, γ − down)`.
-
     Args:
         length: γ of the first round, `low ≤ length ≤ high` (`num_assistant_tokens`, 20 in
             `transformers`).
@@ -42,10 +35,6 @@ class HFHeuristic(Persistent):
         persistent: whether a request starts from the γ of the one that ended last (`heuristic` in
             `transformers`), instead of afresh (`heuristic_transient`). Requests with a seed that
             are sampled always start afresh.
-
-    Deviations: `transformers` has no upper bound; here `high` keeps a perfect drafter from
-    growing γ for ever, which would then take as many rejections to undo. Rounds cut short from
-    outside and rounds without a draft change nothing.
 
     Reference: Gante 2023 (`transformers` assisted generation), the baseline "HFHeuristic" of
     Gautam et al. 2025.

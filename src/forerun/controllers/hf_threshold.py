@@ -34,17 +34,6 @@ class HFThresholdState(NamedTuple):
 class HFThreshold(Persistent, Threshold):
     """Stop at the first drafted token whose probability is below a threshold.
 
-    *Helps* when the drafter's confidence predicts acceptance: it sees difficulty coming, inside
-    the round, where history-based controllers only react after it. *Hurts* with an over- or
-    under-confident drafter and at high temperature, where the probability of the sampled token is
-    low although it will be accepted; the dynamic form repairs some of it. Drafters without
-    probabilities (lookup) are never stopped.
-
-    Rule: after drafting `x` stop if `draft(x) < τ`; `x` stays in the draft. Dynamic form: after
-    each round append (`draft(x)`, matched) for every accepted token and for the first rejected
-    one; with more than five samples, of both kinds, `τ ← argmin_t fpr(t) + 3·fnr(t)` over the
-    ROC curve of these samples, i.e. over the probabilities seen.
-
     Args:
         threshold: τ (its starting value in the dynamic form), a probability in [0, 1]
             (`assistant_confidence_threshold`, 0.4 in `transformers`).
@@ -54,12 +43,6 @@ class HFThreshold(Persistent, Threshold):
         history: samples kept per row by the dynamic form, newest first, > 5 (ours).
         persistent: whether a request starts from the threshold and samples of the one that ended
             last, instead of afresh. Requests with a seed that are sampled always start afresh.
-
-    Deviations: `transformers` keeps all samples of all requests for ever, here each row keeps its
-    own last `history`, and forgets them unless `persistent`. Fully accepted drafts that were cut
-    short from outside are not learned from. Costs are compared as exact integers, so ties always go
-    to the highest threshold; `transformers` decides them by rounding error. Confidence is taken at
-    temperature 1, `transformers` takes it after the logits processors.
 
     Reference: `ConfidenceCriteria` and `AssistedCandidateGenerator` in `transformers`; Mamou et
     al. 2024; the baseline "Assistant-Threshold" of Gautam et al. 2025.

@@ -34,17 +34,6 @@ class SGLangEMAState(NamedTuple):
 class SGLangEMA(LengthController):
     """Move between a few lengths, slowly, so that one step more than accepted is drafted.
 
-    *Helps* a server that prepares each length in advance (compiled widths, captured graphs), and
-    wherever rounds vary about a steady mean: the average is slow and γ changes at most once in
-    `update_interval` rounds. *Hurts* when predictability changes within tens of rounds, which it
-    follows too late, and in short answers, which end before the warm-up does.
-
-    Rule, with `a` the accepted tokens of the round: `ema ← (1 − α)·ema + α·a`. After the warm-up,
-    in every `update_interval`-th round, γ goes down the candidates while `ema ≤ s − ½ + down`, s
-    being the next smaller one (`½ + down` for s = 0); or else up while `ema > γ − ½ + up`. So γ
-    is about `round(ema) + 1`. After an interval at γ = 0 the smallest candidate above it is
-    tried.
-
     Args:
         length: γ of the first round, one of the candidates; ema starts at `length − 1`. 5, the
             middle of the default candidates, is what SGLang falls back to.
@@ -57,12 +46,6 @@ class SGLangEMA(LengthController):
             0 in SGLang.
         down_hysteresis: down, tokens added to the threshold to go down, in [−10, 10]; −0.25 in
             SGLang.
-
-    Deviations: SGLang averages over its batch and has a set of candidates per batch size; here
-    every row has its own average and one set serves all. Its cap on falling lengths
-    (`ceiling_coeff`), off by default, is left out. Rounds without a draft, and drafts cut short
-    from outside with everything accepted, are not counted, save that plain rounds are counted to
-    end a stretch of them.
 
     Reference: `AdaptiveStepSlot` in SGLang, `speculative/adaptive_spec_params.py`.
     """

@@ -17,18 +17,6 @@ from forerun.costs import Costs
 class SVIP(Threshold):
     """Stop at the first token whose draft distribution has a high entropy.
 
-    *Helps* when difficulty changes from token to token and the drafter knows it: entropy sees
-    the whole distribution, where `hf-threshold` sees one probability. Nothing is learned, so it
-    works from the first round. *Hurts* with a drafter that is sure and wrong, and where h does
-    not suit the pair of models: it never adapts. Drafters without probabilities (lookup) are
-    never stopped.
-
-    Rule: stop when `√(c·H) > h`, with H the entropy of the draft distribution in nats. The
-    probability of acceptance is one less the total variation distance of draft and target; by
-    Pinsker's inequality it is at least `1 − √(½·(H(draft, target) − H))`, and with the cross
-    entropy taken for a constant multiple of H that is `1 − √(c·H)`. So the rule asks for a
-    probability of at least `1 − h`.
-
     Args:
         threshold: h, ≥ 0 and at most 10; 0.3 in the authors' code, which with their c stops above
             0.6 nats.
@@ -36,9 +24,6 @@ class SVIP(Threshold):
         length: the most tokens per round, ≥ 0; 40 in the authors' code.
         keep: whether the token at which the draft stopped stays in it, as it does in the authors'
             code. With `keep=False` a round may draft nothing.
-
-    Deviations: H is taken at temperature 1 whatever the request samples at; the authors' code,
-    which knows greedy decoding and temperature 1 only, does the same.
 
     Reference: Zhang et al. 2024, "Draft Model Knows When to Stop"; `vanilla-sd/eval_specbench.py`
     in the authors' repository (Geralt-Targaryen/SVIP).

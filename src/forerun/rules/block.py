@@ -19,17 +19,6 @@ from forerun.types import Draft, Target, Verdict
 class Block(AcceptanceRule):
     """Block verification: the longest prefix that the joint probabilities allow.
 
-    *Helps* sampled requests: it accepts at least as many tokens as `standard` in expectation and
-    emits exactly the same distribution; a token that is unlikely alone can be kept because of what
-    follows. *Hurts* nothing in quality; it computes both distributions at every position, which
-    `standard` avoids. Greedy requests are as with `exact`.
-
-    Rule: `p_0 = 1`, `p_i = min(1, p_{i−1}·target(x_i)/draft(x_i))`; with
-    `R_i = Σ_v max(0, p_i·target(v) − draft(v))` over the token after `x_i`, keep the longest `i`
-    whose coin is below `h_i = R_i / (R_i + 1 − p_i)`, or `h_γ = p_γ` for the whole draft. The
-    correction after `x_i` comes from `norm(max(0, p_i·target − draft))`, the bonus from the
-    target.
-
     Reference: Sun et al. 2024, Block Verification Accelerates Speculative Decoding, Algorithm 2.
     """
 

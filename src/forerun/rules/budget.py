@@ -16,16 +16,6 @@ from forerun.rules.odds import Odds, Weighed
 class Budget(WrappedRule):
     """A lossy rule whose mean drift per token never exceeds a budget.
 
-    *Helps* to use a lossy rule where its cost must be known beforehand: the summed distance of a
-    text of N tokens from the target's own distribution is at most N times the budget. *Hurts*
-    short texts: a greedy deviation costs a whole unit of drift, so the first one is allowed only
-    after `1/drift` tokens.
-
-    Rule: at each drafted position, if the mean drift of the request's tokens up to and with this
-    one would exceed the budget, the position is judged by `standard` (drift 0), else by the inner
-    rule. The decision is made before anyone looks at which token was drafted, so such a position
-    is exact. So is a bonus token, even if the inner rule tests it.
-
     Args:
         rule: the lossy rule; one that decides position by position (all of ours do).
         drift: the budget, mean total-variation distance per token, in [0, 1].

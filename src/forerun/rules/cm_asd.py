@@ -17,27 +17,6 @@ from forerun.rules.spec_verification import within
 class CMASD(Confidence, PositionRule):
     """CM-ASD's confidence-modulated verification: top β, and a gap of at most τ_t.
 
-    *Helps* where the drafter knows when it is right: near-misses are kept where it is sure, and
-    refused where it is not. *Hurts* like `spec-verification` where the second best token is wrong.
-    It is lossy, also for greedy requests: watch the drift.
-
-    Rule: accept `x` if `log p(x) ≥ log p(y^(β))` and `log p(y^(1)) − log p(x) ≤ τ_t`, with
-    `τ_t = τ_base + γ·C_t` (`mode="prose"`) or `τ_t = τ_base + γ·(1 − C_t)` (`mode="formula"`) and
-    `C_t` the drafter's confidence at that position (`forerun.confidence`). The first failure ends
-    the round and a token of the target's own takes its place. γ = 0 is `spec-verification`.
-
-    The paper's formula is lenient where the drafter is unsure, its text and Figure 1 say the
-    opposite: both readings are here.
-
-    With sampling the test is put to the processed target distribution and the replacement is
-    drawn from it, while confidences are always those of temperature 1; lossy as well. The paper
-    defines greedy decoding only. Confidences are of the draft's own logits, before penalties and
-    biases: how sure the drafter is of its token does not depend on what a request forbids. (Those
-    of the controller are after them: it wants to know what is drafted next.)
-
-    A bonus token is the target's own, so how far is drafted decides which tokens are judged
-    (`no-bonus` judges all).
-
     Args:
         mode: `prose` (lenient where sure) or `formula` (as printed).
         top: β, ranks of the target that count, ≥ 1 (ours).

@@ -19,14 +19,6 @@ SMALLEST = 1e-10  # draft probability, as the paper guards its division
 class EARS(PositionRule):
     """Standard sampling with a tolerance that grows with the target's uncertainty.
 
-    *Helps* at high temperature and in open text, where good tokens fall to an unlucky coin.
-    *Hurts* the output's distribution, by at most `β·(1 − max target)` per position (the drift
-    says exactly how much); nothing is gained where the target is sure. Greedy requests are
-    untouched: there is no uncertainty left.
-
-    Rule: accept `x` if `target(x)/draft(x) ≥ max(0, U − tol)`, `tol = β·(1 − max_v target(v))`.
-    With β = 0 and the standard residual it is `standard`, coin by coin.
-
     Args:
         beta: β, in [0, 1]; the paper uses 0.05 to 0.2 and 0.1 by default.
         correction: what replaces a rejected token: `residual` draws it from
@@ -35,9 +27,6 @@ class EARS(PositionRule):
             β = 0 and several times further from the target.
         excluded: whether also tokens that the target excludes (top-k, bans) are kept where
             `U < tol`, as printed. By default they never are: a ban would not be one.
-
-    Deviations: the default correction; see above. A bonus token is the target's own, so how far is
-    drafted decides which tokens are judged (`no-bonus` judges all).
 
     Reference: EARS, §3.1 to §3.3; probabilities are those after the sampling transform.
     """

@@ -24,20 +24,6 @@ EMPTY = 1e-12
 class EASD(PositionRule):
     """Entropy-aware speculative decoding: standard, with a penalty on shared uncertainty.
 
-    *Helps*, the paper says, reasoning tasks: where both models waver between the same few tokens
-    the first choice is often wrong, and the second is tried. *Hurts* when it is not; and costs
-    speed, as every penalty is a rejection. It is meant to change the output: watch accuracy, not
-    only drift. It needs the draft's entropy, so a drafter without a distribution is refused.
-
-    Rule: with `H_d`, `H_t` the entropies of draft and target in nats and `overlap` the share of
-    their n most likely tokens they have in common: if `H_d > τ_H`, `H_t > τ_H` and
-    `overlap ≥ τ_O`, the target's probability of the drafted token is set to 0 and the rest is
-    renormalised. Then the usual test: accept with `min(1, target/draft)`, so a penalised token is
-    always rejected. Greedy requests take the best of the other tokens instead.
-
-    Entropies and ranks are those of temperature 1, before the sampling transform: the paper runs
-    at temperature 0, where nothing else could be meant.
-
     Args:
         entropy: τ_H in nats, ≥ 0; infinite never penalises (2 in the paper; `forerun calibrate
             easd` computes it for a pair as the paper does).
@@ -58,9 +44,6 @@ class EASD(PositionRule):
             draft's `top` one, as the text says. They differ only when sampling.
         processed: whether entropies are those after the sampling transform; then nothing is ever
             penalised in greedy requests.
-
-    Deviations: `≥` for the overlap (the formula prints `>`, but 4 of 5 at τ_O = 0.8 is meant and
-    Table 7 has penalties at 1.0). The only token the target allows is not penalised.
 
     Reference: Su et al. 2025 (EASD), §3 and Algorithm 1.
     """

@@ -15,21 +15,9 @@ from forerun.rules.odds import Odds, Weighed
 class Ensemble(PositionRule):
     """Standard sampling from `w·target + (1 − w)·draft` instead of the target.
 
-    *Helps* when the draft is nearly as good as the target and a fixed, known share of it in the
-    output is fine. *Hurts* everywhere alike: the drift, `(1 − w)` times the distance of the two
-    models, is largest just where the draft is wrong. Greedy requests are untouched.
-
-    Rule: accept `x` with `1 − w + w·target(x)/draft(x)`; corrections come from the standard
-    residual (which is the mixture's as well), the bonus from the target. With w = 1 it is
-    `standard`.
-
     Args:
         weight: w, the target's share, in [0, 1] (`assistant_ensemble_weight` in `transformers`,
             which has no default; ours).
-
-    Deviations: a token that the target excludes (top-k, bans) is never kept. `transformers` also
-    compares greedy drafts with the arg-max of the mixture; here greedy is greedy. The bonus is not
-    from the mixture, so how far is drafted decides which tokens are (`no-bonus`: all).
 
     Reference: the static ensemble of Wang et al. 2026 (DIVERSED); `_speculative_sampling` in
     `transformers`.

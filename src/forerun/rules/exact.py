@@ -19,12 +19,6 @@ from forerun.types import Draft, Target, Verdict
 class Exact(AcceptanceRule):
     """Accept a drafted token while it is the target's most likely token.
 
-    *Helps* greedy decoding: the output is the greedy output, with no probabilities computed.
-    *Hurts* nobody, but it is for greedy requests (temperature 0) only: a sampling row is refused,
-    because its output would not have the target's distribution. `standard` takes both.
-
-    Rule: accept `x` if `x = argmax_v target(v)`; correction and bonus are the arg-max.
-
     Reference: Stern et al. 2018 (blockwise decoding); the greedy case of Leviathan et al. 2023.
     """
 

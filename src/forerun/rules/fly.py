@@ -19,19 +19,6 @@ from forerun.signals import entropy
 class FLy(PositionRule):
     """FLy's two tiers for greedy requests: an entropy gate, then a deferred window.
 
-    *Helps* greedy decoding with long drafts of a good drafter: one different word of the same
-    meaning no longer throws the rest of the draft away. *Hurts* where a wrong token (a digit) is
-    followed by fluent text: the target then agrees with a mistake. Short drafts gain nothing, as
-    the window must fit behind the mismatch.
-
-    Rule: a drafted token that differs from the target's arg-max is kept if the target's normalised
-    entropy there is at least θ, and the next W drafted tokens exist and all match.
-
-    Sampling requests are judged by `standard` (lossless): whether to forgive depends on tokens
-    drafted later, and the paper's experiments decode greedily. A bonus token is the target's own,
-    and whether a mismatch is forgiven depends on the tokens drafted after it, so the text depends
-    on how far was drafted.
-
     Args:
         entropy: θ, in [0, 1], of the entropy over `log|V|` (0.3 in the paper).
         window: W, tokens, ≥ 0 (6 in the paper).

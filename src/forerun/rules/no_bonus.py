@@ -12,13 +12,6 @@ from forerun.rules.base import WrappedRule
 class NoBonus(WrappedRule):
     """A lossy rule without the target's own token after a draft that is kept whole.
 
-    *Helps* to compare controllers and lengths under a lossy rule: such a bonus token is judged by
-    nobody, so how far is drafted decides which tokens are judged leniently. Without it all are, and
-    a greedy text is the same for every controller that drafts in every round (`fixed`,
-    `gammatune`, ...). *Hurts* speed, by a token per round that was kept whole.
-
-    Rule: that of the inner rule; a draft that is kept whole ends its round.
-
     Args:
         rule: the lossy rule; one that decides position by position (all of ours do). One that looks
             at later positions (`fly`) still depends on how far was drafted.

@@ -17,20 +17,6 @@ from forerun.rules.odds import Odds, Weighed
 class SpecVerification(PositionRule):
     """SpecDec's relaxed verification: among the target's top β, and within τ of its best.
 
-    *Helps* greedy decoding where several words would do: drafts that differ from the arg-max by a
-    hair are kept. *Hurts* quality where the second best token is wrong however small the gap (a
-    digit, a name). It is lossy, also for greedy requests: watch the drift.
-
-    Rule: accept `x` if `log p(x) ≥ log p(y^(β))` and `log p(y^(1)) − log p(x) ≤ τ`, with `y^(i)`
-    the target's i-th token; the first failure ends the round and a token of the target's own
-    takes its place.
-
-    With sampling the same test is put to the processed target distribution (the gap is divided by
-    the temperature), and the replacement is drawn from that distribution: lossy as well. The draft
-    is not consulted, so the drafts of sampled requests are kept whenever they look good.
-    A bonus token is the target's own, so how far is drafted decides which tokens are judged
-    (`no-bonus` judges all).
-
     Args:
         top: β, ranks that count, ≥ 1; ties count together (ours).
         tau: τ, largest gap in nats, ≥ 0; 0 keeps only the arg-max (ours: about the mean margin of

@@ -18,19 +18,6 @@ from forerun.types import Draft, Target, Verdict
 class Standard(PositionRule):
     """Speculative sampling: the output has exactly the target's distribution.
 
-    *Helps* every request, greedy or sampling; it is the default. *Hurts* nothing in quality; at
-    high temperature a good draft can still be rejected on bad luck (lossy rules relax that).
-
-    Rule: accept `x` with probability `min(1, target(x)/draft(x))`; after a rejection draw the
-    correction from `norm(max(0, target − draft))`; after none draw the bonus from `target`.
-
-    Rows that decode greedily have all of the target's mass on its arg-max, so the same rule
-    reduces to `exact` for them; a batch of such rows takes that shorter path. A draft without
-    logits had all of its mass on the drafted token.
-
-    Deviations: probabilities are computed in float32 (float64 if the target's logits are); if
-    rounding leaves nothing of the residual, the correction is drawn from the target.
-
     Reference: Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2.
     """
 

@@ -18,21 +18,9 @@ class Typical(PositionRule):
     """Medusa's typical acceptance: a threshold on the target's probability that falls with its
     entropy.
 
-    *Helps* sampled, open text: any plausible token is kept, without a coin and without asking how
-    likely it was for the draft, so drafts may be greedy or have no distribution. *Hurts* the
-    output's distribution, which leans towards what the draft likes; more so the lower the
-    thresholds. Greedy requests are untouched, as in Medusa.
-
-    Rule: accept `x` if `target(x) > min(ε, δ·exp(−H(target)))`, with the processed target
-    distribution; after a rejection the target is sampled.
-
     Args:
         epsilon: ε, in [0, 1] (0.09, `posterior_threshold` in Medusa's code).
         delta: δ, in [0, 1] (0.3 = √0.09, `posterior_alpha` in Medusa's code).
-
-    Deviations: Medusa accepts the first token of a candidate always, since it was drawn from the
-    target; here every drafted token is the draft's, and is tested. A bonus token is the target's
-    own, so how far is drafted decides which tokens are judged (`no-bonus` judges all).
 
     Reference: Cai et al. 2024 (Medusa), §2.3.1.
     """

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib.resources import files
 from typing import Any
 
 from forerun.citations import BIBTEX
@@ -78,8 +79,13 @@ class Card:
 
     @property
     def doc(self) -> str:
-        """The whole docstring."""
-        return inspect.getdoc(self.cls) or self.summary
+        """The docstring; behind its first paragraph what `methods/` has to say, if anything."""
+        text = inspect.getdoc(self.cls) or self.summary
+        prose = files("forerun").joinpath("methods", self.kind, f"{self.name}.md")
+        if not (self.cls.__module__.startswith("forerun.") and prose.is_file()):
+            return text
+        first, *rest = text.split("\n\n", 1)
+        return "\n\n".join([first, prose.read_text("utf-8").rstrip(), *rest])
 
     @property
     def bibtex(self) -> str:
