@@ -17,9 +17,8 @@ from forerun.lab.bench.peers import TransformersBeam
 from forerun.rules.easd import EASD
 from forerun.runtime.load import load_model
 from forerun.signals import entropy
-from forerun.zoo.scoring import verdicts
-from forerun.zoo.tasks import FAMILIES
-from forerun.zoo.tasks.arithmetic import final_number
+from forerun.zoo.scoring import final_number, verdicts
+from recipes.tasks import FAMILIES
 
 LENGTH, MANY = "fixed(5)", 16
 DIRECT = {"temperature": 0.7, "top_p": 0.8, "plain": True, "seed": 0}

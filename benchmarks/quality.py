@@ -14,10 +14,10 @@ import forerun
 from benchmarks.common import console
 from forerun.engine import Sampling
 from forerun.engine.results import Origin
-from forerun.zoo.evaluate import wilson
 from forerun.zoo.scoring import verdicts
-from forerun.zoo.tasks import FAMILIES, arithmetic
-from forerun.zoo.tasks.base import Pool
+from recipes.evaluate import wilson
+from recipes.tasks import FAMILIES, arithmetic
+from recipes.tasks.base import Pool
 
 Problem = Any
 CELLS = ("arithmetic easy", "arithmetic hard", "extraction")

@@ -24,8 +24,9 @@ from benchmarks.common import RESULTS, provenance, save, table
 from benchmarks.quality import Problem, coins
 from forerun import zoo
 from forerun.runtime.load import load_model
-from forerun.zoo.tasks import arithmetic
-from forerun.zoo.tasks.base import Pool
+from forerun.zoo.scoring import final_number
+from recipes.tasks import arithmetic
+from recipes.tasks.base import Pool
 
 THRESHOLD = 0.7
 """EASD's setting of it."""
@@ -46,7 +47,7 @@ def verdict(written: Sequence[str], worked: Sequence[str]) -> list[bool]:
     values = [int(_STEP.search(step)[4]) for step in worked]  # type: ignore[index]
     verdicts: list[bool] = []
     for place, step in enumerate(written):
-        answer = arithmetic.final_number(step)
+        answer = final_number(step)
         if answer is not None:
             verdicts.append(place == len(worked) and answer == values[-1])
         else:
@@ -163,7 +164,7 @@ def answers(
             kept[i] += ok
             written = target.tokenizer.decode(texts[i][len(prompts[i]) :])
             ended = not text or text[-1] in target.eos
-            done = ended or arithmetic.final_number(written) is not None
+            done = ended or final_number(written) is not None
             if not (done or steps[i] == MOST or len(texts[i]) - len(prompts[i]) >= limit):
                 still.append(i)
         going = still

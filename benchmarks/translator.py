@@ -26,8 +26,8 @@ from benchmarks.rouge import rouge
 from forerun import zoo
 from forerun.lab.bench.peers import Peer, TransformersAssisted, TransformersBeam, TransformersPlain
 from forerun.runtime.grafts import kept
-from forerun.zoo.corpus import SENTENCE_END, read_pairs
-from forerun.zoo.tasks import digest
+from recipes.corpus import SENTENCE_END, read_pairs
+from recipes.tasks import digest
 
 PLAIN, BEAM = "plain greedy", "beam 5"
 FULL, TWO = "cm-asd", "cm-asd(two_pass=true)"

@@ -11,8 +11,8 @@ import torch
 import transformers as hf
 
 from forerun.runtime.base import Pieces, Rows
-from forerun.zoo.export import export_model
-from forerun.zoo.marian import MarianArchitecture, train_tokenizer, wrap
+from recipes.export import export_model
+from recipes.marian import MarianArchitecture, train_tokenizer, wrap
 from tiny import LIMIT, VOCAB
 from tiny import build as build_decoder
 

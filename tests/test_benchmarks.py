@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+
 from benchmarks.common import Task, geometric, recorded
 from benchmarks.gpu import enlarged
 from benchmarks.quality import coins
 from benchmarks.rouge import rouge
 from benchmarks.rsd import Scorer, answers, verdict
-
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.lab.traces.costs import Cell

@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from benchmarks.rouge import rouge
-from benchmarks.translator import METHODS, Item, extracts, loaded, read_set
 
 import forerun
+from benchmarks.rouge import rouge
+from benchmarks.translator import METHODS, Item, extracts, loaded, read_set
 from forerun import zoo
 from forerun.lab.audit import explain, first_difference
 from forerun.lab.bench.peers import TransformersPlain

@@ -22,7 +22,7 @@ from forerun.cli import app, main
 from forerun.lab.traces import measuring
 
 EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "300"))
-LEFT_OUT = ("demo", "zoo train", "zoo evaluate", "zoo prompts", "serve")
+LEFT_OUT = ("demo", "serve")
 """Commands that take minutes, download or listen: only their options are read."""
 OFTEN = {"generate": 8, "record": 2, "replay": 3, "tune": 2, "costs": 2, "audit": 2}
 """Chances against 1 of the others."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import islice
 
 import pytest
 
-from forerun import zoo
 from forerun.cli.shared.exit_texts import GROUP, hold_out, open_source
 from forerun.errors import SettingError
 
@@ -94,7 +92,7 @@ def test_texts_in_json_lines_and_folders(train, text, tmp_path):
     lines = [json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(12)]
     path.write_text("".join(lines), encoding="utf-8")
     assert train("--data", str(path), "--json").json["training"]["positions"] > 500
-    assert open_source(str(tmp_path), 0).texts == [(tmp_path / "story.txt").read_text("utf-8")]
+    assert open_source(str(tmp_path)).texts == [(tmp_path / "story.txt").read_text("utf-8")]
 
 
 def test_the_same_command_uses_what_is_there(train, text, monkeypatch):
@@ -128,27 +126,6 @@ def test_an_interruption_says_how_to_go_on(train, text, tmp_path, monkeypatch):
     )
     assert train("--data", text, "--tokens", "900").code == 0
     assert seen[0] == 3
-
-
-def test_prompts_of_the_shipped_models_training():
-    from forerun.cli.shared.exit_texts import _zoo_prompts
-    from forerun.zoo.recipe import Recipe
-    from forerun.zoo.tasks.base import Pool
-
-    pool = Pool(
-        books={"heidi": ["A short paragraph about goats on the mountain."] * 200},
-        pairs=[("I see.", ("Ich sehe.",))],
-        sentences=["The goats are eating the green grass on the mountain."],
-    )
-    round_of = 2 + len(Recipe().task_weights)
-    requests = list(islice(_zoo_prompts(pool, 3), 3 * round_of))
-    assert [r.where for r in requests[:round_of]] == [
-        r.where for r in requests[round_of : 2 * round_of]
-    ]
-    assert {r.where.removeprefix("a prompt of ") for r in requests} == set(zoo.families())
-    assert all(1 <= r.settings["max_new_tokens"] <= 96 for r in requests)
-    assert requests == list(islice(_zoo_prompts(pool, 3), 3 * round_of))
-    assert requests != list(islice(_zoo_prompts(pool, 4), 3 * round_of))
 
 
 def test_held_out_documents():
@@ -207,8 +184,8 @@ def test_wrong_data(train, tmp_path, name, content, message):
 def test_wrong_folders(train, text, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "no .txt files" in train("--data", str(tmp_path / "empty")).error
-    assert "no training data at" in train("--data", "zoo:" + str(tmp_path / "empty")).error
+    assert "python -m recipes training-prompts" in train("--data", "zoo:data").error
     assert "did you mean 'stories'" in train("--data", "builtin:storys").error
     assert "is a file; name a folder" in train("--data", text, out="story.txt").error
     with pytest.raises(SettingError, match=r"no \.txt files"):
-        open_source(str(tmp_path / "empty"), 0)
+        open_source(str(tmp_path / "empty"))

@@ -10,8 +10,6 @@ import pytest
 
 from forerun.zoo import DRAFT, TARGET, families, long_families, prompts, sources
 from forerun.zoo.promptset import FOLDER
-from forerun.zoo.tasks import digest
-from forerun.zoo.tasks.base import split_of
 
 
 def test_importing_the_zoo_is_light() -> None:
@@ -41,13 +39,7 @@ def test_files_are_valid(family: str) -> None:
     assert not {p.prompt for p in prompts(family, "val")} & {p.prompt for p in prompts(family)}
 
 
-def test_passages_for_digests_are_held_out() -> None:
-    for split, count in (("val", 100), ("test", 250)):
-        items = sources(split, family="digest")
-        assert len({p.prompt for p in items}) == len(items) == count
-        assert {split_of(p.prompt) for p in items} == {split}
-        for p in items:
-            assert p.answer == "; ".join(map(digest.condensed, digest.facts(p.prompt))) + "."
+def test_sources_are_of_a_family() -> None:
     assert sources(limit=2)[0].family == "sources"
     with pytest.raises(ValueError, match="unknown family"):
         sources(family="poems")

@@ -36,7 +36,7 @@ def build_datastore(
 
     from forerun.cli.shared.exit_texts import open_source
 
-    source = open_source(data, seed=0)
+    source = open_source(data)
     if source.texts is None:
         raise SettingError(f'{data} holds prompts; give texts, or lines of {{"text": ...}}')
 

@@ -40,7 +40,7 @@ def train_draft(
     data: Annotated[
         str | None,
         option(
-            "PATH|zoo:DIR|builtin",
+            "PATH|builtin",
             "Of kangaroo and medusa: texts or prompts, as for train-exits.",
         ),
     ] = None,
@@ -133,7 +133,7 @@ def train_draft(
         trainer.load(out / CHECKPOINT)
         note(stderr(), f"going on at step {trainer.step}")
 
-    from forerun.zoo.runs import keep
+    from forerun.training.runs import keep
 
     def records() -> Iterator[dict[str, Any]]:
         for record in trainer.train(learnt):
@@ -203,7 +203,7 @@ def _on_layers(
     from forerun.training.adapters import AdapterTrainer
     from forerun.training.medusa import MedusaTrainer
 
-    source, target = open_source(data, settings.seed), job.model.target
+    source, target = open_source(data), job.model.target
     with progress("texts", tokens) as tell:
         documents = read_documents(
             source,

@@ -31,10 +31,9 @@ def train_exits(
     data: Annotated[
         str | None,
         option(
-            "PATH|zoo:DIR|builtin",
+            "PATH|builtin",
             "A text file or a folder of .txt files; a .jsonl file of prompts, which the target "
-            'continues itself, or of {"text": ...}; zoo:DIR, training prompts of the shipped '
-            "models from their data folder; builtin, the shipped validation prompts.",
+            'continues itself, or of {"text": ...}; builtin, the shipped validation prompts.',
         ),
     ] = None,
     target: options.Target = None,
@@ -103,7 +102,7 @@ def train_exits(
 
     from forerun.cli.shared.exit_texts import open_source
 
-    source = open_source(data, seed)
+    source = open_source(data)
 
     from forerun.cli.shared.exit_texts import GROUP, hold_out, read_documents
     from forerun.cli.shared.run import Plan
@@ -131,7 +130,7 @@ def train_exits(
         note(stderr(), "interrupted; the same command goes on from here")
         raise
     training = {
-        "data": Path(data).name if not data.startswith("zoo:") else "zoo",
+        "data": Path(data).name,
         **asdict(settings),
         "positions": trained.count,
         "held_out": held.count,

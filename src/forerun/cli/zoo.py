@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import typer
 
-from forerun.zoo import __main__ as recipe
+from forerun.errors import SettingError
 from forerun.zoo import card as model_card
 
-app = typer.Typer(help="The models that ship: train, evaluate, model card.", no_args_is_help=False)
+app = typer.Typer(help="The models that ship: the model card.", no_args_is_help=False)
+
+MOVED = (
+    "train",
+    "translator",
+    "pairs",
+    "bleu",
+    "finish",
+    "average",
+    "distill",
+    "curves",
+    "evaluate",
+    "prompts",
+)
+"""Commands of the recipe, which is in the repository and not in the package."""
 
 
 @app.callback(invoke_without_command=True)
@@ -22,6 +36,16 @@ def card() -> None:
     typer.echo(model_card().rstrip("\n"))
 
 
-for command in recipe.app.registered_commands:
-    assert command.callback is not None
-    app.command(command.name)(command.callback)
+def _moved(context: typer.Context) -> None:
+    name = context.info_name
+    raise SettingError(
+        f"`zoo {name}` is `python -m recipes {name}` now, from the root of forerun's repository"
+    )
+
+
+for name in MOVED:
+    app.command(
+        name,
+        hidden=True,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_moved)

@@ -1,4 +1,4 @@
-"""The small models that ship with the package: weights, prompts, scoring and the recipe.
+"""The small models that ship with the package: weights, prompts, scoring.
 
 Importing this module loads neither torch nor transformers.
 """

@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from forerun.cli.shared.run import Job
     from forerun.training.features import Document
 
-ZOO = "zoo:"  # prefix of --data for a folder of the shipped models' corpora
 GROUP = 32
 """Prompts the target continues together; texts are kept in whole groups."""
 WINDOW = 512
 """Most tokens of a stretch of text."""
-NEW_TOKENS = 96
-"""Most tokens the target writes on a prompt of the shipped models' training."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +33,18 @@ class Source:
     """Gives the prompts from the first one on; there may be no end of them."""
 
 
-def open_source(data: str, seed: int) -> Source:
+def open_source(data: str) -> Source:
     """The source that `--data` names, checked before a model is loaded.
 
     Raises:
         SettingError, PromptError: nothing usable there; the file and line are named.
         OSError: it cannot be read.
     """
-    if data.startswith(ZOO):
-        from forerun.zoo.corpus import load_pools
-
-        pool = load_pools(Path(data.removeprefix(ZOO)).expanduser())["train"]
-        return Source(prompts=lambda: _zoo_prompts(pool, seed))
+    if data.startswith("zoo:"):
+        raise SettingError(
+            "the shipped models' training is in the repository: write prompts of it by `python -m "
+            "recipes training-prompts --data DIR` and give that file"
+        )
     if is_shipped(data):
         shipped = [f.request for f in find_prompts(data, "val", penalised=False)]
         return Source(prompts=lambda: shipped)
@@ -93,22 +90,6 @@ def _json_texts(path: Path) -> list[str] | None:
             raise SettingError(f"{path}, line {number}: text must be a string")
         texts.append(value["text"])
     return texts or None
-
-
-def _zoo_prompts(pool: Any, seed: int) -> Iterator[Request]:
-    """Training prompts of every task family in turn, without end."""
-    from forerun.zoo.recipe import Recipe
-    from forerun.zoo.tasks import FAMILIES
-
-    rng = random.Random(f"exits/{seed}")
-    # By tokens, stories get about twice the share of each task, as in the training of the draft.
-    names = ["stories", "stories", *Recipe().task_weights]
-    while True:
-        for name in names:
-            family = FAMILIES[name]
-            prompt = family.sample(rng, "train", pool).prompt
-            most = min(family.MAX_NEW_TOKENS, NEW_TOKENS)
-            yield Request(prompt, {"max_new_tokens": most}, f"a prompt of {name}")
 
 
 def read_documents(
