@@ -25,6 +25,7 @@ LAYERS = [
         "costs",
         "prompts",
         "languages",
+        "chat",
     ],
     ["controllers", "rules"],
     ["requests"],
@@ -44,7 +45,7 @@ for layer in LAYERS:
 ALLOWED.update(
     {
         name: {"errors"}
-        for name in ("types", "registry", "checks", "confidence", "prompts", "languages")
+        for name in ("types", "registry", "checks", "confidence", "prompts", "languages", "chat")
     }
 )
 ALLOWED.update(signals={"errors", "types"}, costs={"errors", "checks"})

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from forerun import zoo
+from forerun.chat import encode
 from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
@@ -254,8 +255,7 @@ class Model:
             return prompt
         if self.tokenizer is None:
             raise SettingError("this model has no tokenizer; give token ids instead of text")
-        ids: list[int] = self.tokenizer.encode(prompt)
-        return ids
+        return encode(self.tokenizer, prompt)
 
 
 def load(

@@ -135,7 +135,7 @@ class Row:
             return "eos"
         if self.sampling.stop:
             self.pieces(self.produced)
-            if self.stops.met:
+            if self.stops.met is not None:
                 return "stop"
         if len(self.context) < self._full:
             return None
@@ -167,7 +167,7 @@ class Row:
         assert stats.tokens == len(tokens), "committed tokens must add up"
         if error is None:
             pieces = self.pieces(len(tokens))
-            if pieces and reason not in ("stop", "cancelled"):
+            if pieces and reason != "stop":
                 last = pieces[-1]
                 rest = self.stops.flush(self.text.flush())
                 pieces[-1] = Piece(last.token, last.text + rest, last.origin)

@@ -2,74 +2,241 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
+
+HELD = 3
+"""Bytes of an unfinished character, at most: UTF-8 has four."""
+UNREADABLE = "\ufffd"
+_ERRORS = "forerun-bytes"
+codecs.register_error(_ERRORS, lambda e: (UNREADABLE * (e.end - e.start), e.end))  # type: ignore[attr-defined]
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that stand for bytes in byte-level vocabularies (GPT-2's table)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    letters = [chr(byte) for byte in plain] + [chr(256 + i) for i in range(len(rest))]
+    return dict(zip(letters, [*plain, *rest], strict=True))
+
+
+BYTE_LETTERS = _byte_letters()
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes each token stands for, in tokenizers where those around it do not matter.
+
+    Special tokens, and ids the tokenizer does not know, stand for none. Made by `token_bytes`.
+
+    Attributes:
+        begin: the bytes of a token at the beginning of a text, whose first space may be dropped.
+        errors: how its decoder writes bytes that are no character, as `codecs` takes it.
+    """
+
+    def __init__(self, backend: Any, steps: Sequence[dict[str, Any]]) -> None:
+        super().__init__()
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special = {token for token, about in added.items() if about.special}
+        kinds = [step["type"] for step in steps]
+        self._letters, self._falls_back = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self.errors = _ERRORS if self._falls_back else "replace"
+        self._replaced: list[tuple[str, str]] = []
+        self._dropped, self._most_dropped = b"", 0
+        for step in steps:
+            if step["type"] == "Replace":
+                self._replaced.append((step["pattern"]["String"], step["content"]))
+            elif step["type"] == "Metaspace":
+                self._replaced.append((step["replacement"], " "))
+                if step.get("prepend_scheme") != "never":
+                    self._dropped, self._most_dropped = b" ", -1
+            elif step["type"] == "Strip":
+                self._dropped, self._most_dropped = step["content"].encode(), 1
+        self._sorted: tuple[int, list[tuple[bytes, int]]] = 0, []
+
+    def __missing__(self, token: int) -> bytes:
+        name = None if token in self._special else self._backend.id_to_token(token)
+        self[token] = data = b"" if name is None else self._bytes(name)
+        return data
+
+    def _bytes(self, name: str) -> bytes:
+        if self._letters:
+            values = [BYTE_LETTERS.get(letter) for letter in name]
+            return name.encode() if None in values else bytes(values)  # type: ignore[arg-type]
+        for old, new in self._replaced:
+            name = name.replace(old, new)
+        if self._falls_back and len(name) == 6 and name.startswith("<0x") and name[-1] == ">":
+            return bytes.fromhex(name[3:5])
+        return name.encode()
+
+    def begin(self, token: int) -> bytes:
+        """The bytes of a token at the beginning of a text."""
+        if self._most_dropped < 0:
+            return self[token].replace(self._dropped, b"")
+        return self[token].removeprefix(self._dropped)
+
+    def sorted(self, count: int) -> list[tuple[bytes, int]]:
+        """The first `count` tokens that stand for something, in the order of their bytes."""
+        if self._sorted[0] != count:
+            pairs = ((self[token], token) for token in range(count))
+            self._sorted = count, sorted(pair for pair in pairs if pair[0])
+        return self._sorted[1]
+
+
+@lru_cache(maxsize=8)
+def token_bytes(tokenizer: Any) -> TokenBytes | None:
+    """The bytes of a tokenizer's tokens, if its decoder is byte-level, byte-fallback or Metaspace.
+
+    Others (None) make the text of a token depend on its neighbours, or are not known in detail.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is None:
+        return None
+    state = json.loads(decoder.__getstate__())
+    steps = state.get("decoders", [state])
+    return TokenBytes(backend, steps) if _is_bytewise(steps) else None
+
+
+def _is_bytewise(steps: Sequence[dict[str, Any]]) -> bool:
+    """Whether a decoder's steps are those that `TokenBytes` follows, in an order that it knows."""
+    joined = replaced = False
+    for at, step in enumerate(steps):
+        kind = step["type"]
+        if kind in ("ByteLevel", "Metaspace"):
+            good, joined = at == 0, kind == "ByteLevel"
+        elif kind == "Replace":
+            good = not joined and not replaced and "String" in step["pattern"]
+        elif kind == "ByteFallback":
+            good = replaced = not joined
+        elif kind == "Strip":
+            good = joined and (step["start"], step["stop"]) == (1, 0) and at == len(steps) - 1
+        else:
+            good = joined = kind == "Fuse"
+        if not good:
+            return False
+    return bool(steps)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """A tokenizer's special tokens by what they are called; they never show as text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        added = backend.get_added_tokens_decoder()
+        return {about.content: token for token, about in added.items() if about.special}
+    names = getattr(tokenizer, "all_special_tokens", ())
+    return dict(zip(map(str, names), getattr(tokenizer, "all_special_ids", ()), strict=True))
 
 
 class Detokenizer:
     """Incremental decoding: a token may complete a character begun by the tokens before it.
 
+    The prompt's text without an unfinished character at its end, followed by all pieces, is the
+    text of all tokens. At most three bytes are held back, and the time is linear.
+
     Args:
         tokenizer: a Hugging Face tokenizer, or None (no text).
-        context: the prompt; its last tokens matter to the first piece (leading spaces).
+        context: the prompt; its last tokens matter to the first piece.
     """
 
-    def __init__(self, tokenizer: Any, context: list[int]) -> None:
+    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
+        self._way: _Bytes | _Window | None = None
+        if (known := token_bytes(tokenizer)) is not None:
+            self._way = _Bytes(known, context)
+        elif tokenizer is not None:
+            self._way = _Window(tokenizer, context)
+
+    def push(self, token: int) -> str:
+        """The text this token adds; empty while a character is unfinished."""
+        return self._way.push(token) if self._way else ""
+
+    def flush(self) -> str:
+        """Whatever an unfinished character at the very end decodes to."""
+        return self._way.flush() if self._way else ""
+
+
+class _Bytes:
+    """By the bytes of each token."""
+
+    def __init__(self, known: TokenBytes, context: Sequence[int]) -> None:
+        self._known = known
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(known.errors)
+        tail = b""
+        for token in reversed(context):
+            tail = known[token] + tail
+            if len(tail) >= HELD:
+                break
+        self._begun = bool(tail)
+        self._utf8.decode(tail)
+
+    def push(self, token: int) -> str:
+        data = self._known[token]
+        if not self._begun and data:
+            self._begun, data = True, self._known.begin(token)
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window:
+    """By decoding the last few tokens anew with each one: the difference is its text."""
+
+    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
         # The Rust tokenizer itself, where there is one: this runs for every token.
         self._tokenizer: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._options: dict[str, bool] = {"skip_special_tokens": True}
-        if self._tokenizer is None and tokenizer is not None:
+        if self._tokenizer is None:
             self._tokenizer = tokenizer
             self._options["clean_up_tokenization_spaces"] = False
         self._tokens = list(context[-4:])
-        self._start = 0  # of the window being decoded
         self._read = len(self._tokens)  # tokens whose text was already returned
-        self._shown = ""
+        self._shown = self._decode().rstrip(UNREADABLE)
 
     def push(self, token: int) -> str:
-        """The text this token adds; empty while a character is incomplete."""
-        if self._tokenizer is None:
-            return ""
-        if not self._shown and self._read > self._start:
-            self._shown = self._decode(self._tokens[self._start : self._read])
         self._tokens.append(token)
-        text = self._decode(self._tokens[self._start :])
-        if text.endswith("�"):
-            return ""
-        new = text[len(self._shown) :]
-        self._start = self._read
+        new = self._decode()[len(self._shown) :]
+        waiting = len(self._tokens) - self._read
+        if waiting <= HELD and (not new or new.endswith(UNREADABLE)):
+            new = new.rstrip(UNREADABLE)
+            self._shown += new
+            return new
+        del self._tokens[: self._read]
         self._read = len(self._tokens)
-        self._shown = self._decode(self._tokens[self._start : self._read])
+        self._shown = self._decode()
         return new
 
     def flush(self) -> str:
-        """Whatever an incomplete character at the very end decodes to."""
-        if self._tokenizer is None:
-            return ""
-        return self._decode(self._tokens[self._start :])[len(self._shown) :]
+        return self._decode()[len(self._shown) :]
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, **self._options))
+    def _decode(self) -> str:
+        if not self._tokens:
+            return ""
+        return str(self._tokenizer.decode(self._tokens, **self._options))
 
 
 class StopStrings:
     """Finds stop strings in streamed text, holding back what may be the beginning of one."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.met = False
-        """Whether a stop string was met (and cut off, with all that follows)."""
+        self.met: str | None = None
+        """The stop string that was met (and cut off, with all that follows)."""
 
-    def push(self, text: str) -> str:
-        """Text that is safe to show."""
+    def push(self, text: str, ends: bool = True) -> str:
+        """Text that is safe to show; unless it `ends`, a stop string completed now is text."""
         if not self._stops:
             return text
         text = self._held + text
-        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if places:
-            self._held, self.met = "", True
-            return text[: min(places)]
+        places = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if places and ends:
+            at, self.met = min(places)
+            self._held = ""
+            return text[:at]
         held = max(
             (
                 n

@@ -8,18 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-
+from forerun import chat
 from forerun.engine.text import Detokenizer
+from forerun.errors import PromptError, SettingError
 from forerun.serve.errors import bad
 
 T = TypeVar("T")
-
-TEMPLATE_OWN = frozenset(
-    {"conversation", "chat_template", "tools", "tokenize", "return_dict", "return_tensors",
-     "add_generation_prompt", "continue_final_message", "documents", "truncation", "padding"}
-)  # fmt: skip
-"""Arguments of `apply_chat_template` that a request's `chat_template_kwargs` may not set."""
 
 
 class Texts:
@@ -56,7 +50,7 @@ class Texts:
             text.encode()
         except UnicodeEncodeError as error:
             raise bad(f"the text is not valid Unicode: {error.reason}", "prompt") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=special))
+        return chat.encode(self.tokenizer, text, special)
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of tokens; ids the tokenizer does not know have none."""
@@ -100,7 +94,7 @@ class Texts:
     @property
     def chats(self) -> bool:
         """Whether the model has a chat template."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return chat.has_template(self.tokenizer)
 
     def chat(
         self,
@@ -120,20 +114,11 @@ class Texts:
         Raises:
             ApiError: no template, or one that refuses the messages.
         """
-        if not self.chats:
-            raise bad("this model has no chat template; use /v1/completions", "messages")
-        if taken := TEMPLATE_OWN & set(options or ()):
-            name = sorted(taken)[0]
-            raise bad(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=answer and not resume,
-                continue_final_message=resume,
-                **(options or {}),
+            return chat.render(
+                self.tokenizer, messages, answer=answer, resume=resume, options=options
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise bad(f"the chat template refuses these messages: {reason}", "messages") from error
-        return self.encode(text, special=False)  # the template wrote them itself
+        except SettingError as error:
+            raise bad(str(error), "chat_template_kwargs") from error
+        except PromptError as error:
+            raise bad(str(error), "messages") from error

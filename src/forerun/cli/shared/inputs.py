@@ -81,6 +81,7 @@ class Reader:
     @classmethod
     def open(cls, target: str | Path, trust_remote_code: bool = False) -> Reader | None:
         """That of a model whose weights are not loaded; None where only loading them can tell."""
+        from forerun import chat
         from forerun.errors import ForerunError
         from forerun.runtime.load import load_tokenizer, read_config
         from forerun.runtime.support import context_limit
@@ -93,7 +94,7 @@ class Reader:
             return None
 
         def encode(prompt: str | list[int]) -> list[int]:
-            return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            return chat.encode(tokenizer, prompt) if isinstance(prompt, str) else prompt
 
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         return cls(tokenizer, limit + encodes, encode, encodes)

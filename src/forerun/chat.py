@@ -1,0 +1,229 @@
+"""Conversations as a model's own template writes them, and texts with special tokens in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from forerun.errors import PromptError, SettingError
+
+OWN = frozenset(
+    {"conversation", "chat_template", "tools", "tokenize", "return_dict", "return_tensors",
+     "add_generation_prompt", "continue_final_message", "documents", "truncation", "padding"}
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that are no variables of a template."""
+FENCES = [chr(code) for code in range(0xE000, 0xF8FF)]
+"""Letters without a meaning (Unicode's private use area): where a control token is split."""
+_QUESTION, _ANSWER, _NEXT = "First question", "The answer", "Second question"
+"""Of a conversation that shows how a template writes turns."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a chat template writes around an answer.
+
+    Attributes:
+        ends: strings, perhaps special tokens, with which another turn begins: an answer ends there.
+        lead: white space between the beginning of the turn and the answer: no part of the answer.
+    """
+
+    ends: tuple[str, ...] = ()
+    lead: str = ""
+
+
+def conversation(messages: Any) -> list[dict[str, Any]]:
+    """Messages as templates take them: dicts with a role and, as text, a content.
+
+    Raises:
+        PromptError: they are none; says which one and why.
+
+    >>> conversation([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise PromptError("messages must be a list of dicts like {'role': 'user', 'content': 'Hi'}")
+    return [_message(message, place) for place, message in enumerate(messages)]
+
+
+def _message(message: Any, place: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise PromptError(f"message {place} must be a dict with a role and a content")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        kinds = [part.get("type") if isinstance(part, Mapping) else part for part in content]
+        wrong = [kind for kind in kinds if kind not in ("text", "input_text", "output_text")]
+        if wrong:
+            raise PromptError(f"message {place} has a part of type {wrong[0]!r}; only text is read")
+        content = "".join(str(part.get("text") or "") for part in content)
+    if content is not None and not isinstance(content, str):
+        raise PromptError(f"the content of message {place} must be text, got {content!r:.60}")
+    return {**message, "content": content or ""}
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer can write conversations."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    answer: bool = True,
+    resume: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation by the model's own template.
+
+    Special tokens come from the template alone: a message that holds the text of one is read as
+    that text. Without such, the ids are those of `apply_chat_template`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        messages: each with role and content (`conversation`).
+        answer: end with the beginning of an answer.
+        resume: let the model go on with the last message instead.
+        tools: functions that the model may call, as JSON schemas.
+        options: variables for the template.
+
+    Raises:
+        PromptError: no template, or one that refuses the messages.
+        SettingError: `options` that are no variables of a template.
+    """
+    if taken := OWN & set(options or ()):
+        raise SettingError(f"chat_template_kwargs may not set {min(taken)!r}")
+    given = {"messages": list(messages), "tools": tools and list(tools), **(options or {})}
+    fence = _Fence(tokenizer, given)
+    text = _write(tokenizer, fence.split(given), answer, resume)
+    return fence.encode(text)
+
+
+def _write(tokenizer: Any, given: Any, answer: bool = False, resume: bool = False) -> str:
+    """A conversation as text."""
+    from jinja2 import TemplateError
+
+    if not has_template(tokenizer):
+        raise PromptError("this model has no chat template; give a text or token ids")
+    given = dict(given)
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                given.pop("messages"),
+                tokenize=False,
+                add_generation_prompt=answer and not resume,
+                continue_final_message=resume,
+                **given,
+            )
+        )
+    except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PromptError(f"the chat template refuses these messages: {reason}") from error
+
+
+class _Fence:
+    """Keeps the text of special tokens in a conversation from becoming these tokens.
+
+    A letter that occurs nowhere else is put into each, and the rendered text is encoded in the
+    parts between these letters. A conversation without special tokens stays as it is.
+    """
+
+    def __init__(self, tokenizer: Any, given: Any) -> None:
+        self._tokenizer = tokenizer
+        names = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = [name for name in names if len(name) > 1]
+        written = "".join(_strings(given))
+        self._used = any(name in written for name in self._special)
+        self._letter = next(letter for letter in FENCES if letter not in written)
+
+    def split(self, given: Any) -> Any:
+        """The same with split names of special tokens."""
+        return _changed(given, self._one) if self._used else given
+
+    def _one(self, text: str) -> str:
+        for name in self._special:
+            while name in text:  # an outer one may be left once an inner one is split
+                text = text.replace(name, f"{name[0]}{self._letter}{name[1:]}")
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        parts = text.split(self._letter) if self._used else [text]
+        encode = self._tokenizer.encode
+        return [token for part in parts for token in encode(part, add_special_tokens=False)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All text in nested lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Nested lists and dicts with all text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_changed(key, change): _changed(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_changed(item, change) for item in value]
+    return value
+
+
+def turns(tokenizer: Any) -> Turns:
+    """How a tokenizer's chat template writes turns; nothing where that cannot be seen."""
+    return _turns(tokenizer, str(tokenizer.chat_template)) if has_template(tokenizer) else Turns()
+
+
+@lru_cache(maxsize=8)
+def _turns(tokenizer: Any, template: str) -> Turns:
+    question = {"role": "user", "content": _QUESTION}
+    answer = {"role": "assistant", "content": _ANSWER}
+    try:
+        asked = _write(tokenizer, {"messages": [question]}, answer=True)
+        text = _write(
+            tokenizer, {"messages": [question, answer, {"role": "user", "content": _NEXT}]}
+        )
+        asked_again = _write(
+            tokenizer,
+            {"messages": [question, answer, {"role": "user", "content": _NEXT}]},
+            answer=True,
+        )
+    except PromptError:
+        return Turns()
+    if _ANSWER not in text or _NEXT not in text:
+        return Turns()
+    lead = text[len(asked) : text.index(_ANSWER)] if text.startswith(asked) else ""
+    after = text[text.index(_ANSWER) + len(_ANSWER) : text.index(_NEXT)]
+    special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+    first = next((name for name in special if after.lstrip().startswith(name)), None)
+    if first is not None:
+        ends = [first]
+    else:
+        begin = asked_again[asked_again.index(_NEXT) + len(_NEXT) :]
+        ends = [marker.rstrip() for marker in (after, begin) if len(marker.strip()) > 1]
+    return Turns(tuple(dict.fromkeys(ends)), "" if lead.strip() else lead)
+
+
+def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """Token ids of a text; one that begins with the begin-of-text token does not get another.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        text: of which the names of special tokens are these tokens.
+        special: whether to add what the tokenizer adds to a text.
+    """
+    ids: list[int] = list(tokenizer.encode(text, add_special_tokens=special))
+    if special and len(ids) > 1 and ids[0] == ids[1] and ids[0] in tokenizer.all_special_ids:
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        if bare[:1] == ids[:1] and len(bare) < len(ids):
+            return ids[1:]
+    return ids
