@@ -2,9 +2,11 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
+# The oldest and the newest that pyproject.toml allows.
+TRANSFORMERS := 5.19.0 5.24.0
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench docs
+.PHONY: setup demo test versions lint bench docs
 
 setup: $(READY)
 
@@ -13,6 +15,15 @@ demo: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+
+versions: $(READY)
+	@for version in $(TRANSFORMERS); do \
+	  overlay=build/transformers-$$version; echo "transformers $$version"; \
+	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target $$overlay transformers==$$version && \
+	  PYTHONPATH=$$overlay $(PY) -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider \
+	    -m 'transformers_versions and not slow' || exit 1; \
+	done
 
 lint: $(READY)
 	@$(PY) -m ruff check

@@ -23,6 +23,7 @@ import forerun
 from benchmarks.common import RESULTS, provenance, save, table
 from benchmarks.quality import Problem, coins
 from forerun import zoo
+from forerun.runtime.cache import cache_argument
 from forerun.runtime.load import load_model
 from forerun.zoo.scoring import final_number
 from recipes.tasks import arithmetic
@@ -108,7 +109,8 @@ class Scorer:
         elif same < len(self._read):
             self._cache.crop(same - len(self._read))
         ids = torch.tensor([text[same:]])
-        states = self._body(ids, past_key_values=self._cache, use_cache=True).last_hidden_state
+        cache = {cache_argument(self._body): self._cache, "use_cache": True}
+        states = self._body(ids, **cache).last_hidden_state
         self._read = text
         return states[:, -1]
 

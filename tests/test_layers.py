@@ -10,12 +10,15 @@ import transformers as hf
 
 from forerun.errors import UnsupportedModelError
 from forerun.runtime import torch_rows
+from forerun.runtime.cache import cache_argument
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import FAMILIES, LayerAccess, LogitLens
 from forerun.runtime.support import PROVEN
 from tiny import CONFIGS, build, texts
 
 TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.transformers_versions
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -56,7 +59,7 @@ def test_layers_read_and_write_a_cache(family: str) -> None:
     model = build(family)
     access, ids = LayerAccess(model), torch.tensor([texts(12)[0]])
     cache, own = hf.DynamicCache(config=model.config), hf.DynamicCache(config=model.config)
-    wanted = model(ids, past_key_values=own, use_cache=True).logits
+    wanted = model(ids, **{cache_argument(model): own}, use_cache=True).logits
     got = []
     for begin, end in ((0, 7), (7, 8), (8, 12)):
         positions = torch.arange(begin, end).unsqueeze(0)

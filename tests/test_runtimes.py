@@ -229,6 +229,7 @@ def test_the_tested_families_are_the_proven_ones() -> None:
     assert set(CONFIGS) == PROVEN
 
 
+@pytest.mark.transformers_versions
 def test_ragged_rows_equal_rows_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_module, "CHUNK", 5)
     rows, prompts = case.rows(), texts(5, 17, 1, 9)
@@ -378,6 +379,7 @@ def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
         assert rows.lengths == [len(c) for c in contexts]
 
 
+@pytest.mark.transformers_versions
 def test_columns_copied_out_and_in_are_as_good_as_read(case: Case) -> None:
     rows, (text, other) = Rows(case.make()), texts(45, 9)
     if not rows.executor.copies:

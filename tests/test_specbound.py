@@ -21,6 +21,7 @@ from forerun.errors import PromptError, SettingError, UnsupportedModelError
 from forerun.model import Model
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
+from forerun.runtime.cache import cache_argument
 from forerun.runtime.exits import LayersExecutor, exit_rows, layers_of
 from forerun.runtime.heads import LightHeads, save_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
@@ -172,7 +173,8 @@ def check_cache(rows: Rows, contexts: list[list[int]]) -> None:
         assert covered == len(context) - 1
         if not covered:
             continue
-        own = forward(rows.executor.module(), context[:-1]).past_key_values.layers
+        model = rows.executor.module()
+        own = forward(model, context[:-1])[cache_argument(model)].layers
         for layer, (keys, values) in layers_of(rows).cache._store.items():
             for ours, theirs in ((keys, own[layer].keys), (values, own[layer].values)):
                 close(ours[row, :, :covered], theirs[0])

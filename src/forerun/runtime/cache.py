@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
+
+
+def cache_argument(module: Any) -> str:
+    """What the forward of a transformers module calls its cache: "cache" from 5.24 on."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in names), "past_key_values")
 
 
 class RowCache(Cache):

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Columns, Executor, Pieces, Rows
+from forerun.runtime.cache import cache_argument
 from forerun.runtime.support import PROVEN, check_supported, probe
 from forerun.runtime.torch_executor import facts_of
 
@@ -132,12 +133,13 @@ class CompiledExecutor(Executor):
         self.device = model.device
         self.facts = replace(facts_of(model), executor="compiled")
         self.cache = FixedCache()
+        self._cached = {cache_argument(model): self.cache, "use_cache": True}
         self._seen: set[tuple[int, ...]] = set()
         self._graphs = compiler is None and self.device.type == "cuda"
         self._step = (compiler or self._compiled)(self._eager)
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.no_grad():
-            self.model(input_ids=one, past_key_values=self.cache, use_cache=True)
+            self.model(input_ids=one, **self._cached)
         self.reserve(1, FEWEST_COLUMNS - 1)
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
             probe(Rows(self), model)
@@ -245,9 +247,8 @@ class CompiledExecutor(Executor):
             input_ids=ids,
             position_ids=places.clamp(max=self.facts.limit - 1),
             attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
             logits_to_keep=kept,
+            **self._cached,
         )
         logits: torch.Tensor = output.logits
         return logits

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import ForerunWarning, UnsupportedModelError
 from forerun.runtime.base import Executor, Facts, Pieces, Rows
-from forerun.runtime.cache import RowCache
+from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.placement import additive, placement_of
 from forerun.runtime.sources import CrossAttention, Encoder, SourceCache, layers_of, projections
 from forerun.runtime.support import (
@@ -65,6 +65,7 @@ class EncoderDecoderExecutor(Executor):
         self.facts = facts_of(model)
         self.cache, self.sources = OwnCache(), SourceCache(len(self.cross.layers))
         self._both = EncoderDecoderCache(self.cache, self.sources)
+        self._cached = {cache_argument(model): self._both, "use_cache": True}
         self._both.is_updated = dict.fromkeys(range(len(self.cross.layers)), True)
         # Not None, so that layers attend to the source; never read, as the keys are cached.
         unread = torch.zeros(1, 1, model.config.d_model, device=self.device, dtype=self.dtype)
@@ -148,8 +149,7 @@ class EncoderDecoderExecutor(Executor):
                 attention_mask=across,
                 decoder_input_ids=torch.tensor(padded, device=self.device),
                 decoder_attention_mask=mask,
-                past_key_values=self._both,
-                use_cache=True,
+                **self._cached,
             ).logits
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller reads the result at once anyway

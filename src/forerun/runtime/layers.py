@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.cache import cache_argument
 from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.support import PROBE_TOLERANCE
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where the modules of a model family are, and the name of their layers' cache argument."""
+    """Where the modules of a model family are."""
 
     body: str
     """The decoder stack inside the causal language model."""
@@ -29,14 +30,13 @@ class Family:
     norm: str
     positions: str | None = None
     """A learned table of positions added to the embeddings; None: the positions are rotary."""
-    cache: str = "past_key_values"
 
 
 _LLAMA = Family("model", "embed_tokens", "layers", "norm")
 FAMILIES = {
     "gemma": _LLAMA,
     "gpt2": Family("transformer", "wte", "h", "ln_f", positions="wpe"),
-    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", cache="layer_past"),
+    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm"),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "phi3": _LLAMA,
@@ -75,7 +75,7 @@ class LayerAccess:
                 f"{kind} models have no layer-by-layer access, which early exits need; "
                 f"these have: {', '.join(FAMILIES)}"
             )
-        self._family = family = FAMILIES[kind]
+        family = FAMILIES[kind]
         try:
             body = getattr(model, family.body)
             self._embed = getattr(body, family.embed)
@@ -85,6 +85,7 @@ class LayerAccess:
             self._rotary = None if family.positions else body.rotary_emb
         except AttributeError as error:  # another version may keep its modules elsewhere
             raise UnsupportedModelError(_UNCALLABLE.format(kind, error)) from error
+        self._cache_argument = cache_argument(self._stack[0])
         self._head = model.get_output_embeddings()
         self._turned: tuple[torch.Tensor, Any] | None = None
         self.layers: int = len(self._stack)
@@ -142,7 +143,7 @@ class LayerAccess:
             "attention_mask": mask,
             "position_ids": positions,
             "use_cache": cache is not None,
-            self._family.cache: cache,
+            self._cache_argument: cache,
         }
         if self._rotary is not None:
             if self._turned is None or self._turned[0] is not positions:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from forerun.runtime.base import Columns, Executor, Facts, Pieces, Rows
-from forerun.runtime.cache import RowCache
+from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.support import PROVEN, check_supported, context_limit, probe
 
 CACHED_MASKS = 64
@@ -36,6 +36,7 @@ class TorchExecutor(Executor):
         self.dtype: torch.dtype = model.dtype
         self.facts = facts_of(model)
         self.cache = RowCache()
+        self._cached = {cache_argument(model): self.cache, "use_cache": True}
         self._masks: dict[int, torch.Tensor] = {}
         self._places = torch.arange(0, device=self.device)
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
@@ -106,9 +107,8 @@ class TorchExecutor(Executor):
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
             logits_to_keep=ids.shape[1] - first if first else 0,  # 0: all
+            **self._cached,
         ).logits
         return logits
 

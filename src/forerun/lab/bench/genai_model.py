@@ -17,6 +17,7 @@ import openvino.opset15 as op
 import torch
 from openvino._offline_transformations import apply_make_stateful_transformation
 
+from forerun.runtime.cache import cache_argument
 from forerun.runtime.load import load_model
 
 ATTENTION = "forerun_stateful"
@@ -55,7 +56,7 @@ class _Stateful(torch.nn.Module):
         hidden = torch.zeros(visible.shape)
         mask = hidden.masked_fill(~visible, torch.finfo(torch.float32).min)
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-        output = self.model(**inputs, past_key_values=past, use_cache=True)
+        output = self.model(**inputs, **{cache_argument(self.model): past}, use_cache=True)
         return (output.logits, *past.states)
 
 
