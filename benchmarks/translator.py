@@ -25,7 +25,7 @@ from benchmarks.quality import bar
 from benchmarks.rouge import rouge
 from forerun import zoo
 from forerun.lab.bench.peers import Peer, TransformersAssisted, TransformersBeam, TransformersPlain
-from forerun.runtime.grafts import kept
+from forerun.runtime.drafts import own_draft
 from recipes.corpus import SENTENCE_END, read_pairs
 from recipes.tasks import digest
 
@@ -124,7 +124,7 @@ class Translator:
         self.models = {
             kind: forerun.load(target, draft=kind, device="cpu", dtype="float32")
             for kind in ("none", "shared", "block", "lookup")
-            if kind in ("none", "lookup") or kept(folder, kind)
+            if kind in ("none", "lookup") or own_draft(folder, kind)
         }
         self.model = self.models["none"]
         self.peers: dict[str, Peer] = {

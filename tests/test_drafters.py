@@ -19,6 +19,7 @@ from forerun.drafters.adadecode import AdaDecode
 from forerun.drafters.base import Proposal
 from forerun.drafters.block import BlockDrafter
 from forerun.drafters.datastore import SORTED, Datastore
+from forerun.drafters.eagle import EagleDrafter
 from forerun.drafters.kangaroo import KangarooDrafter
 from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.lookup import LookupDrafter
@@ -32,15 +33,15 @@ from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.adapters import Adapter, AdapterExecutor
+from forerun.runtime.eagle import EagleHead, head_rows
 from forerun.runtime.grafts import graft, graft_rows
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import new_heads
-from forerun.runtime.states import state_rows
 from forerun.testing import ScriptedModel
 from forerun.types import Stop
 from sourced import build as build_encoder_decoder
 from test_engine import V, chaotic, noisy
-from tiny import build, texts
+from tiny import VOCAB, build, texts
 
 SCRIPT = chaotic(3)
 STORED = [[3, 4, 3, 4, 5, 1, 2], [6, 6, 6], [0, 1, 2, 3, 1, 2, 4, 1, 2, 4]]
@@ -82,8 +83,21 @@ def adapted() -> Case:
 
 def heads_on_top() -> Case:
     """Heads that say what the target's own would say a token earlier: right now and then."""
-    rows = state_rows(TINY)
-    return Case(rows, MedusaDrafter(rows, new_heads(TINY, 3), 3), texts(1, 9, 4, 6))
+    rows = torch_rows(TINY)
+    return Case(
+        rows, MedusaDrafter(rows, LayerAccess(TINY), new_heads(TINY, 3), 3), texts(1, 9, 4, 6)
+    )
+
+
+def on_states() -> Case:
+    """A layer on the target's states, whose table is the target's: often right by chance."""
+    rows = torch_rows(TINY)
+    torch.manual_seed(4)
+    head = EagleHead(64, 48, VOCAB, 64)
+    tokens = torch.arange(VOCAB, dtype=torch.int32)
+    states = rows.executor.tap([2, 4])
+    return Case(rows, EagleDrafter(rows, states, head, tokens, head_rows(head, rows, "")),
+                texts(1, 9, 4, 6))  # fmt: skip
 
 
 ENCODES = build_encoder_decoder("marian", decoder_layers=3)
@@ -106,6 +120,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "rest": lambda: scripted(lambda: RESTDrafter(Datastore.build(STORED), 8, 1, 3)),
     "lookahead": lambda: scripted(lambda: LookaheadDrafter(5, 3)),
     "medusa": heads_on_top,
+    "eagle": on_states,
     "none": lambda: scripted(NullDrafter),
     "specbound": lambda: early_exits(SpecBound(exits="", threshold=0.1, depth=3, layers=1)),
     "adadecode": lambda: early_exits(AdaDecode(exits="", threshold=0.2)),

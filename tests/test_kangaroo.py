@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import torch
 import forerun
 from forerun.drafters import DRAFTERS
 from forerun.drafters.adadecode import AdaDecode
-from forerun.drafters.kangaroo import FOLDER, Kangaroo, KangarooDrafter
+from forerun.drafters.kangaroo import Kangaroo, KangarooDrafter
 from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
 from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.adapters import Adapter, AdapterExecutor
 from forerun.runtime.compiled import CompiledExecutor
+from forerun.runtime.drafts import About, save_draft
 from forerun.runtime.exits import layers_of
 from forerun.runtime.fingerprints import fingerprint
-from forerun.runtime.grafts import About, save_own
 from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
 from sourced import save_folders
@@ -174,22 +175,22 @@ def test_a_warm_prefix_has_the_adapters_states() -> None:
 
 
 def saved(folder: Path, model: Any, depth: int = 2, **changes: Any) -> str:
-    about = About("kangaroo", depth, 1, fingerprint(model), {})
-    save_own(adapter_of(model, depth).own, About(**{**about.__dict__, **changes}), folder)
+    about = replace(About("kangaroo", fingerprint(model), {"layers": depth}), **changes)
+    save_draft(folder, about, adapter_of(model, depth).own)
     return str(folder)
 
 
 def test_loading_by_folder_and_by_name(tmp_path: Path) -> None:
     folders = save_folders(tmp_path)
     target = str(folders.decoder)
-    with pytest.raises(SettingError, match="forerun train-draft trains one"):
+    with pytest.raises(SettingError, match="make one with forerun train-draft kangaroo"):
         forerun.load(target, "kangaroo")
     model = forerun.load(target, "none", dtype="float32")
     module = model.target.executor.module()
-    saved(Path(target) / FOLDER, module, 1)
+    saved(Path(target) / "kangaroo", module, 1)
     prompts, how = texts(4, 7), {"max_new_tokens": 12, "ignore_eos": True}
     wanted = [c.tokens for c in model.generate(prompts, **how)]
-    for draft in ("kangaroo", str(Path(target) / FOLDER), "kangaroo(threshold=0,most=2)"):
+    for draft in ("kangaroo", str(Path(target) / "kangaroo"), "kangaroo(threshold=0,most=2)"):
         fast = forerun.load(target, draft, dtype="float32")
         assert isinstance(fast.drafter, KangarooDrafter)
         assert [c.tokens for c in fast.generate(prompts, **how)] == wanted

@@ -17,10 +17,10 @@ from forerun.drafters.medusa import Medusa, MedusaDrafter
 from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
-from forerun.runtime.grafts import ABOUT, WEIGHTS, About
-from forerun.runtime.medusa import MedusaHeads, load_medusa, new_heads, save_medusa
+from forerun.runtime.drafts import ABOUT, WEIGHTS, About, read_about, save_draft
+from forerun.runtime.layers import LayerAccess
+from forerun.runtime.medusa import MedusaHeads, load_medusa, new_heads
 from forerun.runtime.packing import dense
-from forerun.runtime.states import state_rows, states_of
 from forerun.testing import ScriptedModel
 from forerun.training.drafts import Settings
 from forerun.training.medusa import MedusaTrainer
@@ -36,58 +36,8 @@ def plainly(model: Any, prompts: list[list[int]], **how: Any) -> list[list[int]]
 
 
 def medusa(model: Any, heads: MedusaHeads) -> Model:
-    rows = state_rows(model)
-    return Model(rows, MedusaDrafter(rows, heads, heads.count))
-
-
-# What is kept of the target's passes
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_states_are_those_that_the_models_own_head_reads(family: str) -> None:
-    """In a ragged batch, after a rollback, after rows were reordered, and for prompts in chunks."""
-    model = build(family)
-    rows, prompts = state_rows(model), texts(5, 11, 3)
-    executor = states_of(rows)
-
-    def check(row: int, text: list[int], place: int) -> None:
-        with torch.no_grad():
-            wanted = model.base_model(torch.tensor([text[: place + 1]]))[0][0, -1]
-        state = executor.state(row, place)
-        assert state is not None
-        torch.testing.assert_close(state, wanted, atol=2e-4, rtol=1e-4)
-
-    rows.read(prompts, 20)  # all but the last token, of which no logits are wanted
-    for row, prompt in enumerate(prompts):
-        check(row, prompt, len(prompt) - 2)
-    rows.feed([[7], [8, 9], [4, 5, 6]], [1, 2, 3])
-    texts_now = [p[:-1] + new for p, new in zip(prompts, ([7], [8, 9], [4, 5, 6]), strict=True)]
-    for row, text in enumerate(texts_now):
-        for place in range(len(prompts[row]) - 1, len(text)):
-            check(row, text, place)
-        assert executor.state(row, len(text)) is None
-        assert executor.state(row, len(prompts[row]) - 2) is None
-    rows.rollback(2, 3)
-    rows.keep([2, 0, 2])
-    check(0, texts_now[2], 2)
-    check(1, texts_now[0], 4)
-    rows.feed([[], [3], []], [0, 1, 0])
-    check(2, texts_now[2], 2)
-    check(1, [*texts_now[0], 3], 5)
-    rows.keep([])
-    assert executor.state(0, 2) is None
-    assert not model.base_model._forward_hooks, "nothing is left on the model"
-
-
-def test_what_is_copied_in_has_no_states() -> None:
-    rows, (text,) = state_rows(build("llama")), texts(9)
-    rows.read([text], 20)
-    columns = rows.copy_out(0, 0, 6)
-    rows.join(1, 20)
-    rows.extend(1, columns)
-    assert states_of(rows).state(1, 5) is None
-    rows.feed([[], text[6:8]], [0, 1])
-    assert states_of(rows).state(1, 7) is not None
+    rows = torch_rows(model)
+    return Model(rows, MedusaDrafter(rows, LayerAccess(model), heads, heads.count))
 
 
 # Heads
@@ -108,7 +58,8 @@ def test_heads_are_the_papers_formula_and_begin_as_the_models_own() -> None:
 
 
 def saved(model: Any, folder: Path, heads: MedusaHeads, target: str = "x") -> str:
-    save_medusa(heads, About("medusa", heads.layers, heads.count, target, {}), folder)
+    form = {"layers": heads.layers, "width": heads.count}
+    save_draft(folder, About("medusa", target, form), heads.tensors)
     return str(folder)
 
 
@@ -117,8 +68,8 @@ def test_heads_come_back_from_disk(tmp_path: Path) -> None:
     heads = new_heads(model, 3, tokens=torch.tensor([3, 4, 50]))
     path = saved(model, tmp_path, heads)
     with pytest.warns(ForerunWarning, match="trained for another target"):
-        back, about = load_medusa(model, path)
-    assert (about.kind, about.width, back.count) == ("medusa", 3, 3)
+        back = load_medusa(model, path)
+    assert (read_about(path).kind, back.layers, back.count) == ("medusa", 1, 3)
     assert back.tokens is not None
     assert back.tokens.tolist() == [3, 4, 50]
     for name, tensor in heads.weights.items():
@@ -129,11 +80,11 @@ def test_heads_come_back_from_disk(tmp_path: Path) -> None:
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = build("llama")
     path = saved(model, tmp_path / "heads", new_heads(model, 2))
-    with pytest.raises(ModelError, match="do not fit this target"):
+    with pytest.raises(ModelError, match="does not fit this target"):
         load_medusa(build("llama", hidden_size=64), path)
     wrong = new_heads(model, 2, tokens=torch.tensor([3, VOCAB]) - 1)
     wrong.tokens = torch.tensor([3, VOCAB])
-    with pytest.raises(ModelError, match="do not fit this target"):
+    with pytest.raises(ModelError, match="does not fit this target"):
         load_medusa(model, saved(model, tmp_path / "wrong", wrong))
     with pytest.raises(ModelError, match="forerun train-draft makes one"):
         load_medusa(model, tmp_path)
@@ -151,7 +102,7 @@ def test_targets_that_give_no_states_are_refused() -> None:
         Medusa().build(Rows(ScriptedModel(torch.eye(4))), None)
     with pytest.raises(SettingError, match="decoder-only targets, and this one has an encoder"):
         Medusa().build(torch_rows(build_encoder_decoder("marian", decoder_layers=2)), None)
-    with pytest.raises(SettingError, match="forerun train-draft of kind medusa makes them"):
+    with pytest.raises(SettingError, match="make one with forerun train-draft medusa"):
         Medusa().build(torch_rows(build("llama")), None)
     for bad in ({"heads": 0}, {"heads": 1.5}, {"path": ""}, {"path": 3}):
         with pytest.raises(SettingError, match="medusa "):

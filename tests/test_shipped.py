@@ -23,7 +23,7 @@ from forerun.engine import Sampling
 from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
-from forerun.runtime.grafts import read_about
+from forerun.runtime.drafts import read_about
 from forerun.training.features import fingerprint
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
@@ -120,7 +120,7 @@ def test_shipped_heads_and_adapter_serve_the_relatives_of_specbound() -> None:
     adapted = forerun.load(draft="kangaroo", dtype="float32")  # no warning of another target
     assert isinstance(adapted.drafter, KangarooDrafter)
     folder = zoo.TARGET / FOLDER
-    assert adapted.drafter.layers == (read_about(folder).layers,)
+    assert adapted.drafter.layers == (read_about(folder).settings["layers"],)
     assert sum(f.stat().st_size for f in folder.iterdir()) < 1e6
     how: dict[str, Any] = {"controller": "fixed(64)", "max_new_tokens": 32, "ignore_eos": True}
     stats = [c.stats for c in adapted.generate(prompts(6), **how)]

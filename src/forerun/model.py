@@ -33,7 +33,7 @@ from forerun.prompts import read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
-from forerun.runtime.grafts import ABOUT, kept, read_about
+from forerun.runtime.drafts import ABOUT, own_draft, read_about
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runtime
 from forerun.settings import Settings, resolve
@@ -346,7 +346,7 @@ def default_draft(target: str | Path | None) -> str | Path:
     if target is None:
         return zoo.DRAFT
     where = zoo.locate(target)
-    return next((kind for kind in ("shared", "block") if kept(where, kind)), "lookup")
+    return next((kind for kind in ("shared", "block") if own_draft(where, kind)), "lookup")
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

@@ -147,7 +147,7 @@ def train_draft(
     about = trainer.export(out, len(learnt), measured)
     if as_json:
         print_json({"schema": SCHEMA, "complete": trainer.step >= steps, "draft": str(out),
-                    "kind": about.kind, "layers": about.layers, "width": about.width,
+                    "kind": about.kind, "layers": settings.layers, "width": settings.block,
                     **about.trained})  # fmt: skip
         return
     line = f"{trainer.step} steps, {trainer.tokens:,} tokens; held out: " + ", ".join(

@@ -14,6 +14,7 @@ DRAFTERS = Registry(
         "medusa": "forerun.drafters.medusa:Medusa",
         "shared": "forerun.drafters.shared:SharedDraft",
         "block": "forerun.drafters.block:BlockDraft",
+        "eagle": "forerun.drafters.eagle:Eagle",
         "specbound": "forerun.drafters.specbound:SpecBound",
         "adadecode": "forerun.drafters.adadecode:AdaDecode",
         "kangaroo": "forerun.drafters.kangaroo:Kangaroo",

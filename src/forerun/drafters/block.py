@@ -13,7 +13,8 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import require
 from forerun.runtime.base import CHUNK, Rows
-from forerun.runtime.grafts import draft_folder, graft_rows, load_graft, model_of
+from forerun.runtime.drafts import draft_folder
+from forerun.runtime.grafts import graft_rows, load_graft, model_of
 
 
 class BlockDrafter(Drafter):
@@ -166,8 +167,8 @@ class BlockDraft(DrafterSpec):
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""
-        made, about = load_graft(
-            model_of(target, "block"), draft_folder(target, "block", self.path), "block"
+        made, most = load_graft(
+            model_of(target, "block"), draft_folder(target.facts.name, "block", self.path), "block"
         )
-        width = about.width if self.width is None else min(self.width, about.width)
+        width = most if self.width is None else min(self.width, most)
         return BlockDrafter(graft_rows(target, made), target.vocab_size, width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,13 +12,11 @@ from forerun.checks import between, flag, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.errors import SettingError, require
-from forerun.runtime.adapters import AdapterExecutor, adapter_rows
+from forerun.runtime.adapters import KIND, AdapterExecutor, adapter_rows
 from forerun.runtime.base import Rows
+from forerun.runtime.drafts import draft_folder
 from forerun.runtime.layers import LayerAccess
 from forerun.types import Stop
-
-FOLDER = "kangaroo"
-"""Where an adapter is in its target's own folder."""
 
 
 class Unembedding:
@@ -146,11 +143,5 @@ class Kangaroo(DrafterSpec):
                 f"kangaroo runs on torch, and this target on {target.facts.executor or 'none'}; "
                 "use the runtime torch"
             )
-        folder = self.path or str(Path(target.facts.name, FOLDER))
-        if self.path is None and not (target.facts.name and Path(folder).is_dir()):
-            raise SettingError(
-                "kangaroo needs an adapter, and this target has none in its folder; forerun "
-                "train-draft trains one (kind kangaroo), path names it"
-            )
-        rows = adapter_rows(model, folder)
+        rows = adapter_rows(model, draft_folder(target.facts.name, KIND, self.path))
         return KangarooDrafter(rows, self.threshold, self.most, self.keep)

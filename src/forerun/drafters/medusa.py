@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +14,9 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
-from forerun.runtime.medusa import MedusaHeads, load_medusa
-from forerun.runtime.states import state_rows, states_of
-
-FOLDER = "medusa"
-"""Where a target's own heads lie, in its folder."""
+from forerun.runtime.drafts import draft_folder
+from forerun.runtime.layers import LayerAccess
+from forerun.runtime.medusa import KIND, MedusaHeads, load_medusa
 
 
 class MedusaDrafter(Drafter):
@@ -28,14 +25,16 @@ class MedusaDrafter(Drafter):
     That state is left over from the pass that chose the newest token, so drafting feeds nothing.
 
     Args:
-        rows: the target; it keeps the states, and the engine verifies with it.
+        target: its executor leaves states; the engine verifies with it.
+        access: its layers, whose final norm the heads read through.
         heads: the heads.
         width: how many of them are asked at most.
     """
 
-    def __init__(self, rows: Rows, heads: MedusaHeads, width: int) -> None:
-        self.target: Rows = rows
-        self._states, self._heads, self._width = states_of(rows), heads, width
+    def __init__(self, target: Rows, access: LayerAccess, heads: MedusaHeads, width: int) -> None:
+        self.target: Rows = target
+        self._states = target.executor.tap([access.layers])
+        self._access, self._heads, self._width = access, heads, width
         self.seconds = 0.0
 
     def ratio(self, target: Rows) -> float:
@@ -47,9 +46,10 @@ class MedusaDrafter(Drafter):
         """A token of each head in turn, as far as the controllers want."""
         states: dict[int, torch.Tensor] = {}
         for row, text in enumerate(texts):
-            state = None if text is None else self._states.state(row, len(text) - 2)
-            if state is not None:
-                states[row] = state
+            if text is not None and len(text) > 1:
+                left = self._states.read(row, len(text) - 2, len(text) - 1)
+                if len(left):
+                    states[row] = self._access.norm(left[0])
         if not states:
             return Proposal.none(len(texts))
         known = [text if row in states else None for row, text in enumerate(texts)]
@@ -61,7 +61,7 @@ class MedusaDrafter(Drafter):
         began = time.perf_counter()
         where = list(states)
         logits = self._heads.logits(head, torch.stack(list(states.values())))
-        tokens, vocab = self._heads.tokens, self._states.facts.vocab_size
+        tokens, vocab = self._heads.tokens, self.target.vocab_size
         if tokens is None and len(where) == rows:
             out = logits
         elif tokens is None:
@@ -133,11 +133,12 @@ class Medusa(DrafterSpec):
             whole("medusa heads", self.heads, 1)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
+        """The drafter, on the target's states.
 
         Raises:
             SettingError: the target's runtime gives no hidden states, or there are no heads.
             ModelError: heads that are damaged or another target's.
+            UnsupportedModelError: the target's final norm cannot be called.
         """
         if target.facts.source_limit is not None:
             raise SettingError(
@@ -150,18 +151,6 @@ class Medusa(DrafterSpec):
                 f"medusa reads the target's last hidden states; runtime {kind} does not give them; "
                 "choose runtime torch, or a draft without heads (lookup, a draft model)"
             )
-        folder = self.path or _own_heads(target.facts.name)
-        if folder is None:
-            raise SettingError(
-                "medusa has no trained heads for this target; forerun train-draft of kind medusa "
-                "makes them, and path names their folder"
-            )
-        heads, _ = load_medusa(model, folder)
+        heads = load_medusa(model, draft_folder(target.facts.name, KIND, self.path))
         count = heads.count if self.heads is None else min(self.heads, heads.count)
-        return MedusaDrafter(state_rows(model), heads, count)
-
-
-def _own_heads(target: str) -> str | None:
-    """The heads that come with a target."""
-    folder = Path(target, FOLDER)
-    return str(folder) if target and folder.is_dir() else None
+        return MedusaDrafter(target, LayerAccess(model), heads, count)

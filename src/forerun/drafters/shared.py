@@ -9,7 +9,8 @@ from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import require
 from forerun.runtime.base import Rows
-from forerun.runtime.grafts import draft_folder, graft_rows, load_graft, model_of
+from forerun.runtime.drafts import draft_folder
+from forerun.runtime.grafts import graft_rows, load_graft, model_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class SharedDraft(DrafterSpec):
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""
         made, _ = load_graft(
-            model_of(target, "shared"), draft_folder(target, "shared", self.path), "shared"
+            model_of(target, "shared"),
+            draft_folder(target.facts.name, "shared", self.path),
+            "shared",
         )
         return ModelDrafter(graft_rows(target, made), target.vocab_size)

@@ -15,8 +15,8 @@ import torch
 
 from forerun.errors import SettingError
 from forerun.runtime.base import Rows
+from forerun.runtime.drafts import fill, read_about
 from forerun.runtime.exits import Batch, LayersExecutor
-from forerun.runtime.grafts import About, fill, read_about
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import pack
 
@@ -123,7 +123,6 @@ def adapter_rows(model: Any, folder: str | Path) -> Rows:
     Warns:
         ForerunWarning: it was trained for another target of the same sizes.
     """
-    about: About = read_about(folder, KIND)
-    adapter = Adapter(LayerAccess(model), about.layers)
-    fill(adapter.own, about, model, folder)
+    adapter = Adapter(LayerAccess(model), int(read_about(folder, KIND).settings.get("layers", 0)))
+    fill(adapter.own, folder, KIND, model)
     return Rows(AdapterExecutor(model, pack(adapter.to(model.device, model.dtype))))

@@ -15,6 +15,7 @@ import torch
 from forerun.costs import Passes
 from forerun.errors import PromptError, SettingError
 from forerun.runtime.best import read
+from forerun.runtime.states import States
 from forerun.signals import float_type, measure
 
 Pieces = Sequence[Sequence[int]]
@@ -102,6 +103,8 @@ class Executor(ABC):
     every token adds something."""
     timed: Passes = ()
     """What passes of one row took when the model was loaded; empty if nobody looked."""
+    states: States | None = None
+    """Where passes leave hidden states, once somebody asked for them by `tap`."""
 
     @abstractmethod
     def reserve(self, rows: int, columns: int) -> None:
@@ -142,6 +145,20 @@ class Executor(ABC):
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
         """Let a row hold copied columns from its token `first` on."""
         raise NotImplementedError
+
+    def tap(self, depths: Sequence[int]) -> States:
+        """From now on, passes leave the hidden states of these depths in `States`.
+
+        Asked again, for the same depths it is the same object; for others it is a new one.
+
+        Raises:
+            SettingError: no such depths, or the executor gives no states.
+            UnsupportedModelError: this model's states cannot be had.
+        """
+        raise SettingError(
+            f"this draft reads the target's hidden states, which the runtime "
+            f"{self.facts.executor or 'of this target'} does not give; use torch or openvino"
+        )
 
     def module(self) -> Any:
         """The Hugging Face module behind it, or None."""
@@ -255,6 +272,8 @@ class Rows:
         """Keep these rows, in this order; a row may be kept twice, the others are dropped."""
         self.lengths = [self.lengths[row] for row in rows]
         self.executor.keep(rows, self.lengths)
+        if self.executor.states is not None:
+            self.executor.states.keep(rows)
 
     def rollback(self, row: int, length: int) -> None:
         """Forget what a row holds beyond `length` tokens."""
@@ -272,6 +291,8 @@ class Rows:
         """Cover what comes next in a row by a copy, instead of a pass."""
         self.executor.copy_in(row, self.lengths[row], columns)
         self.lengths[row] += columns.count
+        if self.executor.states is not None:
+            self.executor.states.drop(row)
 
     @_inferring
     def feed(self, pieces: Pieces, wanted: Sequence[int] | None = None) -> torch.Tensor:

@@ -9,38 +9,13 @@ says at each what may stand after it: a whole block in one pass.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
+from forerun.errors import SettingError, UnsupportedModelError
 from forerun.runtime.base import Rows
-from forerun.runtime.fingerprints import fingerprint
-
-ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
-FORMAT = "forerun draft decoder 1"
-
-
-@dataclass(frozen=True)
-class About:
-    """What a folder of a graft says of itself."""
-
-    kind: str
-    """"shared", "block" or "kangaroo"."""
-    layers: int
-    """Of its decoder; of Kangaroo's, those of the target below the adapter."""
-    width: int
-    """Tokens it proposes in a pass: 1, or of a block more."""
-    target: str
-    """Fingerprint of the target it was trained for."""
-    trained: dict[str, Any]
-    """Steps, texts and held-out agreement."""
+from forerun.runtime.drafts import fill, read_about
 
 
 class Extended(torch.nn.Module):
@@ -144,71 +119,8 @@ def own_parameters(graft: Any) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def save_own(own: Mapping[str, torch.Tensor], about: About, folder: Path) -> None:
-    """Write what a draft has of its own (bfloat16) and what it is."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in own.items()}
-    save_file(weights, str(folder / WEIGHTS))
-    os.chmod(folder / WEIGHTS, 0o644)
-    text = json.dumps({"format": FORMAT, **asdict(about)}, indent=2, ensure_ascii=False)
-    (folder / ABOUT).write_text(text + "\n", encoding="utf-8")
-
-
-def read_about(folder: str | Path, kind: str | None = None) -> About:
-    """What a folder of a graft says of itself.
-
-    Raises:
-        ModelError: it is none, or cannot be read, or is not of the kind that is named.
-    """
-    path = Path(folder) / ABOUT
-    if not path.is_file():
-        raise ModelError(
-            f"{str(folder)!r} holds no draft decoder: {ABOUT} is missing; "
-            "forerun train-draft makes one"
-        )
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        if given.pop("format", None) != FORMAT:
-            raise ValueError(f"it is not of the format {FORMAT!r}")
-        about = About(**given)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if kind not in (None, about.kind):
-        raise ModelError(
-            f"{str(folder)!r} holds a draft decoder for the drafter {about.kind!r}, not {kind!r}"
-        )
-    return about
-
-
-def kept(target: str | Path, kind: str) -> str | None:
-    """The draft decoder that comes with a target: the folder of that kind in its own, if any."""
-    folder = Path(target, kind) if str(target) else None
-    try:
-        return str(folder) if folder is not None and (folder / ABOUT).is_file() else None
-    except (OSError, ValueError):  # no name of a file
-        return None
-
-
-def draft_folder(target: Rows, kind: str, path: str | None) -> str:
-    """The folder named, or the one that comes with the target.
-
-    Raises:
-        SettingError: neither is there.
-    """
-    model_of(target, kind)  # has an encoder
-    folder = path or kept(target.facts.name, kind)
-    if folder is None:
-        raise SettingError(
-            f"drafter {kind} needs a draft decoder, and none comes with this target; make one with "
-            f"forerun train-draft, and name its folder: {kind}(path='FOLDER')"
-        )
-    return folder
-
-
-def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
-    """The graft of a folder, on its target.
+def load_graft(target: Any, folder: str, kind: str) -> tuple[Any, int]:
+    """The graft of a folder, on its target, and how many tokens it proposes in a pass.
 
     Raises:
         ModelError: it is missing, damaged, of another kind, or does not fit the target.
@@ -216,44 +128,11 @@ def load_graft(target: Any, folder: str | Path, kind: str) -> tuple[Any, About]:
     Warns:
         ForerunWarning: it was trained for another target of the same sizes.
     """
-    about = read_about(folder, kind)
-    made = graft(target, about.layers, about.width)
-    fill(own_parameters(made), about, target, folder)
-    return made, about
-
-
-def fill(own: Mapping[str, torch.Tensor], about: About, target: Any, folder: str | Path) -> None:
-    """Read what a draft has of its own from a folder.
-
-    Raises:
-        ModelError: it is missing, damaged, or does not fit.
-
-    Warns:
-        ForerunWarning: it was trained for another target of the same sizes.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        weights = load_file(str(Path(folder) / WEIGHTS))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights in {str(folder)!r}: {error}") from error
-    shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    if shapes != {name: tuple(value.shape) for name, value in own.items()}:
-        raise ModelError(
-            f"the draft decoder in {str(folder)!r} does not fit this target; it was trained for "
-            f"another one (fingerprint {about.target})"
-        )
-    if fingerprint(target) != about.target:
-        warnings.warn(
-            f"the draft decoder in {str(folder)!r} was trained for another target (or for this one "
-            "in another precision); where it agrees less, drafts are shorter",
-            ForerunWarning,
-            stacklevel=5,
-        )
-    with torch.no_grad():
-        for name, value in weights.items():
-            own[name].copy_(value)
+    how = read_about(folder, kind).settings
+    width = int(how.get("width", 1))
+    made = graft(target, int(how.get("layers", 1)), width)
+    fill(own_parameters(made), folder, kind, target)
+    return made, width
 
 
 def graft_rows(target: Rows, graft: Any) -> Rows:

@@ -164,6 +164,11 @@ class LayerAccess:
         """As `logits`, for some tokens only: `(..., n)` with `rows` from `unembedding_of`."""
         return linear(self._norm(hidden), *rows)
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm of hidden states `(..., H)`: what the model's own head reads."""
+        normed: torch.Tensor = self._norm(hidden)
+        return normed
+
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Unembedding of hidden states `(..., H)` that are normed already: `(..., V)` logits."""
         logits: torch.Tensor = self._head(hidden)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from forerun.errors import ForerunWarning, ModelError
-from forerun.runtime.fingerprints import fingerprint
-from forerun.runtime.grafts import ABOUT, FORMAT, WEIGHTS, About, read_about
+from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft
 from forerun.runtime.packing import dense, linear, packed
 
 KIND = "medusa"
-TOKENS = "tokens"  # name of the tensor of token ids
 UNEMBEDDING = "unembedding"
 
 
@@ -37,6 +30,12 @@ class MedusaHeads:
 
     weights: dict[str, torch.Tensor]
     tokens: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> Tensors:
+        """All of it, as a draft is saved: weights in bfloat16, half the size."""
+        out = {name: t.detach().to(torch.bfloat16) for name, t in self.weights.items()}
+        return out if self.tokens is None else {**out, TOKENS: self.tokens.to(torch.int32)}
 
     @property
     def count(self) -> int:
@@ -72,25 +71,8 @@ def new_heads(
     return MedusaHeads(weights, tokens)
 
 
-def save_medusa(heads: MedusaHeads, about: About, folder: Path) -> None:
-    """Write heads, in bfloat16: half the size. `OSError` if that cannot be."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {n: t.detach().to("cpu", torch.bfloat16) for n, t in heads.weights.items()}
-    if heads.tokens is not None:
-        tensors[TOKENS] = heads.tokens.to("cpu", torch.int32)
-    # Written beside, then renamed: an interrupted save leaves the old heads or the new ones.
-    beside = folder / f"{WEIGHTS}.tmp"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(beside))
-    os.chmod(beside, 0o644)
-    os.replace(beside, folder / WEIGHTS)
-    text = json.dumps({"format": FORMAT, **asdict(about)}, indent=2, ensure_ascii=False)
-    (folder / ABOUT).write_text(text + "\n", encoding="utf-8")
-
-
-def load_medusa(model: Any, folder: str | Path) -> tuple[MedusaHeads, About]:
-    """The heads of a folder that `save_medusa` wrote, on the target's device and in its dtype.
+def load_medusa(model: Any, folder: str | Path) -> MedusaHeads:
+    """The heads in a folder, on the target's device and in its dtype.
 
     Raises:
         ModelError: missing, damaged, of another kind, or not of this target's sizes.
@@ -98,49 +80,18 @@ def load_medusa(model: Any, folder: str | Path) -> tuple[MedusaHeads, About]:
     Warns:
         ForerunWarning: they were trained for another target of the same sizes.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    about = read_about(folder)
-    if about.kind != KIND:
-        raise ModelError(
-            f"{str(folder)!r} holds a draft for the drafter {about.kind!r}, not {KIND!r}"
-        )
-    try:
-        tensors = load_file(str(Path(folder) / WEIGHTS))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights in {str(folder)!r}: {error}") from error
     own = model.get_output_embeddings().weight
+    vocab, width = own.shape
+
+    def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+        out: dict[str, tuple[int, ...]] = {}
+        for head in range(about.settings["width"]):
+            blocks = range(about.settings["layers"])
+            out |= {f"{head}.{i}.weight": (width, width) for i in blocks}
+            out[f"{head}.{UNEMBEDDING}"] = (len(tensors.get(TOKENS, range(vocab))), width)
+        return out
+
+    _, tensors = load_draft(folder, KIND, shapes, model, vocab)
     tokens = tensors.pop(TOKENS, None)
-    _check(tensors, tokens, about, tuple(own.shape), folder)
-    if fingerprint(model) != about.target:
-        warnings.warn(
-            f"the Medusa heads in {str(folder)!r} were trained for another target (or for this one "
-            "in another precision); where they agree less, drafts are shorter",
-            ForerunWarning,
-            stacklevel=4,
-        )
     there = {name: packed(tensor.to(own.device, own.dtype)) for name, tensor in tensors.items()}
-    return MedusaHeads(there, None if tokens is None else tokens.long().to(own.device)), about
-
-
-def _check(
-    tensors: Mapping[str, torch.Tensor],
-    tokens: torch.Tensor | None,
-    about: About,
-    sizes: tuple[int, ...],
-    folder: str | Path,
-) -> None:
-    """Refuse tensors that are not those of these heads on this target."""
-    vocab, width = sizes
-    count = vocab if tokens is None else len(tokens)
-    expected: dict[str, tuple[int, ...]] = {}
-    for head in range(about.width):
-        expected |= {f"{head}.{i}.weight": (width, width) for i in range(about.layers)}
-        expected[f"{head}.{UNEMBEDDING}"] = (count, width)
-    good = tokens is None or (len(tokens) and 0 <= int(tokens.min()) <= int(tokens.max()) < vocab)
-    if not good or {name: tuple(t.shape) for name, t in tensors.items()} != expected:
-        raise ModelError(
-            f"the Medusa heads in {str(folder)!r} do not fit this target; they were trained for "
-            f"another one (fingerprint {about.target})"
-        )
+    return MedusaHeads(there, None if tokens is None else tokens.long().to(own.device))

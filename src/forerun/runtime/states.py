@@ -1,96 +1,138 @@
-"""A target that keeps the last hidden states of each row's newest tokens, for heads on top."""
+"""The target's hidden states at named depths, as its passes leave them, for drafters to read.
+
+A depth counts layers: depth d is the residual stream after d of L layers; also at d = L it is what
+stands before the final norm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from forerun.errors import UnsupportedModelError
-from forerun.runtime.base import Columns, Pieces, Rows
-from forerun.runtime.torch_executor import TorchExecutor
+from forerun.errors import SettingError, UnsupportedModelError
 
 
-class StatesExecutor(TorchExecutor):
-    """A `TorchExecutor` that also says what its last layer left behind.
-
-    Kept are the states of the tokens whose logits were wanted in a row's newest pass, or else of
-    the last token fed: after the final norm, what the model's own head reads. It takes no pass of
-    its own.
+class States:
+    """States of each row's tokens, from the passes since they were last read.
 
     Args:
-        model: any supported decoder-only Hugging Face model.
-
-    Raises:
-        UnsupportedModelError: its head does not read what its decoder stack returns.
+        depths: rising, each in 1…L.
+        width: H, of one state.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._body = body_of(model)
-        self._kept: dict[int, tuple[int, torch.Tensor]] = {}
-        """Per row the place of the first kept state, and `(n, H)` states."""
-        super().__init__(model)
+    def __init__(self, depths: Sequence[int], width: int) -> None:
+        self.depths, self.width = tuple(depths), width
+        self._held: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        """Per row `(place of the first token, (n, depths × H) states)`, places rising."""
 
-    def state(self, row: int, place: int) -> torch.Tensor | None:
-        """`(H,)` state after the token at a place of a row's text; None if it is not kept.
+    def note(self, row: int, start: int, states: torch.Tensor) -> None:
+        """Take `(n, depths × H)` states of a row's tokens from place `start` on; what was held of
+        later places was rejected."""
+        held = self._held.setdefault(row, [])
+        while held and held[-1][0] >= start:
+            held.pop()
+        if held and (over := held[-1][0] + len(held[-1][1]) - start) > 0:
+            held[-1] = held[-1][0], held[-1][1][:-over]
+        held.append((start, states))
 
-        The caller knows that the row's text still begins as it was fed up to this place.
+    def read(self, row: int, first: int, last: int) -> torch.Tensor:
+        """States of a row's tokens `first` to `last`, concatenated by depth; earlier ones go.
+
+        The caller knows that the row's text still begins as it was fed up to `last`.
+
+        Returns:
+            `(n, depths × H)` with n ≤ last − first: those of the last n places before `last`. A
+            place whose token came by a copy of its keys and values has none, nor have those
+            before it.
         """
-        first, states = self._kept.get(row, (0, None))
-        if states is None or not 0 <= place - first < len(states):
-            return None
-        return states[place - first]
+        held = self._held.get(row, [])
+        while held and held[0][0] + len(held[0][1]) <= first:
+            held.pop(0)
+        parts: list[torch.Tensor] = []
+        end = last
+        for start, states in reversed(held):
+            if start >= end:
+                continue
+            if start + len(states) < end:
+                break
+            begin = max(first, start)
+            parts.insert(0, states[begin - start : end - start])
+            end = begin
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, len(self.depths) * self.width)
 
-    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Reorder the cache and the states."""
-        kept = self._kept
-        self._kept = {new: kept[old] for new, old in enumerate(rows) if old in kept}
-        super().keep(rows, lengths)
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; a row may be kept twice."""
+        held = self._held
+        self._held = {new: list(held[old]) for new, old in enumerate(rows) if old in held}
 
-    def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        """Into the cache; what a row has not read itself it has no states of."""
-        self._kept.pop(row, None)
-        super().copy_in(row, first, columns)
-
-    def _pass(
-        self, rows: list[int], starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
-    ) -> torch.Tensor:
-        def note(_module: Any, _inputs: Any, output: Any) -> None:
-            for i, row in enumerate(rows):
-                count = len(pieces[i])
-                begin = count - max(wanted[i], 1)
-                self._kept[row] = starts[i] + begin, output[0][i, begin:count].clone()
-
-        # For this pass alone: the model may also be used by others.
-        hook = self._body.register_forward_hook(note)
-        try:
-            return super()._pass(rows, starts, pieces, wanted)
-        finally:
-            hook.remove()
+    def drop(self, row: int) -> None:
+        """Forget what is held of a row."""
+        self._held.pop(row, None)
 
 
-def body_of(model: Any) -> Any:
-    """The decoder stack of a model, whose output its head reads.
+def check_depths(depths: Sequence[int], layers: int) -> tuple[int, ...]:
+    """The depths, if they rise and each is in 1…`layers`; else raises `SettingError`."""
+    good = list(depths) == sorted(set(depths)) and depths and 1 <= depths[0] <= depths[-1] <= layers
+    if not good:
+        raise SettingError(
+            f"depths must rise from 1 to at most the target's {layers} layers, got "
+            f"{', '.join(map(str, depths)) or 'none'}"
+        )
+    return tuple(depths)
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The decoder layers of a Hugging Face model, in order.
 
     Raises:
-        UnsupportedModelError: it has none apart from its head.
+        UnsupportedModelError: they are not in one list.
     """
-    body, head = model.base_model, model.get_output_embeddings()
-    if body is model or head is None:
-        raise UnsupportedModelError(
-            f"this {model.config.model_type} model has no decoder stack apart from its head, whose "
-            "hidden states could be read"
-        )
-    return body
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise UnsupportedModelError(
+        f"this {model.config.model_type} model has no list of its {count} layers, whose hidden "
+        "states could be read"
+    )
 
 
-def state_rows(model: Any) -> Rows:
-    """Rows of a Hugging Face model that keep hidden states."""
-    return Rows(StatesExecutor(model))
+class Taps:
+    """Reads the outputs of a Hugging Face model's layers while it runs.
 
+    Args:
+        model: decoder-only.
+        depths: as of `States`.
+    """
 
-def states_of(rows: Rows) -> StatesExecutor:
-    """The executor of such rows."""
-    assert isinstance(rows.executor, StatesExecutor), "rows that keep hidden states"
-    return rows.executor
+    def __init__(self, model: Any, depths: Sequence[int]) -> None:
+        layers = decoder_layers(model)
+        self._layers = [layers[depth - 1] for depth in check_depths(depths, len(layers))]
+        self._seen: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """For one pass alone: the model may also be used by others."""
+
+        def hook(place: int) -> Any:
+            def note(_module: Any, _inputs: Any, output: Any) -> None:
+                self._seen[place] = output[0] if isinstance(output, tuple) else output
+
+            return note
+
+        hooks = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(self._layers)]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def read(self) -> torch.Tensor:
+        """`(rows, width, depths × H)` states of the pass that was open last, a copy."""
+        seen, self._seen = self._seen, {}
+        return torch.cat([seen[i] for i in range(len(self._layers))], -1)

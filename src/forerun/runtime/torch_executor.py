@@ -9,6 +9,7 @@ import torch
 
 from forerun.runtime.base import Columns, Executor, Facts, Pieces, Rows
 from forerun.runtime.cache import RowCache, cache_argument
+from forerun.runtime.states import States, Taps
 from forerun.runtime.support import PROVEN, check_supported, context_limit, probe
 
 CACHED_MASKS = 64
@@ -39,12 +40,21 @@ class TorchExecutor(Executor):
         self._cached = {cache_argument(model): self.cache, "use_cache": True}
         self._masks: dict[int, torch.Tensor] = {}
         self._places = torch.arange(0, device=self.device)
+        self._taps: Taps | None = None
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
             probe(Rows(self), model)
 
     def module(self) -> Any:
         """The model."""
         return self.model
+
+    def tap(self, depths: Sequence[int]) -> States:
+        """By hooks on the model's layers, which are there during its own passes only."""
+        if self.states is None or self.states.depths != tuple(depths):
+            self._taps = Taps(self.model, depths)
+            width = self.model.config.get_text_config(decoder=True).hidden_size
+            self.states = States(depths, width)
+        return self.states
 
     def reserve(self, rows: int, columns: int) -> None:
         """Grow the cache once for what is expected."""
@@ -89,7 +99,16 @@ class TorchExecutor(Executor):
         # Of the padded columns, the logits from the first that any row wants.
         first = min(skipped) if most else width - 1
         ids, places = torch.tensor(padded, device=self.device), self._positions(starts, width)
-        logits = self._forward(ids, places, self._mask(starts, width, columns), first)
+        mask = self._mask(starts, width, columns)
+        if self._taps is None or self.states is None:
+            logits = self._forward(ids, places, mask, first)
+        else:
+            with self._taps.open():
+                logits = self._forward(ids, places, mask, first)
+            for row, start, count, states in zip(
+                rows, starts, counts, self._taps.read(), strict=True
+            ):
+                self.states.note(row, start, states[:count])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the caller reads the result at once anyway
         if min(skipped) == max(skipped):

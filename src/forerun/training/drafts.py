@@ -25,8 +25,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from forerun.checks import choice, whole
 from forerun.errors import ModelError, SettingError, require
 from forerun.runtime.base import Rows
+from forerun.runtime.drafts import About, save_draft
 from forerun.runtime.fingerprints import fingerprint
-from forerun.runtime.grafts import About, graft, model_of, own_parameters, save_own
+from forerun.runtime.grafts import graft, model_of, own_parameters
 from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
 
@@ -130,7 +131,8 @@ class Training(ABC, Generic[T]):
         self, target: Any, own: Mapping[str, torch.nn.Parameter], settings: Settings
     ) -> None:
         self.settings, self.target, self.own = settings, target, dict(own)
-        self.identity = fingerprint(target)
+        self.identity, self.texts = fingerprint(target), ""
+        """Of the target, and of what a draft owes to its texts from the start."""
         target.requires_grad_(False)
         for parameter in self.own.values():
             parameter.requires_grad_()
@@ -191,7 +193,7 @@ class Training(ABC, Generic[T]):
         """Write beside, then rename: a killed run never leaves half a checkpoint."""
         state = {
             "settings": asdict(self.settings),
-            "target": self.identity,
+            "target": [self.identity, self.texts],
             "own": {name: p.detach() for name, p in self.own.items()},
             "optimizer": self.optimizer.state_dict(),
             "counts": [self.step, self.tokens, self.elapsed],
@@ -214,7 +216,7 @@ class Training(ABC, Generic[T]):
             {k: v for k, v in s.items() if k != "steps"}
             for s in (asdict(self.settings), state["settings"])
         )
-        if state["target"] != self.identity or mine != theirs:
+        if state["target"] != [self.identity, self.texts] or mine != theirs:
             raise SettingError(
                 f"{path} was begun with other settings or another target: {state['settings']}; "
                 "use these, or another folder"
@@ -227,12 +229,18 @@ class Training(ABC, Generic[T]):
 
     def export(self, folder: Path, texts: int, measured: dict[str, Any]) -> About:
         """Write the draft as it is, with what was measured of it."""
-        trained = self._trained(texts, measured)
-        made = About(
-            self.settings.kind, self.settings.layers, self.settings.block, self.identity, trained
-        )
-        save_own(self.own, made, folder)
+        settings = self.settings
+        form: dict[str, Any] = {"layers": settings.layers}
+        if settings.block > 1:
+            form["width"] = settings.block
+        trained = self._trained(texts, measured) | {"settings": asdict(settings)}
+        made = About(settings.kind, self.identity, form, trained)
+        save_draft(folder, made, self._tensors())
         return made
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What is saved: in bfloat16, half the size."""
+        return {name: p.detach().to(torch.bfloat16) for name, p in self.own.items()}
 
 
 class Trainer(Training[Text]):

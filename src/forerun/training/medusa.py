@@ -9,17 +9,13 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.errors import SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.grafts import About
-from forerun.runtime.medusa import KIND, MedusaHeads, new_heads, save_medusa
-from forerun.runtime.states import body_of
+from forerun.runtime.medusa import MedusaHeads, new_heads
 from forerun.training.drafts import Settings, Training, padded
 from forerun.training.exit_heads import frequent
 from forerun.training.features import Document
@@ -40,7 +36,6 @@ class MedusaTrainer(Training[Document]):
 
     Raises:
         SettingError: no Hugging Face model without encoder, or more tokens than it has.
-        UnsupportedModelError: its last hidden states cannot be read.
     """
 
     def __init__(self, target: Rows, settings: Settings, texts: Sequence[Document]) -> None:
@@ -48,7 +43,7 @@ class MedusaTrainer(Training[Document]):
         if model is None or target.facts.source_limit is not None:
             raise SettingError("Medusa heads need a target that is a decoder-only Hugging Face "
                                "model")  # fmt: skip
-        self._body = body_of(model)
+        self._body = model.base_model
         vocab, tokens = target.vocab_size, None
         if settings.vocab:
             written = torch.tensor([token for ids, start in texts for token in ids[start + 1 :]])
@@ -57,14 +52,14 @@ class MedusaTrainer(Training[Document]):
         begun = new_heads(model, settings.width, settings.layers, tokens).weights
         own = {name: torch.nn.Parameter(tensor) for name, tensor in begun.items()}
         super().__init__(model, own, settings)
-        self.heads, self._fingerprint = MedusaHeads({**own}, tokens), self.identity
+        self.heads = MedusaHeads({**own}, tokens)
         self._index = torch.arange(vocab, device=model.device)
         """Per token its index among those the heads can say, −1 outside."""
         if tokens is not None:
             self._index = torch.full_like(self._index, -1)
             self._index[tokens] = torch.arange(len(tokens), device=model.device)
             # Heads that have begun on one choice of tokens mean nothing on another.
-            self.identity += " " + hashlib.sha256(str(tokens.tolist()).encode()).hexdigest()[:16]
+            self.texts = hashlib.sha256(str(tokens.tolist()).encode()).hexdigest()[:16]
         self._room = ROOM
         self._read: dict[int, tuple[Document, torch.Tensor, torch.Tensor]] = {}
         """By the identity of a text, which is kept beside so that it stays one."""
@@ -133,10 +128,5 @@ class MedusaTrainer(Training[Document]):
         kept = table.nan_to_num(0.0).cumprod(1).sum(1).mean()
         return {"top1": depths[0], "by_depth": depths, "accepted": round(float(kept), 3)}
 
-    def export(self, folder: Path, texts: int, measured: dict[str, Any]) -> About:
-        """Write the heads as they are, with what was measured of them."""
-        trained = self._trained(texts, measured) | {"settings": asdict(self.settings)}
-        settings = self.settings
-        about = About(KIND, settings.layers, settings.width, self._fingerprint, trained)
-        save_medusa(self.heads, about, folder)
-        return about
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return self.heads.tensors

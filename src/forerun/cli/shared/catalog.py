@@ -28,6 +28,7 @@ _DRAFTER_PAPERS = {
     "rest": ("rest2024",),
     "lookahead": ("lookahead2024",),
     "medusa": ("medusa2024",),
+    "eagle": ("eagle32025",),
     "shared": ("cmasd2025",),
     "block": ("specdec2023", "cmasd2025"),
     "specbound": ("specbound2026",),

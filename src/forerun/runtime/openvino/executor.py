@@ -19,7 +19,9 @@ from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, Forms, spans
+from forerun.runtime.openvino.nodes import tap
 from forerun.runtime.openvino.pool import Pool
+from forerun.runtime.states import States
 
 FIRST_BLOCKS = 64
 """Blocks of a new pool; it doubles when it runs out."""
@@ -61,11 +63,26 @@ class OpenVINOExecutor(Executor):
     def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
-        self._forms = Forms(graph, facts, settings(facts.precision, self.threads))
-        self.levels = self._forms.levels
+        self._graph = graph
+        self.given: torch.Tensor | None = None
+        """`(tokens, D)` what the next pass reads beside its tokens, if the graph has `GIVEN`."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
         self._version = 0  # of the tables
+        self._compile(graph)
+
+    def _compile(self, graph: ov.Model) -> None:
+        self._forms = Forms(graph, self.facts, settings(self.facts.precision, self.threads))
+        self.levels = self._forms.levels
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
+
+    def tap(self, depths: Sequence[int]) -> States:
+        """By an output more of the graphs, which are compiled anew; there must be no rows."""
+        if self.states is None or self.states.depths != tuple(depths):
+            graph = self._graph.clone()
+            width = tap(graph, depths)
+            self._compile(graph)
+            self.states = States(depths, width)
+        return self.states
 
     @property
     def nbytes(self) -> int:
@@ -198,7 +215,15 @@ class OpenVINOExecutor(Executor):
             else:
                 form = self._forms.open
         self.cover(ends)
-        return form.run(starts, pieces, wanted, ends, self.pool.tables, self._version)
+        if self.given is not None:
+            form.give(self.given.numpy())
+        seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version)
+        if self.states is not None:
+            states = torch.from_numpy(form.request.states())
+            for row, (first, last) in enumerate(spans(counts)):
+                if last > first:
+                    self.states.note(row, starts[row], states[first:last].clone())
+        return seen
 
     def _in_parts(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]

@@ -116,7 +116,7 @@ def export(model: Any) -> ov.Model:
         raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
     if not calls:
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
-    _name(graph, INPUTS, "logits", calls)
+    name(graph, INPUTS, "logits", calls)
     return graph
 
 
@@ -183,7 +183,7 @@ def export_layers(model: Any, first: int, last: int) -> ov.Model:
         raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
     if len(calls) != last - first:
         raise UnsupportedModelError(f"{kind}: {len(calls)} attentions in {last - first} layers")
-    _name(graph, ("hidden", "position_ids"), "last", calls)
+    name(graph, ("hidden", "position_ids"), "last", calls)
     return graph
 
 
@@ -219,7 +219,21 @@ def _traced(
     module: torch.nn.Module,
     example: tuple[torch.Tensor, ...],
 ) -> ov.Model:
-    with _attention_marked(model, calls), torch.inference_mode(), warnings.catch_warnings():
+    with _attention_marked(model, calls):
+        return convert(module, example, calls)
+
+
+def convert(
+    module: torch.nn.Module, example: tuple[torch.Tensor, ...], calls: list[Attention]
+) -> ov.Model:
+    """Trace a module and convert it.
+
+    Args:
+        module: it calls `torch.ops.forerun.paged` where attention is, and notes each in `calls`.
+        example: its arguments.
+        calls: filled while it is traced.
+    """
+    with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tracing: what is constant here is meant to be
         traced = torch.jit.trace(module, example, check_trace=False)
         return ov.convert_model(
@@ -229,7 +243,7 @@ def _traced(
         )
 
 
-def _name(graph: ov.Model, inputs: Sequence[str], output: str, calls: list[Attention]) -> None:
+def name(graph: ov.Model, inputs: Sequence[str], output: str, calls: list[Attention]) -> None:
     """Name inputs and output, and keep what the placeholders stand for."""
     for port, name in zip(graph.inputs, inputs, strict=True):
         port.get_tensor().set_names({name})

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.nodes import SOURCE_ROW, caches
+from forerun.runtime.openvino.nodes import GIVEN, SOURCE_ROW, caches
 from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
 from forerun.runtime.openvino.request import Request
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
@@ -103,6 +103,9 @@ class Form:
             shapes = {"input_ids": [tokens, 1], "position_ids": [tokens, 1]}
             shapes |= {"wanted": [tokens], SOURCE_ROW: [tokens]}
             named = {name: port for port in graph.inputs for name in port.get_names()}
+            if GIVEN in named:
+                width = named[GIVEN].get_partial_shape()[2].get_length()
+                shapes[GIVEN] = [tokens, 1, width]
             graph.reshape({named[n]: ov.PartialShape(s) for n, s in shapes.items() if n in named})
         self.tokens = tokens
         self.request = Request(core().compile_model(graph, "CPU", settings), facts.vocab_size)
@@ -121,6 +124,12 @@ class Form:
         """Read and write these pools, in the order of these inputs."""
         for port, pool in zip(self.ports(prefix), pools, strict=True):
             self.request.set(port, pool)
+
+    def give(self, states: NDArray[np.float32]) -> None:
+        """Let the next pass read `(tokens, D)` states of its tokens; see `nodes.GIVEN`."""
+        self.request.floats(GIVEN, self.tokens or len(states), states.shape[1])[
+            : len(states), 0
+        ] = states
 
     def run(
         self,

@@ -8,15 +8,16 @@ of blocks, so rows of any length share a pass, and what lies beyond a row's leng
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import openvino as ov
 import openvino.opset15 as op
 
-from forerun.errors import MissingExtraError
+from forerun.errors import MissingExtraError, UnsupportedModelError
 from forerun.runtime.openvino.export import PLACEHOLDER, Attention, attentions
+from forerun.runtime.states import check_depths
 
 BLOCK = 32
 """Tokens per block: the only size the CPU plug-in has."""
@@ -28,6 +29,12 @@ ROWS = (
     "max_context_len",
 )
 """Inputs that say which tokens belong to which row, in the node's order of inputs."""
+KEYS = "key_cache."
+"""The caches of keys have names that begin so and end in the number of the layer."""
+STATES = "states"
+"""The output that `tap` adds."""
+GIVEN = "given"
+"""An input `(tokens, 1, D)` of heads on a target's states: what they read beside tokens."""
 SOURCE = "source_"
 """What is said of sources has names that begin so: rows, caches, and `SOURCE_LAST`."""
 SOURCE_LAST, SOURCE_ROW = "source_last", "source_row"
@@ -86,6 +93,80 @@ def attach(graph: ov.Model) -> ov.Model:
     _fold_scalars(graph)
     graph.validate_nodes_and_infer_types()
     return graph
+
+
+def tap(graph: ov.Model, depths: Sequence[int]) -> int:
+    """Add an output `STATES`, `(tokens, 1, depths × H)`: the residual streams at these depths.
+
+    They are found by the graph's shape alone, so that it may come from anywhere: going back from a
+    layer's attention, or at the last depth from the logits, the residual stream is the first sum
+    of two computed tensors that are not cut into heads.
+
+    Args:
+        graph: with paged-attention nodes; it is changed.
+        depths: as of `States`.
+
+    Returns:
+        H.
+
+    Raises:
+        SettingError: no such depths.
+        UnsupportedModelError: a residual stream is not found.
+    """
+    layers = sorted(
+        (int(port.get_any_name().removeprefix(KEYS)), port.get_node())
+        for port in graph.inputs
+        if port.get_any_name().startswith(KEYS)
+    )
+    check_depths(depths, len(layers))
+    streams = []
+    for depth in depths:
+        if depth == len(layers):
+            streams.append(_residual(graph.outputs[0].get_node()))
+        else:
+            (attention,) = (u.get_node() for u in layers[depth][1].output(0).get_target_inputs())
+            streams.append(_residual(attention.input_value(0).get_node()))
+    widths = {stream.get_output_partial_shape(0)[-1].get_length() for stream in streams}
+    if len(widths) != 1:
+        raise UnsupportedModelError(f"residual streams of different widths: {sorted(widths)}")
+    (width,) = widths
+    flat = [op.reshape(stream, op.constant([-1, 1, width]), False) for stream in streams]
+    states = op.concat(flat, 2)
+    states.output(0).get_tensor().set_names({STATES})
+    graph.add_results([op.result(states)])
+    graph.validate_nodes_and_infer_types()
+    return int(width)
+
+
+def _residual(node: ov.Node) -> ov.Node:
+    """The nearest residual stream behind a node; see `tap`."""
+    level, seen = [node], {node.get_name()}
+    while level:
+        for at in level:
+            if at.get_type_name() == "Add" and _is_residual(at):
+                return at
+        behind = [port.get_node() for at in level for port in at.input_values()]
+        level = []
+        for at in behind:
+            if at.get_name() not in seen:
+                seen.add(at.get_name())
+                level.append(at)
+    raise UnsupportedModelError("this graph has no residual stream that could be found")
+
+
+def _is_residual(node: ov.Node) -> bool:
+    shape = node.get_output_partial_shape(0)
+    if shape.rank.get_length() > 3 or shape[-1].is_dynamic or shape[-1].get_length() == 1:
+        return False  # the last: a norm's variance
+    return not any(_is_constant(port.get_node()) for port in node.input_values())
+
+
+def _is_constant(node: ov.Node) -> bool:
+    while node.get_type_name() in ("Convert", "Multiply", "Reshape", "Unsqueeze", "Subtract"):
+        if not all(_is_constant(port.get_node()) for port in node.input_values()):
+            return False
+        node = node.input_value(0).get_node()
+    return bool(node.get_type_name() == "Constant")
 
 
 def caches(inputs: Iterable[Any], prefix: str = "") -> list[Any]:

@@ -32,6 +32,7 @@ class Request:
         self._index = {name: i for i, port in ports for name in port.get_names()}
         self._buffers: dict[tuple[str, int], tuple[memoryview, ov.Tensor]] = {}
         self._bound: dict[str, tuple[Any, ov.Tensor]] = {}  # OpenVINO does not keep their memory
+        self._floats: dict[str, tuple[NDArray[np.float32], ov.Tensor]] = {}
         self._logits = np.empty((0, vocab_size), np.float32)
         self._outputs: dict[int, tuple[NDArray[np.float32], ov.Tensor]] = {}
         self.longest = self.input("max_context_len", 1)
@@ -54,6 +55,15 @@ class Request:
             self._bound[name] = held
         return held[0]
 
+    def floats(self, name: str, size: int, width: int) -> NDArray[np.float32]:
+        """The buffer of an input of `(size, 1, width)` numbers, bound; kept while its size is."""
+        held = self._floats.get(name)
+        if held is None or held[0].shape != (size, 1, width):
+            array = np.zeros((size, 1, width), np.float32)
+            held = self._floats[name] = array, ov.Tensor(array, shared_memory=True)
+            self._request.set_input_tensor(self._index[name], held[1])
+        return held[0]
+
     def output(self, size: int) -> NDArray[np.float32]:
         """The buffer of `(size, V)` logits, bound; the next pass overwrites it."""
         held = self._outputs.get(size) or self._cut(size)
@@ -61,6 +71,11 @@ class Request:
             self._request.set_output_tensor(0, held[1])
             self._bound["logits"] = held
         return held[0]
+
+    def states(self) -> NDArray[np.float32]:
+        """`(tokens, width)` of the output that `nodes.tap` added; the next pass overwrites it."""
+        data = self._request.get_output_tensor(1).data
+        return data.reshape(len(data), -1)
 
     def _make(self, name: str, size: int) -> tuple[memoryview, ov.Tensor]:
         array = np.zeros(size, np.int64 if name in _WIDE else np.int32)

@@ -1,0 +1,218 @@
+"""A layer of its own, on the target's hidden states, drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.stepping import step_by_step
+from forerun.errors import SettingError, require
+from forerun.runtime.base import CHUNK, Best, Rows
+from forerun.runtime.drafts import TOKENS, draft_folder, load_draft
+from forerun.runtime.eagle import KIND, EagleHead, given, head_of, head_rows, shapes
+from forerun.runtime.states import States
+
+
+class EagleDrafter(Drafter):
+    """Steps the head; made by `Eagle.build`.
+
+    Its rows cover what was read with the target's states; what a draft adds, with the head's own
+    outputs in their place, is rolled back after the round.
+
+    Args:
+        target: its executor leaves states; the engine verifies with it.
+        states: those.
+        head: whose projection of states is used.
+        tokens: `(V,)` ids of the head's vocabulary, rising.
+        rows: the head's.
+    """
+
+    def __init__(
+        self, target: Rows, states: States, head: EagleHead, tokens: torch.Tensor, rows: Rows
+    ) -> None:
+        self.target: Rows = target
+        self.rows, self.caches, self.limit = rows, (rows,), target.limit
+        self._states, self._head = states, head
+        self._tokens, self._ids = tokens.long().to(target.device), tokens.tolist()
+        cut = torch.full((target.vocab_size,), len(tokens))
+        cut[tokens.long()] = torch.arange(len(tokens))
+        self._cut: list[int] = cut.tolist()
+        own = rows.executor.states
+        assert own is not None, "a head leaves its outputs"
+        self._outputs = own
+        self._newest: dict[int, torch.Tensor] = {}
+        """Rows under way in this round, and the head's output `(1, D)` of each one's last token."""
+        self._true: dict[int, int] = {}
+        """Rows whose newest tokens were read without the target's states, and how many with."""
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Wall time in the head's passes."""
+        return self.rows.seconds
+
+    def ratio(self, target: Rows) -> float:
+        """Weights that a pass of the target reads over those of a step."""
+        return max(target.facts.weights / self.rows.facts.weights, 1.0)
+
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Empty rows, which read along with the target."""
+        self.rows.join(len(prompts), max(map(len, prompts)) + room)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Reorder."""
+        self._restore()
+        self.rows.keep(rows)
+
+    def rollback(self, row: int, length: int) -> None:
+        """To what stands and was read with the target's states."""
+        self.rows.rollback(row, min(length, self._true.pop(row, length)))
+
+    def follow(self, texts: Texts) -> None:
+        """Read along, as far as the target has come."""
+        lengths = self.target.lengths
+        self._read([t and t[: n + 1] for t, n in zip(texts, lengths, strict=True)], leave=0)
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """Read what was kept of the last draft, with the target's states, then draft on."""
+        self._restore()
+        self._newest.clear()
+        self._read(texts, leave=CHUNK)
+        return step_by_step(self, texts, most, guide)
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """What the head says next."""
+        pieces = self._pieces(texts)
+        wanted = [1 if piece else 0 for piece in pieces]
+        for row in self._newest:
+            self._true.setdefault(row, self.rows.lengths[row])
+        self._give(pieces)
+        if greedy is not None:
+            best = self.rows.best(pieces, wanted, greedy)
+            ids = self._ids
+            step = Step(best=Best([[ids[i] for i in t] for t in best.tokens], best.signals,
+                                  best.sound))  # fmt: skip
+        else:
+            logits = self.rows.feed(pieces, wanted)[:, 0]
+            wide = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
+            wide[:, self._tokens] = logits
+            step = Step(wide)
+        for row, n in enumerate(self.rows.lengths):
+            if pieces[row]:
+                self._newest[row] = self._outputs.read(row, n - 1, n)
+        return step
+
+    def _pieces(self, texts: Texts) -> list[list[int]]:
+        lengths, cut = self.rows.lengths, self._cut
+        return [
+            [] if t is None else [cut[i] for i in t[n:]]
+            for t, n in zip(texts, lengths, strict=True)
+        ]
+
+    def _give(self, pieces: Sequence[Sequence[int]]) -> None:
+        """What the head reads beside these tokens, of the token before each."""
+        out = []
+        for row, (n, piece) in enumerate(zip(self.rows.lengths, pieces, strict=True)):
+            if not piece:
+                continue
+            if (own := self._newest.get(row)) is not None:
+                out.append(own)
+                continue
+            known = self._states.read(row, max(n - 1, 0), n + len(piece) - 1)
+            states = self._head.fused(known.to(self.rows.device), len(self._states.depths))
+            # The first token has none before it, and what was copied into a row has no states.
+            out.append(torch.nn.functional.pad(states, (0, 0, len(piece) - len(states), 0)))
+        if out:
+            given(self.rows, torch.cat(out))
+
+    def _read(self, texts: Texts, leave: int) -> None:
+        """Read in chunks, without logits, until no row has more than `leave` tokens to go."""
+        while max(map(len, pieces := self._pieces(texts))) > leave:
+            chunks = [piece[:CHUNK] for piece in pieces]
+            self._give(chunks)
+            self.rows.feed(chunks, [0] * len(chunks))
+
+    def _restore(self) -> None:
+        for row, length in self._true.items():
+            self.rows.rollback(row, length)
+        self._true.clear()
+
+
+@dataclass(frozen=True)
+class Eagle(DrafterSpec):
+    """One layer on the target's hidden states drafts token by token, like EAGLE's.
+
+    The target's passes leave the states of three depths. For each drafted token the layer reads
+    the newest token and the state of the one before it: the target's where it has been there, its
+    own output within a draft. What was kept is read again with the target's states. It has keys and
+    values of its own, and says the tokens of a cut vocabulary only. Output is the target's own,
+    exactly.
+
+    When it helps: targets that have no smaller sister; a step costs a few hundredths of a pass.
+    When it hurts: text unlike what it was trained on; tokens outside its vocabulary end a draft.
+
+    Rule: `x_i = layer(W · [rms(e_i); rms(g_(i−1))])`, `g = W_f · [rms(h_a); rms(h_b); rms(h_L)]` or
+    within a draft `g_i = x_i`; tokens by `softmax(E · norm(x_i))`.
+
+    Args:
+        path: a folder of `forerun train-draft eagle`, trained for this target. None: the folder
+            `eagle` in the target's own.
+
+    Deviations: EAGLE-3 drafts trees, trains its layer by the same unrolled steps, and has a head of
+    its own; here a chain is drafted, embedding and head are one table, and steps see each other's
+    keys as in use.
+
+    Reference: Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models
+    via Training-Time Test, section 3.
+    """
+
+    summary: ClassVar[str] = "a layer on the target's hidden states drafts; made by train-draft"
+    paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
+
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
+        require(good, "eagle path", self.path, "a folder of forerun train-draft, or none")
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """The drafter, on the target's states.
+
+        Raises:
+            SettingError: no head comes with the target, or its runtime gives no states.
+            ModelError: the head is damaged or another target's.
+        """
+        if target.facts.source_limit is not None:
+            raise SettingError(
+                "eagle is for decoder-only targets, and this one has an encoder; use lookup, or "
+                "what forerun train-draft makes for it (shared, block)"
+            )
+        return eagle_drafter(target, draft_folder(target.facts.name, KIND, self.path))
+
+
+def eagle_drafter(target: Rows, folder: str) -> EagleDrafter:
+    """A drafter with the head in a folder; raises as `Eagle.build`."""
+    from forerun.runtime.drafts import read_about
+
+    depths = read_about(folder, KIND).settings.get("depths")
+    if not isinstance(depths, list) or not all(isinstance(d, int) for d in depths):
+        raise SettingError(f"the draft in {folder!r} names no depths; train it again")
+    states = target.executor.tap(depths)
+    _, tensors = load_draft(
+        folder,
+        KIND,
+        lambda about, own: shapes(about, own, states.width),
+        target.executor.module(),
+        target.vocab_size,
+    )
+    head = head_of(tensors)
+    rows = head_rows(head, target, folder)
+    return EagleDrafter(target, states, head, tensors[TOKENS], rows)

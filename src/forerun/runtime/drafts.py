@@ -1,0 +1,201 @@
+"""A trained draft on disk: `draft.json` says what it is, `draft.safetensors` holds its tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import ForerunWarning, ModelError, SettingError
+from forerun.runtime.fingerprints import fingerprint
+
+ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
+FORMAT = "forerun draft 1"
+TOKENS = "tokens"
+"""The tensor of `(V,)` rising token ids that a draft knows, where it does not know all."""
+SCALE = ".scale"
+"""What the name of a matrix in 8 bits has behind it in the name of its `(outputs, 1)` scales."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a folder with a draft says of itself."""
+
+    kind: str
+    """The drafter that uses it."""
+    target: str | None
+    """Fingerprint of the target it was trained for; None if it names none."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of its form, by name: layers, width, depths."""
+    trained: dict[str, Any] = field(default_factory=dict)
+    """How it was trained, and what was measured then."""
+
+
+def save_draft(folder: str | Path, about: About, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a draft; `OSError` if it cannot be written.
+
+    Tensors are written beside, then renamed: an interrupted save leaves the old or the new ones.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f"{WEIGHTS}.tmp"
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(own, str(beside), metadata={"format": "pt"})
+    os.chmod(beside, 0o644)
+    os.replace(beside, folder / WEIGHTS)
+    save_about(folder, about)
+
+
+def save_about(folder: str | Path, about: About) -> None:
+    """Write what a draft says of itself; `OSError` if it cannot be written."""
+    what = {"format": FORMAT, "kind": about.kind, "target": about.target}
+    document = {**what, **about.settings, "trained": about.trained}
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    beside = Path(folder, f"{ABOUT}.tmp")
+    beside.write_text(text + "\n", encoding="utf-8")
+    os.replace(beside, Path(folder, ABOUT))
+
+
+def read_about(folder: str | Path, kind: str | None = None) -> About:
+    """What the draft in a folder says of itself.
+
+    Raises:
+        ModelError: there is none, it cannot be read, or it is not of the kind that is named.
+    """
+    path = Path(folder).expanduser() / ABOUT
+    if not path.is_file():
+        raise ModelError(
+            f"{str(folder)!r} holds no draft: {ABOUT} is missing; forerun train-draft makes one"
+        )
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        if given.pop("format", None) != FORMAT:
+            raise ValueError(f"it is not of the format {FORMAT!r}")
+        named, target, trained = given.pop("kind"), given.pop("target"), given.pop("trained", {})
+        about = About(named, target, given, trained)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if kind not in (None, about.kind):
+        raise ModelError(
+            f"{str(folder)!r} holds a draft for the drafter {about.kind!r}, not {kind!r}"
+        )
+    return about
+
+
+def load_draft(
+    folder: str | Path,
+    kind: str,
+    shapes: Callable[[About, Tensors], Mapping[str, tuple[int, ...]]],
+    model: Any = None,
+    vocab_size: int = 0,
+) -> tuple[About, Tensors]:
+    """A draft, on the CPU; matrices in 8 bits are widened to float32.
+
+    Args:
+        folder: where it is.
+        kind: the drafter it must be for.
+        shapes: from what it says of itself and its tensors to the shapes that they must have.
+        model: the target's module, if it is at hand.
+        vocab_size: of the target, above all ids in `TOKENS`; 0 if there are none.
+
+    Raises:
+        ModelError: missing, damaged, of another kind, or not of this target's sizes.
+
+    Warns:
+        ForerunWarning: it was trained for another target of the same sizes.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    about = read_about(folder, kind)
+    try:
+        tensors = _widened(load_file(str(Path(folder).expanduser() / WEIGHTS)))
+        wanted = shapes(about, tensors)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"cannot read the weights in {str(folder)!r}: {reason}") from error
+    tokens = tensors.get(TOKENS)
+    good = tokens is None or (len(tokens) and 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab_size)
+    own = {name: tuple(t.shape) for name, t in tensors.items() if name != TOKENS}
+    if not good or own != dict(wanted):
+        differing = sorted(n for n in own.keys() | wanted.keys() if own.get(n) != wanted.get(n))
+        first = differing[0] if differing else TOKENS
+        raise ModelError(
+            f"the draft in {str(folder)!r} does not fit this target: {first} is "
+            f"{own.get(first, 'missing')}, wanted {wanted.get(first, 'ids of this vocabulary')}; "
+            f"it was trained for another one (fingerprint {about.target})"
+        )
+    if model is not None and about.target not in (None, fingerprint(model)):
+        warnings.warn(
+            f"the draft in {str(folder)!r} was trained for another target (or for this one in "
+            "another precision); where it agrees less, drafts are shorter",
+            ForerunWarning,
+            stacklevel=4,
+        )
+    return about, tensors
+
+
+def fill(own: Mapping[str, torch.Tensor], folder: str | Path, kind: str, model: Any) -> None:
+    """Read the draft in a folder into tensors of the same names; raises as `load_draft`."""
+    sizes = {name: tuple(value.shape) for name, value in own.items()}
+    _, tensors = load_draft(folder, kind, lambda *_: sizes, model)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            own[name].copy_(value)
+
+
+def rounded(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Tensors with the matrices among them in 8 bits, symmetrically, with a scale per output."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and tensor.is_floating_point():
+            wide = tensor.detach().float()
+            scale = wide.abs().amax(1, keepdim=True) / 127
+            scale[scale == 0] = 1.0
+            out[name], out[name + SCALE] = (wide / scale).round().to(torch.int8), scale
+        else:
+            out[name] = tensor
+    return out
+
+
+def _widened(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {
+        name: tensor.float() * tensors[name + SCALE] if name + SCALE in tensors else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(SCALE)
+    }
+
+
+def draft_folder(target: str, kind: str, path: str | None) -> str:
+    """The folder that is named, or the one of this kind in the target's own.
+
+    Raises:
+        SettingError: neither is there.
+    """
+    folder = path or own_draft(target, kind)
+    if folder is None:
+        raise SettingError(
+            f"drafter {kind} needs a draft that was trained for its target, and none comes with "
+            f"this one; make one with forerun train-draft {kind}, and name its folder: "
+            f"{kind}(path='FOLDER')"
+        )
+    return folder
+
+
+def own_draft(target: str | Path, kind: str) -> str | None:
+    """The draft that comes with a target: the folder of that kind in its own, if any."""
+    folder = Path(target, kind) if str(target) else None
+    try:
+        return str(folder) if folder is not None and (folder / ABOUT).is_file() else None
+    except (OSError, ValueError):  # no name of a file
+        return None

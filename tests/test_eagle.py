@@ -1,0 +1,197 @@
+"""A layer on the target's states: its formula, what it reads in rounds, exactness."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.drafters import DRAFTERS
+from forerun.drafters.eagle import Eagle, EagleDrafter
+from forerun.errors import ForerunWarning, ModelError, SettingError
+from forerun.model import Model, drafter_spec
+from forerun.runtime import Rows, torch_rows
+from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save_draft
+from forerun.runtime.eagle import EPS, EagleHead
+from forerun.testing import ScriptedModel
+from sourced import build as build_encoder_decoder
+from test_states import RUNTIMES, alone
+from tiny import VOCAB, build, texts
+
+WIDTH, INNER, DEPTHS = 128, 80, [1, 3]
+TOKENS = torch.arange(3, VOCAB, 2, dtype=torch.int32)
+
+
+def head(seed: int = 0) -> EagleHead:
+    torch.manual_seed(seed)
+    made = EagleHead(WIDTH, INNER, len(TOKENS), len(DEPTHS) * 32)
+    for weight in made.parameters():
+        weight.data += 0.3 * torch.randn_like(weight) * weight.std().nan_to_num(0.3)
+    return made.requires_grad_(False)
+
+
+def saved(folder: Path, eight: bool = False, **changes: Any) -> str:
+    tensors: Tensors = {**head().state_dict(), "tokens": TOKENS}
+    about = {"kind": "eagle", "target": None, "settings": {"depths": DEPTHS}, **changes}
+    save_draft(folder, About(**about), rounded(tensors) if eight else tensors)
+    return str(folder)
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def by_hand(
+    own: dict[str, torch.Tensor], states: torch.Tensor, text: list[int], known: int
+) -> torch.Tensor:
+    """Logits after a text whose tokens up to place `known` have the target's state before them.
+
+    One token and one attention head at a time, in the terms of the formula alone.
+    """
+    index = {int(token): i for i, token in enumerate(TOKENS)}
+    keys: list[list[torch.Tensor]] = []
+    values: list[list[torch.Tensor]] = []
+    x = torch.zeros(WIDTH)
+    for place, token in enumerate(text):
+        if place == 0:
+            before = torch.zeros(WIDTH)
+        elif place <= known:
+            parts = states[place - 1].view(len(DEPTHS), 32)
+            before = own["fuse.weight"] @ torch.cat([unit(part) for part in parts])
+        else:
+            before = x
+        embedded = own["embedding.weight"][index.get(token, len(TOKENS))]
+        u = own["input.weight"] @ torch.cat([unit(embedded), unit(before)])
+        q, k, v = (own["qkv.weight"] @ (unit(u) * own["attention_norm.weight"])).split(WIDTH)
+        turned = []
+        for vector in (q, k):
+            heads = []
+            for part in vector.split(64):
+                angles = [place * 10_000 ** (-i / 32) for i in range(32)]
+                pairs = [complex(part[i], part[i + 32]) for i in range(32)]
+                turns = [complex(math.cos(a), math.sin(a)) for a in angles]
+                pairs = [z * turn for z, turn in zip(pairs, turns, strict=True)]
+                heads.append(torch.tensor([z.real for z in pairs] + [z.imag for z in pairs]))
+            turned.append(heads)
+        keys.append(turned[1])
+        values.append(list(v.split(64)))
+        mixed = []
+        for i, query in enumerate(turned[0]):
+            weights = torch.stack([query @ key[i] / 8 for key in keys]).softmax(0)
+            mixed.append(sum(w * value[i] for w, value in zip(weights, values, strict=True)))
+        u = u + own["out.weight"] @ torch.cat(mixed)  # type: ignore[arg-type]
+        gate, up = (own["gate_up.weight"] @ (unit(u) * own["mlp_norm.weight"])).split(INNER)
+        x = u + own["down.weight"] @ (gate * gate.sigmoid() * up)
+    return own["embedding.weight"][:-1] @ (unit(x) * own["norm.weight"])
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_draft_is_the_formulas_distribution(runtime: str, tmp_path: Path) -> None:
+    """Through rounds of drafting, rejecting and reordering, in ragged rows and prompts in parts."""
+    model = build("llama")
+    rows, contexts = RUNTIMES[runtime](model), texts(6, 11, 3)
+    drafter = Eagle(saved(tmp_path)).build(rows, None)
+    assert isinstance(drafter, EagleDrafter)
+    own = dict(head().state_dict())
+    loose = 0.03 if runtime == "openvino" else 1e-4  # 8 bits
+    rows.join(3, 40)
+    drafter.join(contexts, 40)
+    rows.feed([context[:2] for context in contexts], [0, 0, 0])
+    drafter.follow([context[: min(3, len(context) - 1)] for context in contexts])
+    rows.feed([context[2:-1] for context in contexts], [0, 0, 0])
+    for order in ([2, 0, 1], [1, 1, 0], [0, 1, 2]):
+        drafter._restore()
+        drafter._newest.clear()
+        for ahead in ([], [7], [7, 10]):
+            shown = [[*context, *ahead] for context in contexts]
+            step = drafter.step([shown[0], None, shown[2]], None)
+            assert step.logits is not None
+            for row in (0, 2):
+                known = len(contexts[row]) - 1
+                states = alone(model, contexts[row]).view(-1, 3, 32)[:, [d - 1 for d in DEPTHS]]
+                wanted = by_hand(own, states.flatten(1), shown[row], known)
+                got = step.logits[row, TOKENS.long()]
+                assert float((got - wanted).abs().max() / wanted.abs().max()) < loose
+                assert int((step.logits[row] > -torch.inf).sum()) == len(TOKENS)
+        # Row 1 did not draft; of the others' drafts, one token is kept.
+        rows.feed([[context[-1], 7, 10] if i != 1 else context[-1:]
+                   for i, context in enumerate(contexts)])  # fmt: skip
+        for row, context in enumerate(contexts):
+            drafter.rollback(row, len(context) + (row != 1))
+            context += [7, 11] if row != 1 else [11]
+            rows.rollback(row, len(context) - 1)
+        rows.keep(order)
+        drafter.keep(order)
+        contexts = [list(contexts[row]) for row in order]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("eight", [False, True])
+def test_greedy_text_is_plain(runtime: str, eight: bool, tmp_path: Path) -> None:
+    model, prompts = build("qwen2"), texts(5, 1, 9)
+    rows = RUNTIMES[runtime](model)
+    how: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    plain = Model(rows, DRAFTERS.make("none").build(None, None)).generate(prompts, **how)
+    fast = Model(rows, Eagle(saved(tmp_path, eight)).build(rows, None))
+    for controller in ("fixed(3)", "auto", "svip", "cm-asd"):
+        done = fast.generate(prompts, controller=controller, **how)
+        assert [c.tokens for c in done] == [c.tokens for c in plain]
+        if controller == "fixed(3)":
+            assert sum(c.stats.drafted for c in done) > 60
+
+
+def test_a_warm_prefix_has_the_heads_keys(tmp_path: Path) -> None:
+    from forerun.engine.prefixes import Prefixes
+
+    model, path = build("llama"), saved(tmp_path)
+    prompts = [a + b for a in texts(36) for b in ([5], [5, 6, 7], [9])]
+
+    def made(**more: Any) -> Model:
+        rows = torch_rows(model)
+        return Model(rows, Eagle(path).build(rows, None), **more)
+
+    cold, warm = made(), made(prefixes=Prefixes(1 << 24))
+    settings: dict[str, Any] = {"max_new_tokens": 12, "controller": "fixed(3)"}
+    for prompt in prompts:
+        got, wanted = warm.generate(prompt, **settings), cold.generate(prompt, **settings)
+        assert got.tokens == wanted.tokens
+    assert got.stats.cached_tokens == 36
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    rows = torch_rows(build("llama"))
+    path = saved(tmp_path / "good")
+    assert isinstance(drafter_spec(path), Eagle), "the folder alone names the drafter"
+    with pytest.warns(ForerunWarning, match="trained for another target"):
+        Eagle(saved(tmp_path / "other", target="0" * 16)).build(rows, None)
+    with pytest.raises(ModelError, match=r"fuse\.weight is \(128, 64\), wanted \(128, 128\)"):
+        Eagle(path).build(torch_rows(build("llama", hidden_size=64)), None)
+    with pytest.raises(ModelError, match="tokens is missing, wanted ids of this vocabulary"):
+        Eagle(path).build(torch_rows(build("llama", vocab_size=50)), None)
+    with pytest.raises(SettingError, match="names no depths"):
+        Eagle(saved(tmp_path / "deep", settings={})).build(rows, None)
+    with pytest.raises(SettingError, match="depths must rise from 1 to at most the target's 3"):
+        Eagle(saved(tmp_path / "deep", settings={"depths": [1, 4]})).build(rows, None)
+    with pytest.raises(ModelError, match="for the drafter 'medusa', not 'eagle'"):
+        Eagle(saved(tmp_path / "kind", kind="medusa")).build(rows, None)
+    (tmp_path / "good" / WEIGHTS).write_text("x")
+    with pytest.raises(ModelError, match="cannot read the weights"):
+        Eagle(path).build(rows, None)
+    (tmp_path / "good" / ABOUT).write_text('{"format": "forerun draft decoder 1"}')
+    with pytest.raises(ModelError, match="not of the format 'forerun draft 1'"):
+        Eagle(path).build(rows, None)
+
+
+def test_targets_that_give_no_states_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="does not give; use torch or openvino"):
+        Eagle(saved(tmp_path)).build(Rows(ScriptedModel(torch.eye(4))), None)
+    with pytest.raises(SettingError, match="decoder-only targets, and this one has an encoder"):
+        Eagle().build(torch_rows(build_encoder_decoder("marian", decoder_layers=2)), None)
+    with pytest.raises(SettingError, match="make one with forerun train-draft eagle"):
+        Eagle().build(torch_rows(build("llama")), None)
+    for bad in ({"path": ""}, {"path": 3}):
+        with pytest.raises(SettingError, match="eagle path"):
+            Eagle(**bad)  # type: ignore[arg-type]
