@@ -19,7 +19,7 @@ from forerun.drafters.adadecode import AdaDecode
 from forerun.drafters.base import Proposal
 from forerun.drafters.block import BlockDrafter
 from forerun.drafters.datastore import SORTED, Datastore
-from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.eagle import EagleDrafter, head_rows
 from forerun.drafters.kangaroo import KangarooDrafter
 from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.lookup import LookupDrafter
@@ -33,7 +33,7 @@ from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.adapters import Adapter, AdapterExecutor
-from forerun.runtime.eagle import EagleHead, head_rows
+from forerun.runtime.eagle import EagleHead
 from forerun.runtime.grafts import graft, graft_rows
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import new_heads

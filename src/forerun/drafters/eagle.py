@@ -13,7 +13,15 @@ from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import CHUNK, Best, Rows
 from forerun.runtime.drafts import TOKENS, draft_folder, load_draft
-from forerun.runtime.eagle import KIND, EagleHead, given, head_of, head_rows, shapes
+from forerun.runtime.eagle import (
+    KIND,
+    EagleHead,
+    HeadExecutor,
+    facts_of,
+    given,
+    head_of,
+    shapes,
+)
 from forerun.runtime.states import States
 
 
@@ -214,5 +222,14 @@ def eagle_drafter(target: Rows, folder: str) -> EagleDrafter:
         target.vocab_size,
     )
     head = head_of(tensors)
-    rows = head_rows(head, target, folder)
-    return EagleDrafter(target, states, head, tensors[TOKENS], rows)
+    return EagleDrafter(target, states, head, tensors[TOKENS], head_rows(head, target, folder))
+
+
+def head_rows(head: EagleHead, target: Rows, name: str) -> Rows:
+    """Rows of a head, on the kind of executor that runs its target."""
+    facts = facts_of(head, target, name)
+    if target.facts.executor == "openvino":
+        from forerun.runtime.openvino.eagle import openvino_head
+
+        return Rows(openvino_head(head, facts, target.executor))
+    return Rows(HeadExecutor(head.to(target.device), facts))

@@ -199,11 +199,11 @@ class HeadExecutor(Executor):
         return out
 
 
-def head_rows(head: EagleHead, target: Rows, name: str) -> Rows:
-    """Rows of a head, by the kind of executor that runs its target."""
-    vocab, width = (sum(part) for part in zip(head.embedding.weight.shape, (-1, 0), strict=True))
-    facts = Facts(
-        vocab_size=vocab,
+def facts_of(head: EagleHead, target: Rows, name: str) -> Facts:
+    """What there is to know of a head on a target; its projection of states is not of a step."""
+    vocab, width = head.embedding.weight.shape
+    return Facts(
+        vocab_size=vocab - 1,
         limit=target.limit,
         layers=1,
         weights=sum(p.numel() for p in head.parameters()) - head.fuse.weight.numel(),
@@ -211,11 +211,6 @@ def head_rows(head: EagleHead, target: Rows, name: str) -> Rows:
         executor="torch",
         name=name,
     )
-    if target.facts.executor == "openvino":
-        from forerun.runtime.openvino.eagle import openvino_head
-
-        return Rows(openvino_head(head, facts, target.executor))
-    return Rows(HeadExecutor(head.to(target.device), facts))
 
 
 def given(rows: Rows, states: torch.Tensor) -> None:
