@@ -25,9 +25,11 @@ from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.medusa import MedusaDrafter
 from forerun.drafters.model import ModelDrafter
+from forerun.drafters.ngrams import NGrams
 from forerun.drafters.none import NullDrafter
 from forerun.drafters.rest import REST, RESTDrafter
 from forerun.drafters.specbound import SpecBound
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
@@ -114,9 +116,22 @@ def on_the_encoder(kind: str, width: int) -> Case:
     return Case(target, drafter, prompts, SOURCES)
 
 
+def hostile() -> NGrams:
+    """A table that is sure of something else after every token."""
+    table = NGrams()
+    table.learn([token for i in range(V) for token in (i, (i + 3) % V)] * 40, 0)
+    return table
+
+
+def written_before() -> NGrams:
+    return NGrams.build([(text, 1) for text in STORED], 100)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
     "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
+    "suffix": lambda: scripted(lambda: SuffixDrafter(4, 0.01)),
+    "memory": lambda: scripted(lambda: SuffixDrafter(4, 0.01, [hostile(), written_before()])),
     "rest": lambda: scripted(lambda: RESTDrafter(Datastore.build(STORED), 8, 1, 3)),
     "lookahead": lambda: scripted(lambda: LookaheadDrafter(5, 3)),
     "medusa": heads_on_top,
@@ -177,11 +192,16 @@ class Greedy:
     greedy: frozenset[str] | None = None
 
     def choose(self, step: Any, texts: Any, active: Any, proposal: Proposal) -> list[int]:
+        drawn = []
         for row in active:
-            token = int(step.logits[row].argmax())
+            if step.ended is not None and step.ended[row] is not None:
+                continue
+            best = step.best
+            token = best.tokens[row][0] if best else int(step.logits[row].argmax())
             proposal.tokens[row].append(token)
             texts[row].append(token)
-        return list(active)
+            drawn.append(row)
+        return drawn
 
     def settle(self, active: Any, most: Any, proposal: Proposal) -> list[int]:
         return [row for row in active if len(proposal.tokens[row]) < most[row]]

@@ -20,6 +20,7 @@ LAYERS = [
         "citations",
         "registry",
         "signals",
+        "cache",
         "checks",
         "confidence",
         "costs",
@@ -45,7 +46,16 @@ for layer in LAYERS:
 ALLOWED.update(
     {
         name: {"errors"}
-        for name in ("types", "registry", "checks", "confidence", "prompts", "languages", "chat")
+        for name in (
+            "types",
+            "cache",
+            "registry",
+            "checks",
+            "confidence",
+            "prompts",
+            "languages",
+            "chat",
+        )
     }
 )
 ALLOWED.update(signals={"errors", "types"}, costs={"errors", "checks"})

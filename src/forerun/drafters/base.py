@@ -152,6 +152,9 @@ class Drafter(ABC):
                 so one more; nothing for rows that were not judged. Penalties left out.
         """
 
+    def learn(self, text: Sequence[int], prompt: int) -> None:
+        """A request is done: its text, all of which but the first `prompt` tokens it wrote."""
+
     def follow(self, texts: Texts) -> None:
         """Rows are reading a long prompt; a drafter with a cache may read along."""
 

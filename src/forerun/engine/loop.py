@@ -168,6 +168,7 @@ class Engine:
             if row.id == request:
                 if row in self._rows:
                     self._reuse.leave(row, self._rows.index(row))
+                    self.drafter.learn(row.context, row.prompt)
                 self._waiting = [w for w in self._waiting if w is not row]
                 self._keep([r is not row for r in self._rows])
                 return self._complete(row, "cancelled")
@@ -436,6 +437,7 @@ class Engine:
                 done = self._complete(row, reason, kept)
                 if reason != "error":
                     self._reuse.leave(row, i)
+                    self.drafter.learn(row.context, row.prompt)
                     self._meter.finished((row.prompt - row.cached) * row.joined, row.produced)
             events.append(event(row, proposal.tokens[i], before - count, before, done))
         self._keep(staying)

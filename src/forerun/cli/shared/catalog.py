@@ -29,6 +29,7 @@ _DRAFTER_PAPERS = {
     "lookahead": ("lookahead2024",),
     "medusa": ("medusa2024",),
     "eagle": ("eagle32025",),
+    "suffix": ("suffix2025",),
     "shared": ("cmasd2025",),
     "block": ("specdec2023", "cmasd2025"),
     "specbound": ("specbound2026",),

@@ -22,6 +22,7 @@ import numpy as np
 import openvino as ov
 import torch
 
+from forerun.cache import cache_folder
 from forerun.runtime.base import Facts
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.probe import Reference
@@ -43,11 +44,8 @@ class Stored:
 
 
 def folder() -> Path:
-    """Where entries are: `FORERUN_CACHE`, else the user's cache folder."""
-    if given := os.environ.get("FORERUN_CACHE"):
-        return Path(given) / "openvino"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "forerun" / "openvino"
+    """Where entries are."""
+    return cache_folder("openvino")
 
 
 def key(weights: str, form: str) -> str:

@@ -1,0 +1,164 @@
+"""Drafting from what the target wrote before: n-grams of other texts, and of this one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from forerun.cache import cache_folder
+from forerun.checks import between, flag, whole
+from forerun.drafters.base import Drafter, DrafterSpec
+from forerun.drafters.ngrams import ORDER, NGrams
+from forerun.drafters.suffix import SuffixDrafter
+from forerun.errors import ModelError, require
+from forerun.runtime.base import Rows
+
+TABLES = Path(__file__).parent / "tables"
+"""Tables that ship."""
+MOST_GROWN = 1 << 17
+"""Most entries of a table that grows: 1 MiB."""
+SAVED_EVERY = 4096
+"""Tokens learned between two writes of its file."""
+
+
+class GrowingTable:
+    """N-grams of what a target writes from now on, in a file that several processes share.
+
+    A write adds what was learned since the last one to whatever the file holds by then, so that
+    processes add up. A file that cannot be read or written costs only speed.
+
+    Args:
+        path: the file; its folder is made when something is written.
+        tokenizer: fingerprint of the tokenizer.
+        vocab_size: of the target.
+        most: entries that stay, ≥ 1; the rarest and oldest go.
+    """
+
+    def __init__(self, path: Path, tokenizer: str, vocab_size: int, most: int = MOST_GROWN) -> None:
+        self._path, self._about, self._most = path, (tokenizer, vocab_size), most
+        self._new: list[tuple[list[int], int]] = []
+        self.table = self._read()
+
+    def learn(self, text: Sequence[int], prompt: int) -> None:
+        """Count the tokens of a text behind its prompt; now and then, write the file."""
+        self.table.learn(text, prompt)
+        before = min(prompt, ORDER)
+        self._new.append(([*text[prompt - before :]], before))
+        if sum(len(tokens) - before for tokens, before in self._new) >= SAVED_EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Write what was learned last, if anything was."""
+        if not self._new:
+            return
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self._path.with_suffix(".lock")):
+                table = self._read()
+                for text, before in self._new:
+                    table.learn(text, before)
+                table.trim(self._most)
+                table.save(self._path, self._about[0])
+            self.table.entries = table.entries
+        self._new.clear()
+
+    def _read(self) -> NGrams:
+        with suppress(ModelError):
+            return NGrams.load(self._path, *self._about)
+        return NGrams()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Until the block ends no other process is in it, where the system can say so."""
+    try:
+        import fcntl
+    except ImportError:  # writes stay whole; of two at once one is lost
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A name for what a tokenizer's ids mean."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+
+
+def grown_file(name: str, tokenizer: str) -> Path:
+    """Where the table of a target of this name and tokenizer grows."""
+    stem = re.sub(r"[^\w.-]+", "-", Path(name).name)
+    return cache_folder("memory") / f"{stem}-{tokenizer}.safetensors"
+
+
+@dataclass(frozen=True)
+class Memory(DrafterSpec):
+    """Continue as this text, or what the target wrote for other prompts, most often did. No model.
+
+    Counts of this text, as in `suffix`, and a table of n-grams of other texts of the same target;
+    of the two the surer one says the next token. For SmolLM2 a table ships; for others
+    `forerun build-memory` makes one in minutes. `generate`, `chat` and `serve` add what the target
+    writes to a file of the user's cache, unless told not to. Whatever a table holds, output is the
+    target's own: only speed depends on it.
+
+    When it helps: turns of phrase and code that a model writes again and again, besides all that
+    helps suffix. When it hurts: hardly ever; on text unlike that of its tables it is suffix.
+
+    Rule: the entry of the longest context, of at most 4 tokens, that any table holds; counts of
+    several tables add up. With c hits and k misses behind m tokens its probability is
+    `c / (c + 1.6·k + prior(m))`.
+
+    Args:
+        table: a file of `forerun build-memory`; None is the one that ships for the target's
+            tokenizer, if there is one.
+        grow: whether what the target writes is learned and kept for later requests, also of other
+            processes.
+        n: most tokens of a match in this text that count, ≥ 1 (ours).
+        least: a draft ends before the probability that all of it is kept falls below this, in
+            [0, 1] (ours).
+
+    Reference: ours. Pruning of tables: Stolcke 1998, Entropy-based Pruning of Backoff Language
+    Models.
+    """
+
+    summary: ClassVar[str] = "continue as this text or earlier ones most often did; no model"
+    paper: ClassVar[str] = ""
+
+    table: str | None = None
+    grow: bool = False
+    n: int = 16
+    least: float = 0.05
+
+    def __post_init__(self) -> None:
+        good = self.table is None or (isinstance(self.table, str) and bool(self.table))
+        require(good, "memory table", self.table, "a file of forerun build-memory")
+        flag("memory grow", self.grow)
+        whole("memory n", self.n, 1)
+        between("memory least", self.least, 0, 1)
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """Load the tables.
+
+        Raises:
+            ModelError: `table` is none, or one of another tokenizer.
+        """
+        known = hasattr(target_tokenizer, "get_vocab")
+        tokenizer = fingerprint(target_tokenizer) if known else None
+        paths = TABLES.glob(f"{tokenizer}.*") if self.table is None else [Path(self.table)]
+        tables = [NGrams.load(path, tokenizer, target.vocab_size) for path in paths]
+        if not self.grow or tokenizer is None:
+            return SuffixDrafter(self.n, self.least, tables)
+        path = grown_file(target.facts.name, tokenizer)
+        growing = GrowingTable(path, tokenizer, target.vocab_size)
+        drafter = SuffixDrafter(self.n, self.least, [*tables, growing.table], growing.learn)
+        weakref.finalize(drafter, growing.save)  # also when the process ends
+        return drafter
