@@ -106,9 +106,10 @@ def _shapes(
 
 
 @app.command("gpu")
-def _gpu(prompts: int = 2, tokens: int = 64, batch: str = "1,8"):
-    """The shipped pair on a GPU, as it is and enlarged to 14 and 0.6 billion weights."""
-    gpu.main(prompts, tokens, [int(size) for size in batch.split(",")])
+def _gpu(folder: Path, seconds: float = 200, compile: bool = False, tiny: bool = False):
+    """The shipped pair enlarged to 14 and 0.6 billion weights on one GPU, beside its floors and
+    transformers; tiny: as it is on the CPU, to see that it all runs."""
+    gpu.main(folder, seconds, compile, tiny)
 
 
 @app.command("overhead")

@@ -17,7 +17,6 @@ from forerun.errors import ForerunWarning, ModelError, SettingError, Unsupported
 from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.adapters import Adapter, AdapterExecutor
-from forerun.runtime.compiled import CompiledExecutor
 from forerun.runtime.drafts import About, save_draft
 from forerun.runtime.exits import layers_of
 from forerun.runtime.fingerprints import fingerprint
@@ -25,7 +24,7 @@ from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
 from sourced import save_folders
 from test_specbound import LAYERS, calm, close, drawn, forward, four_tokens, plainly
-from tiny import CONFIGS, build, texts
+from tiny import CONFIGS, LIMIT, VOCAB, build, texts
 
 MODEL = calm()
 
@@ -206,9 +205,9 @@ def test_loading_by_folder_and_by_name(tmp_path: Path) -> None:
         )
     with pytest.raises(ModelError, match=r"draft\.json is missing"):
         forerun.load(target, f"kangaroo(path='{tmp_path / 'nowhere'}')")
-    compiled = Rows(CompiledExecutor(MODEL, compiler=lambda step, **_: step))
-    with pytest.raises(SettingError, match="kangaroo runs on torch, and this target on compiled"):
-        Kangaroo(other).build(compiled, None)
+    scripted = Rows(ScriptedModel(lambda _context: torch.zeros(VOCAB), LIMIT))
+    with pytest.raises(SettingError, match="kangaroo runs on torch, and this target on scripted"):
+        Kangaroo(other).build(scripted, None)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from forerun.errors import SettingError
 from forerun.runtime import base as base_module
-from forerun.runtime import cuda_graphs
 from forerun.runtime.base import Executor, Rows, best_of, read_stacked, stacked_best
-from forerun.runtime.compiled import CompiledExecutor, check_compiler
-from forerun.runtime.cuda_graphs import CudaGraphExecutor
+from forerun.runtime.cuda_graphs import CudaGraphExecutor, Graph
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.exits import LayersExecutor
 from forerun.runtime.packing import pack
@@ -89,11 +87,6 @@ def of_script() -> Case:
     )
 
 
-def of_compiled(family: str, compiler: Any = lambda step: step) -> Case:
-    """Without a compiler: its shapes and its cache, at once."""
-    return of_model(lambda model: CompiledExecutor(model, compiler), family)
-
-
 class Eager:
     """Stands in for a captured graph where there is no GPU: runs the step again."""
 
@@ -106,22 +99,15 @@ class Eager:
         return self._step(inputs)
 
 
-def of_cuda_graphs(family: str) -> Case:
+def of_cuda_graphs(family: str, compile: bool = False) -> Case:
     """Captured where there is a GPU; else all but the capture."""
 
     def make(model: Any) -> Executor:
-        return CudaGraphExecutor(copy.deepcopy(model).to("cuda"))
+        on_gpu = torch.cuda.is_available()
+        model = copy.deepcopy(model).to("cuda") if on_gpu else model
+        return CudaGraphExecutor(model, compile, Graph if on_gpu else Eager)
 
-    return of_model(make if torch.cuda.is_available() else FakedGraphs, family)
-
-
-class FakedGraphs(CudaGraphExecutor):
-    """Without a GPU."""
-
-    def _capture(self, inputs: torch.Tensor, signals: frozenset[str] | None) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda_graphs, "Graph", Eager)
-            return super()._capture(inputs, signals)
+    return of_model(make, family)
 
 
 def of_openvino(family: str) -> Case:
@@ -171,7 +157,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "packed-encoder": lambda: of_encoder_decoder(
         "bart", lambda model: EncoderDecoderExecutor(pack(copy.deepcopy(model)))
     ),
-    **{f"compiled-{family}": lambda f=family: of_compiled(f) for family in ("llama", "gpt2")},
     **{f"cudagraphs-{family}": lambda f=family: of_cuda_graphs(f) for family in CONFIGS},
     "openvino-halved-gpt2": lambda: of_halved("gpt2"),
     "openvino-halved-llama-large": lambda: of_halved("llama", large=True),
@@ -185,9 +170,9 @@ CASES: dict[str, Callable[[], Case]] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 def test_compiled_passes_equal_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiler."""
+    """With the compiler, under the graph where there is a GPU."""
     monkeypatch.setattr(base_module, "CHUNK", 32)
-    case, prompts = of_compiled("llama", None), texts(5, 40)
+    case, prompts = of_cuda_graphs("llama", compile=True), texts(5, 40)
     rows = Rows(case.make())
     rows.read(prompts)
     pieces = [[prompts[0][-1], 5, 9], prompts[1][-1:]]
@@ -199,12 +184,6 @@ def test_compiled_passes_equal_rows_alone(monkeypatch: pytest.MonkeyPatch) -> No
     got = rows.feed([[7], [8]])[:, 0]
     close(got[1], case.alone([*prompts[0], 8])[-1])
     close(got[0], case.alone([*prompts[1], 7])[-1])
-
-
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(SettingError, match="install g\\+\\+, or the runtime torch"):
-        check_compiler(torch.device("cpu"))
 
 
 @pytest.fixture(params=CASES)
@@ -331,6 +310,8 @@ def test_the_best_of_a_gpu_are_those_of_the_cpu(signals: frozenset[str]) -> None
 
 
 def test_cuda_graphs_want_a_gpu(tmp_path: Any) -> None:
+    with pytest.raises(SettingError, match=r"compiled is cudagraphs\(compile=true\)"):
+        RUNTIMES.make("compiled").load(Source(tmp_path, device="cpu"))
     with pytest.raises(SettingError, match="cudagraphs needs an NVIDIA GPU, got the device 'cpu'"):
         RUNTIMES.make("cudagraphs").load(Source(tmp_path, device="cpu"))
 
@@ -344,7 +325,6 @@ def test_cuda_graphs_want_a_gpu(tmp_path: Any) -> None:
         "torch-gpt2",
         "layers-llama",
         "openvino-llama",
-        "compiled-llama",
         "cudagraphs-llama",
         "encoder-t5",
         "encoder-marian",

@@ -279,7 +279,7 @@ def load(
             ``"none"``). None uses that of `settings`, or else what `default_draft` says.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
-        runtime: what runs the models: "torch", "openvino", "compiled", "cudagraphs", a spec like
+        runtime: what runs the models: "torch", "openvino", "cudagraphs", a spec like
             ``"openvino(precision='int8')"``, or "auto" (the default, but "torch" for drafters that
             read the target from within, like `specbound`); see docs/runtimes.md.
         device: "cpu", "cuda", ...; None uses a GPU if there is one.

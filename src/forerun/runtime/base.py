@@ -192,11 +192,21 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     return read_stacked(stacked_best(logits, signals).tolist(), signals)
 
 
+FLOATS = 1 << 22
+"""Logits that are converted to floats at a time, for signals: 16 MiB, whatever the vocabulary."""
+
+
 def stacked_best(logits: torch.Tensor, signals: frozenset[str]) -> torch.Tensor:
     """`(2 + signals, rows, n)`: tokens, whether they are sound, and signals by name, sorted."""
-    top, tokens = logits.max(-1)
-    measured = measure(logits, tokens, signals)
-    return torch.stack([tokens, top.isfinite(), *(measured[name] for name in sorted(signals))])
+    flat = logits.flatten(0, 1)
+    parts = flat.split(max(FLOATS // flat.shape[1], 1)) if signals else [flat]
+    stacked = []
+    for part in parts:
+        top, tokens = part.max(-1)
+        measured = measure(part, tokens, signals)
+        rows = [tokens, top.isfinite(), *(measured[name] for name in sorted(signals))]
+        stacked.append(torch.stack(rows))
+    return torch.cat(stacked, 1).unflatten(1, logits.shape[:2])
 
 
 def read_stacked(values: list[Any], signals: frozenset[str]) -> Best:

@@ -2,123 +2,58 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import add
 from statistics import median
 from typing import Any, ClassVar
 
 import torch
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.base import Best, Pieces, read_stacked, stacked_best
-from forerun.runtime.compiled import CompiledExecutor
+from forerun.runtime.attention import (
+    additive_mask,
+    folded_mask,
+    folding,
+    groups_of,
+    windows_of,
+)
+from forerun.runtime.base import (
+    Best,
+    Columns,
+    Executor,
+    Pieces,
+    Rows,
+    read_stacked,
+    stacked_best,
+)
+from forerun.runtime.cache import cache_argument
+from forerun.runtime.fixed_cache import FixedCache
+from forerun.runtime.support import PROVEN, check_supported, probe
+from forerun.runtime.torch_executor import facts_of
 
 COLUMNS = 2048
 """Tokens a row has room for from the start: graphs are captured anew when the cache grows."""
+FEWEST_COLUMNS = 256
+"""Columns that attention reads at least; more come in powers of two, with graphs of their own."""
 WIDE = 64
-"""Wider passes, which read prompts, are padded to a multiple of it and run kernel by kernel."""
+"""Wider passes, which read prompts, are padded to a multiple of twice that."""
+LAST = 16
+"""Widest pass that computes logits of all its tokens."""
 WIDTHS = (1, 2, 4, 8, 16)
 """Tokens of one row whose passes are captured, and timed, when a model is loaded."""
+COMPILED_WIDTHS = (1, 4, 16)
+"""Widths of compiled passes; narrower ones are padded, wider ones are not compiled."""
+COMPILED_COLUMNS = 512
+"""As `FEWEST_COLUMNS`, of compiled passes; more come in powers of four."""
+RECOMPILES = 256
+"""Shapes that may be compiled; torch's own limit of 8 then runs the rest eagerly."""
 REPEATS = 5
 
-
-class CudaGraphExecutor(CompiledExecutor):
-    """Captures a pass of each shape when it first occurs, and replays it.
-
-    Launching a kernel from Python takes longer than running it, up to models of some billion
-    weights at batch 1. The kernels, and so the numbers, are those of PyTorch.
-
-    Args:
-        model: a supported causal language model on a CUDA device.
-
-    Raises:
-        UnsupportedModelError: rows cannot serve this architecture, or its pass waits for the GPU
-            and cannot be captured.
-    """
-
-    widest: ClassVar[int] = WIDE
-
-    def __init__(self, model: Any) -> None:
-        self._captured: dict[tuple[Any, ...], Graph] = {}
-        super().__init__(model, compiler=lambda step: step)
-        self.facts = replace(self.facts, executor="cudagraphs")
-        self.reserve(1, min(COLUMNS, self.facts.limit + 1) - 1)
-        self.timed = tuple((width, self._seconds(width)) for width in WIDTHS)
-        self.levels = WIDTHS
-
-    def reserve(self, rows: int, columns: int) -> None:
-        """Grow the cache; graphs captured before would write to the old one."""
-        before = self.cache.rows, self.cache.columns
-        super().reserve(rows, columns)
-        if before != (self.cache.rows, self.cache.columns):
-            self._captured.clear()
-
-    def best(
-        self,
-        starts: Sequence[int],
-        pieces: Pieces,
-        wanted: Sequence[int],
-        signals: frozenset[str],
-    ) -> Best:
-        """The arg-max and its signals are part of the graph; one transfer each way."""
-        counts = list(map(len, pieces))
-        if not 0 < max(counts) <= self.widest:
-            return super().best(starts, pieces, wanted, signals)
-        self._make_room(starts, counts)
-        values = self._replayed(self._inputs(starts, pieces, counts), signals).tolist()
-        width = len(values[0][0])
-        last = [
-            [row[width - n :] for row, n in zip(part, wanted, strict=False)]  # padded rows end it
-            for part in values
-        ]
-        return read_stacked(last, signals)
-
-    def _padded(self, width: int) -> int:
-        return super()._padded(width) if width <= WIDE else -(-width // WIDE) * WIDE
-
-    def _pass(
-        self, starts: Sequence[int], pieces: Pieces, counts: Sequence[int], most: int
-    ) -> torch.Tensor:
-        inputs = self._inputs(starts, pieces, counts)
-        if inputs.shape[2] > WIDE:
-            return self._eager(inputs.to(self.device), max(most, 1))
-        return self._replayed(inputs).clone()  # the next replay overwrites it
-
-    def _replayed(
-        self, inputs: torch.Tensor, signals: frozenset[str] | None = None
-    ) -> torch.Tensor:
-        """Logits of all tokens of a narrow pass, or what `stacked_best` makes of them."""
-        key = (*inputs.shape[1:], signals)
-        if (graph := self._captured.get(key)) is None:
-            graph = self._captured[key] = self._capture(inputs, signals)
-        return graph(inputs)
-
-    def _capture(self, inputs: torch.Tensor, signals: frozenset[str] | None) -> Graph:
-        def step(inputs: torch.Tensor) -> torch.Tensor:
-            logits = self._eager(inputs, inputs.shape[2])
-            return logits if signals is None else stacked_best(logits, signals)
-
-        try:
-            others = next(iter(self._captured.values()), None)
-            return Graph(step, inputs.to(self.device), others and others.pool)
-        except RuntimeError as error:
-            raise UnsupportedModelError(
-                f"a pass of this model cannot be captured as a CUDA graph ({error}); use the "
-                "runtime torch"
-            ) from error
-
-    @torch.inference_mode()
-    def _seconds(self, width: int) -> float:
-        """Of a pass that judges so many tokens; it writes where padding does."""
-        inputs = self._inputs([0], [[0] * width], [width])
-        inputs[1] = self.cache.columns - 1
-        taken = []
-        for _ in range(1 + REPEATS):
-            began = time.perf_counter()
-            self._replayed(inputs, frozenset()).tolist()
-            taken.append(time.perf_counter() - began)
-        return median(taken[1:])
+Step = Callable[[torch.Tensor], torch.Tensor]
+log = logging.getLogger(__name__)
 
 
 class Graph:
@@ -130,9 +65,7 @@ class Graph:
         pool: memory shared with graphs that never run at the same time.
     """
 
-    def __init__(
-        self, step: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, pool: Any
-    ) -> None:
+    def __init__(self, step: Step, inputs: torch.Tensor, pool: Any) -> None:
         self._inputs = inputs
         beside = torch.cuda.Stream(inputs.device)
         beside.wait_stream(torch.cuda.current_stream(inputs.device))
@@ -149,3 +82,235 @@ class Graph:
         self._inputs.copy_(inputs)
         self._graph.replay()
         return self._result
+
+
+class CudaGraphExecutor(Executor):
+    """Captures a pass of each shape when it is first needed, and replays it.
+
+    Launching a kernel from Python takes longer than running it, up to models of some billion
+    weights at batch 1. A shape is rows, tokens and columns of the cache that attention reads, each
+    rounded up, so that there are few. Pieces are aligned on the right, so wanted tokens are the
+    last columns of every row. Rows that are fed nothing, and rows there are none of, are padding
+    like what stands before short pieces.
+
+    Args:
+        model: a supported causal language model on a CUDA device.
+        compile: fuse the kernels under the graphs, too, by `torch.compile`: 30 to 50 s for each
+            shape of up to 16 tokens per row, when it is first needed. PyTorch keeps the results.
+        capture: makes of a step, inputs and a memory pool what replays it.
+
+    Raises:
+        UnsupportedModelError: rows cannot serve this architecture, or its pass waits for the GPU
+            and cannot be captured.
+    """
+
+    copies: ClassVar[bool] = True
+
+    def __init__(
+        self, model: Any, compile: bool = False, capture: Callable[..., Any] = Graph
+    ) -> None:
+        check_supported(model)
+        self.model, self.device = model.eval(), model.device
+        self.facts = replace(facts_of(model), executor="cudagraphs")
+        self.cache = FixedCache()
+        self._cached = {cache_argument(model): self.cache, "use_cache": True}
+        self._groups, self._windows = groups_of(model), windows_of(model.config)
+        self._compile, self._capture = compile, capture
+        self._captured: dict[tuple[Any, ...], Any] = {}
+        one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            self.model(input_ids=one, **self._cached)
+        self.reserve(1, min(COLUMNS, self.facts.limit + 1) - 1)
+        if model.config.get_text_config(decoder=True).model_type not in PROVEN:
+            probe(Rows(self), model)
+        self.levels = COMPILED_WIDTHS if compile else WIDTHS
+        if not compile:
+            self.timed = tuple((width, self._seconds(width)) for width in WIDTHS)
+
+    def module(self) -> Any:
+        """The model."""
+        return self.model
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow the cache, to powers of two; graphs captured before would write to the old one."""
+        if self.cache.grow(_rounded(rows), _rounded(max(columns + 1, FEWEST_COLUMNS))):
+            self._captured.clear()
+
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Reorder the cache."""
+        self.reserve(max(len(rows), 1), max(lengths, default=0))
+        self.cache.keep(rows, max(lengths, default=0))
+
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        """Out of the cache."""
+        return Columns(self.cache.copy_out(row, first, last), last - first)
+
+    def copy_in(self, row: int, first: int, columns: Columns) -> None:
+        """Into the cache."""
+        self.reserve(row + 1, first + columns.count)
+        self.cache.copy_in(row, first, columns.states)
+
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """One padded pass, or two where prompts are read beside rows that decode."""
+        counts, most = list(map(len, pieces)), max(wanted, default=0)
+        groups = _by_width(counts)
+        shape = len(pieces), most, self.facts.vocab_size
+        out = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        for fed in groups:
+            rows = [row for row, n in enumerate(fed) if n and wanted[row]]
+            last = max((wanted[row] for row in rows), default=0)
+            logits = self._pass(starts, pieces, fed, last, None)
+            if len(groups) == 1 and all(n == most for n in wanted):
+                # A copy: the next replay overwrites it.
+                return logits[: len(pieces), logits.shape[1] - most :].clone()
+            if rows:
+                first = torch.tensor([[logits.shape[1] - wanted[row]] for row in rows])
+                columns = (first + torch.arange(most)).clamp_(max=logits.shape[1] - 1)
+                out[rows] = logits[torch.tensor(rows).unsqueeze(1), columns]
+        return out
+
+    def best(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        signals: frozenset[str],
+    ) -> Best:
+        """The arg-max and its signals are part of the graph; one transfer each way."""
+        counts = list(map(len, pieces))
+        if len(_by_width(counts)) != 1:
+            return super().best(starts, pieces, wanted, signals)
+        values = self._pass(starts, pieces, counts, max(wanted), signals).tolist()
+        width = len(values[0][0])
+        last = [
+            [row[width - n :] for row, n in zip(part, wanted, strict=False)]  # padded rows end it
+            for part in values
+        ]
+        return read_stacked(last, signals)
+
+    def _pass(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        counts: Sequence[int],
+        most: int,
+        signals: frozenset[str] | None,
+    ) -> torch.Tensor:
+        """Replay a pass; rows with count 0 rest.
+
+        Returns:
+            `(rows, kept, V)` logits after the last tokens, kept ≥ `most`, or what `stacked_best`
+            makes of them. The next replay overwrites it.
+        """
+        end = max(map(add, starts, counts))
+        self.reserve(len(counts), end)
+        rows, width = _rounded(len(counts)), self._padded(max(counts))
+        columns = min(self._columns(end, width), self.cache.columns)
+        kept = width if width <= LAST else min(_rounded(max(most, 1)), width)
+        ids = [[0] * width for _ in range(rows)]
+        positions = [[0] * width for _ in range(rows)]
+        places = [[self.cache.columns - 1] * width for _ in range(rows)]
+        for row, count in enumerate(counts):
+            if count:
+                ids[row][width - count :] = pieces[row]
+                positions[row][width - count :] = range(starts[row], starts[row] + count)
+                places[row][width - count :] = range(starts[row], starts[row] + count)
+        inputs = torch.tensor([ids, positions, places])
+        return self._replayed(inputs, columns, kept, signals)
+
+    def _padded(self, width: int) -> int:
+        """Tokens per row of a pass that needs so many."""
+        if self._compile and width <= COMPILED_WIDTHS[-1]:
+            return next(n for n in COMPILED_WIDTHS if n >= width)
+        return _rounded(width) if width <= WIDE else -(-width // (2 * WIDE)) * 2 * WIDE
+
+    def _columns(self, end: int, width: int) -> int:
+        """Columns that such a pass reads."""
+        columns = _rounded(max(end, FEWEST_COLUMNS))
+        if self._compile and width <= COMPILED_WIDTHS[-1]:
+            few = COMPILED_COLUMNS
+            while few < columns:
+                few *= 4
+            return few
+        return columns
+
+    def _replayed(
+        self, inputs: torch.Tensor, columns: int, kept: int, signals: frozenset[str] | None
+    ) -> torch.Tensor:
+        key = (*inputs.shape[1:], columns, kept, signals)
+        if (graph := self._captured.get(key)) is None:
+            graph = self._captured[key] = self._graph(inputs, columns, kept, signals)
+        return graph(inputs)
+
+    def _graph(
+        self, inputs: torch.Tensor, columns: int, kept: int, signals: frozenset[str] | None
+    ) -> Any:
+        def step(inputs: torch.Tensor) -> torch.Tensor:
+            logits = self._step(inputs, columns, kept)
+            return logits if signals is None else stacked_best(logits, signals)
+
+        _, rows, width = inputs.shape
+        fused: Step = step
+        if self._compile and width <= COMPILED_WIDTHS[-1]:
+            log.warning("compiling passes of %d×%d tokens over %d columns", rows, width, columns)
+            fused = torch.compile(step, dynamic=False)
+
+        def run(inputs: torch.Tensor) -> torch.Tensor:
+            with folding(self.model, self._groups):
+                return fused(inputs)
+
+        try:
+            others = next(iter(self._captured.values()), None)
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
+                return self._capture(run, inputs.to(self.device), others and others.pool)
+        except RuntimeError as error:
+            line = next((s for s in str(error).splitlines() if s.strip()), type(error).__name__)
+            raise UnsupportedModelError(
+                f"a pass of this model cannot be captured as a CUDA graph ({line}); use the "
+                "runtime torch"
+            ) from error
+
+    def _step(self, inputs: torch.Tensor, columns: int, kept: int) -> torch.Tensor:
+        """The pass itself: tokens at places of the cache see the places up to their own."""
+        ids, positions, places = inputs.unbind()
+        masks = {
+            kind: folded_mask(
+                additive_mask(places, columns, window, self.model.dtype), self._groups
+            )
+            for kind, window in self._windows.items()
+        }
+        self.cache.places, self.cache.shown = places, columns
+        logits: torch.Tensor = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=masks.get(None, masks),
+            logits_to_keep=kept,
+            **self._cached,
+        ).logits
+        return logits
+
+    @torch.inference_mode()
+    def _seconds(self, width: int) -> float:
+        """Of a pass that judges so many tokens; it writes where padding does."""
+        inputs = torch.zeros(3, 1, width, dtype=torch.long)
+        inputs[2] = self.cache.columns - 1
+        columns, taken = self._columns(0, width), []
+        for _ in range(1 + REPEATS):
+            began = time.perf_counter()
+            self._replayed(inputs, columns, width, frozenset()).tolist()
+            taken.append(time.perf_counter() - began)
+        return median(taken[1:])
+
+
+def _by_width(counts: Sequence[int]) -> list[list[int]]:
+    """Tokens per row of the passes that feed these: of rows that read prompts, and of others."""
+    return [
+        fed
+        for wide in (False, True)
+        if any(fed := [n if (n > WIDE) == wide else 0 for n in counts])
+    ]
+
+
+def _rounded(count: int) -> int:
+    """The power of two that holds so many."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -108,30 +108,31 @@ class OpenVINORuntime(RuntimeSpec):
 
 @dataclass(frozen=True)
 class CompiledRuntime(RuntimeSpec):
-    """`torch.compile` over passes of few shapes, CUDA graphs on a GPU. Experimental.
+    """What this name stood for is `cudagraphs(compile=true)`."""
 
-    Every shape is compiled when it first occurs, for seconds to minutes.
-    """
-
-    summary: ClassVar[str] = "torch.compile and CUDA graphs, passes of few shapes; experimental"
+    summary: ClassVar[str] = "replaced by cudagraphs(compile=true)"
 
     def load(self, source: Source) -> Rows:
-        """Load it; passes are compiled when they first occur."""
-        from forerun.runtime.compiled import CompiledExecutor, check_compiler
-
-        check_compiler(resolve_device(source.device))
-        model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
-        return Rows(CompiledExecutor(model))
+        """Say what to use."""
+        raise SettingError(
+            "runtime compiled is cudagraphs(compile=true), on an NVIDIA GPU; on a CPU use openvino "
+            "or torch"
+        )
 
 
 @dataclass(frozen=True)
 class CudaGraphsRuntime(RuntimeSpec):
-    """PyTorch's own kernels, a pass of each shape captured once as a CUDA graph. Experimental.
+    """PyTorch's own kernels, a pass of each shape captured once as a CUDA graph.
 
     Decoder-only models on an NVIDIA GPU.
+
+    Args:
+        compile: fuse kernels by `torch.compile` under the graphs: faster passes after 30 to 50 s
+            for each shape when it is first needed, kept where PyTorch keeps them.
     """
 
-    summary: ClassVar[str] = "PyTorch's kernels, passes replayed as CUDA graphs; experimental"
+    summary: ClassVar[str] = "PyTorch's kernels, passes replayed as CUDA graphs; an NVIDIA GPU"
+    compile: bool = False
 
     def load(self, source: Source) -> Rows:
         """Load it, and capture passes of one row."""
@@ -142,8 +143,10 @@ class CudaGraphsRuntime(RuntimeSpec):
             )
         from forerun.runtime.cuda_graphs import CudaGraphExecutor
 
+        if self.compile and find_spec("triton") is None:
+            raise SettingError("cudagraphs(compile=true) needs triton: pip install triton")
         model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
-        return Rows(CudaGraphExecutor(model))
+        return Rows(CudaGraphExecutor(model, self.compile))
 
 
 @dataclass(frozen=True)

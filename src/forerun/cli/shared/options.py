@@ -75,7 +75,7 @@ Runtime = Annotated[
     str | None,
     option(
         "SPEC",
-        "What runs the models: torch, openvino, compiled, cudagraphs, auto, or e.g. "
+        "What runs the models: torch, openvino, cudagraphs, auto, or e.g. "
         "\"openvino(precision='int8')\". Default: FORERUN_RUNTIME, or else auto (openvino on a CPU "
         "where it is installed and serves the model); torch for --draft specbound, adadecode and "
         "kangaroo.",

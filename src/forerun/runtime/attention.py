@@ -1,0 +1,127 @@
+"""Attention of passes over rows: grouped queries without copies of keys and values, and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+FOLDED = "forerun_folded"
+"""Name of `folded_attention` in transformers' registry."""
+
+Mask = torch.Tensor | dict[str, torch.Tensor]
+"""Additive, of all layers or by the type of a layer as the configuration names it."""
+
+
+def folded_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention where queries that share keys and values are one longer query.
+
+    transformers copies keys and values once per group of queries where a mask is given; over a
+    cache of many columns that takes longer than all else.
+
+    Args:
+        module: the layer's attention.
+        query: `(n, heads, width, dim)`.
+        key: `(n, pairs, columns, dim)`, likewise `value`.
+        value: see `key`.
+        attention_mask: additive `(n, 1, width, columns)`, or `(n, 1, groups · width, columns)` as
+            `folded_mask` makes it.
+        dropout: 0 in inference.
+        scaling: of the products; None: `dim ** -0.5`.
+        more: what other kinds of attention read; with a bias or a soft cap it is transformers'.
+
+    Returns:
+        `(n, width, heads, dim)`, and None for the weights.
+    """
+    groups, width = query.shape[1] // key.shape[1], query.shape[2]
+    own = dropout or more.get("softcap") is not None or more.get("position_bias") is not None
+    if attention_mask is None or groups == 1 or own:
+        mask = None if attention_mask is None else attention_mask[:, :, :width]
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **more
+        )
+    if attention_mask.shape[2] != groups * width:
+        attention_mask = folded_mask(attention_mask[:, :, :width], groups)
+    longer = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+    out = F.scaled_dot_product_attention(
+        longer, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3), None
+
+
+def folded_mask(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    """`(n, 1, groups · width, columns)` of a mask `(n, 1, width, columns)`, which begins it."""
+    return mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+
+
+AttentionInterface.register(FOLDED, folded_attention)
+
+
+def groups_of(model: Any) -> int:
+    """Queries that share keys and values, where the model's attention can be folded; else 1."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", 1)
+    pairs = getattr(config, "num_key_value_heads", None) or heads
+    able = config._attn_implementation == "sdpa" and type(model)._can_set_attn_implementation()
+    return int(heads // pairs) if able and isinstance(pairs, int) else 1
+
+
+@contextmanager
+def folding(model: Any, groups: int) -> Iterator[None]:
+    """Let the model's passes fold their queries, meanwhile; with one group, nothing changes."""
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    if groups > 1:
+        config._attn_implementation = FOLDED
+    try:
+        yield
+    finally:
+        if groups > 1:
+            config._attn_implementation = before
+
+
+def windows_of(config: Any) -> dict[str | None, int | None]:
+    """Columns that a token sees, its own among them, by the type of layer; None: all.
+
+    The one key None is for all layers.
+    """
+    config = config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    if kinds := set(getattr(config, "layer_types", None) or ()):
+        if kinds == {"full_attention"}:
+            return {None: None}
+        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    return {None: window if getattr(config, "use_sliding_window", True) else None}
+
+
+def additive_mask(
+    places: torch.Tensor, columns: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Additive `(n, 1, width, columns)`: a token at a place sees the columns up to it.
+
+    Args:
+        places: `(n, width)`.
+        columns: shown.
+        window: of these, how many; None: all.
+        dtype: of the model.
+    """
+    column, places = torch.arange(columns, device=places.device), places.unsqueeze(-1)
+    hidden = column > places
+    if window is not None:
+        hidden = hidden | (column <= places - window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
+    return mask.masked_fill(hidden, torch.finfo(dtype).min).unsqueeze(1)
