@@ -1,0 +1,1 @@
+"""How the memory and the head that ship for SmolLM2 were made: prompts, answers, weights."""
