@@ -27,7 +27,14 @@ from forerun.engine.meter import Meter
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.scoring import score_text
 from forerun.engine.shared import SharedEngine
-from forerun.errors import GenerationError, PromptError, SettingError, UnknownNameError, require
+from forerun.errors import (
+    ForerunWarning,
+    GenerationError,
+    PromptError,
+    SettingError,
+    UnknownNameError,
+    require,
+)
 from forerun.languages import Opening, opening
 from forerun.prompts import read, split
 from forerun.registry import Spec, parse
@@ -394,7 +401,19 @@ def _samplings(
 
 
 def _end_of_text(target: Rows | Executor, tokenizer: Any) -> frozenset[int]:
-    if target.facts.eos is not None:
-        return target.facts.eos
-    end = getattr(tokenizer, "eos_token_id", None)
-    return frozenset() if end is None else frozenset([end])
+    """Whatever ends texts by the model's config or by its tokenizer: checkpoints may differ there.
+
+    Warns if they do.
+    """
+    configured = target.facts.eos or frozenset()
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None or own in configured or not 0 <= own < target.facts.vocab_size:
+        return configured
+    if configured:
+        warnings.warn(
+            f"the config ends texts with token {', '.join(map(str, sorted(configured)))} and the "
+            f"tokenizer with {own} ({tokenizer.eos_token!r}): all of these end a text",
+            ForerunWarning,
+            stacklevel=4,
+        )
+    return configured | {own}

@@ -52,8 +52,8 @@ class Sampling:
     """How one request wants its text sampled.
 
     The transform of the logits, in this order: logit bias, end-of-text banned before
-    `min_new_tokens`, repetition / presence / frequency penalties, the constraint, temperature,
-    top-k, top-p, min-p.
+    `min_new_tokens`, repetition / presence / frequency penalties, allowed tokens, bad words, the
+    constraint, temperature, top-k, top-p, min-p.
 
     Args:
         temperature: from 1e-30 to 1e30, or 0: greedy decoding.
@@ -69,12 +69,15 @@ class Sampling:
             not draw alike. None draws one (it is in the result). With one, no text depends on clock
             or neighbours, and by the rule `gumbel` none on its draft.
         max_new_tokens: ≥ 1.
-        min_new_tokens: no end of text before this many tokens.
-        stop: a string or several at which the text ends (they are not part of it).
+        min_new_tokens: no end of text before this many tokens, by a token or a stop string.
+        stop: a string or several at which the text ends (they are not part of it). One that is a
+            special token is that token.
         eos: end-of-text token id or ids; None uses the model's.
         ignore_eos: go on after end-of-text tokens.
         constraint: what the output may say (`forerun.grammar`); at every place, tokens that it
             excludes have probability 0, and end-of-text tokens come only where it is complete.
+        bad_words: texts that the output must not hold, however it is split into tokens.
+        allowed_tokens: the only token ids that may be written; None: all.
     """
 
     temperature: float = 0.0
@@ -92,6 +95,8 @@ class Sampling:
     eos: tuple[int, ...] | None = None
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    bad_words: tuple[str, ...] = ()
+    allowed_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
@@ -100,9 +105,17 @@ class Sampling:
             self._set(name, _integer(name, getattr(self, name)))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, -math.inf, math.inf))
-        self._set("stop", _several("stop", self.stop, str, "text"))
-        if self.eos is not None:
-            self._set("eos", _several("eos", self.eos, Integral, "a token id"))
+        for name in ("stop", "bad_words"):
+            texts = _several(name, getattr(self, name), str, "text")
+            require(all(texts), name, texts, "made of non-empty strings")
+            self._set(name, texts)
+        for name in ("eos", "allowed_tokens"):
+            if (ids := getattr(self, name)) is not None:
+                self._set(name, _several(name, ids, Integral, "a token id"))
+        allowed = self.allowed_tokens
+        require(
+            allowed is None or bool(allowed), "allowed_tokens", allowed, "at least one token id"
+        )
         flag("ignore_eos", self.ignore_eos)
         good = self.constraint is None or hasattr(self.constraint, "begin")
         require(good, "constraint", self.constraint, "a Constraint, see forerun.grammar")
@@ -124,7 +137,6 @@ class Sampling:
         require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "≥ 1")
         low, high = self.min_new_tokens, self.max_new_tokens
         require(0 <= low <= high, "min_new_tokens", low, f"between 0 and max_new_tokens={high}")
-        require(all(self.stop), "stop", self.stop, "made of non-empty strings")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -138,12 +150,21 @@ class Sampling:
     def reshapes(self) -> bool:
         """Whether anything but the temperature touches the logits."""
         return bool(
-            self.logit_bias
-            or self.constraint is not None
-            or self.min_new_tokens
+            self.excludes
             or self.repetition_penalty != 1
             or self.presence_penalty
             or self.frequency_penalty
+        )
+
+    @property
+    def excludes(self) -> bool:
+        """Whether tokens may be made impossible, so that none may be left."""
+        return bool(
+            self.logit_bias
+            or self.constraint is not None
+            or self.min_new_tokens
+            or self.bad_words
+            or self.allowed_tokens
         )
 
     @property
@@ -213,15 +234,16 @@ class Request:
             raise PromptError(f"the prompt holds token ids outside the vocabulary of {vocab_size}")
         if self.prediction:
             self._check_prediction(vocab_size)
-        for token in (*self.sampling.logit_bias, *(self.sampling.eos or ())):
-            if not 0 <= token < vocab_size:
-                raise SettingError(
-                    f"token id {token} in logit_bias or eos is outside the vocabulary of "
-                    f"{vocab_size}"
-                )
+        for name in ("logit_bias", "eos", "allowed_tokens"):
+            for token in getattr(self.sampling, name) or ():
+                if not 0 <= token < vocab_size:
+                    raise SettingError(
+                        f"token id {token} in {name} is outside the vocabulary of {vocab_size}"
+                    )
         self._check_source(vocab_size, source_limit)
-        if self.sampling.stop and not has_tokenizer:
-            raise SettingError("stop strings need a tokenizer")
+        for what, texts in (("stop strings", "stop"), ("bad_words", "bad_words")):
+            if getattr(self.sampling, texts) and not has_tokenizer:
+                raise SettingError(f"{what} need a tokenizer")
         if self.logprobs is not None:
             require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
         rule, temperature = self.rule, self.sampling.temperature

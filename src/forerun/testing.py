@@ -116,6 +116,7 @@ def engine(
     draft: ScriptedModel | Drafter | None = None,
     eos: Sequence[int] = (),
     max_rows: int = 16,
+    tokenizer: Any = None,
 ) -> Callable[..., Any]:
     """A function `run(prompt | prompts, controller=..., rule=..., **sampling)` over scripts.
 
@@ -125,7 +126,7 @@ def engine(
     if draft is None:
         draft = NullDrafter()
     drafter = draft if isinstance(draft, Drafter) else ModelDrafter(draft, target.vocab_size)
-    made = Engine(target, drafter, eos=frozenset(eos), max_rows=max_rows)
+    made = Engine(target, drafter, tokenizer, frozenset(eos), max_rows)
 
     def run(
         prompts: Sequence[Any], controller: Any = "fixed", rule: Any = "standard", **sampling: Any

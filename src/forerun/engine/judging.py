@@ -125,8 +125,8 @@ def _unsound(row: Row, accepted: int, excluded: bool) -> Exception:
     done = f"after {row.produced + accepted} new tokens"
     if excluded:
         return SettingError(
-            f"{done} logit_bias, min_new_tokens and the constraint leave no token to choose; "
-            "allow one"
+            f"{done} logit_bias, min_new_tokens, bad_words, allowed_tokens and the constraint "
+            "leave no token to choose; allow one"
         )
     return NumericalError(
         f"{done} the target's logits are no numbers (NaN or infinite); the checkpoint may be "

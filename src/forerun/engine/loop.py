@@ -16,6 +16,7 @@ from forerun.controllers.base import LengthController
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
+from forerun.engine.bans import bans, split_stops
 from forerun.engine.constraint import Place
 from forerun.engine.crew import Crew, Memory
 from forerun.engine.drafting import Guide, draft
@@ -113,16 +114,19 @@ class Engine:
         how, prompt = request.sampling, list(request.prompt)
         # Clients whose numbers are doubles can give a drawn seed back.
         seed = randbits(53) if how.seed is None else how.seed % (1 << 63)
-        eos = self._eos if how.eos is None else frozenset(how.eos)
+        strings, stop_tokens = split_stops(how.stop, self.tokenizer)
+        eos = (self._eos if how.eos is None else frozenset(how.eos)) | stop_tokens.keys()
         row = Row(
             id=next(self._ids),
             request=request,
             context=prompt,
             prompt=len(prompt),
-            eos=frozenset() if how.ignore_eos else eos,
+            eos=frozenset(stop_tokens) if how.ignore_eos else eos,
             seed=seed,
             text=Detokenizer(self.tokenizer, prompt),
-            stops=StopStrings(how.stop),
+            stops=StopStrings(strings),
+            stop_tokens=stop_tokens,
+            bans=bans(how.bad_words, self.tokenizer, self.target.vocab_size),
             prediction=Prediction(request.prediction) if request.prediction else None,
             place=None
             if how.constraint is None
@@ -150,6 +154,8 @@ class Engine:
             self.drafter.has_distribution,
             self.target.facts.source_limit,
         )
+        split_stops(request.sampling.stop, self.tokenizer)
+        bans(request.sampling.bad_words, self.tokenizer, self.target.vocab_size)
 
     def run(self) -> Iterator[Event]:
         """Round after round until every request is done: the one loop that everything consumes.
@@ -248,9 +254,7 @@ class Engine:
             [row.noise for row in rows],
         )
         self._guide = Guide(rows, self._crew, self._sampler)
-        self._may_exclude = any(
-            row.place or row.sampling.logit_bias or row.sampling.min_new_tokens for row in rows
-        )
+        self._may_exclude = any(row.sampling.excludes for row in rows)
         self._scores = any(row.request.logprobs is not None for row in rows)
         self._compares = (
             self._sampler.all_certain

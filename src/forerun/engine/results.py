@@ -218,8 +218,8 @@ class Completion:
     text: str
     tokens: list[int]
     finish_reason: FinishReason
-    """"eos", "stop" (a stop string), "length" (max_new_tokens), "context" (the context is full),
-    "cancelled" or "error" (`error` says which; what was written before stands)."""
+    """"eos", "stop" (a stop string of the request), "length" (max_new_tokens), "context" (it is
+    full), "cancelled" or "error" (`error` says which; what was written before stands)."""
     rounds: list[Round]
     stats: Stats
     pieces: list[Piece]
@@ -232,6 +232,8 @@ class Completion:
     """What ended the request, in one line, with the finish reason "error"."""
     error_type: type[Exception] | None = None
     """Its class: no `ForerunError` if something is broken."""
+    ended_by: str | int | None = None
+    """The stop string or end-of-text token that ended it; None if it was neither."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape of one completion."""
@@ -239,6 +241,7 @@ class Completion:
             "text": self.text,
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
+            "ended_by": self.ended_by,
             "error": self.error,
             "origins": [p.origin.value for p in self.pieces],
             "seed": self.seed,

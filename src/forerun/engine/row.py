@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from forerun.engine.bans import Bans
 from forerun.engine.constraint import Place
 from forerun.engine.noise import Noise, stream
 from forerun.engine.prediction import Prediction
@@ -41,6 +42,10 @@ class Row:
     submitted: float
     place: Place | None = None
     """In its constraint, if it has one."""
+    bans: Bans | None = None
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """Of `eos` those that a stop string of the request names."""
+    ended_by: str | int | None = None
     cached: int = 0
     """Tokens of its prompt that were not read, for their columns were there."""
     joined: bool = False
@@ -132,10 +137,12 @@ class Row:
 
     def _finished(self, token: int) -> FinishReason | None:
         if token in self.eos:
-            return "eos"
+            self.ended_by = self.stop_tokens.get(token, token)
+            return "stop" if token in self.stop_tokens else "eos"
         if self.sampling.stop:
             self.pieces(self.produced)
-            if self.stops.met is not None:
+            if (met := self.stops.met) is not None:
+                self.ended_by = met
                 return "stop"
         if len(self.context) < self._full:
             return None
@@ -146,7 +153,8 @@ class Row:
         with self._looking:
             for place in range(len(self._pieces), upto):
                 token = self.context[self.prompt + place]
-                text = self.stops.push(self.text.push(token))
+                ends = place + 1 >= self.sampling.min_new_tokens
+                text = self.stops.push(self.text.push(token), ends)
                 self._pieces.append(Piece(token, text, self.origins[place]))
         return self._pieces
 
@@ -167,7 +175,7 @@ class Row:
         assert stats.tokens == len(tokens), "committed tokens must add up"
         if error is None:
             pieces = self.pieces(len(tokens))
-            if pieces and reason != "stop":
+            if pieces and self.stops.met is None:
                 last = pieces[-1]
                 rest = self.stops.flush(self.text.flush())
                 pieces[-1] = Piece(last.token, last.text + rest, last.origin)
@@ -184,6 +192,7 @@ class Row:
             logprobs=self.logprobs[: len(tokens)] if self.request.logprobs is not None else None,
             error=None if error is None else _line(error),
             error_type=None if error is None else type(error),
+            ended_by=self.ended_by if reason in ("eos", "stop") else None,
         )
 
 

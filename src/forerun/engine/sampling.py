@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from forerun.engine.bans import Bans
 from forerun.engine.constraint import Place
 from forerun.engine.noise import Noise
+from forerun.errors import SettingError
 from forerun.requests import Sampling
 
 USUALLY_ENOUGH = 256
@@ -161,6 +163,15 @@ class Sampler:
                 often[place:, columns[token]] += 1
             tokens = _numbers(columns, device)
             logits[:, tokens] -= s.presence_penalty * (often > 0) + s.frequency_penalty * often
+        if s.allowed_tokens is not None:
+            kept = torch.full_like(logits[0], -torch.inf)
+            kept[_numbers(s.allowed_tokens, device)] = 0.0
+            logits += kept
+        if s.bad_words:
+            bans: Bans | None = getattr(text, "bans", None)
+            if bans is None:
+                raise SettingError("bad_words are for generating; leave them out here")
+            bans.exclude(logits, history[prompt:known], history[known : known + count - 1])
         constraint: Place | None = getattr(text, "place", None)
         if constraint is not None:
             constraint.restrict(logits, history[prompt:known], history[known : known + count - 1])

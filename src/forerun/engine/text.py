@@ -194,9 +194,11 @@ class _Window:
             self._options["clean_up_tokenization_spaces"] = False
         self._tokens = list(context[-4:])
         self._read = len(self._tokens)  # tokens whose text was already returned
-        self._shown = self._decode().rstrip(UNREADABLE)
+        self._shown: str | None = None
 
     def push(self, token: int) -> str:
+        if self._shown is None:
+            self._shown = self._decode().rstrip(UNREADABLE)
         self._tokens.append(token)
         new = self._decode()[len(self._shown) :]
         waiting = len(self._tokens) - self._read
@@ -210,7 +212,7 @@ class _Window:
         return new
 
     def flush(self) -> str:
-        return self._decode()[len(self._shown) :]
+        return "" if self._shown is None else self._decode()[len(self._shown) :]
 
     def _decode(self) -> str:
         if not self._tokens:

@@ -31,6 +31,7 @@ import torch
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Completion, Sampling
+from forerun.engine.bans import split_stops
 from forerun.engine.noise import Noise, stream
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError, require
@@ -280,7 +281,8 @@ def _text(model: Model, task: Task, done: Completion, depth: int, rule: Acceptan
     # A stream of its own beside the one the text was sampled with.
     random = np.random.default_rng([stream(done.seed, prompt, source), 1])
     coins = random.random((len(done.tokens) + 1, depth + 1))
-    ends: frozenset[int] = frozenset() if sampling.ignore_eos else eos
+    stops = split_stops(sampling.stop, model.tokenizer)[1].keys()
+    ends = stops | (frozenset() if sampling.ignore_eos else eos)
     noise = Noise.of(sampling, prompt, source, done.seed) if rule.gumbel_max else None
     return _Text(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
 
