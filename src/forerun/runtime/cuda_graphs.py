@@ -46,7 +46,7 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Tokens of one row whose passes are captured, and timed, when a model is loaded."""
 COMPILED_WIDTHS = (1, 4, 16)
 """Widths of compiled passes; narrower ones are padded, wider ones are not compiled."""
-COMPILED_COLUMNS = 512
+COMPILED_COLUMNS = 256
 """As `FEWEST_COLUMNS`, of compiled passes; more come in powers of four."""
 RECOMPILES = 256
 """Shapes that may be compiled; torch's own limit of 8 then runs the rest eagerly."""
