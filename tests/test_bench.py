@@ -21,10 +21,12 @@ from forerun.drafters.model import ModelDrafter
 from forerun.errors import PromptError, SettingError
 from forerun.lab.bench import bench, page, plots, report
 from forerun.lab.bench.bench import Results, load, measure
-from forerun.lab.bench.methods import PLAIN, Ours, Run, Task, groups
+from forerun.lab.bench.methods import PLAIN, Ours, Run, groups
 from forerun.lab.bench.peer_names import ASSISTED, check, make
 from forerun.lab.bench.remote import PeerError, Remote
 from forerun.lab.bench.report import ALL
+from forerun.prompts import Prompt
+from forerun.requests import Sampling
 from forerun.testing import ScriptedModel
 from test_engine import chaotic, noisy
 
@@ -38,8 +40,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def task(family: str, number: int, tokens: int = 8) -> Task:
-    return Task(family, f"{family}-{number}", (number + 1, 2), tokens)
+def task(family: str, number: int, tokens: int = 8, **how: Any) -> Prompt:
+    sampling = Sampling(max_new_tokens=tokens, **how)
+    return Prompt(
+        "", id=f"{family}-{number}", family=family, ids=[number + 1, 2], sampling=sampling
+    )
 
 
 @dataclass
@@ -60,7 +65,7 @@ class Scripted:
         if self.fails_after is not None and len(self.log) >= self.fails_after:
             raise self.error
         self.log.append((self.name, tuple(t.id for t in tasks)))
-        texts = [[7] * (self.tokens or t.max_new_tokens) for t in tasks]
+        texts = [[7] * (self.tokens or t.sampling.max_new_tokens) for t in tasks]
         seconds = self.pace * sum(map(len, texts))
         if self.kind == "peer":
             return Run(seconds, texts)
@@ -126,7 +131,7 @@ class TestGroups:
         made = groups(tasks, [1, 2])
         ones, twos = made[:9], made[9:]
         assert [g.family for g in ones] == list("ababababa")
-        assert [[t.id for t in g.tasks] for g in twos] == [
+        assert [[p.id for p in g.prompts] for g in twos] == [
             ["a-0", "a-1"], ["b-0", "b-1"], ["a-2", "a-3"], ["b-2", "b-3"],
         ]  # fmt: skip
         assert len({g.key for g in made}) == len(made)
@@ -257,8 +262,8 @@ class TestOurs:
 
     @pytest.mark.parametrize("rule", ["gumbel", "standard"])
     def test_sampled_texts_have_one_length_and_the_seed_decides(self, model, rule):
-        tasks = [task("a", i, 12) for i in range(3)]
-        how = {"rule": rule, "temperature": 1.0, "ignore_eos": True}
+        tasks = [task("a", i, 12, temperature=1.0, ignore_eos=True, seed=i) for i in range(3)]
+        how = {"rule": rule, "sampled": True}
         methods = [Ours("x", model, c, **how) for c in (None, "fixed(2)", "fixed(2)")]
         plain, ours, again = (m.run(tasks) for m in methods)
         assert [len(t) for r in (plain, ours) for t in r.tokens] == [12] * 6

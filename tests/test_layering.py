@@ -24,7 +24,6 @@ LAYERS = [
         "checks",
         "confidence",
         "costs",
-        "prompts",
         "languages",
         "chat",
     ],
@@ -34,6 +33,7 @@ LAYERS = [
     ["drafters"],
     ["engine"],
     ["testing", "training", "zoo", "settings"],
+    ["prompts"],
     ["model"],
     ["grammar"],
     ["lab", "hosts", "serve"],
@@ -52,7 +52,6 @@ ALLOWED.update(
             "registry",
             "checks",
             "confidence",
-            "prompts",
             "languages",
             "chat",
         )

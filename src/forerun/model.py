@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from forerun import zoo
-from forerun.chat import encode
 from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, LengthController
 from forerun.drafters import DRAFTERS, Drafter
@@ -36,7 +35,7 @@ from forerun.errors import (
     require,
 )
 from forerun.languages import Opening, opening
-from forerun.prompts import read, split
+from forerun.prompts import encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
@@ -48,7 +47,7 @@ from forerun.settings import Settings, resolve
 DEFAULT_CONTROLLER = "auto"
 DEFAULT_RULE = "gumbel"
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor
+PromptLike = str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor
 """Text, or token ids in a list or a 1-D array."""
 
 
@@ -84,9 +83,9 @@ class Model:
     @overload
     def generate(self, prompt: str, **settings: Any) -> Completion: ...
     @overload
-    def generate(self, prompt: Sequence[Prompt], **settings: Any) -> list[Completion]: ...
+    def generate(self, prompt: Sequence[PromptLike], **settings: Any) -> list[Completion]: ...
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], **settings: Any
+        self, prompt: PromptLike | Sequence[PromptLike], **settings: Any
     ) -> Completion | list[Completion]:
         """Generate for one prompt or a list of prompts (decoded as one ragged batch).
 
@@ -113,7 +112,7 @@ class Model:
 
     def stream(
         self,
-        prompt: Prompt | Sequence[Prompt],
+        prompt: PromptLike | Sequence[PromptLike],
         *,
         controller: str | LengthController | None = None,
         rule: str | AcceptanceRule | None = None,
@@ -130,7 +129,7 @@ class Model:
             prompt: text, token ids, or a list of either.
             controller: how far to run ahead: a spec like ``"gammatune(eta=0.3)"`` or an object.
                 None is that of the settings the model was loaded with, or else `auto`.
-            rule: what to keep, likewise; None is that of the settings, or else `standard`.
+            rule: what to keep, likewise; None is that of the settings, or else `gumbel`.
             sampling: one for all prompts or one per prompt; or give its fields as keywords
                 (`temperature`, `max_new_tokens`, `seed`, `stop`, ...).
             batch_size: prompts decoded together.
@@ -226,7 +225,7 @@ class Model:
             self._memory, self.meter, self.prefixes,
         )  # fmt: skip
 
-    def score(self, text: Prompt, top: int = 0) -> list[Logprob]:
+    def score(self, text: PromptLike, top: int = 0) -> list[Logprob]:
         """Log-probabilities of a given text under the target, in plain passes.
 
         Args:
@@ -255,14 +254,9 @@ class Model:
         if self.prefixes is not None:
             self.prefixes.clear()
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: PromptLike) -> list[int]:
         """Token ids of a prompt (ids pass through); `PromptError` if it is none."""
-        prompt = read(prompt)
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise SettingError("this model has no tokenizer; give token ids instead of text")
-        return encode(self.tokenizer, prompt)
+        return encode(self.tokenizer, read(prompt))
 
 
 def load(
@@ -385,14 +379,11 @@ def _exists(path: str) -> bool:
 def _samplings(
     sampling: Sampling | Sequence[Sampling] | None, settings: dict[str, Any], count: int
 ) -> list[Sampling]:
-    known = list(Sampling.__dataclass_fields__)
-    for name in settings:
-        if name not in known:
-            raise UnknownNameError.among("setting", name, known)
+    own = Sampling.of(settings)
     if sampling is not None and settings:
         raise SettingError(f"give sampling=... or {sorted(settings)}, not both")
     if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling(**settings)] * count
+        return [sampling or own] * count
     good = isinstance(sampling, Sequence) and all(isinstance(s, Sampling) for s in sampling)
     require(good, "sampling", sampling, "a Sampling, or a list with one per prompt")
     if len(sampling) != count:

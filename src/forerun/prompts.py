@@ -1,20 +1,70 @@
-"""What counts as a prompt: text or token ids, on their own or in a list."""
+"""Prompts: what counts as one, and the one reader of them for every door."""
 
 from __future__ import annotations
 
+import json
 import reprlib
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forerun.errors import PromptError
+from forerun import chat
+from forerun.errors import ForerunError, PromptError, SettingError, UnknownNameError, require
+from forerun.requests import Sampling
 
+BUILTIN, ALL = "builtin", "all"
+"""Names of the shipped prompts, and of all their families."""
 WANTED = "text, token ids (a list or a 1-D array of integers), or a list of either"
 
+Content = str | list[int]
+"""Text, or token ids."""
 
-def split(prompts: Any) -> tuple[list[str | list[int]], bool]:
-    """The prompts that were meant, and whether it is one on its own.
+
+@dataclass(frozen=True)
+class Prompt:
+    """Something to go on from: as it was read, and ready to run after `Reader.prepare`.
+
+    Args:
+        content: text or token ids; of a conversation its first turn.
+        settings: fields of `Sampling` of its own.
+        id: its name; `id`, `family` and `meta` come back in the output.
+        family: the kind of prompt: figures are reported per family.
+        meta: anything its owner wants to find beside the output.
+        where: its place in the file, for error messages.
+        later: what its user says after each answer.
+        source: whether it was called a source, which needs a model with an encoder.
+        index: its place among the prompts, from 0.
+        text: as it is shown.
+        ids: its tokens; empty before `Reader.prepare`, as the next.
+        sampling: how its text is sampled.
+    """
+
+    content: Content
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    id: str | int | None = None
+    family: str | None = None
+    meta: Any = None
+    where: str = ""
+    later: tuple[str, ...] = ()
+    source: bool = False
+    index: int = 0
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields that identify its completion."""
+        return {name: getattr(self, name) for name in ("index", "id", "family", "meta")}
+
+
+def split(prompts: Any) -> tuple[list[Content], bool]:
+    """The contents that were meant, and whether it is one on its own.
 
     Raises:
         PromptError: neither text nor token ids nor a list of these; says what was given.
@@ -38,8 +88,8 @@ def split(prompts: Any) -> tuple[list[str | list[int]], bool]:
     return [read(prompts)], True
 
 
-def read(prompt: Any, name: str = "a prompt") -> str | list[int]:
-    """One prompt: text that can be encoded, or a list of plain integers.
+def read(prompt: Any, name: str = "a prompt") -> Content:
+    """One content: text that can be encoded, or a list of plain integers.
 
     Raises:
         PromptError: it is neither; says what was given.
@@ -72,6 +122,15 @@ def read(prompt: Any, name: str = "a prompt") -> str | list[int]:
     return [int(item) for item in items]
 
 
+def encode(tokenizer: Any, content: Content) -> list[int]:
+    """Token ids of a content; ids pass through."""
+    if not isinstance(content, str):
+        return content
+    if tokenizer is None:
+        raise SettingError("this model has no tokenizer; give token ids instead of text")
+    return chat.encode(tokenizer, content)
+
+
 def _is_id(item: Any) -> bool:
     return isinstance(item, (int, np.integer)) and not isinstance(item, bool)
 
@@ -91,3 +150,355 @@ def _is_list(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes prompts ready to run: tokenises and checks them, before the first one runs.
+
+    Args:
+        tokenizer: of the model.
+        limit: tokens of its context, of which a prompt leaves at least one.
+        encodes: whether prompts are sources, for an encoder.
+        wrap: whether a chat template is put around texts, as what a user says.
+    """
+
+    tokenizer: Any
+    limit: int
+    encodes: bool = False
+    wrap: bool = False
+
+    @classmethod
+    def of(cls, model: Any, wrap: bool = False) -> Reader:
+        """For a loaded model."""
+        encodes = model.target.facts.source_limit is not None
+        return cls(model.tokenizer, model.prompt_limit + 1, encodes, wrap)
+
+    @classmethod
+    def open(
+        cls, target: str | Path, trust_remote_code: bool = False, wrap: bool = False
+    ) -> Reader | None:
+        """For a model whose weights are not loaded; None where only loading them can tell."""
+        from forerun.runtime.load import load_tokenizer, read_config
+        from forerun.runtime.support import context_limit
+
+        try:
+            tokenizer = load_tokenizer(target, trust_remote_code)
+            config = read_config(target, trust_remote_code)
+            limit = context_limit(config)
+        except (ForerunError, OSError, ValueError, KeyError, AttributeError, TypeError):
+            return None
+        encodes = bool(getattr(config, "is_encoder_decoder", False))
+        return cls(tokenizer, limit + encodes, encodes, wrap)
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        common: Mapping[str, Any] | None = None,
+        *,
+        turns: bool = False,
+        skip_long: bool = False,
+    ) -> list[Prompt]:
+        """Tokens and sampling of every prompt.
+
+        Args:
+            prompts: as they were read.
+            common: sampling fields for all; a prompt's own come first.
+            turns: take conversations, by their first turn; else they are refused.
+            skip_long: leave out what does not fit the context.
+
+        Raises:
+            PromptError, SettingError: with the place of the prompt.
+        """
+        ready = []
+        for index, prompt in enumerate(prompts):
+            at = f"{prompt.where}: " if prompt.where else ""
+            try:
+                if prompt.later and not turns:
+                    raise PromptError("several turns are for forerun bench; give one")
+                ids = self.encode([prompt.content])
+                if skip_long and len(ids) >= self.limit:
+                    continue
+                ready.append(self._ready(prompt, index, ids, common or {}))
+            except (PromptError, SettingError) as error:
+                raise type(error)(f"{at}{error}") from error
+        if prompts and not ready:
+            raise PromptError(f"no prompt is shorter than the context of {self.limit} tokens")
+        return ready
+
+    def _ready(
+        self, prompt: Prompt, index: int, ids: list[int], common: Mapping[str, Any]
+    ) -> Prompt:
+        sampling = Sampling.of({**common, **prompt.settings})
+        for turn in prompt.later:
+            read(turn, "a turn")
+        if prompt.source and not self.encodes:
+            raise SettingError('"source" is for models with an encoder; write "prompt"')
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token of text")
+        if len(ids) >= self.limit:
+            what = "encoder reads" if self.encodes else "context holds"
+            most = self.limit - self.encodes
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens and the {what} {most}; shorten the prompt"
+            )
+        text = prompt.content
+        if not isinstance(text, str):
+            text = str(ids) if self.tokenizer is None else str(self.tokenizer.decode(ids))
+        if self.encodes:
+            text = f"{text}\n"  # what is written does not go on from it
+        return replace(prompt, index=index, text=text, ids=ids, sampling=sampling)
+
+    def encode(self, turns: Sequence[Content]) -> list[int]:
+        """Token ids of what user and assistant said in turns, up to where the assistant answers.
+
+        Without `wrap` the turns stand below each other. Token ids are one turn, and pass through.
+
+        Raises:
+            SettingError: the tokenizer has no chat template.
+        """
+        texts = [read(turn, "the prompt") for turn in turns]
+        first = texts[0]
+        if not isinstance(first, str):
+            return first
+        if not self.wrap:
+            return encode(self.tokenizer, "\n".join(map(str, texts)))
+        if not chat.has_template(self.tokenizer):
+            raise SettingError("`chat` needs a chat template, and this tokenizer has none")
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        return chat.render(self.tokenizer, messages)
+
+
+def unroll(
+    model: Any, reader: Reader, prompts: Sequence[Prompt], batch_size: int = 16
+) -> list[Prompt]:
+    """The prompts, and behind each those of its later turns, `ID.2` and so on.
+
+    The answers in between are those of plain, greedy decoding, so that all methods get the same
+    prompts. A conversation ends where it outgrows the context.
+    """
+    out = [[p] for p in prompts]
+    spoken = [[p.content] for p in prompts]
+    for turn in range(2, 2 + max((len(p.later) for p in prompts), default=0)):
+        going = [i for i, p in enumerate(prompts) if len(p.later) >= turn - 1 == len(out[i])]
+        answers = model.generate(
+            [out[i][-1].ids for i in going], plain=True, batch_size=batch_size,
+            sampling=[replace(out[i][-1].sampling, seed=None, temperature=0.0) for i in going],
+        )  # fmt: skip
+        for i, answer in zip(going, answers, strict=True):
+            spoken[i] += [answer.text, prompts[i].later[turn - 2]]
+            ids = reader.encode(spoken[i])
+            if len(ids) < reader.limit:
+                name, text = f"{prompts[i].id}.{turn}", prompts[i].later[turn - 2]
+                out[i].append(replace(prompts[i], id=name, text=text, ids=ids))
+    return [replace(p, later=()) for turns in out for p in turns]
+
+
+def read_prompts(prompt: str | None, prompt_file: str | None) -> list[Prompt]:
+    """What `generate` goes on from: one text (``-`` reads stdin) or those of a file.
+
+    Raises:
+        SettingError: none of them or both.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise SettingError("give a prompt or `prompt_file`, not both")
+    if prompt_file is not None:
+        return read_file(prompt_file)
+    if prompt is None:
+        raise SettingError('no prompt; write forerun generate "Once upon a time", or - for stdin')
+    return [Prompt(read_stdin().removesuffix("\n") if prompt == "-" else prompt)]
+
+
+def is_shipped(source: str) -> bool:
+    """Whether prompts that ship are meant, and no file."""
+    return source.partition(":")[0] == BUILTIN
+
+
+def default_source(source: str | None, target: str | None, name: str = "prompts") -> str:
+    """The source given, or for a target that ships the shipped prompts that it takes.
+
+    Raises:
+        SettingError: no source, and a target of one's own; asks for the argument `name`.
+    """
+    from forerun.zoo import SOURCES
+
+    if source is None and target in SOURCES:
+        return f"{BUILTIN}:{SOURCES[target]}"
+    if source is None and target is not None:
+        raise SettingError(
+            f"no prompts; give `{name}` FILE with prompts of your task, or `{name}` {BUILTIN}:{ALL}"
+        )
+    return source or f"{BUILTIN}:{ALL}"
+
+
+def find_prompts(
+    source: str,
+    split: str = "test",
+    limit: int | None = None,
+    cap: int | None = None,
+    *,
+    penalised: bool = True,
+) -> list[Prompt]:
+    """The prompts a user means by `source`, with family and id; nothing is tokenised.
+
+    Args:
+        source: a file as for `read_file` (``-`` reads stdin), ``builtin:FAMILY``, or
+            ``builtin:all`` or ``builtin``. Of all families the prompts come in turns.
+            ``builtin:sources`` is English sentences and ``builtin:digest`` passages, for models
+            with an encoder.
+        split: of the shipped prompts, ``"val"`` or ``"test"``.
+        limit: only the first so many of each family; None takes all.
+        cap: most new tokens of a prompt that asks for more or for no number. None takes the
+            prompt's own, or 128.
+        penalised: whether shipped prompts bring their repetition penalty, `zoo.PENALTY`.
+
+    Raises:
+        PromptError, SettingError: with the place of the prompt.
+        OSError: the file cannot be read.
+    """
+    require(limit is None or limit >= 1, "limit", limit, "≥ 1")
+    require(cap is None or cap >= 1, "max_new_tokens", cap, "≥ 1")
+    require(split in ("val", "test"), "split", split, "val or test")
+    if is_shipped(source):
+        chosen = _shipped(source.partition(":")[2] or ALL, split, limit, penalised)
+        return [_capped(p, cap) for p in chosen]
+    stem = "stdin" if source == "-" else Path(source).stem
+    kept: dict[tuple[str, str], Prompt] = {}
+    counts: Counter[str] = Counter()
+    for prompt in read_file(source):
+        family, line = prompt.family or stem, prompt.where.rpartition(", ")[2]
+        name = line if prompt.id is None else str(prompt.id)
+        if (family, name) in kept:
+            raise PromptError(f"{prompt.where}: another prompt of {family} has the id {name!r}")
+        counts[family] += 1
+        if limit is None or counts[family] <= limit:
+            kept[family, name] = _capped(replace(prompt, family=family, id=name), cap)
+    return list(kept.values())
+
+
+def seeded(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    """The same prompts; number i, from 0 on, gets the seed `seed` + i unless it has its own."""
+    return [
+        p if p.settings.get("seed") is not None
+        else replace(p, settings={**p.settings, "seed": seed + i})
+        for i, p in enumerate(prompts)
+    ]  # fmt: skip
+
+
+def _shipped(family: str, split: str, limit: int | None, penalised: bool) -> list[Prompt]:
+    from forerun.zoo import PENALTY, SOURCES, families, prompts, sources
+
+    known = (ALL, *families(), *SOURCES.values())
+    if family not in known:
+        raise UnknownNameError.among("family of shipped prompts", family, known)
+    encoded = family in SOURCES.values()
+    if encoded:
+        chosen = [sources(split, limit, family)]
+    else:
+        chosen = [prompts(n, split, limit) for n in (families() if family == ALL else (family,))]
+    mixed = [p for p in chain(*zip_longest(*chosen)) if p is not None]
+    if not mixed:
+        raise PromptError("the shipped prompts are not in this copy; give a file")
+    out = []
+    for p in mixed:
+        settings: dict[str, Any] = {"max_new_tokens": p.max_new_tokens}
+        if penalised and p.family in PENALTY:
+            settings["repetition_penalty"] = PENALTY[p.family]
+        out.append(Prompt(p.prompt, settings, p.id, p.family, where=p.id, source=encoded))
+    return out
+
+
+def _capped(prompt: Prompt, cap: int | None) -> Prompt:
+    own = prompt.settings.get("max_new_tokens", cap)
+    if cap is None or type(own) is not int:  # a wrong kind is reported where all settings are read
+        return prompt
+    capped = {"max_new_tokens": min(own, cap)}
+    least = prompt.settings.get("min_new_tokens")
+    if type(least) is int:
+        capped["min_new_tokens"] = min(least, cap)
+    return replace(prompt, settings={**prompt.settings, **capped})
+
+
+def read_stdin() -> str:
+    """The text on stdin, without the byte-order mark that editors put before UTF-8."""
+    try:
+        return sys.stdin.read().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"stdin is not UTF-8 text: {error}") from error
+
+
+def read_file(path: str) -> list[Prompt]:
+    """The prompts of a file, a JSON string or object per line; ``-`` reads stdin.
+
+    Raises:
+        PromptError: there are none, or the file is no text.
+        SettingError: a line that cannot be read; its number is named.
+        OSError: the file cannot be read.
+    """
+    try:
+        text = read_stdin() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
+    # Not `splitlines`: JSON strings may hold other line separators.
+    lines = enumerate(text.split("\n"), start=1)
+    prompts = [_line(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+    if not prompts:
+        raise PromptError(f"{path} holds no prompts; write one JSON string or object per line")
+    return prompts
+
+
+def _line(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SettingError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if isinstance(value, str):
+        return Prompt(value, where=where)
+    if not isinstance(value, dict):
+        raise SettingError(f"{where}: expected a string or an object, got {line.strip()[:40]}")
+    try:
+        return replace(_prompt(value), where=where)
+    except SettingError as error:
+        raise SettingError(f"{where}: {error}") from error
+
+
+def _prompt(value: dict[str, Any]) -> Prompt:
+    """The prompt that an object holds; its other keys are settings."""
+    content, later = _content(value)
+    name, family, meta = (value.pop(key, None) for key in ("id", "family", "meta"))
+    good = name is None or type(name) is int or (isinstance(name, str) and bool(name))
+    require(good, "id", name, "text or a whole number")
+    # "all" is the name of all families together.
+    good = family is None or (isinstance(family, str) and family not in ("", ALL))
+    require(good, "family", family, f"text other than {ALL!r}")
+    source = value.pop("source", None) is not None
+    return Prompt(content, value, name, family, meta, later=later, source=source)
+
+
+def _content(value: dict[str, Any]) -> tuple[Content, tuple[str, ...]]:
+    """What is to go on from, and the later turns; the keys of it are taken out, but `source`."""
+    turns, prompt, tokens = (value.pop(key, None) for key in ("turns", "prompt", "tokens"))
+    if turns is not None:
+        good = isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)
+        if not good or prompt is not None or tokens is not None:
+            raise SettingError(f"turns must be a list of texts, instead of a prompt; got {turns!r}")
+        value.pop("reference", None)  # the names of Spec-Bench
+        for theirs, ours in (("question_id", "id"), ("category", "family")):
+            if theirs in value:
+                value.setdefault(ours, value.pop(theirs))
+        return turns[0], tuple(turns[1:])
+    source = value.get("source")
+    if source is not None and prompt is not None:
+        raise SettingError('"source" is another name of "prompt"; give one of them')
+    prompt = source if prompt is None else prompt
+    if (prompt is None) == (tokens is None):
+        raise SettingError(
+            'give "prompt" (text), "tokens" (a list of ids) or "turns" (a list of texts)'
+        )
+    if tokens is not None:
+        good = isinstance(tokens, list) and all(type(t) is int for t in tokens)
+        require(good, "tokens", tokens, "a list of token ids")
+        return tokens, ()
+    require(isinstance(prompt, str), "prompt", prompt, "a string")
+    return prompt, ()

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.checks import flag
-from forerun.controllers.base import LengthController
-from forerun.errors import PromptError, SettingError, require
-from forerun.rules import RULES, AcceptanceRule
+from forerun.errors import PromptError, SettingError, UnknownNameError, require
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from forerun.controllers.base import LengthController
+    from forerun.rules import AcceptanceRule
 
 SMALL, LARGE = 1e-30, 1e30
 """Bounds of what logits are multiplied by or grow by: float32 has none beyond about 1e38."""
+_ID = re.compile(r"-?\d+")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -56,24 +60,25 @@ class Sampling:
     constraint, temperature, top-k, top-p, min-p.
 
     Args:
-        temperature: from 1e-30 to 1e30, or 0: greedy decoding.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set with at least this much probability, in (0, 1].
-        min_p: drop tokens below `min_p` times the highest probability, in [0, 1].
-        repetition_penalty: from 1e-30 to 1e30; divides positive and multiplies negative
-            logits of tokens in the prompt or the output. 1 is off.
-        presence_penalty: subtracted from logits of tokens already in the output.
-        frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: token id → added to its logit, at most 1e30; −inf bans it.
-        seed: of this request's own random numbers, with its prompt: prompts that share a seed do
-            not draw alike. None draws one (it is in the result). With one, no text depends on clock
-            or neighbours, and by the rule `gumbel` none on its draft.
-        max_new_tokens: ≥ 1.
-        min_new_tokens: no end of text before this many tokens, by a token or a stop string.
-        stop: a string or several at which the text ends (they are not part of it). One that is a
-            special token is that token.
+        temperature: 0 is greedy; higher is more random. Otherwise from 1e-30 to 1e30.
+        top_k: keep the K most likely tokens; 0 keeps all.
+        top_p: keep the smallest set with this much probability. In (0, 1].
+        min_p: drop tokens below P times the highest probability. In [0, 1].
+        repetition_penalty: above 1 makes tokens already in the text unlikely. From 1e-30 to 1e30;
+            divides positive and multiplies negative logits of tokens in the prompt or the output.
+        presence_penalty: subtracted from logits of tokens in the output.
+        frequency_penalty: likewise, once per occurrence.
+        logit_bias: add a value to a token's logit. Token id → value of at most 1e30; −inf, as JSON
+            "-inf", bans it.
+        seed: of the random numbers; the same gives the same. Requests have random numbers of their
+            own, by seed and prompt: prompts that share a seed do not draw alike. None draws one (it
+            is in the result). With one, no text depends on clock or neighbours, and by the rule
+            `gumbel` none on its draft.
+        max_new_tokens: most tokens to write, at least 1.
+        min_new_tokens: no end of text before this many tokens. By a token or a stop string.
+        stop: end before this text. A string or several; one that is a special token is that token.
         eos: end-of-text token id or ids; None uses the model's.
-        ignore_eos: go on after end-of-text tokens.
+        ignore_eos: go on after the end of text.
         constraint: what the output may say (`forerun.grammar`); at every place, tokens that it
             excludes have probability 0, and end-of-text tokens come only where it is complete.
         bad_words: texts that the output must not hold, however it is split into tokens.
@@ -121,7 +126,8 @@ class Sampling:
         require(good, "constraint", self.constraint, "a Constraint, see forerun.grammar")
         require(not (self.constraint and self.ignore_eos), "ignore_eos", True, "off: a constraint "
                 "says where the text may end")  # fmt: skip
-        require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
+        require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias,
+                "a mapping of token ids to numbers")  # fmt: skip
         biases = {
             _integer("a token id in logit_bias", token, -math.inf): _bias(token, bias)
             for token, bias in self.logit_bias.items()
@@ -140,6 +146,27 @@ class Sampling:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Sampling:
+        """From settings by their names, as files and keyword arguments hold them.
+
+        Raises:
+            UnknownNameError: no such setting; the nearest is named.
+            SettingError: one of the wrong kind or out of range.
+
+        >>> Sampling.of({"temperature": 0.5, "logit_bias": {"12": -5}}).logit_bias
+        {12: -5}
+        """
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UnknownNameError.among("setting", name, known)
+        bias = values.get("logit_bias")
+        if isinstance(bias, Mapping):  # JSON's keys are texts
+            keys = {k: int(k) if isinstance(k, str) and _ID.fullmatch(k) else k for k in bias}
+            values = {**values, "logit_bias": {keys[k]: bias[k] for k in bias}}
+        return cls(**values)
 
     @property
     def greedy(self) -> bool:
@@ -246,6 +273,11 @@ class Request:
                 raise SettingError(f"{what} need a tokenizer")
         if self.logprobs is not None:
             require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
+        self._check_rule(tells)
+
+    def _check_rule(self, tells: bool) -> None:
+        from forerun.rules import RULES
+
         rule, temperature = self.rule, self.sampling.temperature
         if rule.greedy_only and temperature:
             raise SettingError(
@@ -308,5 +340,5 @@ def _several(name: str, value: Any, kind: type[Any], what: str) -> tuple[Any, ..
 
 
 def _bias(token: int, value: Any) -> float:
-    banned = isinstance(value, Real) and value == -math.inf
+    banned = value == "-inf" or (isinstance(value, Real) and value == -math.inf)
     return -math.inf if banned else _number(f"logit_bias of token {token}", value)

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.cli.shared.inputs import Reader
-from forerun.cli.shared.prompts import find_prompts, seeded, tokenise
 from forerun.errors import PromptError, SettingError, UnknownNameError
 from forerun.lab.audit_report import summary
+from forerun.prompts import Reader, find_prompts, seeded
 from forerun.zoo import PENALTY, families
 from forerun.zoo import prompts as shipped
 
@@ -236,7 +235,7 @@ def test_shipped_prompts_come_in_turns_and_capped():
         expected = {"max_new_tokens": min(20, own[f.id].max_new_tokens)}
         if f.family == "stories":
             expected["repetition_penalty"] = PENALTY["stories"]
-        assert f.request.settings == expected
+        assert f.settings == expected
     everything = find_prompts("builtin:chat", "test")
     assert [f.id for f in everything] == [p.id for p in shipped("chat", "test")]
     assert everything[0].request.settings["max_new_tokens"] == own["chat-val-000"].max_new_tokens
@@ -247,7 +246,7 @@ def test_shipped_prompts_without_penalties():
     known = {p.id: p for f in families() for p in shipped(f, "val")}
     assert {f.id for f in requests} == known.keys()
     for f in requests:
-        assert f.request.settings == {"max_new_tokens": known[f.id].max_new_tokens}
+        assert f.settings == {"max_new_tokens": known[f.id].max_new_tokens}
 
 
 def test_limit_is_per_family_and_of_a_file(prompts):
@@ -264,21 +263,22 @@ def test_seeds_of_prompts(tmp_path):
     path = tmp_path / "seeds.jsonl"
     path.write_text('"a"\n{"prompt": "b", "seed": 1}\n"c"\n')
     requests = seeded(find_prompts(str(path)), 5)
-    assert [f.request.settings["seed"] for f in requests] == [5, 1, 7]
+    assert [f.settings["seed"] for f in requests] == [5, 1, 7]
 
 
 def test_prompts_of_a_file(pair, prompts):
     import forerun
 
     model = forerun.load(pair.target, pair.draft, device="cpu")
-    rows = tokenise(Reader.of(model), find_prompts(prompts, cap=8))
-    assert [(r.family, r.id, r.max_new_tokens) for r in rows] == [
+    rows = Reader.of(model).prepare(find_prompts(prompts, cap=8))
+    assert [(r.family, r.id, r.sampling.max_new_tokens) for r in rows] == [
         ("mine", "line 1", 8), ("mine", "line 3", 3), ("mine", "line 4", 8),
     ]  # fmt: skip
-    assert [r.repetition_penalty for r in rows] == [1.0, 1.0, 1.3]
+    assert [r.sampling.repetition_penalty for r in rows] == [1.0, 1.0, 1.3]
     assert rows[0].ids == model.encode("Hello there")
     assert rows[2].ids == [5, 6, 7]
-    assert tokenise(Reader.of(model), find_prompts(prompts, limit=1))[0].max_new_tokens == 128
+    [first] = Reader.of(model).prepare(find_prompts(prompts, limit=1))
+    assert first.sampling.max_new_tokens == 128
 
 
 def test_prompts_that_cannot_be_read(pair, tmp_path):
@@ -289,9 +289,9 @@ def test_prompts_that_cannot_be_read(pair, tmp_path):
     for line, kind, words in (
         ("", PromptError, "holds no prompts"),
         ('"fine"\n""', PromptError, "line 2: the prompt is empty"),
-        ('{"prompt": "x", "max_new_tokens": "3"}', SettingError, "max_new_tokens must be an int"),
+        ('{"prompt": "x", "max_new_tokens": "3"}', SettingError, "max_new_tokens must be a whole"),
         ('{"prompt": "x", "temprature": 1}', UnknownNameError, "did you mean 'temperature'"),
     ):
         path.write_text(line + "\n")
         with pytest.raises(kind, match=words):
-            tokenise(Reader.of(model), find_prompts(str(path), cap=4))
+            Reader.of(model).prepare(find_prompts(str(path), cap=4))

@@ -13,9 +13,8 @@ import forerun
 from forerun.cli.bench import app
 from forerun.cli.shared.bench_inputs import split_names
 from forerun.cli.shared.guard import guarded
-from forerun.cli.shared.inputs import Reader, Request
-from forerun.cli.shared.prompts import PromptRequest, Talk, all_turns, first_turns
 from forerun.lab.bench.methods import Ours
+from forerun.prompts import Prompt, Reader, unroll
 
 from .conftest import Result
 
@@ -96,12 +95,9 @@ def test_conversations_in_spec_benchs_format(bench, tmp_path):
 
 def test_later_turns_follow_the_plain_answers(pair):
     model = forerun.load(pair.target, pair.draft, dtype="float32")
-    reader, talk = Reader.of(model), Talk()
-    requests = [
-        PromptRequest("f", "a", Request("Hello", {"max_new_tokens": 5}, later=("Good day", "Once")))
-    ]
-    first = first_turns(reader, requests, talk)
-    turns = all_turns(model, first, talk)
+    reader = Reader.of(model)
+    talk = Prompt("Hello", {"max_new_tokens": 5}, "a", "f", later=("Good day", "Once"))
+    turns = unroll(model, reader, reader.prepare([talk], turns=True))
     assert [t.id for t in turns] == ["a", "a.2", "a.3"]
     conversation = ["Hello"]
     for turn, text in zip(turns, ["Good day", "Once", ""], strict=True):

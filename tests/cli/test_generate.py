@@ -78,42 +78,36 @@ def test_seed_repeats(generate):
 
 @pytest.mark.parametrize(("near_tie", "code"), [(True, 0), (False, 1)])
 def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
-    from forerun.cli.shared import compare
+    from forerun.lab import paired
+    from forerun.lab.audit import Difference
 
-    difference = compare.Difference(0, 4, near_tie, "differs from output token 4 on: because")
-    real = compare.compare
+    real = paired.paired
 
     def differing(*args, **kwargs):
         done = real(*args, **kwargs)
-        return compare.replace(done, identical=False, differences=[difference])
+        difference = Difference(4, (1, 2), 0.5, 0.25, near_tie)
+        return paired.replace(done, identical=False, differences={0: difference})
 
-    monkeypatch.setattr(compare, "compare", differing)
+    monkeypatch.setattr(paired, "paired", differing)
     result = generate("Hello", "--max-new-tokens", "4", "--compare")
     assert result.code == code
     assert "identical output: NO" in result.err
-    assert "because" in result.err
+    assert "prompt 1: differs from output token 4 on" in result.err
     assert ("error: greedy output differs" in result.err) == (near_tie is False)
 
 
 def test_audit_is_asked(pair):
-    from forerun.cli.shared.compare import _differences
-    from forerun.cli.shared.inputs import Row
-    from forerun.cli.shared.run import Plan
+    import forerun
     from forerun.lab import audit
 
-    job = Plan(pair.target, "none", "fixed", "standard", device="cpu").load()
-    row = Row("ab", [3, 4], Sampling())
-    [difference] = _differences(job, [row], [[1, 2, 3]], [[1, 2, 200]])
-    assert difference.position == 2
-    assert difference.near_tie is False
-    biased = Row("ab", [3, 4], Sampling(presence_penalty=1))
-    [difference] = _differences(job, [biased], [[1, 2, 3]], [[1, 2, 200]])
-    assert (difference.position, difference.near_tie) == (2, False)
+    model = forerun.load(pair.target, "none", device="cpu")
+    for sampling in (Sampling(), Sampling(presence_penalty=1)):
+        difference = audit.explain(model, [3, 4], [1, 2, 3], [1, 2, 200], sampling)
+        assert (difference.position, difference.near_tie) == (2, False)
     # Far apart by the raw logits, tied with the bias: the request's own settings are judged.
-    logits = audit._logits(job.model.target, [3, 4, 1, 2], 1, 1)
+    logits = audit._logits(model.target, [3, 4, 1, 2], 1, 1)
     tie = Sampling(logit_bias={3: 100 - float(logits[3]), 200: 100 - float(logits[200])})
-    [difference] = _differences(job, [Row("ab", [3, 4], tie)], [[1, 2, 3]], [[1, 2, 200]])
-    assert difference.near_tie is True
+    assert audit.explain(model, [3, 4], [1, 2, 3], [1, 2, 200], tie).near_tie is True
 
 
 def test_rounds(generate):
@@ -283,7 +277,7 @@ def test_context_full_is_a_result(generate):
         (["x", "--jsonl", "--compare"], 2, "leave --json and --compare out"),
         (["x", "-o", "file"], 2, "add --jsonl"),
         (["x", "--jsonl", "-o", "/no/folder/file"], 2, "there is no folder"),
-        (["a\udcff"], 1, "Unicode"),
+        (["a\udcff"], 1, "half a character"),
         (["a\0b"], 2, "a NUL character"),
     ],
 )
@@ -306,11 +300,11 @@ def test_mistakes_are_one_line(generate, argv, code, words):
         ('{"prompt": ""}', 1, "the prompt is empty"),
         ('{"prompt": "x", "temprature": 1}', 2, "did you mean 'temperature'"),
         ('{"prompt": "x", "temperature": "hot"}', 2, "temperature must be a number"),
-        ('{"prompt": "x", "top_k": 1.5}', 2, "top_k must be an integer"),
+        ('{"prompt": "x", "top_k": 1.5}', 2, "top_k must be a whole number"),
         ('{"prompt": "x", "ignore_eos": 1}', 2, "ignore_eos must be true or false"),
         ('{"prompt": "x", "stop": 5}', 2, "stop must be"),
-        ('{"prompt": "x", "eos": 5}', 2, "eos must be"),
-        ('{"prompt": "x", "logit_bias": [1]}', 2, "logit_bias must map"),
+        ('{"prompt": "x", "eos": "end"}', 2, "eos must be"),
+        ('{"prompt": "x", "logit_bias": [1]}', 2, "logit_bias must be a mapping"),
         ('{"prompt": "x", "top_p": 2}', 2, "top_p must be"),
     ],
 )
@@ -333,9 +327,9 @@ def test_file_that_is_not_text(generate, tmp_path):
 
 
 def test_unexpected_error_is_one_line_with_a_hint(generate, monkeypatch):
-    from forerun.cli.shared import play
+    from forerun.cli.shared import faces
 
-    monkeypatch.setattr(play, "play_through", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(faces.Face, "event", lambda *a: 1 / 0)
     result = generate("x")
     assert result.code == 1
     assert "unexpected ZeroDivisionError" in result.error
@@ -343,18 +337,12 @@ def test_unexpected_error_is_one_line_with_a_hint(generate, monkeypatch):
 
 
 def test_interrupt_keeps_what_was_written(generate, monkeypatch):
-    from forerun.cli.shared import play
+    from forerun.cli.shared import faces
 
-    real = play.play_through
+    def stop(face, place, event):
+        raise KeyboardInterrupt
 
-    def interrupted(job, rows, on_event):
-        def stop(index, event):
-            on_event(index, event)
-            raise KeyboardInterrupt
-
-        return real(job, rows, stop)
-
-    monkeypatch.setattr(play, "play_through", interrupted)
+    monkeypatch.setattr(faces.Face, "event", stop)
     result = generate("Hello", "--max-new-tokens", "9")
     assert result.code == 130
     assert result.out.endswith("\n")
@@ -374,23 +362,19 @@ def many(tmp_path):
 @pytest.fixture
 def interrupt(monkeypatch):
     """Send a signal to this process while the n-th completion is being passed on."""
-    from forerun.cli.shared import lines, play, run
+    from forerun.cli.shared import faces
 
     def set_up(number, after):
-        def interrupted(job, rows, on_event):
-            done = 0
+        done, real = 0, faces.Face.event
 
-            def watch(index, event):
-                nonlocal done
-                done += event.completion is not None
-                if done == after and event.completion is not None:
-                    os.kill(os.getpid(), number)
-                on_event(index, event)
+        def watch(face, place, event):
+            nonlocal done
+            done += event.completion is not None
+            if done == after and event.completion is not None:
+                os.kill(os.getpid(), number)
+            real(face, place, event)
 
-            return run.play_through(job, rows, watch)
-
-        for module in (play, lines):
-            monkeypatch.setattr(module, "play_through", interrupted)
+        monkeypatch.setattr(faces.Face, "event", watch)
 
     yield set_up
     monkeypatch.undo()
@@ -424,18 +408,17 @@ def test_an_interrupt_shows_texts_that_waited(generate, interrupt, tmp_path):
 
 
 def test_an_error_on_the_way_keeps_what_is_complete(generate, monkeypatch, many):
-    from forerun.cli.shared import play, run
+    from forerun.cli.shared import faces
     from forerun.errors import ModelError
 
-    def failing(job, rows, on_event):
-        def watch(index, event):
-            on_event(index, event)
-            if index == 2:
-                raise ModelError("the weights melted")
+    real = faces.Face.event
 
-        return run.play_through(job, rows, watch)
+    def watch(face, place, event):
+        real(face, place, event)
+        if place == 2:
+            raise ModelError("the weights melted")
 
-    monkeypatch.setattr(play, "play_through", failing)
+    monkeypatch.setattr(faces.Face, "event", watch)
     result = generate("--prompt-file", many, "--batch-size", "2", "--json")
     assert (result.code, result.error) == (1, "error: the weights melted")
     assert result.json["complete"] is False
@@ -534,9 +517,9 @@ def test_plain_drafter(generate):
 
 
 def test_row_defaults():
-    from forerun.cli.shared.inputs import Reader, Request, prepare
+    from forerun.prompts import Prompt, Reader
 
-    [row] = prepare(Reader(None, 9, list), [Request([1, 2])], {"temperature": 0.5})
+    [row] = Reader(None, 9).prepare([Prompt([1, 2])], {"temperature": 0.5})
     assert row.text == "[1, 2]"
     assert row.sampling.temperature == 0.5
 

@@ -147,7 +147,7 @@ def test_interrupted_it_keeps_the_best_so_far(run, prompts, tmp_path, monkeypatc
 
 
 def test_shipped_prompts_are_the_validation_ones(run, monkeypatch):
-    from forerun.cli.shared import prompts
+    from forerun import prompts
 
     asked = []
 

@@ -10,16 +10,17 @@ from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, one_line, stderr, stdout, table
-from forerun.cli.shared.options import SAMPLING, SPECULATION, option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import SAMPLING, SPECULATION, Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
 from forerun.errors import ModelError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
     from forerun import Model
-    from forerun.cli.shared.prompts import LabPrompt
     from forerun.lab.audit import Comparison
     from forerun.lab.bench.peers import Peer
+    from forerun.prompts import Prompt
 
 PEERS = ("transformers",)  # choices of --peer
 SHIPPED_LIMIT = 10
@@ -27,9 +28,9 @@ SHIPPED_LIMIT = 10
 COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}
 
 
+@options.command
 def audit(
-    target: options.Target = None,
-    draft: options.Draft = None,
+    models: Annotated[Models, Fields(Models)],
     prompts: Annotated[
         str | None, options.prompts("Default for the shipped target: builtin.")
     ] = None,
@@ -73,10 +74,6 @@ def audit(
         ),
     ] = None,
     as_json: options.Json = False,
-    runtime: options.Runtime = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compare speculative with plain decoding, token by token.
 
@@ -87,11 +84,11 @@ def audit(
         raise UnknownNameError.among("peer", peer, PEERS)
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
 
-    from forerun.cli.shared.prompts import find_prompts, prompt_source, seeded, tokenise
-    from forerun.cli.shared.run import Plan
+    from forerun.prompts import default_source, find_prompts, seeded
+    from forerun.settings import Settings
 
     _check_temperature(temperature, rule, peer or precision)
-    where = prompt_source(prompts, target)
+    where = default_source(prompts, models.target)
     common: dict[str, Any] = {"temperature": temperature}
     limit = SHIPPED_LIMIT if prompts is None and limit is None else limit
     chosen = seeded(find_prompts(where, split, limit, max_new_tokens), 0)
@@ -99,7 +96,6 @@ def audit(
     if precision is not None:
         from forerun.cli.audit_precision import precision_audit
 
-        models = Plan(target, runtime=runtime, device=device, trust_remote_code=trust_remote_code)
         settings = {"prompts": where, "split": split, "limit": limit}
         settings["max_new_tokens"] = max_new_tokens
         precision_audit(models, precision, chosen, settings, as_json)
@@ -109,18 +105,8 @@ def audit(
     from forerun.lab.audit_report import document
 
     lab.check_lossless(rule)
-    plan = Plan(
-        target,
-        draft,
-        controller,
-        rule,
-        batch_size=batch_size,
-        runtime=runtime,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    job, rows = plan.open(lambda reader: tokenise(reader, chosen, common))
+    how = Settings(controller, rule)
+    job, rows = models.open(chosen, common, how, batch_size)
     peers = _peers(job.model) if peer else []
     run = lab.audit(
         job.model,
@@ -147,10 +133,9 @@ def audit(
 
 def _check_temperature(temperature: float, rule: str, greedy: str | None) -> None:
     """Refuse to sample where `greedy` texts are compared, or texts that coins decide."""
-    from forerun.cli.shared.inputs import make_sampling
     from forerun.rules import RULES
 
-    make_sampling({"temperature": temperature})
+    options.sampling({"temperature": temperature})
     if temperature and greedy:
         raise SettingError(f"{greedy} is audited greedily; leave it or --temperature out")
     if temperature and not RULES.make(rule).gumbel_max:
@@ -189,7 +174,7 @@ def _peers(model: Model) -> list[Peer]:
 
 def _show(
     model: Model,
-    rows: Sequence[LabPrompt],
+    rows: Sequence[Prompt],
     done: list[Comparison],
     planned: Sequence[tuple[str, str]],
 ) -> None:
@@ -214,7 +199,7 @@ def _show(
     note(console, Text(summary(done), "bold red" if bugs else "bold"))
 
 
-def _difference(model: Model, rows: Sequence[LabPrompt], comparison: Comparison) -> Iterator[Text]:
+def _difference(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> Iterator[Text]:
     """Four lines: the kind, the common text, and the two continuations."""
     from forerun.lab.audit_report import around
 

@@ -12,8 +12,8 @@ from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.prompts import PromptRequest
-    from forerun.cli.shared.run import Plan
+    from forerun.cli.shared.models import Models
+    from forerun.prompts import Prompt
 
 PRECISIONS = ("bf16", "int8")
 ROWS = {
@@ -24,8 +24,8 @@ ROWS = {
 }
 
 
-def plans(plan: Plan, precision: str) -> tuple[Plan, Plan]:
-    """The target alone in float32 and in another precision, both on the runtime of the plan.
+def in_both(models: Models, precision: str) -> tuple[Models, Models]:
+    """The target alone in float32 and in another precision, both on the runtime named.
 
     Raises:
         SettingError: an unknown precision, or one that the runtime does not have.
@@ -33,14 +33,14 @@ def plans(plan: Plan, precision: str) -> tuple[Plan, Plan]:
     require(precision in PRECISIONS, "--precision", precision, " or ".join(PRECISIONS))
     from forerun.runtime.runtimes import RUNTIMES, OpenVINORuntime, TorchRuntime
 
-    runtime = RUNTIMES.make(plan.runtime or "torch")
-    exact = replace(plan, draft="none", controller="fixed(0)", dtype="float32")
+    runtime = RUNTIMES.make(models.runtime or "torch")
+    exact = replace(models, draft="none", dtype="float32")
     if isinstance(runtime, OpenVINORuntime):
         names = [RUNTIMES.text(replace(runtime, precision=p)) for p in ("fp32", precision)]
         return replace(exact, runtime=names[0]), replace(exact, runtime=names[1])
     if not isinstance(runtime, TorchRuntime):
         raise SettingError(
-            f"--precision compares on torch or openvino, got --runtime {plan.runtime}"
+            f"--precision compares on torch or openvino, got --runtime {models.runtime}"
         )
     if precision == "int8":
         raise SettingError("torch has no int8 weights here; add --runtime openvino")
@@ -49,27 +49,26 @@ def plans(plan: Plan, precision: str) -> tuple[Plan, Plan]:
 
 
 def precision_audit(
-    plan: Plan,
+    models: Models,
     precision: str,
-    prompts: Sequence[PromptRequest],
+    prompts: Sequence[Prompt],
     settings: dict[str, Any],
     as_json: bool,
 ) -> None:
     """Compare, and print the table or the document.
 
     Args:
-        plan: names the target, its runtime and its device.
+        models: names the target, its runtime and its device.
         precision: of `PRECISIONS`.
         prompts: the prompts.
         settings: how they were chosen, for the document.
         as_json: print one JSON document.
     """
-    from forerun.cli.shared.prompts import tokenise
     from forerun.lab.precision import Text, compare, summary
     from forerun.lab.provenance import versions
 
-    exact, other = plans(plan, precision)
-    first, rows = exact.open(lambda reader: tokenise(reader, prompts))
+    exact, other = in_both(models, precision)
+    first, rows = exact.open(prompts)
     second = other.load()
     run = compare(
         first.model, second.model, [row.ids for row in rows], [row.sampling for row in rows]

@@ -25,17 +25,18 @@ from forerun.cli.shared.bench_inputs import (
     their_methods,
 )
 from forerun.cli.shared.console import note, status, stderr, stdout, table
-from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, flag, option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.prompts import LabPrompt, PromptRequest, Talk
-    from forerun.cli.shared.run import Job, Plan
+    from forerun.cli.shared.models import Job
     from forerun.lab.bench.bench import Results
     from forerun.lab.bench.methods import Group
     from forerun.lab.bench.report import Cell, Document
+    from forerun.prompts import Prompt
 
 FIXED = "fixed(5)"  # measured beside the default controller
 METHODS = "What is compared"  # panel of the help text, as the next
@@ -48,8 +49,10 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
+@options.command
 def bench(
     context: typer.Context,
+    models: Annotated[Models, Fields(Models)],
     output: Annotated[
         str | None,
         options.output(
@@ -58,8 +61,6 @@ def bench(
             "interrupted run of the same settings in it, that run goes on.",
         ),
     ] = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
     controllers: Annotated[
         str | None,
         option(
@@ -148,10 +149,6 @@ def bench(
     as_json: Annotated[
         bool, flag("--json", "Print the summary as one JSON document.", OUTPUT)
     ] = False,
-    runtime: options.Runtime = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Measure methods and other implementations side by side, prompt by prompt.
 
@@ -167,7 +164,7 @@ def bench(
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = read_sizes(batch)
-    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens, target)
+    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens, models.target)
     pythons = read_pythons(peer_python or [])
 
     from forerun.lab.bench.methods import groups
@@ -181,20 +178,7 @@ def bench(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}", rules, peers, pythons, temperature
     )
 
-    from forerun.cli.shared.prompts import Talk
-    from forerun.cli.shared.run import Plan
-
-    plan = Plan(
-        target,
-        draft,
-        compared.controllers[0],
-        compared.rules[0],
-        runtime=runtime,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    job, chosen = _open(plan, requested, Talk(chat, skip_long))
+    job, chosen = _open(models, requested, chat, skip_long)
     settings = {
         "target": model_name(job.about["target"]),
         "draft": model_name(job.about["draft"]),
@@ -209,8 +193,8 @@ def bench(
         "seed": seed,
         **{name: job.about[name] for name in ("device", "dtype", "runtime")},
     }
-    work = groups(make_tasks(chosen, seed), sizes)
-    results = _measure(plan, job, compared, work, folder, settings)
+    work = groups(make_tasks(chosen, seed, compared), sizes)
+    results = _measure(models, job, compared, work, folder, settings)
     if recorded is not None:
         _add_shares(results, recorded, compared.controllers)
     cells = _finish(results)
@@ -224,22 +208,22 @@ app.command("compare")(compare)
 
 
 def _open(
-    plan: Plan, requested: Sequence[PromptRequest], talk: Talk
-) -> tuple[Job, list[LabPrompt]]:
+    models: Models, requested: Sequence[Prompt], chat: bool, skip_long: bool
+) -> tuple[Job, list[Prompt]]:
     """The models, and the prompts of all turns."""
-    from forerun.cli.shared.prompts import all_turns, first_turns
+    from forerun.prompts import Reader, unroll
 
-    job, chosen = plan.open(lambda reader: first_turns(reader, requested, talk))
+    job, chosen = models.open(requested, chat=chat, turns=True, skip_long=skip_long)
     if left := len(requested) - len(chosen):
         note(stderr(), f"left out {left} of {len(requested)} prompts: longer than the context")
     if any(prompt.later for prompt in chosen):
         with status("answering the first turns"):
-            chosen = all_turns(job.model, chosen, talk)
+            chosen = unroll(job.model, Reader.of(job.model, chat), chosen)
     return job, chosen
 
 
 def _measure(
-    plan: Plan,
+    models: Models,
     job: Job,
     compared: Compared,
     work: Sequence[Group],
@@ -253,7 +237,7 @@ def _measure(
     target = job.model.target
     provenance = machine(target) | {"target": identity(target), "draft": draft_identity(job)}
     with ExitStack() as stack:
-        theirs, skipped = their_methods(stack, job, compared, plan.target, plan.draft)
+        theirs, skipped = their_methods(stack, job, compared, models.target, models.draft)
         methods = [*our_methods(job, compared), *theirs]
         results = lab.Results.open(folder, settings, provenance, methods, skipped)
         for skip in results.document["skipped"]:

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, flag, option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json, save_json
 from forerun.errors import SettingError, require
@@ -29,17 +30,20 @@ def _root(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+DRAFT = Annotated[
+    str | None,
+    option(
+        "ID_OR_PATH",
+        "Its draft model, or none. Default: the shipped draft for the shipped target.",
+        panel=MODELS,
+    ),
+]
+
+
 @app.command()
+@options.command
 def easd(
-    target: options.Target = None,
-    draft: Annotated[
-        str | None,
-        option(
-            "ID_OR_PATH",
-            "Its draft model, or none. Default: the shipped draft for the shipped target.",
-            panel=MODELS,
-        ),
-    ] = None,
+    models: Annotated[Models, Fields(Models, draft=DRAFT)],
     data: Annotated[str | None, options.prompts(VALIDATION)] = None,
     share: Annotated[
         float, option("P", "Of the steps, how many count as the most uncertain.")
@@ -56,37 +60,23 @@ def easd(
     ] = False,
     output: Annotated[str | None, options.output("FILE", "Also save the result as JSON.")] = None,
     as_json: options.Json = False,
-    runtime: options.Runtime = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Find the entropy threshold of the rule easd for a pair of models.
 
     Decodes prompts greedily, averages the highest entropies, prints the rule.
     """
-    from forerun.cli.shared.prompts import find_prompts, prompt_source, tokenise
-    from forerun.cli.shared.run import Plan
+    from forerun.prompts import default_source, find_prompts
+    from forerun.settings import Settings
 
-    source = prompt_source(data, target, "--data")
+    source = default_source(data, models.target, "data")
     require(0 < share <= 1, "share", share, "in (0, 1]")
     check_writable(output)
     # As in the paper, the target decodes without penalties.
     requested = find_prompts(source, "val", limit, max_new_tokens, penalised=False)
     if not target_only:
-        _check_draft(target, draft)
-    plan = Plan(
-        target,
-        draft,
-        "fixed(5)",
-        "gumbel",
-        batch_size=batch_size,
-        runtime=runtime,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    job, rows = plan.open(lambda reader: tokenise(reader, requested))
+        _check_draft(models)
+    how = Settings(controller="fixed(5)")
+    job, rows = models.open(requested, how=how, batch_size=batch_size)
 
     from forerun.lab import calibrate
 
@@ -113,12 +103,13 @@ def easd(
         note(stderr(), f"saved to {output}")
 
 
-def _check_draft(target: str | None, draft: str | None) -> None:
+def _check_draft(models: Models) -> None:
     """Refuse a drafter that has no entropy before anything is loaded."""
     from forerun.drafters.lookup import Lookup
     from forerun.model import drafter_spec
 
-    by_default = draft is None and target is not None
+    draft = models.draft
+    by_default = draft is None and models.target is not None
     if by_default or (draft is not None and isinstance(drafter_spec(draft), Lookup)):
         raise SettingError(
             "the penalty of easd needs the draft's entropy, and lookup has no distribution"

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.options import option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
@@ -22,9 +23,9 @@ MEASURED = "Measured"  # panel of the help text, as the next
 SYNTHETIC = "Made up"
 
 
+@options.command
 def costs(
-    target: options.Target = None,
-    draft: options.DraftModel = None,
+    models: Annotated[Models, Fields(Models, draft=options.DraftModel)],
     batch: Annotated[
         str, option("B,...", "Prompts decoded together, e.g. 1,2,4.", panel=MEASURED)
     ] = "1",
@@ -65,10 +66,6 @@ def costs(
         options.output("COSTS", "Also save the table as JSON, for forerun replay --costs."),
     ] = None,
     as_json: options.Json = False,
-    runtime: options.Runtime = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Measure a draft step, target passes by width and the engine's own time.
 
@@ -79,7 +76,7 @@ def costs(
 
     check_writable(output)
     if ratio is not None:
-        if target is not None or draft is not None:
+        if models.target is not None or models.draft is not None:
             raise SettingError("--ratio makes the table up; leave --target and --draft out")
         cell = Cell.synthetic(ratio, slope, fixed, target_ms / 1000)
         settings = {"c": ratio, "slope": slope, "fixed": fixed, "target_ms": target_ms}
@@ -92,20 +89,8 @@ def costs(
     turns = REPEATS if repeats is None else repeats
     require(turns >= 1, "--repeats", turns, "≥ 1")
 
-    from forerun.cli.shared.run import Plan, require_draft_model
-
-    require_draft_model(target, draft, "measuring costs")
-    plan = Plan(
-        target,
-        draft,
-        "fixed(0)",
-        "gumbel",
-        runtime=runtime,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    job = plan.load()
+    models.require_draft_model("measuring costs")
+    job = models.load()
 
     from forerun.lab.traces.measuring import cells, gathered
 

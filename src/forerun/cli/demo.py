@@ -38,14 +38,14 @@ def demo(
     device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, ...")] = None,
 ) -> None:
     """Speculative against plain decoding on three shipped prompts, with the models that ship."""
-    from forerun.cli.shared.inputs import Reader, Request, prepare
-    from forerun.cli.shared.play import play
-    from forerun.cli.shared.run import Plan
+    from forerun.cli.shared.faces import Growing, play, warm_up
+    from forerun.cli.shared.models import Models
+    from forerun.prompts import Prompt, Reader
     from forerun.zoo import PENALTY, prompts
 
     console = stderr()
     note(console, Text(BEFORE))
-    job = Plan(runtime=runtime, device=device, dtype=dtype).load()
+    job = Models(runtime=runtime, device=device, dtype=dtype).load()
     for number, family in enumerate(SHOWN, start=1):
         settings = {"repetition_penalty": PENALTY[family]} if family in PENALTY else {}
         # Long answers: a speed-up shows once the prompt has been read.
@@ -58,6 +58,7 @@ def demo(
         if not stdout().is_terminal:
             note(console, chosen.prompt)
         common = {"max_new_tokens": chosen.max_new_tokens, **settings}
-        rows = prepare(Reader.of(job.model), [Request(chosen.prompt)], common)
-        play(job, rows, compare=True, explain=number == 1)
+        ready = Reader.of(job.model).prepare([Prompt(chosen.prompt)], common)
+        warm_up(job, ready[0])
+        play(job, Growing(job, ready, explain=number == 1), compare=True)
     note(console, Text(f"\n{AFTER}"))

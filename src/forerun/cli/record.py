@@ -7,45 +7,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
+from forerun.requests import Sampling
 from forerun.zoo import PENALTY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.cli.shared.prompts import LabPrompt
-    from forerun.cli.shared.run import Job
+    from forerun.cli.shared.models import Job
     from forerun.lab.traces.record import Part
     from forerun.lab.traces.trace import Trace
+    from forerun.prompts import Prompt
 
 SCHEMA = 1
+TRANSFORM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
+PENALISED = Annotated[
+    float | None,
+    option(
+        "X",
+        "Above 1 makes tokens already in the text unlikely. Default: 1; "
+        f"{PENALTY['stories']} for the shipped stories, which loop without it.",
+        panel=SAMPLING,
+    ),
+]
 
 
+@options.command
 def record(
     prompts: Annotated[str, options.prompts()],
     output: Annotated[str, options.output("TRACE", "The Parquet file to write.")],
-    target: options.Target = None,
-    draft: options.DraftModel = None,
+    models: Annotated[Models, Fields(Models, draft=options.DraftModel)],
+    sampling: Annotated[
+        dict[str, Any],
+        Fields(Sampling, SAMPLING, TRANSFORM, repetition_penalty=(PENALISED, None)),
+    ],
     split: options.Split = "val",
     limit: options.Limit = None,
     max_new_tokens: options.MaxNewTokens = 64,
     depth: Annotated[int, option("K", "Tokens drafted from each position.", panel=OUTPUT)] = 24,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: Annotated[
-        float | None,
-        option(
-            "X",
-            "Above 1 makes tokens already in the text unlikely. Default: 1; "
-            f"{PENALTY['stories']} for the shipped stories, which loop without it.",
-            panel=SAMPLING,
-        ),
-    ] = None,
-    ignore_eos: options.IgnoreEos = False,
     rule: Annotated[
         str,
         option("SPEC", "By what sampled drafts are judged: gumbel or standard.", panel=SAMPLING),
@@ -56,10 +58,6 @@ def record(
     ] = 0,
     batch_size: Annotated[int, option("B", "Prompts recorded together.", panel=PROMPTS)] = 16,
     as_json: options.Json = False,
-    runtime: options.Runtime = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Write down what the draft says at every position of the target's own texts.
 
@@ -67,40 +65,19 @@ def record(
     Interrupted, it keeps the prompts that are complete.
     """
     from forerun.checks import whole
-    from forerun.cli.shared.inputs import make_sampling
-    from forerun.cli.shared.prompts import find_prompts, is_shipped, seeded, tokenise
-    from forerun.cli.shared.run import Plan, require_draft_model
     from forerun.lab.traces.trace import check_writable
+    from forerun.prompts import find_prompts, is_shipped, seeded
+    from forerun.settings import Settings
 
     whole("depth", depth, 1)
     whole("seed", seed)
     check_writable(output)
-    common: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "ignore_eos": ignore_eos,
-    }
-    if repetition_penalty is not None:
-        common["repetition_penalty"] = repetition_penalty
-    make_sampling({**common, "seed": seed, "max_new_tokens": max_new_tokens})
-    own = repetition_penalty is None
+    common = options.sampling({**sampling, "max_new_tokens": max_new_tokens})
+    own = sampling["repetition_penalty"] is None
     requested = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
-    require_draft_model(target, draft, "recording")
-
-    plan = Plan(
-        target,
-        draft,
-        "fixed(0)",
-        rule,
-        batch_size=batch_size,
-        runtime=runtime,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    job, chosen = plan.open(lambda reader: tokenise(reader, requested, common))
+    models.require_draft_model("recording")
+    how = Settings(controller="fixed(0)", rule=rule)
+    job, chosen = models.open(requested, common, how, batch_size)
     about = {
         "prompts": prompts if is_shipped(prompts) else Path(prompts).name,
         "split": split if is_shipped(prompts) else None,
@@ -118,12 +95,12 @@ def record(
 
 
 def _record(
-    job: Job, prompts: Sequence[LabPrompt], depth: int, output: str, about: dict[str, Any]
+    job: Job, prompts: Sequence[Prompt], depth: int, output: str, about: dict[str, Any]
 ) -> Trace:
     """Record under a bar and save, interrupted what is complete."""
     from forerun.lab.traces.record import Task, finish, parts
 
-    tasks = [Task(p.family, p.id, p.ids, p.sampling) for p in prompts]
+    tasks = [Task(str(p.family), str(p.id), p.ids, p.sampling) for p in prompts]
     done: list[Part] = []
 
     def save() -> Trace:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import clean, note, stderr
-from forerun.cli.shared.options import MODELS, SPECULATION, option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import MODELS, SPECULATION, Fields, option
 from forerun.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -19,16 +20,10 @@ LIMITS = "Limits"
 KEY = "FORERUN_API_KEY"
 
 
+@options.command
 def serve(
-    target: options.Target = None,
-    draft: options.Draft = None,
-    exits: Annotated[
-        str | None, option("DIR", "Exit heads for --draft specbound.", panel=MODELS)
-    ] = None,
-    runtime: options.Runtime = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    models: Annotated[Models, Fields(Models)],
+    exits: options.Exits = None,
     served_model_name: Annotated[
         str | None,
         option("NAME", "What clients call it. Default: the folder's name.", panel=MODELS),
@@ -38,10 +33,7 @@ def serve(
         str | None,
         option("SPEC", "What to keep, for requests that do not say.", panel=SPECULATION),
     ] = None,
-    settings: Annotated[
-        str | None,
-        option("FILE", "Controller, rule and draft from a file of tune.", panel=SPECULATION),
-    ] = None,
+    settings: options.SettingsFile = None,
     allow_rule: Annotated[
         list[str] | None,
         option(
@@ -109,7 +101,7 @@ def serve(
 
     keys = [*(api_key or []), *filter(None, [os.environ.get(KEY)])]
     chosen: dict[str, Any] = {
-        "name": served_model_name or _name(target),
+        "name": served_model_name or _name(models.target),
         "allowed_rules": frozenset(allow_rule or []),
         "api_keys": tuple(keys),
         "host": host,
@@ -127,23 +119,11 @@ def serve(
     }
     Config(**chosen)  # mistakes that need no model are told before one is loaded
 
-    from forerun.cli.shared.run import Plan
-    from forerun.drafters.specbound import with_exits
     from forerun.serve.run import serve as run
+    from forerun.settings import resolve
 
-    plan = Plan(
-        target,
-        draft if exits is None else with_exits(draft, exits),
-        controller,
-        rule,
-        settings=settings,
-        batch_size=max_rows,
-        runtime=runtime,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    job = plan.load()
+    models = models.with_exits(exits)
+    job = models.load(resolve(settings, controller=controller, rule=rule), max_rows)
     config = Config(**chosen, controller=job.about["controller"], rule=job.about["rule"])
     run(job.model, config, lambda url, server: _announce(url, server, config, job.about))
 

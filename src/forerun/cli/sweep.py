@@ -11,19 +11,20 @@ from rich.text import Text as Line
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.options import MODELS, OUTPUT, VALIDATION, flag, option
+from forerun.cli.shared.models import ALONE, Models
+from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
 from forerun.cli.shared.progress import progress
-from forerun.cli.shared.prompts import is_shipped, prompt_source, seeded
 from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
+from forerun.requests import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.cli.shared.prompts import LabPrompt
-    from forerun.cli.shared.run import Job
+    from forerun.cli.shared.models import Job
     from forerun.lab.exits.exit_replay import Setting, Text
     from forerun.lab.exits.sweep import Confirmed, Search
+    from forerun.prompts import Prompt
 
 OF_FILE, OF_FAMILY = 30, 5
 """Prompts by default."""
@@ -37,8 +38,10 @@ def _root(context: typer.Context) -> None:
 
 
 @app.command()
+@options.command
 def specbound(
-    target: options.Target = None,
+    models: Annotated[Models, Fields(Models, only=ALONE)],
+    sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, ("temperature",))],
     exits: Annotated[
         str | None,
         option(
@@ -53,7 +56,6 @@ def specbound(
         int | None, options.limit(f"Default: {OF_FILE} of a file, {OF_FAMILY} of a family.")
     ] = None,
     max_new_tokens: options.MaxNewTokens = 48,
-    temperature: options.Temperature = 0.0,
     budget: Annotated[int, option("N", "Settings that the search tries.")] = 300,
     width: Annotated[int, option("N", "Most drafted tokens per round that are tried.")] = 12,
     confirm: Annotated[int, option("N", "Best settings that are timed live.")] = 3,
@@ -68,18 +70,15 @@ def specbound(
         ),
     ] = False,
     as_json: options.Json = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Find threshold, annealing, depth, width and exit layers of specbound for a model.
 
     Writes a text per prompt, counts what every setting would take on it, searches by these counts,
     and times the best settings against plain decoding.
     """
-    from forerun.cli.shared.prompts import find_prompts, tokenise
+    from forerun.prompts import default_source, find_prompts, is_shipped, seeded
 
-    source = prompt_source(prompts, target)
+    source = default_source(prompts, models.target)
     for name, value in (("width", width), ("budget", budget), ("confirm", confirm)):
         require(value >= 1, name, value, "≥ 1")
     require(seed >= 0, "seed", seed, "≥ 0")
@@ -94,16 +93,13 @@ def specbound(
 
     sweep.load_optuna()
 
-    from forerun.cli.shared.run import Plan
-
-    plan = Plan.alone(target, device, dtype, trust_remote_code)
-    job, rows = plan.open(lambda reader: tokenise(reader, requested, {"temperature": temperature}))
+    job, rows = models.alone.open(requested, sampling)
     about: dict[str, Any] = {
         **{name: job.about[name] for name in ("target", "device", "dtype")},
         "exits": exits,
         "prompts": source,
         "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
+        **sampling,
         "budget": budget,
         "seed": seed,
     }
@@ -163,7 +159,7 @@ class _Run:
         self.best: Any = None
         self.untuned: Setting | None = None
 
-    def run(self, rows: Sequence[LabPrompt], budget: int, confirm: int) -> list[Confirmed]:
+    def run(self, rows: Sequence[Prompt], budget: int, confirm: int) -> list[Confirmed]:
         """Search and time; the settings timed, the fastest first."""
         from forerun.lab.exits import sweep
         from forerun.lab.exits.exit_costs import measure

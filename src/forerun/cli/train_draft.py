@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr, stdout
-from forerun.cli.shared.options import option
+from forerun.cli.shared.models import ALONE, Models
+from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.run import Job
+    from forerun.cli.shared.models import Job
     from forerun.training.drafts import Settings, Training
 
 SCHEMA = 1
@@ -27,8 +28,10 @@ OWN = "own.jsonl"
 """What the target wrote, in the draft's folder."""
 
 
+@options.command
 def train_draft(
     output: Annotated[str, options.output("DIR", "Where the draft decoder goes.")],
+    models: Annotated[Models, Fields(Models, only=ALONE)],
     pairs: Annotated[
         str | None,
         option(
@@ -44,7 +47,6 @@ def train_draft(
             "Of kangaroo and medusa: texts or prompts, as for train-exits.",
         ),
     ] = None,
-    target: options.Target = None,
     kind: Annotated[
         str,
         option(
@@ -92,9 +94,6 @@ def train_draft(
     ] = 200,
     seed: Annotated[int, option("S", "Decides order and places.")] = 0,
     as_json: options.Json = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train a draft that belongs to its target; the target itself stays as it is.
 
@@ -114,11 +113,9 @@ def train_draft(
     layers = LAYERS.get(kind, 1) if layers is None else layers
     width = WIDTHS.get(kind, 8) if width is None else width
     settings = Settings(kind, layers, width, steps, batch, lr, seed=seed, vocab=vocab)
-    _check(settings, target, pairs, data)
+    _check(settings, models.target, pairs, data)
 
-    from forerun.cli.shared.run import Plan
-
-    job = Plan.alone(target, device, dtype, trust_remote_code, batch).load()
+    job = models.alone.load(batch_size=batch)
     if pairs is not None:
         trainer, texts = _on_encoder(job, settings, pairs, out / OWN, own, max_new_tokens)
     else:
@@ -154,7 +151,7 @@ def train_draft(
         f"{name} {value}" for name, value in measured.items()
     )
     stdout().print(line)
-    named = f"--target {target} " if target else ""
+    named = f"--target {models.target} " if models.target else ""
     note(stderr(), f"saved to {out}; use it with {named}--draft {out}")
 
 

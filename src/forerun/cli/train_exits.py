@@ -12,13 +12,14 @@ from rich.filesize import decimal
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.options import OUTPUT, option
+from forerun.cli.shared.models import ALONE, Models
+from forerun.cli.shared.options import OUTPUT, Fields, option
 from forerun.cli.shared.progress import Tell, progress
 from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.run import Job
+    from forerun.cli.shared.models import Job
     from forerun.runtime.layers import LayerAccess
     from forerun.training.exit_heads import LayerReport, Settings
     from forerun.training.features import Document, Features
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
+@options.command
 def train_exits(
     output: Annotated[str, options.output("DIR", "Where exits.safetensors and .json go.")],
+    models: Annotated[Models, Fields(Models, only=ALONE)],
     data: Annotated[
         str | None,
         option(
@@ -36,7 +39,6 @@ def train_exits(
             'continues itself, or of {"text": ...}; builtin, the shipped validation prompts.',
         ),
     ] = None,
-    target: options.Target = None,
     layers: Annotated[
         str | None,
         option("N,N,...", "Layers to exit after. Default: about six, evenly spaced."),
@@ -76,9 +78,6 @@ def train_exits(
         ),
     ] = None,
     as_json: options.Json = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train heads for early exits; the model itself stays as it is.
 
@@ -105,10 +104,9 @@ def train_exits(
     source = open_source(data)
 
     from forerun.cli.shared.exit_texts import GROUP, hold_out, read_documents
-    from forerun.cli.shared.run import Plan
     from forerun.training.features import fingerprint
 
-    job = Plan.alone(target, device, dtype, trust_remote_code, GROUP).load()
+    job = models.alone.load(batch_size=GROUP)
     access, exits = _exits(job, chosen, rank, vocab)
     identity = fingerprint(job.model.target.executor.module())
     began = time.perf_counter()

@@ -14,7 +14,7 @@ from forerun.drafters.none import NullDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError, require
 from forerun.lab.provenance import versions
-from forerun.model import Model, Prompt
+from forerun.model import Model, PromptLike
 from forerun.registry import Spec
 from forerun.runtime.base import Rows
 from forerun.signals import entropy
@@ -91,7 +91,7 @@ def document(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str,
 
 def easd(
     model: Model,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptLike],
     *,
     share: float = 0.05,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -151,7 +151,7 @@ def easd(
     return replace(calibration, draft=Entropies.of(draft[read]), both=both)
 
 
-def _check(model: Model, prompts: Sequence[Prompt], share: float, alone: bool) -> None:
+def _check(model: Model, prompts: Sequence[PromptLike], share: float, alone: bool) -> None:
     real = isinstance(share, (int, float)) and not isinstance(share, bool)
     require(real and 0 < share <= 1, "share", share, "in (0, 1]")
     if not alone and not model.drafter.has_distribution:
@@ -192,7 +192,7 @@ class Text(NamedTuple):
 
 def _decode(
     model: Model,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptLike],
     sampling: Sampling | Sequence[Sampling] | None,
     batch_size: int,
     tell: Callable[[str, int], None],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ from forerun.cli.shared.console import status
 from forerun.errors import SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.prompts import LabPrompt, PromptRequest
-    from forerun.cli.shared.run import Job
-    from forerun.lab.bench.methods import Method, Task
+    from forerun.cli.shared.models import Job
+    from forerun.lab.bench.methods import Method
+    from forerun.prompts import Prompt
     from forerun.registry import Spec
 
 
@@ -57,15 +57,15 @@ def bench_prompts(
     limit: int,
     cap: int,
     target: str | None = None,
-) -> list[PromptRequest]:
+) -> list[Prompt]:
     """The prompts, checked before a model is loaded."""
-    from forerun.cli.shared.prompts import find_prompts
+    from forerun.prompts import find_prompts
     from forerun.zoo import SOURCES
     from forerun.zoo import families as shipped
 
     own = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
     builtin = [SOURCES[target]] if target in SOURCES else list(shipped())
-    present = builtin if own is None else list(dict.fromkeys(f.family for f in own))
+    present = builtin if own is None else list(dict.fromkeys(str(p.family) for p in own))
     names = present if families.strip() == "all" else split_names(families, ",")
     require(len(names) > 0, "families", families, "names with commas between, or all")
     for name in names:
@@ -73,8 +73,8 @@ def bench_prompts(
             kind = "family of shipped prompts" if own is None else f"family in {prompt_file}"
             raise UnknownNameError.among(kind, name, ("all", *present))
     if own is not None:
-        return [f for f in own if f.family in names]
-    return [f for name in names for f in find_prompts(f"builtin:{name}", split, limit, cap)]
+        return [p for p in own if p.family in names]
+    return [p for name in names for p in find_prompts(f"builtin:{name}", split, limit, cap)]
 
 
 @dataclass(frozen=True)
@@ -115,28 +115,37 @@ class Compared:
         return {"controllers": self.controllers, "rules": self.rules, "peers": peers}
 
 
-def make_tasks(prompts: Sequence[LabPrompt], seed: int) -> list[Task]:
-    """The prompts as the bench takes them; sampled texts get seeds of their own."""
-    from forerun.lab.bench.methods import Task
+def make_tasks(prompts: Sequence[Prompt], seed: int, compared: Compared) -> list[Prompt]:
+    """The prompts as all methods take them; sampled texts get seeds of their own.
 
-    return [
-        Task(p.family, p.id, tuple(p.ids), p.max_new_tokens, p.repetition_penalty, seed + i)
-        for i, p in enumerate(prompts)
-    ]
+    Of a prompt's settings only two count. Where a rule tosses coins, texts go on after their end,
+    so that all are of one length.
+    """
+    from forerun.requests import Sampling
+    from forerun.rules import RULES
+
+    heat = compared.temperature
+    longer = heat > 0 and not all(RULES.make(rule).gumbel_max for rule in compared.rules)
+
+    def sampling(i: int, own: Sampling) -> Sampling:
+        return Sampling(
+            max_new_tokens=own.max_new_tokens, repetition_penalty=own.repetition_penalty,
+            temperature=heat, ignore_eos=longer, seed=seed + i,
+        )  # fmt: skip
+
+    return [replace(p, sampling=sampling(i, p.sampling)) for i, p in enumerate(prompts)]
 
 
 def our_methods(job: Job, compared: Compared) -> list[Method]:
     """Plain decoding, and every controller with every rule."""
     from forerun.lab.bench.methods import PLAIN, Ours
-    from forerun.rules import RULES
 
-    heat = compared.temperature
-    longer = heat > 0 and not all(RULES.make(rule).gumbel_max for rule in compared.rules)
-    out: list[Method] = [Ours(PLAIN, job.model, temperature=heat, ignore_eos=longer)]
+    sampled = compared.temperature > 0
+    out: list[Method] = [Ours(PLAIN, job.model)]
     for rule in compared.rules:
         for spec in compared.controllers:
             name = spec if rule == "gumbel" else f"{spec} + {rule}"
-            out.append(Ours(name, job.model, spec, rule, heat, longer))
+            out.append(Ours(name, job.model, spec, rule, sampled))
     return out
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.shared.inputs import Reader, Request, prepare, read_requests
-from forerun.cli.shared.prompts import find_prompts, is_shipped
 from forerun.errors import PromptError, SettingError
+from forerun.prompts import Prompt, Reader, find_prompts, is_shipped, read_file
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.run import Job
+    from forerun.cli.shared.models import Job
     from forerun.training.features import Document
 
 GROUP = 32
@@ -29,7 +28,7 @@ class Source:
     """Either texts to read, or prompts for the target to continue."""
 
     texts: list[str] | None = None
-    prompts: Callable[[], Iterable[Request]] | None = None
+    prompts: Callable[[], Iterable[Prompt]] | None = None
     """Gives the prompts from the first one on; there may be no end of them."""
 
 
@@ -46,7 +45,7 @@ def open_source(data: str) -> Source:
             "recipes training-prompts --data DIR` and give that file"
         )
     if is_shipped(data):
-        shipped = [f.request for f in find_prompts(data, "val", penalised=False)]
+        shipped = find_prompts(data, "val", penalised=False)
         return Source(prompts=lambda: shipped)
     path = Path(data).expanduser()
     if path.is_dir():
@@ -59,8 +58,8 @@ def open_source(data: str) -> Source:
         texts = _json_texts(path)
         if texts is not None:
             return Source(texts=texts)
-        requests = read_requests(None, str(path))
-        return Source(prompts=lambda: requests)
+        prompts = read_file(str(path))
+        return Source(prompts=lambda: prompts)
     return Source(texts=[_read(path)])
 
 
@@ -171,26 +170,27 @@ def _stretches(text: str, size: int) -> Iterator[str]:
         at = end
 
 
-def _written(prompts: Iterable[Request], job: Job, path: Path, key: str) -> Iterator[Document]:
+def _written(prompts: Iterable[Prompt], job: Job, path: Path, key: str) -> Iterator[Document]:
     """Prompts with what the target itself writes on them: half greedily, half sampled.
 
     In use an exit only reads text that the target is writing.
     """
-    from forerun.cli.shared.run import run
-
     lines = saved_lines(path, key, GROUP)
     yield from ((ids, start) for ids, start in lines)
     remaining = islice(prompts, len(lines), None)
     number = len(lines)
     while group := list(islice(remaining, GROUP)):
         chosen = []
-        for request in group:
+        for prompt in group:
             rng = random.Random(f"{key}/{number}")
             sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
-            chosen.append(Request(request.prompt, {**sampling, **request.settings}, request.where))
+            chosen.append(replace(prompt, settings={**sampling, **prompt.settings}))
             number += 1
-        rows = prepare(Reader.of(job.model), chosen)
-        done = run(job, rows, plain=True).completions
+        rows = Reader.of(job.model).prepare(chosen)
+        done = job.model.generate(
+            [row.ids for row in rows], sampling=[row.sampling for row in rows],
+            batch_size=job.batch_size, plain=True,
+        )  # fmt: skip
         fresh = [
             ([*row.ids, *completion.tokens], len(row.ids) - 1)
             for row, completion in zip(rows, done, strict=True)

@@ -1,10 +1,23 @@
-"""Options that several commands have: one name, one meaning, one text."""
+"""Options that several commands have: one name, one meaning, one text.
+
+A parameter of a command may stand for the fields of a dataclass, an option each (`Fields`): what a
+library calls a setting is declared there and nowhere else.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, wraps
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+
+from forerun.errors import SettingError
+
+T = TypeVar("T")
 
 MODELS = "Models"
 SPECULATION = "Speculation"
@@ -24,6 +37,139 @@ def option(metavar: str, help: str, *names: str, panel: str | None = None) -> An
 def flag(name: str, help: str, panel: str | None = None) -> Any:
     """An option that is there or not."""
     return option("", help, name, panel=panel)
+
+
+METAVARS = {
+    "temperature": "T",
+    "top_k": "K",
+    "top_p": "P",
+    "min_p": "P",
+    "seed": "S",
+    "stop": "STR",
+    "logit_bias": "ID=VALUE",
+    "grace": "SECONDS",
+}
+"""Of fields that have another than that of their type."""
+
+
+class Fields:
+    """Marks a parameter that stands for fields of a dataclass: each becomes an option.
+
+    Help is the first sentence of a field's text in the docstring, or what `Annotated` says. The
+    command gets an object of the class, or a dictionary if the parameter is one.
+
+    Args:
+        source: the dataclass.
+        panel: of the options that do not name one.
+        only: the fields, in this order; None takes all.
+        without: fields that are no options here.
+        changed: fields with another option here: an `Annotated` type, or (type, default).
+    """
+
+    def __init__(
+        self,
+        source: type[Any],
+        panel: str | None = None,
+        only: tuple[str, ...] | None = None,
+        without: tuple[str, ...] = (),
+        **changed: Any,
+    ) -> None:
+        self.source, self.panel, self.changed = source, panel, changed
+        known = [f.name for f in fields(source) if f.init]
+        self.names = [n for n in only or known if n not in without]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """The options, as parameters of a function."""
+        hints, texts = get_type_hints(self.source, include_extras=True), help_of(self.source)
+        by_name = {f.name: f for f in fields(self.source)}
+        out = []
+        for name in self.names:
+            made = by_name[name]
+            default = made.default_factory() if made.default is MISSING else made.default  # type: ignore[misc]
+            kind, default = self.changed.get(name, hints[name]), _plain(default)
+            if isinstance(kind, tuple):
+                kind, default = kind
+            if get_origin(kind) is not Annotated:
+                kind = _option(name, kind, texts.get(name, ""), self.panel)
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            out.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
+        return out
+
+
+def _plain(default: Any) -> Any:
+    """A default as an option has it: nothing instead of something empty."""
+    return None if default in ((), {}, frozenset()) else default
+
+
+def _option(name: str, kind: Any, text: str, panel: str | None) -> Any:
+    if kind is bool:
+        return Annotated[bool, flag(f"--{name.replace('_', '-')}", text, panel)]
+    several = get_origin(kind) in (tuple, frozenset, Mapping)
+    single = next((k for k in get_args(kind) or (kind,) if k is not type(None)), str)
+    metavar = METAVARS.get(name) or {int: "N", float: "X"}.get(single, "TEXT")
+    if several:
+        return Annotated[
+            list[str] | None, option(metavar, f"{text[:-1]}; repeatable.", panel=panel)
+        ]
+    return Annotated[kind, option(metavar, text, panel=panel)]
+
+
+@cache
+def help_of(source: type[Any]) -> dict[str, str]:
+    """The first sentence about every argument in a docstring, begun with a capital."""
+    doc = inspect.getdoc(source) or ""
+    arguments = doc.partition("Args:\n")[2].partition("\n\n")[0]
+    texts = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", arguments, re.MULTILINE)
+    one = {name: re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0] for name, text in texts}
+    return {name: text[0].upper() + text[1:] for name, text in one.items()}
+
+
+def command(function: Callable[..., T]) -> Callable[..., T]:
+    """A command whose parameters marked by `Fields` are options, one per field."""
+    groups: dict[str, tuple[Fields, bool]] = {}
+    parameters: list[inspect.Parameter] = []
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        marks = [m for m in getattr(hints[name], "__metadata__", ()) if isinstance(m, Fields)]
+        if marks:
+            groups[name] = marks[0], is_dataclass(get_args(hints[name])[0])
+            parameters += marks[0].parameters()
+        else:
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(kind=keyword, annotation=hints[name]))
+
+    @wraps(function)
+    def run(**given: Any) -> T:
+        for name, (mark, whole) in groups.items():
+            values = {field: given.pop(field) for field in mark.names}
+            given[name] = mark.source(**values) if whole else values
+        return function(**given)
+
+    required = [p for p in parameters if p.default is inspect.Parameter.empty]
+    optional = [p for p in parameters if p.default is not inspect.Parameter.empty]
+    run.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return run
+
+
+def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `Sampling` as its fields, checked; what is None is left to its default."""
+    from forerun.requests import Sampling
+
+    values = {name: value for name, value in given.items() if value is not None}
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
+    Sampling.of(values)
+    return values
+
+
+def _bias(pair: str) -> tuple[int, float]:
+    """``ID=VALUE``, e.g. ``"12=-5"`` or ``"7=-inf"``."""
+    token, _, value = pair.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError as error:
+        raise SettingError(f"--logit-bias wants ID=VALUE like 12=-5, got {pair!r}") from error
 
 
 def output(metavar: str, help: str) -> Any:
@@ -95,6 +241,31 @@ TrustRemoteCode = Annotated[
     bool, flag("--trust-remote-code", "Run code that comes with a checkpoint.", MODELS)
 ]
 
+Exits = Annotated[
+    str | None,
+    option(
+        "DIR",
+        "Exit heads for --draft specbound, made by train-exits. Default: the shipped ones for the "
+        "shipped target, else the model's own head at every layer.",
+        panel=MODELS,
+    ),
+]
+SettingsFile = Annotated[
+    str | None,
+    option(
+        "FILE",
+        "Controller, rule and draft from a file of forerun tune, where no option gives them.",
+        panel=SPECULATION,
+    ),
+]
+Rule = Annotated[
+    str | None,
+    option(
+        "SPEC",
+        "What to keep; forerun list rules says which are lossless. Default: gumbel.",
+        panel=SPECULATION,
+    ),
+]
 Controller = Annotated[
     str | None,
     option(
@@ -120,16 +291,6 @@ OwnMaxNewTokens = Annotated[
     int | None,
     option("N", "Most tokens per prompt. Default: as the prompt says, or 128.", panel=PROMPTS),
 ]
-
-Temperature = Annotated[float, option("T", "0 is greedy; higher is more random.", panel=SAMPLING)]
-TopK = Annotated[int, option("K", "Keep the K most likely tokens; 0 keeps all.", panel=SAMPLING)]
-TopP = Annotated[
-    float, option("P", "Keep the smallest set with this much probability.", panel=SAMPLING)
-]
-MinP = Annotated[
-    float, option("P", "Drop tokens below P times the highest probability.", panel=SAMPLING)
-]
-IgnoreEos = Annotated[bool, flag("--ignore-eos", "Go on after the end of text.", SAMPLING)]
 
 CostTable = Annotated[
     str,

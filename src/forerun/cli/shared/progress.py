@@ -70,3 +70,28 @@ def progress(
 
     with bars:
         yield tell
+
+
+class PromptBar:
+    """Counts finished prompts."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        from rich import progress as rich
+
+        self._bar = make(
+            rich.TextColumn("{task.completed}/{task.total} prompts"),
+            rich.BarColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn("{task.fields[speed]}"),
+        )
+        self.console = self._bar.console
+        self._task = self._bar.add_task("", total=total, completed=done, speed="")
+        self._bar.start()
+
+    def advance(self, tokens_per_second: float) -> None:
+        """One more is done."""
+        self._bar.update(self._task, advance=1, speed=f"{tokens_per_second:.0f} tokens/s")
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import SettingError
-from forerun.lab.bench.methods import PLAIN, Group, Method, Run, Task
+from forerun.lab.bench.methods import PLAIN, Group, Method, Run
 from forerun.lab.bench.report import Cell
+from forerun.prompts import Prompt
 
 SCHEMA = 1
 FILE = "results.json"  # of the results, in their folder
@@ -92,7 +93,7 @@ class Results:
                 "method": name,
                 "batch": group.batch,
                 "family": group.family,
-                "prompts": [t.id for t in group.tasks],
+                "prompts": [p.id for p in group.prompts],
                 "tokens": [len(t) for t in run.tokens],
                 "identical": equal,
                 "digest": [_digest(t) for t in run.tokens],
@@ -153,7 +154,7 @@ def measure(
             able = _able(active, group.batch)
             finished: dict[str, Run] = {}
             for method in random.Random(repr(group.key)).sample(able, len(able)):
-                run = _try(results, method, group.tasks, active)
+                run = _try(results, method, group.prompts, active)
                 if run is not None:
                     finished[method.name] = run
                 runs.advance()
@@ -198,22 +199,27 @@ def _able(methods: Sequence[Method], batch: int) -> list[Method]:
 
 
 def _try(
-    results: Results, method: Method, tasks: Sequence[Task], active: list[Method]
+    results: Results, method: Method, prompts: Sequence[Prompt], active: list[Method]
 ) -> Run | None:
     """One run; a peer that fails leaves `active`. Our own errors are not hidden."""
     if method.kind != "peer":
-        return method.run(tasks)
+        return method.run(prompts)
     try:
-        return method.run(tasks)
+        return method.run(prompts)
     except Exception as error:
         first = " ".join(str(error).split())[:200]
-        results.skip(method.name, f"failed on {tasks[0].id}: {type(error).__name__}: {first}")
+        results.skip(method.name, f"failed on {prompts[0].id}: {type(error).__name__}: {first}")
         active.remove(method)
         return None
 
 
 def _warm_up(results: Results, group: Group, active: list[Method]) -> None:
-    short = [replace(t, max_new_tokens=min(t.max_new_tokens, WARM_UP)) for t in group.tasks]
+    short = [
+        replace(p, sampling=replace(
+            p.sampling, max_new_tokens=min(p.sampling.max_new_tokens, WARM_UP)
+        ))
+        for p in group.prompts
+    ]  # fmt: skip
     for method in _able(active, group.batch):
         _try(results, method, short, active)
 

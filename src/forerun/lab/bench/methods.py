@@ -1,4 +1,4 @@
-"""Tasks and methods of a bench: prompts in groups, and what continues them."""
+"""Groups of prompts, and the methods of a bench that continue them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from forerun.engine import Completion
     from forerun.lab.bench.peers import Peer
     from forerun.model import Model
+    from forerun.prompts import Prompt
 
 PLAIN = "plain"
 """The name of decoding with the target alone."""
@@ -21,29 +22,17 @@ Kind = Literal["plain", "forerun", "peer"]
 
 
 @dataclass(frozen=True)
-class Task:
-    """One prompt as token ids."""
-
-    family: str
-    id: str
-    ids: tuple[int, ...]
-    max_new_tokens: int
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Group:
-    """Tasks of one family that are decoded together."""
+    """Prompts of one family that are decoded together."""
 
     batch: int
     family: str
-    tasks: tuple[Task, ...]
+    prompts: tuple[Prompt, ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Identifies the group in another run."""
-        return (self.batch, self.family, *(t.id for t in self.tasks))
+        return (self.batch, self.family, *(p.id for p in self.prompts))
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class Method(Protocol):
     def certain(self) -> bool:
         """Whether it tosses no coins, so that its texts can be compared with plain decoding's."""
 
-    def run(self, tasks: Sequence[Task]) -> Run:
+    def run(self, prompts: Sequence[Prompt]) -> Run:
         """Continue these prompts together, timed."""
 
     def about(self) -> dict[str, Any]:
@@ -98,9 +87,8 @@ class Ours:
     controller: Any = None
     """None is plain decoding: the target alone, through the same engine."""
     rule: Any = "gumbel"
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    """Whether texts go on after their end: of one length, where coins make them others."""
+    sampled: bool = False
+    """Whether prompts are sampled, not decoded greedily."""
 
     largest_batch: int | None = field(default=None, init=False)
 
@@ -111,34 +99,22 @@ class Ours:
 
     @property
     def certain(self) -> bool:
-        """Greedy, or drawn by the noise of a task's seed."""
+        """Greedy, or drawn by the noise of a prompt's seed."""
         from forerun.rules import RULES
 
         plain = self.controller is None
-        return plain or self.temperature == 0 or RULES.make(self.rule).gumbel_max
+        return plain or not self.sampled or RULES.make(self.rule).gumbel_max
 
-    def run(self, tasks: Sequence[Task]) -> Run:
+    def run(self, prompts: Sequence[Prompt]) -> Run:
         """Continue these prompts as one ragged batch."""
-        from forerun.engine import Sampling
-
         plain = self.controller is None
-        sampling = [
-            Sampling(
-                max_new_tokens=t.max_new_tokens,
-                repetition_penalty=t.repetition_penalty,
-                temperature=self.temperature,
-                ignore_eos=self.ignore_eos,
-                seed=t.seed,
-            )
-            for t in tasks
-        ]
         began = time.perf_counter()
         done: list[Completion] = self.model.generate(
-            [list(t.ids) for t in tasks],
+            [p.ids for p in prompts],
             controller="fixed(0)" if plain else self.controller,
             rule=None if plain else self.rule,
-            sampling=sampling,
-            batch_size=len(tasks),
+            sampling=[p.sampling for p in prompts],
+            batch_size=len(prompts),
             plain=plain,
         )
         seconds = time.perf_counter() - began
@@ -186,14 +162,12 @@ class Theirs:
         """The peer's."""
         return self.peer.name
 
-    def run(self, tasks: Sequence[Task]) -> Run:
+    def run(self, prompts: Sequence[Prompt]) -> Run:
         """Continue these prompts together."""
-        out = self.peer.generate(
-            [t.ids for t in tasks],
-            max(t.max_new_tokens for t in tasks),
-            tasks[0].repetition_penalty,
-        )
-        tokens = [o[: t.max_new_tokens] for o, t in zip(out.tokens, tasks, strict=True)]
+        limits = [p.sampling.max_new_tokens for p in prompts]
+        penalty = prompts[0].sampling.repetition_penalty
+        out = self.peer.generate([p.ids for p in prompts], max(limits), penalty)
+        tokens = [o[:most] for o, most in zip(out.tokens, limits, strict=True)]
         return Run(out.seconds, tokens)
 
     def about(self) -> dict[str, Any]:
@@ -202,15 +176,15 @@ class Theirs:
         return {"name": self.name, "kind": self.kind} | ({"versions": versions} if versions else {})
 
 
-def groups(tasks: Sequence[Task], batches: Sequence[int]) -> list[Group]:
+def groups(prompts: Sequence[Prompt], batches: Sequence[int]) -> list[Group]:
     """The prompts of each family in batches of each size, families in turns.
 
     Raises:
         PromptError: a family has fewer prompts than a batch.
     """
-    families: dict[str, list[Task]] = {}
-    for task in tasks:
-        families.setdefault(task.family, []).append(task)
+    families: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        families.setdefault(str(prompt.family), []).append(prompt)
     out = []
     for batch in batches:
         for family, own in families.items():

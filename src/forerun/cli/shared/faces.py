@@ -1,0 +1,419 @@
+"""What becomes of a generation's events: text for people, lines or a document for programs.
+
+`play` runs prompts and passes every event to one `Face`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.text import Text
+
+from forerun.cli.shared.console import (
+    STYLES,
+    Writer,
+    clean,
+    coloured,
+    legend,
+    note,
+    one_line,
+    status,
+    stderr,
+    stdout,
+)
+from forerun.cli.shared.guard import fail, held
+from forerun.cli.shared.progress import PromptBar
+from forerun.cli.shared.report import SCHEMA, finite, print_json
+from forerun.cli.shared.summary import Tally, show_comparison
+from forerun.errors import SettingError
+
+if TYPE_CHECKING:
+    from forerun.cli.shared.models import Job
+    from forerun.engine import Completion, Event, Piece
+    from forerun.lab.paired import PairedRuns
+    from forerun.prompts import Prompt
+
+HEAD = b'{"schema": 1, "index": '
+"""The beginning of every line of `Lines`."""
+
+
+class Face:
+    """Takes events and shows them; this one shows rounds only, if wanted.
+
+    Args:
+        job: the model and its policies.
+        prompts: what is run.
+        rounds: print a line per round on stderr.
+    """
+
+    def __init__(self, job: Job, prompts: Sequence[Prompt], rounds: bool = False) -> None:
+        self.job, self.prompts = job, list(prompts)
+        self.done: dict[int, Completion] = {}
+        """Completions by the place of their prompt."""
+        self.rounds = RoundView(job.model.tokenizer) if rounds else None
+
+    def event(self, place: int, event: Event) -> None:
+        """A round of the prompt at this place."""
+        if self.rounds is not None:
+            several = len(self.prompts) > 1
+            self.rounds.add(event, self.prompts[place].index if several else None)
+        if event.completion is not None:
+            self.finished(place, event.completion)
+
+    def finished(self, place: int, completion: Completion) -> None:
+        """A prompt's text is complete."""
+        self.done[place] = completion
+
+    def close(self) -> None:
+        """No more events come, perhaps because of an interrupt."""
+
+    def interrupted(self) -> None:
+        """Say what is complete."""
+        note_interrupted(len(self.done), len(self.prompts))
+
+    def failed(self) -> None:
+        """An error ended the run."""
+
+    def end(self, seconds: float) -> None:
+        """Every text is complete."""
+
+    def compared(self, result: PairedRuns | None) -> None:
+        """Everything is done, and compared with plain decoding if that was wanted."""
+
+
+class Document(Face):
+    """One JSON document; interrupted, with what is complete."""
+
+    def interrupted(self) -> None:
+        """Print what there is."""
+        self.compared(None)
+        super().interrupted()
+
+    def failed(self) -> None:
+        """Print what there is, if anything."""
+        if self.done:
+            self.compared(None)
+
+    def compared(self, result: PairedRuns | None) -> None:
+        """Print all of it."""
+        from forerun.lab.provenance import versions
+
+        done = sorted(self.done.items())
+        settings = self.job.about | {"sampling": [asdict(p.sampling) for p in self.prompts]}
+        document = {
+            "schema": SCHEMA,
+            "complete": len(done) == len(self.prompts),
+            "completions": [{**self.prompts[i].to_json(), **c.to_json()} for i, c in done],
+            "compare": None if result is None else result.to_json(),
+            "settings": settings,
+            "versions": versions(),
+        }
+        print_json(finite(document))
+
+
+class Terminal(Face):
+    """Text for people; every face for them ends with the summary.
+
+    Args:
+        explain: print the legend of the colours.
+    """
+
+    def __init__(
+        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
+    ) -> None:
+        super().__init__(job, prompts, rounds)
+        self._explain, self.wall = explain, True
+        self._out = stdout()
+
+    def end(self, seconds: float) -> None:
+        """Print legend and summary."""
+        if self._explain:
+            if self._out.is_terminal:
+                stderr().print()
+            if coloured(self._out):
+                note(stderr(), legend())
+        Tally.of(self.done.values()).show(seconds if self.wall else None, self.job)
+
+    def compared(self, result: PairedRuns | None) -> None:
+        """Print the comparison."""
+        if result is not None:
+            show_comparison(result)
+
+
+class Growing(Terminal):
+    """One text, as it is written; below a line per round if these are shown."""
+
+    def __init__(
+        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
+    ) -> None:
+        super().__init__(job, prompts, rounds, explain)
+        self._writer, self._tail, self.wall = Writer(self._out), "", False
+        if not rounds:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._out.is_terminal:
+            self._writer.write(self.prompts[0].text, "dim")
+
+    def event(self, place: int, event: Event) -> None:
+        """Write what a round added."""
+        if self.rounds is None:
+            self._write(event.pieces)
+        super().event(place, event)
+
+    def close(self) -> None:
+        """End the line."""
+        if self.rounds is not None and self.done:
+            self._begin()
+            self._write(self.done[0].pieces)
+        self._writer.flush()
+        if self._out.is_terminal or (self._tail and self._tail != "\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+    def _write(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._writer.write(piece.text, STYLES[piece.origin])
+            self._tail = piece.text[-1:] or self._tail
+
+
+class Finished(Terminal):
+    """Texts in the order of the prompts, as they are finished, above a bar."""
+
+    def __init__(
+        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
+    ) -> None:
+        super().__init__(job, prompts, rounds, explain)
+        self._bar, self._next = PromptBar(len(prompts)), 0
+
+    def finished(self, place: int, completion: Completion) -> None:
+        """Show it, and those it held up."""
+        super().finished(place, completion)
+        self._bar.advance(completion.stats.tokens_per_second)
+        while self._next in self.done:
+            self._show(self._next)
+            self._next += 1
+
+    def close(self) -> None:
+        """Interrupted, those that waited for others before them are shown, too."""
+        for place in sorted(i for i in self.done if i >= self._next):
+            self._show(place)
+        self._bar.stop()
+
+    def _show(self, place: int) -> None:
+        prompt, completion, head = self.prompts[place], self.done[place], len(self.prompts) > 1
+        name = "" if prompt.id is None else f" ({one_line(str(prompt.id))})"
+        line = f"==> prompt {prompt.index + 1}{name} <==\n" if head else ""
+        if not self._out.is_terminal:
+            apart = "\n" if head and prompt.index else ""
+            end = "" if completion.text.endswith("\n") else "\n"
+            print(f"{apart}{line}{completion.text}", end=end, flush=True)
+            return
+        text = Text.assemble((line, "bold"), (clean(prompt.text), "dim"))
+        text = Text.assemble(text, *((clean(p.text), STYLES[p.origin]) for p in completion.pieces))
+        (self._bar.console if self._bar.console.is_terminal else self._out).print(text, end="\n\n")
+
+
+class Lines(Face):
+    """A line of JSON per completion, as soon as it is complete.
+
+    Args:
+        output: a file; prompts whose completions it holds are left out. None is stdout.
+
+    Raises:
+        SettingError: the file holds something else, or completions of other requests.
+    """
+
+    def __init__(
+        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, output: str | None = None
+    ) -> None:
+        self._keys = [_key(job, prompt) for prompt in prompts]
+        kept = set() if output is None else _completed(Path(output), self._keys)
+        super().__init__(job, [p for p in prompts if p.index not in kept], rounds)
+        self._kept, self._output, self._tally = len(kept), output, Tally()
+        if kept:
+            note(stderr(), f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
+        self._bar = PromptBar(len(prompts), len(kept))
+        self._file = sys.stdout if output is None else open(output, "a", encoding="utf-8")  # noqa: SIM115
+
+    def finished(self, place: int, completion: Completion) -> None:
+        """Write its line; the completion is not kept."""
+        prompt = self.prompts[place]
+        value = {"schema": SCHEMA, **prompt.to_json(), "key": self._keys[prompt.index]}
+        value = finite(value | completion.to_json())
+        print(json.dumps(value, ensure_ascii=False, allow_nan=False), file=self._file, flush=True)
+        self._tally.add(completion)
+        self._bar.advance(completion.stats.tokens_per_second)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._bar.stop()
+        if self._output is not None:
+            self._file.close()
+
+    def interrupted(self) -> None:
+        """Say how to go on."""
+        hint = "" if self._output is None else "; the same command goes on from here"
+        note_interrupted(self._kept + self._tally.prompts, len(self._keys), hint)
+
+    def end(self, seconds: float) -> None:
+        """Print the summary."""
+        self._tally.show(seconds, self.job)
+
+
+def play(job: Job, face: Face, compare: bool = False) -> None:
+    """Run prompts and show them; an interrupt takes effect between rounds.
+
+    Whatever was complete then has been passed on.
+
+    Args:
+        job: models and policies.
+        face: has the prompts, as `Reader.prepare` made them, and gets the events.
+        compare: also run plain decoding.
+    """
+    began, last, stopping = time.perf_counter(), -1, False
+    stream = job.model.stream(
+        [p.ids for p in face.prompts],
+        controller=job.controller,
+        rule=job.rule,
+        sampling=[p.sampling for p in face.prompts],
+        batch_size=job.batch_size,
+        logprobs=job.logprobs,
+        first_token_soon=job.first_token_soon,
+    )
+    try:
+        try:
+            with closing(stream), held() as interrupt:  # type: ignore[type-var]
+                for event in stream if face.prompts else ():
+                    face.event(event.request, event)
+                    # Within a round the requests' numbers rise.
+                    if stopping and event.request <= last:
+                        break
+                    last, stopping = event.request, interrupt.requested
+        finally:
+            face.close()
+    except KeyboardInterrupt:
+        face.interrupted()
+        raise
+    except Exception:
+        face.failed()
+        raise
+    face.end(time.perf_counter() - began)
+    compared = _compared(job, face) if compare else None
+    face.compared(compared)
+    if compared is not None and compared.bug:
+        raise typer.Exit(fail("greedy output differs from plain decoding: please report this", 1))
+
+
+def _compared(job: Job, face: Face) -> PairedRuns:
+    from forerun.lab.paired import paired
+
+    how: dict[str, Any] = {"controller": job.controller, "rule": job.rule}
+    how["batch_size"] = job.batch_size
+    ids, samplings = [p.ids for p in face.prompts], [p.sampling for p in face.prompts]
+    with status("comparing") as tell:
+        shown = [face.done[i] for i in range(len(face.prompts))]
+        return paired(job.model, ids, samplings, shown, **how, tell=tell)
+
+
+def warm_up(job: Job, prompt: Prompt) -> None:
+    """A few tokens both ways, so that first-time costs fall on neither measurement."""
+    short = replace(prompt.sampling, max_new_tokens=12, min_new_tokens=0)
+    with status("warming up"):
+        for plain in (False, True):
+            job.model.generate([prompt.ids], controller=job.controller, sampling=short, plain=plain,
+                               rule=None if plain else job.rule)  # fmt: skip
+
+
+def note_interrupted(done: int, total: int, hint: str = "") -> None:
+    """Print on stderr that the run was interrupted, and what is complete."""
+    count = f"; {done:,} of {total:,} prompts are complete" if total > 1 else ""
+    note(stderr(), f"interrupted{count}{hint}")
+
+
+class RoundView:
+    """Prints one line per round on stderr."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._err, self._tokenizer = stderr(), tokenizer
+        self._count = 0
+
+    def add(self, event: Event, request: int | None = None) -> None:
+        """Show one round."""
+        self._count += 1
+        r = event.round
+        ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)
+        row = "" if request is None else f"prompt {request + 1:<3} "
+        # Of the round's tokens, as in the summary; the target's own add none.
+        drifted = "" if r.drift is None else f"drift {sum(r.drift) / max(r.committed, 1):.3f}  "
+        line = Text(
+            f"{row}round {self._count:>3}  drafted {r.drafted:>2}  accepted {r.accepted:>2}  "
+            f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  {drifted}"
+        )
+        line.append_text(self._words(event.pieces, event.drafted[r.accepted :]))
+        self._err.print(line, soft_wrap=True)
+
+    def _words(self, pieces: Sequence[Piece], dropped: list[int]) -> Text:
+        colours = coloured(self._err)
+        words = Text()
+        for piece in pieces:
+            if piece.origin == "draft":
+                words.append(one_line(piece.text), STYLES["draft"])
+        if rejected := one_line(self._tokenizer.decode(dropped)) if dropped else "":
+            words.append(rejected if colours else f"[-{rejected}-]", "red strike")
+        for piece in pieces:
+            if piece.origin != "draft" and (text := one_line(piece.text)):
+                words.append(text if colours else f"{{+{text}+}}", STYLES[piece.origin])
+        return words
+
+
+def _key(job: Job, prompt: Prompt) -> str:
+    """A hash that identifies a request: its tokens and the settings its text depends on."""
+    names = ("target", "draft", "controller", "rule", "dtype")
+    settings = {name: job.about.get(name) for name in names}
+    value = [prompt.ids, finite(asdict(prompt.sampling)), settings]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _completed(path: Path, keys: Sequence[str]) -> set[int]:
+    """Indices of the requests whose completions a file holds; a line cut off at its end is removed.
+
+    Raises:
+        SettingError: it holds something else, or completions of other requests.
+    """
+    if not path.exists():
+        return set()
+    completed, size = set(), 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not (line.startswith(HEAD) or HEAD.startswith(line.rstrip(b"\n"))):
+                raise SettingError(f"{path} holds something else; name another file")
+            if not line.endswith(b"\n"):  # cut off in the middle of writing
+                file.truncate(size)
+                break
+            size += len(line)
+            completed.add(_index(path, line, keys))
+    return completed
+
+
+def _index(path: Path, line: bytes, keys: Sequence[str]) -> int:
+    """Which of the requests with these keys a line is of."""
+    try:
+        value = json.loads(line)
+        index, key = value["index"], value["key"]
+    except (ValueError, KeyError) as error:
+        raise SettingError(f"{path} is damaged: {error!r}; name another file") from error
+    if not (type(index) is int and index < len(keys) and keys[index] == key):
+        raise SettingError(
+            f"{path} holds completions of other prompts, settings or models; name another file"
+        )
+    return index

@@ -1,0 +1,180 @@
+"""Models as options name them, and what is run with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, status, stderr
+from forerun.errors import ForerunWarning, SettingError, require
+
+if TYPE_CHECKING:
+    from forerun import Model
+    from forerun.controllers import LengthController
+    from forerun.prompts import Prompt, Reader
+    from forerun.rules import AcceptanceRule
+    from forerun.settings import Settings
+
+ALONE = ("target", "device", "dtype", "trust_remote_code")
+"""Options of commands that load the target without a drafter."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, and how its prompts are run."""
+
+    model: Model
+    controller: LengthController
+    rule: AcceptanceRule
+    batch_size: int = 16
+    about: dict[str, Any] = field(default_factory=dict)
+    """Settings as reported in the JSON document."""
+    logprobs: int | None = None
+    first_token_soon: bool = False
+    """As for `Model.stream`."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is to be loaded: the options that `forerun.load` takes."""
+
+    target: options.Target = None
+    draft: options.Draft = None
+    runtime: options.Runtime = None
+    device: options.Device = None
+    dtype: options.Dtype = None
+    trust_remote_code: options.TrustRemoteCode = False
+
+    @property
+    def alone(self) -> Models:
+        """The target and no drafter, on torch."""
+        return replace(self, draft="none", runtime="torch")
+
+    def with_exits(self, exits: str | None) -> Models:
+        """The drafter with these exit heads, if they are named."""
+        from forerun.drafters.specbound import with_exits
+
+        return self if exits is None else replace(self, draft=with_exits(self.draft, exits))
+
+    def load(self, how: Settings | None = None, batch_size: int = 16) -> Job:
+        """Check everything, then load the models; `how` names controller, rule and draft."""
+        return self.open((), None, how, batch_size)[0]
+
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        common: Mapping[str, Any] | None = None,
+        how: Settings | None = None,
+        batch_size: int = 16,
+        *,
+        chat: bool = False,
+        **reading: bool,
+    ) -> tuple[Job, list[Prompt]]:
+        """Load the models, and prepare the prompts: before, as far as no weights are needed.
+
+        Args:
+            prompts: as they were read.
+            common: sampling fields for all.
+            how: controller, rule, and a draft where no option names one; None are the defaults.
+            batch_size: prompts decoded together.
+            chat: whether a chat template is put around them.
+            reading: as for `Reader.prepare`.
+
+        Raises:
+            ForerunError: a setting, a prompt or a model that cannot be used.
+        """
+        from forerun import zoo
+        from forerun.prompts import Reader
+
+        def prepare(reader: Reader) -> list[Prompt]:
+            return reader.prepare(prompts, common, **reading)
+
+        with status(f"loading {self.target or 'the models that ship'}"), _quiet():
+            require(batch_size >= 1, "batch size", batch_size, "≥ 1")
+            length, keep = self._check(how)
+            reader = Reader.open(zoo.locate(self.target), self.trust_remote_code, chat)
+            early = None if reader is None else prepare(reader)
+            draft = self.draft or (None if how is None else how.draft)
+            job = self._load(draft, length, keep, batch_size)
+            return job, prepare(Reader.of(job.model, chat)) if early is None else early
+
+    def _check(self, how: Settings | None) -> tuple[LengthController, AcceptanceRule]:
+        """Errors that need no model are raised before one is loaded."""
+        from forerun.controllers import CONTROLLERS
+        from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE
+        from forerun.rules import RULES
+        from forerun.runtime.load import resolve_device, resolve_dtype
+        from forerun.runtime.runtimes import RUNTIMES, default_runtime
+
+        length = CONTROLLERS.make((how and how.controller) or DEFAULT_CONTROLLER)
+        keep = RULES.make((how and how.rule) or DEFAULT_RULE)
+        RUNTIMES.make(self.runtime or default_runtime())
+        resolve_device(self.device)
+        resolve_dtype(self.dtype)
+        return length, keep
+
+    def _load(
+        self, draft: str | None, length: LengthController, keep: AcceptanceRule, batch_size: int
+    ) -> Job:
+        from forerun.controllers import CONTROLLERS
+        from forerun.model import default_draft, load
+        from forerun.rules import RULES
+
+        model = load(
+            self.target,
+            draft,
+            runtime=self.runtime,
+            device=self.device,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
+        default = "shipped" if self.target is None else str(default_draft(self.target))
+        about = {
+            "target": self.target or "shipped",
+            "draft": draft or default,
+            "controller": CONTROLLERS.text(length),
+            "rule": RULES.text(keep),
+            "lossless": keep.lossless,
+            "batch_size": batch_size,
+            "device": str(model.target.device),
+            "dtype": model.target.facts.precision,
+            "runtime": model.target.facts.executor,
+        }
+        return Job(model, length, keep, batch_size, about)
+
+    def require_draft_model(self, doing: str) -> None:
+        """Refuse a drafter that is no model before anything is loaded."""
+        from forerun.drafters.model import ModelDraft
+        from forerun.drafters.shared import SharedDraft
+        from forerun.model import default_draft, drafter_spec
+
+        spec = drafter_spec(self.draft or default_draft(self.target))
+        if isinstance(spec, (ModelDraft, SharedDraft)):
+            return
+        if self.draft is None:
+            raise SettingError(f"{doing} needs a draft model; give --draft ID_OR_PATH")
+        raise SettingError(
+            f"{doing} needs a draft model, and --draft {self.draft} is none; give a folder or a "
+            "Hugging Face id"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries' own messages off the terminal while they load."""
+    import warnings
+
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    hub.set_verbosity_error()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", ForerunWarning)
+        yield
+    for warning in caught:
+        note(stderr(), str(warning.message))

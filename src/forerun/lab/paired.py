@@ -1,0 +1,152 @@
+"""Speculative beside plain decoding: same process, same engine, paired runs in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun.controllers import LengthController
+from forerun.engine import Completion, Sampling
+from forerun.errors import GenerationError
+from forerun.lab.audit import Difference, explain
+from forerun.model import Model
+from forerun.rules import RULES, AcceptanceRule
+
+PAIRS = 3
+"""Runs of plain and of speculative decoding."""
+
+
+@dataclass(frozen=True)
+class TimedBatch:
+    """Completions of one batch and the wall seconds they took together."""
+
+    completions: list[Completion]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all of them."""
+        return sum(c.stats.tokens for c in self.completions)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All output tokens over the whole time, prefill included."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class PairedRuns:
+    """The outcome of `paired`."""
+
+    plain: TimedBatch
+    """The plain run of median speed."""
+    speculative: TimedBatch
+    """The speculative run of median speed."""
+    ratios: list[float]
+    """Speed-up of each pair, in tokens per second."""
+    identical: bool
+    lossless: bool
+    """Whether the rule is."""
+    certain: bool
+    """Whether every request is greedy, or drawn by its seed's noise (`gumbel`)."""
+    differences: dict[int, Difference]
+    """Where outputs differ that must not, by the prompt."""
+
+    @property
+    def speedup(self) -> float:
+        """Median over the pairs."""
+        return statistics.median(self.ratios)
+
+    @property
+    def must_match(self) -> bool:
+        """Whether identical outputs are promised; coins promise the distribution only."""
+        return self.certain and self.lossless
+
+    @property
+    def bug(self) -> bool:
+        """Whether outputs differ that no rounding explains."""
+        return any(not d.near_tie for d in self.differences.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented shape."""
+        return {
+            "identical": self.identical,
+            "must_match": self.must_match,
+            "speedup": self.speedup,
+            "speedups": self.ratios,
+            "tokens_per_second": self.speculative.tokens_per_second,
+            "plain": {
+                "tokens_per_second": self.plain.tokens_per_second,
+                "seconds": self.plain.seconds,
+                "tokens": self.plain.tokens,
+                "completions": [c.to_json() for c in self.plain.completions],
+            },
+            "differences": [
+                {"request": i, "position": d.position, "near_tie": d.near_tie, "message": d.message}
+                for i, d in self.differences.items()
+            ],
+        }
+
+
+def paired(
+    model: Model,
+    prompts: Sequence[list[int]],
+    samplings: Sequence[Sampling],
+    shown: Sequence[Completion],
+    *,
+    controller: str | LengthController = "auto",
+    rule: str | AcceptanceRule = "gumbel",
+    batch_size: int = 16,
+    tell: Callable[[str], None] = lambda message: None,
+) -> PairedRuns:
+    """Run `PAIRS` pairs in turns and judge the outputs against those already `shown`.
+
+    Both sides use the seeds of `shown`. The order alternates from pair to pair, so that a machine
+    that gets slower or faster favours neither.
+
+    Raises:
+        GenerationError: a prompt ended with an error.
+    """
+    keep = RULES.make(rule)
+    seeded = [replace(s, seed=done.seed) for s, done in zip(samplings, shown, strict=True)]
+
+    def run(plain: bool) -> TimedBatch:
+        began = time.perf_counter()
+        done = model.generate(
+            prompts, controller=controller, rule=None if plain else keep, sampling=seeded,
+            batch_size=batch_size, plain=plain,
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        if wrong := next((c for c in done if c.error), None):
+            raise GenerationError(wrong.error or "", wrong)
+        return TimedBatch(done, seconds)
+
+    runs: dict[bool, list[TimedBatch]] = {False: [], True: []}
+    for pair in range(PAIRS):
+        for plain in (True, False) if pair % 2 == 0 else (False, True):
+            kind = "plain" if plain else "speculative"
+            tell(f"comparing: {kind} decoding, run {pair + 1} of {PAIRS}")
+            runs[plain].append(run(plain))
+    ratios = [
+        fast.tokens_per_second / plain.tokens_per_second
+        for fast, plain in zip(runs[False], runs[True], strict=True)
+    ]
+    plain_run, fast_run = _median(runs[True]), _median(runs[False])
+    certain = keep.gumbel_max or all(s.greedy for s in seeded)
+    ours, theirs = [c.tokens for c in shown], [c.tokens for c in plain_run.completions]
+    differences = {}
+    if certain and keep.lossless:
+        pairs = zip(prompts, ours, theirs, seeded, strict=True)
+        differences = {
+            i: explain(model, ids, a, b, how) for i, (ids, a, b, how) in enumerate(pairs) if a != b
+        }
+    return PairedRuns(
+        plain_run, fast_run, ratios, ours == theirs, keep.lossless, certain, differences
+    )
+
+
+def _median(runs: Sequence[TimedBatch]) -> TimedBatch:
+    return sorted(runs, key=lambda run: run.tokens_per_second)[len(runs) // 2]
