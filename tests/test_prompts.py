@@ -22,7 +22,7 @@ class Letters:
 
     eos_token_id = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **_: Any) -> list[int]:
         return [(ord(letter) - ord("a")) % V for letter in text]
 
     def decode(self, ids: list[int], **_: Any) -> str:

@@ -500,5 +500,6 @@ def _content(value: dict[str, Any]) -> tuple[Content, tuple[str, ...]]:
         good = isinstance(tokens, list) and all(type(t) is int for t in tokens)
         require(good, "tokens", tokens, "a list of token ids")
         return tokens, ()
-    require(isinstance(prompt, str), "prompt", prompt, "a string")
+    if not isinstance(prompt, str):
+        raise SettingError(f"prompt must be a string, got {prompt!r}")
     return prompt, ()

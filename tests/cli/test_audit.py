@@ -238,7 +238,7 @@ def test_shipped_prompts_come_in_turns_and_capped():
         assert f.settings == expected
     everything = find_prompts("builtin:chat", "test")
     assert [f.id for f in everything] == [p.id for p in shipped("chat", "test")]
-    assert everything[0].request.settings["max_new_tokens"] == own["chat-val-000"].max_new_tokens
+    assert everything[0].settings["max_new_tokens"] == own["chat-val-000"].max_new_tokens
 
 
 def test_shipped_prompts_without_penalties():

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from forerun.lab.audit import Comparison
 from forerun.lab.provenance import versions
 from forerun.model import Model
+from forerun.prompts import Prompt
 
 SCHEMA = 1
 AROUND = 16
 """Tokens of common text shown before a difference."""
 ONWARD = 4
 """Tokens shown of each continuation."""
-
-
-class Text(Protocol):
-    """A prompt that was audited."""
-
-    @property
-    def family(self) -> str:
-        """Its family."""
-
-    @property
-    def id(self) -> str:
-        """Its name in the family."""
-
-    @property
-    def ids(self) -> list[int]:
-        """Its tokens."""
 
 
 def summary(comparisons: Iterable[Comparison]) -> str:
@@ -49,7 +34,7 @@ def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def around(model: Model, row: Text, comparison: Comparison) -> tuple[str, tuple[str, str]]:
+def around(model: Model, row: Prompt, comparison: Comparison) -> tuple[str, tuple[str, str]]:
     """The common text before a difference, and the two continuations."""
     assert comparison.difference is not None
     at = comparison.difference.position
@@ -67,7 +52,7 @@ def _decode(model: Model, ids: list[int]) -> str:
 
 def document(
     model: Model,
-    rows: Sequence[Text],
+    rows: Sequence[Prompt],
     done: Sequence[Comparison],
     complete: bool,
     settings: Mapping[str, Any],
@@ -117,7 +102,7 @@ def _by_check(done: Sequence[Comparison]) -> list[dict[str, Any]]:
     ]
 
 
-def _described(model: Model, rows: Sequence[Text], comparison: Comparison) -> dict[str, Any]:
+def _described(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> dict[str, Any]:
     assert comparison.difference is not None
     row = rows[comparison.prompt]
     common, onward = around(model, row, comparison)

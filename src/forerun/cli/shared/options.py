@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache, wraps
+from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -85,8 +85,8 @@ class Fields:
         out = []
         for name in self.names:
             made = by_name[name]
-            default = made.default_factory() if made.default is MISSING else made.default  # type: ignore[misc]
-            kind, default = self.changed.get(name, hints[name]), _plain(default)
+            default = None if made.default is MISSING else _plain(made.default)
+            kind = self.changed.get(name, hints[name])
             if isinstance(kind, tuple):
                 kind, default = kind
             if get_origin(kind) is not Annotated:
@@ -114,7 +114,6 @@ def _option(name: str, kind: Any, text: str, panel: str | None) -> Any:
     return Annotated[kind, option(metavar, text, panel=panel)]
 
 
-@cache
 def help_of(source: type[Any]) -> dict[str, str]:
     """The first sentence about every argument in a docstring, begun with a capital."""
     doc = inspect.getdoc(source) or ""
@@ -178,7 +177,7 @@ def output(metavar: str, help: str) -> Any:
 
 
 def prompts(more: str = "") -> Any:
-    """The prompts of a lab command, as `cli.shared.prompts.find_prompts` takes them."""
+    """The prompts of a lab command, as `forerun.prompts.find_prompts` takes them."""
     text = "A file as for generate --prompt-file (- reads stdin), or the shipped prompts of one "
     text += f"family or, with builtin alone, of all. {more}"
     return option("FILE|builtin:FAMILY", text.strip(), panel=PROMPTS)
