@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -211,6 +211,12 @@ def _turns(tokenizer: Any, template: str) -> Turns:
         begin = asked_again[asked_again.index(_NEXT) + len(_NEXT) :]
         ends = [marker.rstrip() for marker in (after, begin) if len(marker.strip()) > 1]
     return Turns(tuple(dict.fromkeys(ends)), "" if lead.strip() else lead)
+
+
+def is_instruct(tokenizer: Any, eos: Collection[int]) -> bool:
+    """Whether a model was made to answer: its template's end of a turn is an end of text."""
+    ids = tokenizer.convert_tokens_to_ids(list(turns(tokenizer).ends)) if tokenizer else []
+    return any(token in eos for token in ids)
 
 
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -35,7 +35,7 @@ from forerun.errors import (
     require,
 )
 from forerun.languages import Opening, opening
-from forerun.prompts import encode, read, split
+from forerun.prompts import Reader, encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
@@ -47,8 +47,11 @@ from forerun.settings import Settings, resolve
 DEFAULT_CONTROLLER = "auto"
 DEFAULT_RULE = "gumbel"
 
-PromptLike = str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor
-"""Text, or token ids in a list or a 1-D array."""
+PromptLike = (
+    str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor | Mapping[str, Any]
+    | Sequence[Mapping[str, Any]]
+)  # fmt: skip
+"""Text, token ids in a list or a 1-D array, what a tokenizer made of one text, or messages."""
 
 
 class Model:
@@ -90,7 +93,8 @@ class Model:
         """Generate for one prompt or a list of prompts (decoded as one ragged batch).
 
         Takes the settings of `stream`. A prompt is text or token ids (a list or a 1-D array of
-        integers); a list of ids on its own is one prompt. An encoder-decoder model's prompt is its
+        integers), what a tokenizer made of one text, or a conversation (messages); a list of ids or
+        messages on its own is one prompt. An encoder-decoder model's prompt is its
         source: the text to translate or to sum up.
 
         Raises:
@@ -110,6 +114,32 @@ class Model:
             raise GenerationError(error, results[0])
         return results[0] if one else results
 
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        system: str | None = None,
+        **settings: Any,
+    ) -> Completion:
+        """Answer a conversation, by the model's own chat template.
+
+        Args:
+            messages: each with "role" and "content"; a text is what a user says first.
+            system: what the system says before; None leaves that to template and messages.
+            settings: as for `generate`.
+
+        Raises:
+            PromptError: no chat template, or one that refuses the messages.
+            GenerationError: an error in the middle of the answer.
+
+        >>> load().chat("Who are you?", max_new_tokens=3).stats.tokens
+        3
+        """
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        reader = Reader(self.tokenizer, self.prompt_limit + 1, system=system)
+        with self._shared.turns:
+            ids = reader.encode([list(turns)])
+        return self.generate([ids], **settings)[0]
+
     def stream(
         self,
         prompt: PromptLike | Sequence[PromptLike],
@@ -126,7 +156,7 @@ class Model:
         """Generate, yielding an `Event` per request and round; a request's id is its place.
 
         Args:
-            prompt: text, token ids, or a list of either.
+            prompt: text, token ids, messages, or a list of such.
             controller: how far to run ahead: a spec like ``"gammatune(eta=0.3)"`` or an object.
                 None is that of the settings the model was loaded with, or else `auto`.
             rule: what to keep, likewise; None is that of the settings, or else `gumbel`.

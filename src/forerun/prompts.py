@@ -20,10 +20,12 @@ from forerun.requests import Sampling
 
 BUILTIN, ALL = "builtin", "all"
 """Names of the shipped prompts, and of all their families."""
-WANTED = "text, token ids (a list or a 1-D array of integers), or a list of either"
+WANTED = "text, token ids (a list or a 1-D array of integers), messages, or a list of such"
 
-Content = str | list[int]
-"""Text, or token ids."""
+Message = Mapping[str, Any]
+"""Of a conversation: a role and a content."""
+Content = str | list[int] | list[Message]
+"""Text, token ids, or a conversation, which a chat template is put around."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Prompt:
     """Something to go on from: as it was read, and ready to run after `Reader.prepare`.
 
     Args:
-        content: text or token ids; of a conversation its first turn.
+        content: text, token ids or messages; of a conversation whose answers are not known yet its
+            first turn.
         settings: fields of `Sampling` of its own.
         id: its name; `id`, `family` and `meta` come back in the output.
         family: the kind of prompt: figures are reported per family.
@@ -41,6 +44,7 @@ class Prompt:
         source: whether it was called a source, which needs a model with an encoder.
         index: its place among the prompts, from 0.
         text: as it is shown.
+        chat: whether a chat template is around it.
         ids: its tokens; empty before `Reader.prepare`, as the next.
         sampling: how its text is sampled.
     """
@@ -55,6 +59,7 @@ class Prompt:
     source: bool = False
     index: int = 0
     text: str = ""
+    chat: bool = False
     ids: list[int] = field(default_factory=list)
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -72,7 +77,7 @@ def split(prompts: Any) -> tuple[list[Content], bool]:
     >>> split("Once"), split([3, 4]), split(["Once", [3, 4]])
     ((['Once'], True), ([[3, 4]], True), (['Once', [3, 4]], False))
     """
-    if isinstance(prompts, str) or _is_array(prompts):
+    if isinstance(prompts, (str, Mapping)) or _is_array(prompts) or _is_conversation(prompts):
         return [read(prompts)], True
     if not _is_list(prompts):
         raise PromptError(f"a prompt must be {WANTED}; got {_shown(prompts)}")
@@ -89,11 +94,17 @@ def split(prompts: Any) -> tuple[list[Content], bool]:
 
 
 def read(prompt: Any, name: str = "a prompt") -> Content:
-    """One content: text that can be encoded, or a list of plain integers.
+    """One content: text that can be encoded, a list of plain integers, or messages.
+
+    What a tokenizer gives for one text (its ``input_ids``) is a list of integers, too.
 
     Raises:
-        PromptError: it is neither; says what was given.
+        PromptError: it is none of these; says what was given.
     """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        prompt = _only(prompt["input_ids"], name)
+    if _is_conversation(prompt):
+        return list(chat.conversation(prompt))
     if isinstance(prompt, str):
         try:
             prompt.encode("utf-8")
@@ -113,7 +124,7 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
     elif _is_list(prompt):
         items = prompt
     else:
-        raise PromptError(f"{name} must be text or token ids; got {_shown(prompt)}")
+        raise PromptError(f"{name} must be text, token ids or messages; got {_shown(prompt)}")
     for place, item in enumerate(items):
         if not _is_id(item):
             raise PromptError(
@@ -124,11 +135,27 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
 
 def encode(tokenizer: Any, content: Content) -> list[int]:
     """Token ids of a content; ids pass through."""
-    if not isinstance(content, str):
-        return content
+    if not isinstance(content, str) and not _is_conversation(content):
+        return list(content)  # type: ignore[arg-type]
     if tokenizer is None:
         raise SettingError("this model has no tokenizer; give token ids instead of text")
-    return chat.encode(tokenizer, content)
+    if isinstance(content, str):
+        return chat.encode(tokenizer, content)
+    return chat.render(tokenizer, content)  # type: ignore[arg-type]
+
+
+def _is_conversation(value: Any) -> bool:
+    return _is_list(value) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
+
+
+def _only(ids: Any, name: str) -> Any:
+    """The token ids of the one text that a tokenizer was given."""
+    rows = ids if _is_list(ids) or getattr(ids, "ndim", 1) == 2 else [ids]
+    if _is_list(rows) and (not len(rows) or _is_id(rows[0])):
+        return rows
+    if len(rows) != 1:
+        raise PromptError(f"{name} holds {len(rows)} texts; give a list of their input_ids")
+    return rows[0]
 
 
 def _is_id(item: Any) -> bool:
@@ -160,25 +187,36 @@ class Reader:
         tokenizer: of the model.
         limit: tokens of its context, of which a prompt leaves at least one.
         encodes: whether prompts are sources, for an encoder.
-        wrap: whether a chat template is put around texts, as what a user says.
+        wrap: whether a chat template is put around texts, as what a user says. Messages always
+            have one, and token ids never.
+        system: what the system says before.
     """
 
     tokenizer: Any
     limit: int
     encodes: bool = False
     wrap: bool = False
+    system: str | None = None
 
     @classmethod
-    def of(cls, model: Any, wrap: bool = False) -> Reader:
-        """For a loaded model."""
+    def of(cls, model: Any, wrap: bool | None = False, system: str | None = None) -> Reader:
+        """For a loaded model; where `wrap` is None, its template says (`chat.is_instruct`)."""
+        if wrap is None:
+            wrap = chat.is_instruct(model.tokenizer, model.eos)
         encodes = model.target.facts.source_limit is not None
-        return cls(model.tokenizer, model.prompt_limit + 1, encodes, wrap)
+        return cls(model.tokenizer, model.prompt_limit + 1, encodes, wrap, system)
 
     @classmethod
     def open(
-        cls, target: str | Path, trust_remote_code: bool = False, wrap: bool = False
+        cls,
+        target: str | Path,
+        trust_remote_code: bool = False,
+        wrap: bool | None = False,
+        system: str | None = None,
     ) -> Reader | None:
         """For a model whose weights are not loaded; None where only loading them can tell."""
+        if wrap is None:  # the end-of-text ids are known with the weights
+            return None
         from forerun.runtime.load import load_tokenizer, read_config
         from forerun.runtime.support import context_limit
 
@@ -189,7 +227,7 @@ class Reader:
         except (ForerunError, OSError, ValueError, KeyError, AttributeError, TypeError):
             return None
         encodes = bool(getattr(config, "is_encoder_decoder", False))
-        return cls(tokenizer, limit + encodes, encodes, wrap)
+        return cls(tokenizer, limit + encodes, encodes, wrap, system)
 
     def prepare(
         self,
@@ -242,17 +280,20 @@ class Reader:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens and the {what} {most}; shorten the prompt"
             )
-        text = prompt.content
-        if not isinstance(text, str):
+        text, talk = prompt.content, _is_conversation(prompt.content)
+        if talk:
+            text = str(text[-1]["content"])
+        elif not isinstance(text, str):
             text = str(ids) if self.tokenizer is None else str(self.tokenizer.decode(ids))
-        if self.encodes:
+        talk = talk or (self.wrap and isinstance(prompt.content, str))
+        if self.encodes or talk:
             text = f"{text}\n"  # what is written does not go on from it
-        return replace(prompt, index=index, text=text, ids=ids, sampling=sampling)
+        return replace(prompt, index=index, text=text, ids=ids, sampling=sampling, chat=talk)
 
     def encode(self, turns: Sequence[Content]) -> list[int]:
         """Token ids of what user and assistant said in turns, up to where the assistant answers.
 
-        Without `wrap` the turns stand below each other. Token ids are one turn, and pass through.
+        Without `wrap` the turns stand below each other. Token ids and messages are one turn.
 
         Raises:
             SettingError: the tokenizer has no chat template.
@@ -260,14 +301,20 @@ class Reader:
         texts = [read(turn, "the prompt") for turn in turns]
         first = texts[0]
         if not isinstance(first, str):
-            return first
+            return encode(self.tokenizer, self._opened(first))
         if not self.wrap:
             return encode(self.tokenizer, "\n".join(map(str, texts)))
         if not chat.has_template(self.tokenizer):
             raise SettingError("`chat` needs a chat template, and this tokenizer has none")
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-        return chat.render(self.tokenizer, messages)
+        return encode(self.tokenizer, self._opened(messages))
+
+    def _opened(self, content: Any) -> Any:
+        """A conversation that begins with what the system says, unless it says something itself."""
+        if self.system is None or not _is_conversation(content) or content[0]["role"] == "system":
+            return content
+        return [{"role": "system", "content": self.system}, *content]
 
 
 def unroll(
@@ -459,8 +506,8 @@ def _line(line: str, where: str) -> Prompt:
         raise SettingError(f"{where}: expected a string or an object, got {line.strip()[:40]}")
     try:
         return replace(_prompt(value), where=where)
-    except SettingError as error:
-        raise SettingError(f"{where}: {error}") from error
+    except (PromptError, SettingError) as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def _prompt(value: dict[str, Any]) -> Prompt:
@@ -478,7 +525,12 @@ def _prompt(value: dict[str, Any]) -> Prompt:
 
 def _content(value: dict[str, Any]) -> tuple[Content, tuple[str, ...]]:
     """What is to go on from, and the later turns; the keys of it are taken out, but `source`."""
-    turns, prompt, tokens = (value.pop(key, None) for key in ("turns", "prompt", "tokens"))
+    keys = ("turns", "prompt", "tokens", "messages")
+    turns, prompt, tokens, messages = (value.pop(key, None) for key in keys)
+    if messages is not None:
+        if any(part is not None for part in (turns, prompt, tokens)):
+            raise SettingError("messages are a prompt; give nothing else to go on from")
+        return list(chat.conversation(messages)), ()
     if turns is not None:
         good = isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)
         if not good or prompt is not None or tokens is not None:
@@ -494,7 +546,8 @@ def _content(value: dict[str, Any]) -> tuple[Content, tuple[str, ...]]:
     prompt = source if prompt is None else prompt
     if (prompt is None) == (tokens is None):
         raise SettingError(
-            'give "prompt" (text), "tokens" (a list of ids) or "turns" (a list of texts)'
+            'give "prompt" (text), "tokens" (a list of ids), "messages" (a conversation) or '
+            '"turns" (a list of texts)'
         )
     if tokens is not None:
         good = isinstance(tokens, list) and all(type(t) is int for t in tokens)

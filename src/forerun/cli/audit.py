@@ -10,7 +10,7 @@ from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, one_line, stderr, stdout, table
-from forerun.cli.shared.models import Models
+from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import SAMPLING, SPECULATION, Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
@@ -31,6 +31,7 @@ COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}
 @options.command
 def audit(
     models: Annotated[Models, Fields(Models)],
+    chat: Annotated[Chat, Fields(Chat)],
     prompts: Annotated[
         str | None, options.prompts("Default for the shipped target: builtin.")
     ] = None,
@@ -98,7 +99,7 @@ def audit(
 
         settings = {"prompts": where, "split": split, "limit": limit}
         settings["max_new_tokens"] = max_new_tokens
-        precision_audit(models, precision, chosen, settings, as_json)
+        precision_audit(models, precision, chosen, chat, settings, as_json)
         return
 
     from forerun.lab import audit as lab
@@ -106,7 +107,7 @@ def audit(
 
     lab.check_lossless(rule)
     how = Settings(controller, rule)
-    job, rows = models.open(chosen, common, how, batch_size)
+    job, rows = models.open(chosen, common, how, batch_size, chat=chat)
     peers = _peers(job.model) if peer else []
     run = lab.audit(
         job.model,

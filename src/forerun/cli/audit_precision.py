@@ -12,7 +12,7 @@ from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.models import Models
+    from forerun.cli.shared.models import Chat, Models
     from forerun.prompts import Prompt
 
 PRECISIONS = ("bf16", "int8")
@@ -52,6 +52,7 @@ def precision_audit(
     models: Models,
     precision: str,
     prompts: Sequence[Prompt],
+    chat: Chat,
     settings: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -61,6 +62,7 @@ def precision_audit(
         models: names the target, its runtime and its device.
         precision: of `PRECISIONS`.
         prompts: the prompts.
+        chat: what is put around them.
         settings: how they were chosen, for the document.
         as_json: print one JSON document.
     """
@@ -68,7 +70,7 @@ def precision_audit(
     from forerun.lab.provenance import versions
 
     exact, other = in_both(models, precision)
-    first, rows = exact.open(prompts)
+    first, rows = exact.open(prompts, chat=chat)
     second = other.load()
     run = compare(
         first.model, second.model, [row.ids for row in rows], [row.sampling for row in rows]

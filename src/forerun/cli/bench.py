@@ -25,7 +25,7 @@ from forerun.cli.shared.bench_inputs import (
     their_methods,
 )
 from forerun.cli.shared.console import note, status, stderr, stdout, table
-from forerun.cli.shared.models import Models
+from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
@@ -53,6 +53,7 @@ app = typer.Typer(
 def bench(
     context: typer.Context,
     models: Annotated[Models, Fields(Models)],
+    chat: Annotated[Chat, Fields(Chat)],
     output: Annotated[
         str | None,
         options.output(
@@ -114,10 +115,6 @@ def bench(
             panel=PROMPTS,
         ),
     ] = None,
-    chat: Annotated[
-        bool,
-        flag("--chat", "Prompts are what a user says: put the chat template around.", PROMPTS),
-    ] = False,
     skip_long: Annotated[
         bool,
         flag("--skip-long", "Leave out prompts that do not fit the context.", PROMPTS),
@@ -186,7 +183,7 @@ def bench(
         "families": list(dict.fromkeys(prompt.family for prompt in chosen)),
         "prompts_per_family": prompts,
         "split": None if prompt_file else split,
-        "chat": chat,
+        "chat": job.about["chat"],
         "batch": sizes,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -208,7 +205,7 @@ app.command("compare")(compare)
 
 
 def _open(
-    models: Models, requested: Sequence[Prompt], chat: bool, skip_long: bool
+    models: Models, requested: Sequence[Prompt], chat: Chat, skip_long: bool
 ) -> tuple[Job, list[Prompt]]:
     """The models, and the prompts of all turns."""
     from forerun.prompts import Reader, unroll
@@ -218,7 +215,7 @@ def _open(
         note(stderr(), f"left out {left} of {len(requested)} prompts: longer than the context")
     if any(prompt.later for prompt in chosen):
         with status("answering the first turns"):
-            chosen = unroll(job.model, Reader.of(job.model, chat), chosen)
+            chosen = unroll(job.model, Reader.of(job.model, chat.wrap, chat.system), chosen)
     return job, chosen
 
 

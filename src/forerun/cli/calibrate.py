@@ -9,7 +9,7 @@ from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.models import Models
+from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json, save_json
@@ -44,6 +44,7 @@ DRAFT = Annotated[
 @options.command
 def easd(
     models: Annotated[Models, Fields(Models, draft=DRAFT)],
+    chat: Annotated[Chat, Fields(Chat)],
     data: Annotated[str | None, options.prompts(VALIDATION)] = None,
     share: Annotated[
         float, option("P", "Of the steps, how many count as the most uncertain.")
@@ -76,7 +77,7 @@ def easd(
     if not target_only:
         _check_draft(models)
     how = Settings(controller="fixed(5)")
-    job, rows = models.open(requested, how=how, batch_size=batch_size)
+    job, rows = models.open(requested, how=how, batch_size=batch_size, chat=chat)
 
     from forerun.lab import calibrate
 
@@ -90,7 +91,7 @@ def easd(
             target_only=target_only,
             progress=tell,
         )
-    settings = {name: job.about[name] for name in ("target", "draft", "device", "dtype")}
+    settings = {name: job.about[name] for name in ("target", "draft", "device", "dtype", "chat")}
     settings |= {"data": source, "limit": limit, "max_new_tokens": max_new_tokens}
     document = calibrate.document(calibration, settings)
     if output is not None:

@@ -10,7 +10,7 @@ import typer
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr
-from forerun.cli.shared.models import Models
+from forerun.cli.shared.models import ChatByDefault, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, Fields, flag, option
 from forerun.errors import SettingError
 from forerun.requests import Sampling
@@ -22,6 +22,7 @@ MANY_PROMPTS = "Many prompts"
 def generate(
     models: Annotated[Models, Fields(Models)],
     sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, without=("eos", "constraint"))],
+    chat: Annotated[ChatByDefault, Fields(ChatByDefault)],
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -111,13 +112,15 @@ def generate(
 
         models = models.with_exits(exits)
         how = resolve(settings, controller=controller, rule=rule, draft=models.draft)
-    job, prompts = models.open(prompts, common, how, batch_size)
+    job, prompts = models.open(prompts, common, how, batch_size, chat=chat)
     job.model.opening = job.model.open(language, decoder_prompt)
     watched = sys.stdout.isatty() and not (as_json or as_lines)
     job = replace(job, logprobs=logprobs, first_token_soon=watched)
     if settings is not None:
         used = "{controller}, {rule}, draft {draft}".format_map(job.about)
         note(stderr(), f"{settings}: {used}")
+    if job.about["chat"] and not chat.chat:
+        note(stderr(), "the model's chat template is around the prompt; --raw leaves it out")
     if compare:
         faces.warm_up(job, prompts[0])
     if as_lines:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.models import Models
+from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
@@ -44,6 +44,7 @@ def record(
         dict[str, Any],
         Fields(Sampling, SAMPLING, TRANSFORM, repetition_penalty=(PENALISED, None)),
     ],
+    chat: Annotated[Chat, Fields(Chat)],
     split: options.Split = "val",
     limit: options.Limit = None,
     max_new_tokens: options.MaxNewTokens = 64,
@@ -77,13 +78,14 @@ def record(
     requested = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
     models.require_draft_model("recording")
     how = Settings(controller="fixed(0)", rule=rule)
-    job, chosen = models.open(requested, common, how, batch_size)
+    job, chosen = models.open(requested, common, how, batch_size, chat=chat)
     about = {
         "prompts": prompts if is_shipped(prompts) else Path(prompts).name,
         "split": split if is_shipped(prompts) else None,
         "limit": limit,
         "seed": seed,
         "rule": rule,
+        "chat": job.about["chat"],
     }
     trace = _record(job, chosen, depth, output, about)
     if as_json:

@@ -38,6 +38,33 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Chat:
+    """What is put around prompts."""
+
+    chat: options.ChatTemplate = False
+    system: options.System = None
+
+    @property
+    def wrap(self) -> bool | None:
+        """As `Reader` takes it."""
+        return self.chat or self.system is not None
+
+
+@dataclass(frozen=True)
+class ChatByDefault(Chat):
+    """The same, where the model itself says what is put around prompts."""
+
+    raw: options.Raw = False
+
+    @property
+    def wrap(self) -> bool | None:
+        """None: as the model says."""
+        if self.raw and super().wrap:
+            raise SettingError("--raw leaves the chat template out; leave --chat and --system out")
+        return False if self.raw else super().wrap or None
+
+
+@dataclass(frozen=True)
 class Models:
     """What is to be loaded: the options that `forerun.load` takes."""
 
@@ -70,7 +97,7 @@ class Models:
         how: Settings | None = None,
         batch_size: int = 16,
         *,
-        chat: bool = False,
+        chat: Chat | None = None,
         **reading: bool,
     ) -> tuple[Job, list[Prompt]]:
         """Load the models, and prepare the prompts: before, as far as no weights are needed.
@@ -80,7 +107,7 @@ class Models:
             common: sampling fields for all.
             how: controller, rule, and a draft where no option names one; None are the defaults.
             batch_size: prompts decoded together.
-            chat: whether a chat template is put around them.
+            chat: what is put around them; None leaves them as they are.
             reading: as for `Reader.prepare`.
 
         Raises:
@@ -89,17 +116,21 @@ class Models:
         from forerun import zoo
         from forerun.prompts import Reader
 
+        around = (False, None) if chat is None else (chat.wrap, chat.system)
+
         def prepare(reader: Reader) -> list[Prompt]:
             return reader.prepare(prompts, common, **reading)
 
         with status(f"loading {self.target or 'the models that ship'}"), _quiet():
             require(batch_size >= 1, "batch size", batch_size, "≥ 1")
             length, keep = self._check(how)
-            reader = Reader.open(zoo.locate(self.target), self.trust_remote_code, chat)
+            reader = Reader.open(zoo.locate(self.target), self.trust_remote_code, *around)
             early = None if reader is None else prepare(reader)
             draft = self.draft or (None if how is None else how.draft)
             job = self._load(draft, length, keep, batch_size)
-            return job, prepare(Reader.of(job.model, chat)) if early is None else early
+            ready = prepare(Reader.of(job.model, *around)) if early is None else early
+            job.about["chat"] = any(p.chat for p in ready)
+            return job, ready
 
     def _check(self, how: Settings | None) -> tuple[LengthController, AcceptanceRule]:
         """Errors that need no model are raised before one is loaded."""

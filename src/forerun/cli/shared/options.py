@@ -274,6 +274,27 @@ Controller = Annotated[
     ),
 ]
 
+ChatTemplate = Annotated[
+    bool,
+    flag(
+        "--chat",
+        "Prompts are what a user says: put the model's chat template around.",
+        PROMPTS,
+    ),
+]
+System = Annotated[
+    str | None,
+    option("TEXT", "What the system says before, in the chat template.", panel=PROMPTS),
+]
+Raw = Annotated[
+    bool,
+    flag(
+        "--raw",
+        "Leave the chat template out, which is around prompts of models that are made to answer.",
+        PROMPTS,
+    ),
+]
+
 Split = Annotated[
     str,
     option(
