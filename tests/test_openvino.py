@@ -592,12 +592,12 @@ def test_early_exits_in_int8_are_refused(model: Any) -> None:
 
 def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_path: Path) -> None:
     """An executor that keeps no module cannot say them."""
-    from forerun.serve.plans import sampling_defaults, saved_generation_config
+    from forerun.runtime.generation import sampling_settings, saved_generation_config
 
     model = copy.deepcopy(model)
     model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.9)
     model.save_pretrained(tmp_path)
-    defaults = sampling_defaults(saved_generation_config(str(tmp_path)))
+    defaults = sampling_settings(saved_generation_config(str(tmp_path)))
     assert (defaults["temperature"], defaults["top_p"]) == (0.7, 0.9)
     assert saved_generation_config("") is saved_generation_config(str(tmp_path / "no")) is None
 

@@ -35,7 +35,7 @@ from forerun.errors import (
     require,
 )
 from forerun.languages import Opening, opening
-from forerun.prompts import Reader, encode, read, split
+from forerun.prompts import Reader, answering, encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
@@ -125,7 +125,7 @@ class Model:
         Args:
             messages: each with "role" and "content"; a text is what a user says first.
             system: what the system says before; None leaves that to template and messages.
-            settings: as for `generate`.
+            settings: as for `generate`. The answer also ends where another turn begins.
 
         Raises:
             PromptError: no chat template, or one that refuses the messages.
@@ -136,9 +136,11 @@ class Model:
         """
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         reader = Reader(self.tokenizer, self.prompt_limit + 1, system=system)
+        fields = {k: settings.pop(k) for k in list(settings) if k in Sampling.__dataclass_fields__}
+        [how] = _samplings(settings.pop("sampling", None), fields, 1)
         with self._shared.turns:
             ids = reader.encode([list(turns)])
-        return self.generate([ids], **settings)[0]
+        return self.generate(ids, sampling=answering(self.tokenizer, how), **settings)
 
     def stream(
         self,

@@ -144,6 +144,16 @@ def encode(tokenizer: Any, content: Content) -> list[int]:
     return chat.render(tokenizer, content)  # type: ignore[arg-type]
 
 
+def answering(tokenizer: Any, how: Sampling) -> Sampling:
+    """Sampling of an answer: it ends where, by the chat template, another turn begins."""
+    ends = chat.turns(tokenizer).ends
+    special = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    tokens = [special[end] for end in ends if end in special]
+    if tokenizer.eos_token_id not in tokens and tokens and how.eos is None:
+        how = replace(how, eos=(*tokens, tokenizer.eos_token_id))
+    return replace(how, stop=(*how.stop, *(end for end in ends if end not in special)))
+
+
 def _is_conversation(value: Any) -> bool:
     return _is_list(value) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
@@ -215,8 +225,7 @@ class Reader:
         system: str | None = None,
     ) -> Reader | None:
         """For a model whose weights are not loaded; None where only loading them can tell."""
-        if wrap is None:  # the end-of-text ids are known with the weights
-            return None
+        from forerun.runtime.generation import saved_generation_config
         from forerun.runtime.load import load_tokenizer, read_config
         from forerun.runtime.support import context_limit
 
@@ -227,6 +236,11 @@ class Reader:
         except (ForerunError, OSError, ValueError, KeyError, AttributeError, TypeError):
             return None
         encodes = bool(getattr(config, "is_encoder_decoder", False))
+        if wrap is None:
+            sources = (tokenizer, config, saved_generation_config(str(target)))
+            ends = [getattr(part, "eos_token_id", None) for part in sources]
+            eos = {i for end in ends for i in (end if isinstance(end, list) else [end])}
+            wrap = chat.is_instruct(tokenizer, eos - {None})
         return cls(tokenizer, limit + encodes, encodes, wrap, system)
 
     def prepare(
@@ -288,6 +302,8 @@ class Reader:
         talk = talk or (self.wrap and isinstance(prompt.content, str))
         if self.encodes or talk:
             text = f"{text}\n"  # what is written does not go on from it
+        if talk:
+            sampling = answering(self.tokenizer, sampling)
         return replace(prompt, index=index, text=text, ids=ids, sampling=sampling, chat=talk)
 
     def encode(self, turns: Sequence[Content]) -> list[int]:

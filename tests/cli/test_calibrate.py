@@ -71,7 +71,7 @@ def test_document_on_stdout_and_in_the_file(calibrate, pair, prompts, tmp_path):
     assert document["entropy"] <= document["target"]["max"]
     assert document["settings"] == {
         "target": pair.target, "draft": pair.draft, "device": "cpu", "dtype": "float32",
-        "data": prompts, "limit": None, "max_new_tokens": 8,
+        "chat": False, "data": prompts, "limit": None, "max_new_tokens": 8,
     }  # fmt: skip
     assert {"forerun", "torch", "transformers"} <= document["versions"].keys()
     text = calibrate("-o", str(path))

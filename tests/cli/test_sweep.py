@@ -107,7 +107,7 @@ def test_summary(run, prompts):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((), "no prompts; give --prompts FILE"),
+        ((), "no prompts; give `prompts` FILE"),
         (("--prompts", "builtin:poems"), "family of shipped prompts 'poems'"),
         (("--prompts", "there.jsonl"), "No such file"),
         (("--prompts", "builtin", "--budget", "0"), "budget must be ≥ 1"),

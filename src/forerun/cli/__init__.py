@@ -15,6 +15,7 @@ from forerun.cli.audit import audit
 from forerun.cli.bench import app as bench
 from forerun.cli.build_datastore import build_datastore
 from forerun.cli.calibrate import app as calibrate
+from forerun.cli.chat import chat
 from forerun.cli.cite import cite
 from forerun.cli.costs import costs
 from forerun.cli.demo import demo
@@ -65,6 +66,7 @@ def _root(
 
 
 app.command("generate")(generate)
+app.command("chat")(chat)
 app.command("demo")(demo)
 app.command("serve")(serve)
 app.command("list")(show)

@@ -63,7 +63,7 @@ def generate(
         bool,
         flag("--compare", "Also decode plainly; print speed-up and sameness.", OUTPUT),
     ] = False,
-    rounds: Annotated[bool, flag("--rounds", "Print one line per round.", OUTPUT)] = False,
+    rounds: options.Rounds = False,
     logprobs: Annotated[
         int | None,
         option(

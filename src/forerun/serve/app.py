@@ -21,6 +21,7 @@ from forerun.engine import Logprob
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.errors import ForerunError, SettingError
 from forerun.model import Model
+from forerun.runtime.generation import generation_config, sampling_settings
 from forerun.serve import memory, page
 from forerun.serve.answers import Answer
 from forerun.serve.config import Config
@@ -28,7 +29,7 @@ from forerun.serve.errors import ApiError, bad
 from forerun.serve.guards import FAILED, Guard
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.parts import parts
-from forerun.serve.plans import Facts, Plan, Planner, sampling_defaults, saved_generation_config
+from forerun.serve.plans import Facts, Plan, Planner
 from forerun.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -85,15 +86,12 @@ class Server:
 
     def __init__(self, model: Model, config: Config) -> None:
         self.config, self.began = config, int(time.time())
-        generation = getattr(model.target.executor.module(), "generation_config", None)
-        if generation is None:  # an executor that keeps no module
-            generation = saved_generation_config(model.target.facts.name)
         self.facts = Facts(
             config.name,
             model.target.limit,
             model.target.vocab_size,
             model.eos,
-            sampling_defaults(generation),
+            {"temperature": 1.0, **sampling_settings(generation_config(model.target))},
             model.target.facts.source_limit,
             model.context,
         )

@@ -9,6 +9,7 @@ from typing import Any
 from forerun.engine import Request, Sampling
 from forerun.errors import ForerunError
 from forerun.requests import Constraint
+from forerun.runtime.generation import SETTINGS
 from forerun.serve.config import Config
 from forerun.serve.errors import bad
 from forerun.serve.policy import Policies, Policy
@@ -18,8 +19,6 @@ from forerun.serve.texts import Texts
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
-DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling settings that a model's generation_config may have an opinion on."""
 
 
 @dataclass(frozen=True)
@@ -37,28 +36,6 @@ class Facts:
     """Most tokens that an encoder reads: then the prompt is the source."""
     context: Callable[[list[int]], tuple[list[int], list[int] | None]] = lambda ids: (ids, None)
     """Prompt and source of a prompt's tokens; see `Model.context`."""
-
-
-def saved_generation_config(name: str) -> Any:
-    """What lies beside a model's weights; None if nothing does."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(name, local_files_only=True) if name else None
-    except (OSError, ValueError):
-        return None
-
-
-def sampling_defaults(generation_config: Any) -> dict[str, float]:
-    """What a model's generation_config says, where it says something; else temperature 1."""
-    defaults = {"temperature": 1.0}
-    for name in DEFAULTS:
-        value = getattr(generation_config, name, None)
-        if value is not None:
-            defaults[name] = value
-    if getattr(generation_config, "do_sample", None) is False:
-        defaults["temperature"] = 0.0
-    return defaults
 
 
 @dataclass(frozen=True)
@@ -217,7 +194,7 @@ class Planner:
     ) -> Sampling:
         eos, ignore = _ends(request, self.facts.eos)
         given: dict[str, Any] = dict(self.facts.defaults)
-        for name in (*DEFAULTS, "presence_penalty", "frequency_penalty"):
+        for name in (*SETTINGS, "presence_penalty", "frequency_penalty"):
             if (value := getattr(request, name)) is not None:
                 given[name] = value
         if given.get("top_k", 0) < 0:

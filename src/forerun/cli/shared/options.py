@@ -63,6 +63,7 @@ class Fields:
         panel: of the options that do not name one.
         only: the fields, in this order; None takes all.
         without: fields that are no options here.
+        optional: what is not given is None, whatever the field's default.
         changed: fields with another option here: an `Annotated` type, or (type, default).
     """
 
@@ -72,9 +73,11 @@ class Fields:
         panel: str | None = None,
         only: tuple[str, ...] | None = None,
         without: tuple[str, ...] = (),
+        optional: bool = False,
         **changed: Any,
     ) -> None:
         self.source, self.panel, self.changed = source, panel, changed
+        self._optional = optional
         known = [f.name for f in fields(source) if f.init]
         self.names = [n for n in only or known if n not in without]
 
@@ -87,6 +90,8 @@ class Fields:
             made = by_name[name]
             default = None if made.default is MISSING else _plain(made.default)
             kind = self.changed.get(name, hints[name])
+            if self._optional:
+                kind, default = kind | None, None
             if isinstance(kind, tuple):
                 kind, default = kind
             if get_origin(kind) is not Annotated:
@@ -324,4 +329,5 @@ CostTable = Annotated[
 NearBatch = Annotated[int, option("B", "Choose the costs nearest to this batch.", panel=COSTS)]
 NearContext = Annotated[int, option("N", "And of those nearest to this context.", panel=COSTS)]
 
+Rounds = Annotated[bool, flag("--rounds", "Print one line per round.", OUTPUT)]
 Json = Annotated[bool, flag("--json", "Print one JSON document and nothing else.", OUTPUT)]
