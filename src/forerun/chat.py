@@ -213,7 +213,7 @@ def _turns(tokenizer: Any, template: str) -> Turns:
     return Turns(tuple(dict.fromkeys(ends)), "" if lead.strip() else lead)
 
 
-def is_instruct(tokenizer: Any, eos: Collection[int]) -> bool:
+def is_instruct(tokenizer: Any, eos: Collection[int | None]) -> bool:
     """Whether a model was made to answer: its template's end of a turn is an end of text."""
     ids = tokenizer.convert_tokens_to_ids(list(turns(tokenizer).ends)) if tokenizer else []
     return any(token in eos for token in ids)

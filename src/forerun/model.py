@@ -139,8 +139,8 @@ class Model:
         fields = {k: settings.pop(k) for k in list(settings) if k in Sampling.__dataclass_fields__}
         [how] = _samplings(settings.pop("sampling", None), fields, 1)
         with self._shared.turns:
-            ids = reader.encode([list(turns)])
-        return self.generate(ids, sampling=answering(self.tokenizer, how), **settings)
+            ids = reader.encode([[dict(turn) for turn in turns]])
+        return self.generate([ids], sampling=answering(self.tokenizer, how), **settings)[0]
 
     def stream(
         self,

@@ -22,7 +22,7 @@ BUILTIN, ALL = "builtin", "all"
 """Names of the shipped prompts, and of all their families."""
 WANTED = "text, token ids (a list or a 1-D array of integers), messages, or a list of such"
 
-Message = Mapping[str, Any]
+Message = dict[str, Any]
 """Of a conversation: a role and a content."""
 Content = str | list[int] | list[Message]
 """Text, token ids, or a conversation, which a chat template is put around."""
@@ -146,12 +146,8 @@ def encode(tokenizer: Any, content: Content) -> list[int]:
 
 def answering(tokenizer: Any, how: Sampling) -> Sampling:
     """Sampling of an answer: it ends where, by the chat template, another turn begins."""
-    ends = chat.turns(tokenizer).ends
-    special = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    tokens = [special[end] for end in ends if end in special]
-    if tokenizer.eos_token_id not in tokens and tokens and how.eos is None:
-        how = replace(how, eos=(*tokens, tokenizer.eos_token_id))
-    return replace(how, stop=(*how.stop, *(end for end in ends if end not in special)))
+    ends = [end for end in chat.turns(tokenizer).ends if end != tokenizer.eos_token]
+    return replace(how, stop=(*how.stop, *ends))
 
 
 def _is_conversation(value: Any) -> bool:
@@ -239,8 +235,13 @@ class Reader:
         if wrap is None:
             sources = (tokenizer, config, saved_generation_config(str(target)))
             ends = [getattr(part, "eos_token_id", None) for part in sources]
-            eos = {i for end in ends for i in (end if isinstance(end, list) else [end])}
-            wrap = chat.is_instruct(tokenizer, eos - {None})
+            eos = [
+                i
+                for end in ends
+                if end is not None
+                for i in (end if isinstance(end, list) else [end])
+            ]
+            wrap = chat.is_instruct(tokenizer, eos)
         return cls(tokenizer, limit + encodes, encodes, wrap, system)
 
     def prepare(
@@ -294,7 +295,8 @@ class Reader:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens and the {what} {most}; shorten the prompt"
             )
-        text, talk = prompt.content, _is_conversation(prompt.content)
+        text: Any = prompt.content
+        talk = _is_conversation(text)
         if talk:
             text = str(text[-1]["content"])
         elif not isinstance(text, str):

@@ -65,10 +65,12 @@ def test_one_conversation_is_the_same_tokens_at_every_door(model, tmp_path, on):
     assert (prompt.ids, prompt.chat) == (wanted, True)
     how = {"max_new_tokens": 6, "ignore_eos": True}
     answers = [
-        model.chat(TALK, **how), model.chat("Hello", "Be kind.", **how), model.generate(TALK, **how),
-        model.generate(wanted, **how), model.generate([TALK], **how)[0],
-        model.generate({"input_ids": wanted}, **how), model.generate({"input_ids": [wanted]}, **how),
-    ]  # fmt: skip
+        model.chat(TALK, **how),
+        model.chat("Hello", "Be kind.", **how),
+        model.generate([TALK], **how)[0],
+        *(model.generate(p, **how) for p in (TALK, wanted, {"input_ids": wanted})),
+        model.generate({"input_ids": [wanted]}, **how),
+    ]
     assert len({tuple(a.tokens) for a in answers}) == 1
     rest = ("--max-new-tokens", "6", "--ignore-eos", "--json")
     for argv in (["Hello", "--system", "Be kind."], ["--prompt-file", str(path)]):

@@ -208,14 +208,14 @@ def _open(
     models: Models, requested: Sequence[Prompt], chat: Chat, skip_long: bool
 ) -> tuple[Job, list[Prompt]]:
     """The models, and the prompts of all turns."""
-    from forerun.prompts import Reader, unroll
+    from forerun.prompts import unroll
 
     job, chosen = models.open(requested, chat=chat, turns=True, skip_long=skip_long)
     if left := len(requested) - len(chosen):
         note(stderr(), f"left out {left} of {len(requested)} prompts: longer than the context")
     if any(prompt.later for prompt in chosen):
         with status("answering the first turns"):
-            chosen = unroll(job.model, Reader.of(job.model, chat.wrap, chat.system), chosen)
+            chosen = unroll(job.model, job.reader, chosen)
     return job, chosen
 
 

@@ -85,7 +85,7 @@ class Conversation:
             own["temperature"] = 0.0
         self._sampling = {"max_new_tokens": 1024, **own, **given}
         self._job, self._rounds, self._lead = job, rounds, turns(job.model.tokenizer).lead
-        self.system, self.messages = system, list[dict[str, str]]()
+        self.system, self.messages = system, list[dict[str, Any]]()
         _keep_prefixes(job)
 
     def run(self) -> None:
@@ -144,7 +144,7 @@ class Conversation:
             file.write(json.dumps({"messages": self._opened}, ensure_ascii=False) + "\n")
 
     @property
-    def _opened(self) -> list[dict[str, str]]:
+    def _opened(self) -> list[dict[str, Any]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 

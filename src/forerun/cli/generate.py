@@ -16,12 +16,15 @@ from forerun.errors import SettingError
 from forerun.requests import Sampling
 
 MANY_PROMPTS = "Many prompts"
+NO_OPTIONS = ("eos", "constraint", "allowed_tokens")
 
 
 @options.command
 def generate(
     models: Annotated[Models, Fields(Models)],
-    sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, without=("eos", "constraint"))],
+    sampling: Annotated[
+        dict[str, Any], Fields(Sampling, SAMPLING, without=("eos", "constraint", "allowed_tokens"))
+    ],
     chat: Annotated[ChatByDefault, Fields(ChatByDefault)],
     prompt: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr, stdout
-from forerun.cli.shared.models import ALONE, Models
+from forerun.cli.shared.models import ALONE, Chat, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
@@ -32,6 +32,7 @@ OWN = "own.jsonl"
 def train_draft(
     output: Annotated[str, options.output("DIR", "Where the draft decoder goes.")],
     models: Annotated[Models, Fields(Models, only=ALONE)],
+    chat: Annotated[Chat, Fields(Chat)],
     pairs: Annotated[
         str | None,
         option(
@@ -115,7 +116,7 @@ def train_draft(
     settings = Settings(kind, layers, width, steps, batch, lr, seed=seed, vocab=vocab)
     _check(settings, models.target, pairs, data)
 
-    job = models.alone.load(batch_size=batch)
+    job = models.alone.load(batch_size=batch, chat=chat)
     if pairs is not None:
         trainer, texts = _on_encoder(job, settings, pairs, out / OWN, own, max_new_tokens)
     else:

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.models import ALONE, Models
+from forerun.cli.shared.models import ALONE, Chat, Models
 from forerun.cli.shared.options import OUTPUT, Fields, option
 from forerun.cli.shared.progress import Tell, progress
 from forerun.cli.shared.report import print_json
@@ -31,6 +31,7 @@ SCHEMA = 1
 def train_exits(
     output: Annotated[str, options.output("DIR", "Where exits.safetensors and .json go.")],
     models: Annotated[Models, Fields(Models, only=ALONE)],
+    chat: Annotated[Chat, Fields(Chat)],
     data: Annotated[
         str | None,
         option(
@@ -106,7 +107,7 @@ def train_exits(
     from forerun.cli.shared.exit_texts import GROUP, hold_out, read_documents
     from forerun.training.features import fingerprint
 
-    job = models.alone.load(batch_size=GROUP)
+    job = models.alone.load(batch_size=GROUP, chat=chat)
     access, exits = _exits(job, chosen, rank, vocab)
     identity = fingerprint(job.model.target.executor.module())
     began = time.perf_counter()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import PromptError, SettingError
-from forerun.prompts import Prompt, Reader, find_prompts, is_shipped, read_file
+from forerun.prompts import Prompt, find_prompts, is_shipped, read_file
 
 if TYPE_CHECKING:
     from forerun.cli.shared.models import Job
@@ -122,7 +122,9 @@ def read_documents(
         documents = _cut(source.texts, job, seed)
     else:
         assert source.prompts is not None
-        documents = _written(source.prompts(), job, folder / "texts.jsonl", f"{identity} {seed}")
+        documents = _written(
+            source.prompts(), job, folder / "texts.jsonl", f"{identity} {seed}{job.chat.key}"
+        )
     chosen: list[Document] = []
     count = 0
     for document in documents:
@@ -186,7 +188,7 @@ def _written(prompts: Iterable[Prompt], job: Job, path: Path, key: str) -> Itera
             sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
             chosen.append(replace(prompt, settings={**sampling, **prompt.settings}))
             number += 1
-        rows = Reader.of(job.model).prepare(chosen)
+        rows = job.reader.prepare(chosen)
         done = job.model.generate(
             [row.ids for row in rows], sampling=[row.sampling for row in rows],
             batch_size=job.batch_size, plain=True,

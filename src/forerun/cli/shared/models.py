@@ -23,21 +23,6 @@ ALONE = ("target", "device", "dtype", "trust_remote_code")
 
 
 @dataclass(frozen=True)
-class Job:
-    """A model, and how its prompts are run."""
-
-    model: Model
-    controller: LengthController
-    rule: AcceptanceRule
-    batch_size: int = 16
-    about: dict[str, Any] = field(default_factory=dict)
-    """Settings as reported in the JSON document."""
-    logprobs: int | None = None
-    first_token_soon: bool = False
-    """As for `Model.stream`."""
-
-
-@dataclass(frozen=True)
 class Chat:
     """What is put around prompts."""
 
@@ -48,6 +33,11 @@ class Chat:
     def wrap(self) -> bool | None:
         """As `Reader` takes it."""
         return self.chat or self.system is not None
+
+    @property
+    def key(self) -> str:
+        """What it adds to the name of texts that are kept."""
+        return f" {self.wrap} {self.system}" if self.wrap else ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +52,30 @@ class ChatByDefault(Chat):
         if self.raw and super().wrap:
             raise SettingError("--raw leaves the chat template out; leave --chat and --system out")
         return False if self.raw else super().wrap or None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, and how its prompts are run."""
+
+    model: Model
+    controller: LengthController
+    rule: AcceptanceRule
+    batch_size: int = 16
+    about: dict[str, Any] = field(default_factory=dict)
+    """Settings as reported in the JSON document."""
+    logprobs: int | None = None
+    first_token_soon: bool = False
+    """As for `Model.stream`."""
+    chat: Chat = Chat()
+    """What is put around prompts."""
+
+    @property
+    def reader(self) -> Reader:
+        """What makes prompts ready to run."""
+        from forerun.prompts import Reader
+
+        return Reader.of(self.model, self.chat.wrap, self.chat.system)
 
 
 @dataclass(frozen=True)
@@ -86,9 +100,11 @@ class Models:
 
         return self if exits is None else replace(self, draft=with_exits(self.draft, exits))
 
-    def load(self, how: Settings | None = None, batch_size: int = 16) -> Job:
+    def load(
+        self, how: Settings | None = None, batch_size: int = 16, chat: Chat | None = None
+    ) -> Job:
         """Check everything, then load the models; `how` names controller, rule and draft."""
-        return self.open((), None, how, batch_size)[0]
+        return self.open((), None, how, batch_size, chat=chat)[0]
 
     def open(
         self,
@@ -116,7 +132,7 @@ class Models:
         from forerun import zoo
         from forerun.prompts import Reader
 
-        around = (False, None) if chat is None else (chat.wrap, chat.system)
+        chat = chat or Chat()
 
         def prepare(reader: Reader) -> list[Prompt]:
             return reader.prepare(prompts, common, **reading)
@@ -124,11 +140,13 @@ class Models:
         with status(f"loading {self.target or 'the models that ship'}"), _quiet():
             require(batch_size >= 1, "batch size", batch_size, "≥ 1")
             length, keep = self._check(how)
-            reader = Reader.open(zoo.locate(self.target), self.trust_remote_code, *around)
+            reader = Reader.open(
+                zoo.locate(self.target), self.trust_remote_code, chat.wrap, chat.system
+            )
             early = None if reader is None else prepare(reader)
             draft = self.draft or (None if how is None else how.draft)
-            job = self._load(draft, length, keep, batch_size)
-            ready = prepare(Reader.of(job.model, *around)) if early is None else early
+            job = replace(self._load(draft, length, keep, batch_size), chat=chat)
+            ready = prepare(job.reader) if early is None else early
             job.about["chat"] = any(p.chat for p in ready)
             return job, ready
 
