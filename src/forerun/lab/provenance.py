@@ -52,11 +52,16 @@ def identity(runtime: Rows) -> dict[str, Any]:
     """Name and hash of a model.
 
     The name is ``"shipped"``, a Hugging Face id, or that of the folder, without its path. The
-    hash is SHA-256 over the safetensors files in the order of their names; `hashed` says so with
-    ``"weights"``. Of more than 4 GiB only `config.json` and the first file are read
-    (``"config and first shard"``); of a model that is in no folder here nothing is.
+    hash is SHA-256 over the safetensors files in the order of their names, or the GGUF file;
+    `hashed` says so with ``"weights"``. Of safetensors of more than 4 GiB only `config.json` and
+    the first file are read (``"config and first shard"``); of a model that is in no folder here
+    nothing is.
     """
     name = runtime.facts.name
+    if name.endswith(".gguf"):
+        with Path(name).open("rb") as file:
+            digest = file_digest(file, "sha256").hexdigest()
+        return {"name": Path(name).name, "sha256": digest, "hashed": "weights"}
     folder = _folder(name)
     shipped = folder is not None and folder in (zoo.TARGET, zoo.DRAFT)
     shown = "shipped" if shipped else (Path(name).name if Path(name).is_dir() else name)

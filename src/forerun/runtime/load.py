@@ -6,12 +6,20 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
+from forerun.errors import (
+    ForerunWarning,
+    MissingExtraError,
+    ModelError,
+    SettingError,
+    UnsupportedModelError,
+)
+from forerun.runtime import gguf
 
 DTYPES = {
     "auto": None,
@@ -53,12 +61,12 @@ def load_model(
     trust_remote_code: bool = False,
     windows: bool = False,
 ) -> Any:
-    """Load a language model from a folder or a Hugging Face id (safetensors only).
+    """Load a language model from a folder or a Hugging Face id (safetensors), or a GGUF file.
 
     Args:
-        name: the folder or id.
+        name: the folder, id or file (`gguf.locate`).
         device: None: CUDA if there is one, else the CPU.
-        dtype: None: the checkpoint's own.
+        dtype: None: the checkpoint's own; of a GGUF file bfloat16, to which it is widened.
         trust_remote_code: run code that comes with the model.
         windows: whether it may have sliding windows (see `support.refusal`).
 
@@ -66,7 +74,7 @@ def load_model(
         ModelError: missing, corrupt, incomplete, or none that writes text; one line says which.
 
     Warns:
-        ForerunWarning: the checkpoint holds tensors that the model has no place for.
+        ForerunWarning: the checkpoint holds tensors that the model has no place for, or is widened.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -74,21 +82,29 @@ def load_model(
 
     from forerun.runtime.support import refusal
 
-    where, options = resolve_device(device), {"trust_remote_code": trust_remote_code}
-    wanted = resolve_dtype(dtype) or "auto"
-    _check_path(name)
+    where = resolve_device(device)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    wanted: str | torch.dtype = resolve_dtype(dtype) or "auto"
+    path = gguf.locate(name)
+    if path is None:
+        _check_path(name)
+    else:
+        wanted = torch.bfloat16 if wanted == "auto" else wanted
+        _widened(path, wanted)
+        name, options = path.parent, {"gguf_file": path.name}
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(str(name), **options)
         if reason := refusal(config, windows, encoders=True):
             raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
-        _check_generation_config(name)
+        if path is None:
+            _check_generation_config(name)
         encodes = getattr(config, "is_encoder_decoder", False)
         kind = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
         model, report = kind.from_pretrained(
             str(name),
             dtype=wanted,
-            use_safetensors=True,
+            **({} if path else {"use_safetensors": True}),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report, and refused
             **options,
@@ -101,8 +117,26 @@ def load_model(
     except SafetensorError as error:
         raise ModelError(f"the weights in {str(name)!r} are corrupt: {error}") from error
     except Exception as error:  # whatever it is, this model cannot be used
-        raise ModelError(f"cannot load the model {str(name)!r}: {_why(error)}") from error
+        raise ModelError(f"cannot load the model {str(path or name)!r}: {_why(error)}") from error
+    if path is not None:
+        model.hf_quantizer.remove_quantization_config(model)  # it is widened, and may be copied
+        model.name_or_path = str(path)
     return model
+
+
+def _widened(path: Path, dtype: torch.dtype | str) -> None:
+    """Say that a GGUF file's weights are widened, which needs an extra."""
+    if find_spec("gguf") is None or find_spec("accelerate") is None:
+        raise MissingExtraError.of("gguf", "gguf")
+    file, kind = gguf.read(path), str(dtype).removeprefix("torch.")
+    if file.kind.lower() not in (kind, {"float16": "f16", "bfloat16": "bf16"}.get(kind)):
+        warnings.warn(
+            f"{path.name}: PyTorch widens its {file.kind} weights to {kind}, "
+            f"{file.facts().weights * 2 >> 20:,} MiB and more; on a CPU the runtime openvino runs "
+            "them as they are",
+            ForerunWarning,
+            stacklevel=3,
+        )
 
 
 @torch.inference_mode()
@@ -171,6 +205,10 @@ def _check_generation_config(name: str | Path) -> None:
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer that belongs to a model."""
+    if path := gguf.locate(name):
+        from forerun.runtime.gguf_tokenizer import tokenizer_of
+
+        return tokenizer_of(gguf.read(path))
     _check_path(name)
     try:
         tokenizer = _plain_tokenizer(name)
@@ -198,6 +236,10 @@ def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError, OSError, ValueError, KeyError, AttributeError, TypeError: it cannot be read.
     """
+    if path := gguf.locate(name):
+        from transformers import PreTrainedConfig
+
+        return PreTrainedConfig(max_position_embeddings=gguf.read(path).facts().limit)
     if _is_plain_llama(name):
         from transformers import PreTrainedConfig
 

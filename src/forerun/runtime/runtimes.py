@@ -15,6 +15,7 @@ import torch
 
 from forerun.errors import ForerunWarning, MissingExtraError, SettingError, UnsupportedModelError
 from forerun.registry import Registry
+from forerun.runtime import gguf
 from forerun.runtime.base import Rows
 from forerun.runtime.load import load_model, resolve_device, resolve_dtype, run_once
 from forerun.runtime.packing import pack, unpacked
@@ -73,14 +74,15 @@ class OpenVINORuntime(RuntimeSpec):
     """OpenVINO's paged attention on a CPU: the passes themselves faster, in one ragged pass.
 
     Args:
-        precision: "fp32" (its cache, too; the default), "bf16" (both) or "int8" (weights, all else
-            in fp32). The last two are other models than the one in fp32, and reports name them.
+        precision: "fp32" (its cache, too), "bf16" (both) or "int8" (weights, all else in fp32). The
+            last two are other models than the one in fp32, and reports name them. None: fp32, and
+            of a GGUF file the file's own, which is the only one it has.
         threads: of OpenVINO, ≥ 1; None: as many as torch has.
         draft_precision: of draft models; None: the same. Greedy text is the target's in any.
     """
 
     summary: ClassVar[str] = "OpenVINO's paged attention on a CPU; fast passes, fp32, bf16 or int8"
-    precision: str = "fp32"
+    precision: str | None = None
     threads: int | None = None
     draft_precision: str | None = None
 
@@ -182,6 +184,8 @@ def _exportable(source: Source) -> bool:
     """Whether a model is on this machine and its export fits into the free memory."""
     from forerun.runtime.openvino.load import files
 
+    if gguf.locate(source.name):
+        return True
     here = files(source.name)
     if here and _relative(here[0]):
         return False

@@ -31,6 +31,11 @@ LARGEST_LOGITS = 256 << 20
 TIMED_CONTEXT, TURNS = 64, 6
 """Tokens of the row whose passes are timed when a model is loaded, and passes of each width, of
 which the shortest counts."""
+GROUPS = {"float32": 0, "bfloat16": 0, "int8": 64}
+"""Inputs of a product that share a scale when they are rounded to 8 bits, where the CPU multiplies
+8-bit numbers (VNNI, AMX); 0: none are rounded. GGUF has blocks of 32 weights, and so have these."""
+WIDTHS = 2, 4, 5, 8, 16
+"""Tokens of passes that are timed where no graph is for a fixed number."""
 PRECISIONS = {
     "float32": "float32",
     "fp32": "float32",
@@ -52,6 +57,7 @@ class OpenVINOExecutor(Executor):
         graph: with paged-attention nodes (`nodes.attach`); not needed afterwards.
         facts: of the model it was exported from.
         threads: of OpenVINO; None: as many as torch has.
+        group: of inputs that share a scale; None: that of `GROUPS`.
 
     Raises:
         SettingError: bf16 with one thread, or on a CPU without instructions for it.
@@ -60,10 +66,13 @@ class OpenVINOExecutor(Executor):
     copies = True
     own_threads = True
 
-    def __init__(self, graph: ov.Model, facts: Facts, threads: int | None = None) -> None:
+    def __init__(
+        self, graph: ov.Model, facts: Facts, threads: int | None = None, group: int | None = None
+    ) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
-        self._graph = graph
+        self.group = GROUPS.get(facts.precision, 32) if group is None else group
+        self._graph, self._least = graph, 1
         self.given: torch.Tensor | None = None
         """`(tokens, D)` what the next pass reads beside its tokens, if the graph has `GIVEN`."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
@@ -71,8 +80,9 @@ class OpenVINOExecutor(Executor):
         self._compile(graph)
 
     def _compile(self, graph: ov.Model) -> None:
-        self._forms = Forms(graph, self.facts, settings(self.facts.precision, self.threads))
-        self.levels = self._forms.levels
+        precision = self.facts.precision if self.facts.precision in GROUPS else "fp32"
+        self._forms = Forms(graph, self.facts, settings(precision, self.threads, self.group))
+        self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
 
     def tap(self, depths: Sequence[int]) -> States:
@@ -89,17 +99,24 @@ class OpenVINOExecutor(Executor):
         """Bytes of the cache pool."""
         return self.pool.nbytes
 
+    def pad(self, least: int) -> None:
+        """Feed no pass fewer tokens, and want the logits of no fewer; results stay as they are."""
+        self._least = least
+        self._forms.pad(least)
+        self.levels = self._forms.levels
+
     def time_passes(self) -> None:
         """Note what passes of a row take, when there are no rows; that also spares real ones the
         first pass of each graph, which takes several times as long."""
-        if not self.levels:
+        if not self.levels and self.facts.precision == "bfloat16":
             return
         context = min(TIMED_CONTEXT, self.facts.limit // 2)
         if self.facts.source_limit is not None:
             self.attend([[0]])
         self.run([0], [[0] * context], [0])
-        last, split = max(self.levels), self._forms.most_split
-        widths = sorted({1, *self.levels, 2 * last, 4 * last})
+        last, split = max(self.levels, default=0), self._forms.most_split
+        wider = (2 * last, 4 * last) if last else WIDTHS
+        widths = sorted({1, *self.levels, *wider})
         real = [n for n in widths if n <= HALVED or not split]  # the others are made of these
         seconds = {n: math.inf for n in real if context + n <= self.facts.limit}
         for tokens in list(seconds) * TURNS:  # in turns, as live: each finds the caches cold
@@ -208,12 +225,10 @@ class OpenVINOExecutor(Executor):
             return self._in_parts(starts, pieces, wanted)
         ends = list(map(add, starts, counts))
         form = self._forms.fitting(size)
-        if padding := form.tokens and form.tokens - size:
-            last = max(row for row, count in enumerate(counts) if count)
-            if ends[last] + padding <= self.facts.limit:
-                ends[last] += padding
-            else:
-                form = self._forms.open
+        last = max(row for row, count in enumerate(counts) if count)
+        if form.tokens and ends[last] + form.tokens - size > self.facts.limit:
+            form = self._forms.open
+        ends[last] += max((form.tokens or self._forms.least) - size, 0)
         self.cover(ends)
         if self.given is not None:
             form.give(self.given.numpy())
@@ -246,8 +261,8 @@ class OpenVINOExecutor(Executor):
         self._version += self.pool.cover(ends)
 
 
-def settings(precision: str, threads: int) -> dict[str, Any]:
-    """The plug-in's settings for a precision.
+def settings(precision: str, threads: int, group: int = 0) -> dict[str, Any]:
+    """The plug-in's settings for a precision, and for inputs in groups that share a scale.
 
     Raises:
         SettingError: unknown, or one the plug-in cannot run.
@@ -269,7 +284,7 @@ def settings(precision: str, threads: int) -> dict[str, Any]:
     return {
         "INFERENCE_PRECISION_HINT": compute,
         "KV_CACHE_PRECISION": compute,  # the plug-in's own choice is 8 bits
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # its own choice rounds what int8 weights multiply
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,  # all processes would be pinned to the same cores
         "INFERENCE_NUM_THREADS": threads,

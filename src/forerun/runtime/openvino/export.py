@@ -338,27 +338,38 @@ def _experts(
     return out
 
 
+def placeholder(call: Attention, number: int, states: Sequence[ov.Output]) -> ov.Node:
+    """Queries, keys and values of a token side by side, then a slice of the output's width.
+
+    Args:
+        call: what it stands for.
+        number: of the call.
+        states: queries, keys, values, each of tokens, heads and widths in this order.
+    """
+    widths = (
+        call.query_heads * call.key_size,
+        call.key_heads * call.key_size,
+        call.key_heads * call.value_size,
+    )
+    flat = [
+        op.reshape(port, integers([-1, width]), False)
+        for port, width in zip(states, widths, strict=True)
+    ]
+    packed = op.concat(flat, 1)
+    packed.set_friendly_name(f"{PLACEHOLDER}{number}")
+    width = call.query_heads * call.value_size
+    return op.slice(packed, integers([0]), integers([width]), integers([1]), integers([1]))
+
+
 def _placeholder(calls: list[Attention]) -> Callable[[Any], list[ov.Output]]:
-    """Queries, keys and values of a token side by side, then a slice of the output's shape."""
+    """What stands for a call of the marked attention."""
 
     def convert(context: Any) -> list[ov.Output]:
         number = int(context.get_values_from_const_input(3))
         call = calls[number]
-        widths = (
-            call.query_heads * call.key_size,
-            call.key_heads * call.key_size,
-            call.key_heads * call.value_size,
-        )
-        flat = [
-            op.reshape(_before_transpose(context.get_input(i)), _int([-1, width]), False)
-            for i, width in enumerate(widths)
-        ]
-        packed = op.concat(flat, 1)
-        packed.set_friendly_name(f"{PLACEHOLDER}{number}")
-        out = op.slice(
-            packed, _int([0]), _int([call.query_heads * call.value_size]), _int([1]), _int([1])
-        )
-        shape = _int([-1, 1, call.query_heads, call.value_size])
+        states = [_before_transpose(context.get_input(i)) for i in range(3)]
+        out = placeholder(call, number, states)
+        shape = integers([-1, 1, call.query_heads, call.value_size])
         return [op.reshape(out, shape, False).output(0)]
 
     return convert
@@ -374,7 +385,8 @@ def _before_transpose(port: ov.Output) -> ov.Output:
     return port
 
 
-def _int(values: list[int]) -> ov.Node:
+def integers(values: int | list[int]) -> ov.Node:
+    """A constant."""
     return op.constant(np.array(values, dtype=np.int64))
 
 

@@ -50,6 +50,8 @@ LARGEST_SECOND = 2 << 30
 """Bytes of weights in 16 bits up to which a second copy is held, for passes of more than `HALVED`
 tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 40, 53 ms, made of
 several 55, 53, 112. A single token would take 32 on them, and takes 23."""
+LARGEST_LEAST = 2
+"""Tokens that any pass may have to be padded to."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
@@ -111,7 +113,8 @@ class Form:
         self.request = Request(core().compile_model(graph, "CPU", settings), facts.vocab_size)
         self.tell: Tell | None = None
         """Called when the rows of the tokens, or the tables, are others; None: nobody needs it."""
-        self._places = memoryview(array("q", range(facts.limit)))
+        self._least = 1
+        self._places = memoryview(array("q", range(facts.limit + LARGEST_LEAST)))
         self._shape: tuple[Sequence[int], Sequence[int]] = (), ()
         self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
         self._version = -1
@@ -130,6 +133,10 @@ class Form:
         self.request.floats(GIVEN, self.tokens or len(states), states.shape[1])[
             : len(states), 0
         ] = states
+
+    def pad(self, least: int) -> None:
+        """Feed at least so many tokens, and at least so many to the head if any are wanted."""
+        self._least, self._shape = least, ((), ())
 
     def run(
         self,
@@ -172,15 +179,16 @@ class Form:
         self._shape = counts, wanted
         fed = [(row, *span) for row, span in enumerate(spans(counts)) if counts[row]]
         heads = [at for row, _, last in fed for at in range(last - wanted[row], last)]
-        size = self.tokens or fed[-1][2]
+        size = self.tokens or max(fed[-1][2], self._least)
+        seen = self.tokens or (heads and max(len(heads), self._least)) or 0
         fed[-1] = *fed[-1][:2], size
         if self.tell or [row for row, *_ in fed] != [row for row, *_ in self._fed]:
             self._version = -1
         self._fed, request = fed, self.request
         ends = [last for *_, last in fed]
         request.input("subsequence_begins", len(ends) + 1)[1:] = array("i", ends)
-        request.input("wanted", self.tokens or len(heads))[: len(heads)] = array("q", heads)
-        self._logits = request.output(self.tokens or len(heads))[: len(heads)]
+        request.input("wanted", seen)[: len(heads)] = array("q", heads)
+        self._logits = request.output(seen)[: len(heads)]
         self._past = request.input("past_lens", len(fed))
         self._ids = request.input("input_ids", size)
         self._positions = request.input("position_ids", size)
@@ -236,6 +244,7 @@ class Forms:
         self._later = partial(compiled, shared) if shared else None  # holds the graph
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
+        self.least = 1
         self.open, *self._exact = compiled([0, *alone])
         self._wide: Form | None = None
         if large and tiled and weighed(facts) // 2 <= LARGEST_SECOND:
@@ -256,6 +265,7 @@ class Forms:
             new, self._later = self._later(), None
             for form in new:
                 form.tell = self._tell
+                form.pad(self.least)
                 for prefix, pools in self._pools.items():
                     form.bind(pools, prefix)
             self._exact += new
@@ -266,6 +276,14 @@ class Forms:
         self._pools[prefix] = pools
         for form in self._all():
             form.bind(pools, prefix)
+
+    def pad(self, least: int) -> None:
+        """Feed no form fewer tokens; see `Form.pad`."""
+        self.least = least
+        self._exact = [form for form in self._exact if form.tokens >= least]
+        for form in self._all():
+            form.pad(least)
+        self._order()
 
     def tell(self, tell: Tell) -> None:
         """Let all call this; see `Form.tell`."""

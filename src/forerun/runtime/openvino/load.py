@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import openvino as ov
 import torch
 
-from forerun.errors import UnsupportedModelError
+from forerun.errors import SettingError, UnsupportedModelError
+from forerun.runtime import gguf
+from forerun.runtime.base import Facts
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import load_model
 from forerun.runtime.openvino import store
@@ -17,7 +20,7 @@ from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, sett
 from forerun.runtime.openvino.export import export, in_fp32, reason
 from forerun.runtime.openvino.fuse import fuse
 from forerun.runtime.openvino.nodes import attach
-from forerun.runtime.openvino.probe import probe, reference
+from forerun.runtime.openvino.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import compress, halve
 from forerun.runtime.sources import Encoder
@@ -61,7 +64,7 @@ def from_model(
 
 def from_name(
     name: str | Path,
-    precision: str = "fp32",
+    precision: str | None = None,
     threads: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -71,14 +74,23 @@ def from_name(
     Its torch weights are loaded only if its graph is not in the store, and are given back then.
 
     Args:
-        name: a folder, or a Hugging Face id.
-        precision, threads, progress: as for `from_model`.
+        name: a folder, a Hugging Face id, or a GGUF file (`gguf.locate`).
+        precision: as for `from_model`; None: "fp32", or the GGUF file's own.
+        threads, progress: as for `from_model`.
         trust_remote_code: run code that comes with the model.
 
     Raises:
         ModelError: missing, corrupt, or no causal language model.
         UnsupportedModelError, SettingError: as for `from_model`.
     """
+    if path := gguf.locate(name):
+        if precision is not None:
+            raise SettingError(
+                f"{path.name} is run in the precision of the file, got precision={precision!r}; "
+                "leave it out"
+            )
+        return from_gguf(path, threads, progress)
+    precision = precision or "fp32"
     settings(precision, threads or torch.get_num_threads())
     options = _Options(precision, threads, progress)
 
@@ -91,6 +103,42 @@ def from_name(
     model = torch_model()  # not on this machine until now
     entry = store.key(store.of_files(files(name)), _form(precision))
     return _made(entry, lambda: model, str(name), options)
+
+
+def from_gguf(
+    path: Path, threads: int | None = None, progress: Progress | None = None
+) -> OpenVINOExecutor:
+    """An executor for a GGUF file, in the precision of the file.
+
+    Raises:
+        ModelError, UnsupportedModelError: it cannot be read, or not here.
+    """
+    from forerun.runtime.openvino.gguf import graph_of
+
+    if progress:
+        progress("reading the GGUF file")
+    file = gguf.read(path)
+    facts = replace(file.facts(), executor="openvino")
+    graph = graph_of(file)
+    if progress:
+        progress("compiling the model")
+    executor = _compiled(attach(graph), facts, threads)
+    probe(executor, reference_of(executor))
+    executor.time_passes()
+    return executor
+
+
+def _compiled(graph: ov.Model, facts: Facts, threads: int | None) -> OpenVINOExecutor:
+    """An executor whose passes compute the same whatever their width."""
+    for group in (None, 0):
+        try:
+            executor = OpenVINOExecutor(graph, facts, threads, group)
+        except RuntimeError as error:  # OpenVINO has no other
+            raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
+        if fewest := fewest_tokens(executor):
+            executor.pad(fewest)
+            break
+    return executor
 
 
 @dataclass(frozen=True)
@@ -144,23 +192,20 @@ def _executor(
     if options.progress:
         options.progress("compiling the model")
     facts = replace(stored.facts, precision=PRECISIONS[options.precision], name=name)
-    try:
-        graph = attach(stored.graph)
-        if facts.source_limit is None:
-            executor = OpenVINOExecutor(graph, facts, options.threads)
-        else:
-            executor = SourcedOpenVINOExecutor(
-                graph,
-                facts,
-                in_fp32(torch_model()),  # the others hold none while they compile
-                lambda draft, encoder: from_model(
-                    draft, options.precision, options.threads, encoder=encoder
-                ),
-                options.encoder,
-                options.threads,
-            )
-    except RuntimeError as error:  # OpenVINO has no other
-        raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
+    graph = attach(stored.graph)
+    if facts.source_limit is None:
+        executor = _compiled(graph, facts, options.threads)
+    else:
+        executor = SourcedOpenVINOExecutor(
+            graph,
+            facts,
+            in_fp32(torch_model()),  # the others hold none while they compile
+            lambda draft, encoder: from_model(
+                draft, options.precision, options.threads, encoder=encoder
+            ),
+            options.encoder,
+            options.threads,
+        )
     probe(executor, stored.reference)
     executor.time_passes()
     return executor

@@ -155,9 +155,11 @@ def _residual(node: ov.Node) -> ov.Node:
 
 
 def _is_residual(node: ov.Node) -> bool:
-    shape = node.get_output_partial_shape(0)
-    if shape.rank.get_length() > 3 or shape[-1].is_dynamic or shape[-1].get_length() == 1:
-        return False  # the last: a norm's variance
+    *first, width = node.get_output_partial_shape(0)
+    if width.is_dynamic or width.get_length() == 1:  # a norm's variance
+        return False
+    if len([size for size in first if size.is_dynamic or size.get_length() != 1]) > 1:
+        return False  # tokens and heads
     return not any(_is_constant(port.get_node()) for port in node.input_values())
 
 

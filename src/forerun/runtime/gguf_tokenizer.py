@@ -1,0 +1,130 @@
+"""The tokenizer of a GGUF file, from its metadata.
+
+`transformers` builds one too, in 17 s for SmolLM2, and splits text as GPT-2 does whatever the file
+says: other ids for digits that are not ASCII.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import pre_tokenizers as pre
+from tokenizers.processors import TemplateProcessing
+
+from forerun.errors import UnsupportedModelError
+from forerun.runtime.gguf import GGUF
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
+    r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "qwen2": (_CL100K.format(digits=""),),
+    "llama-bpe": (_CL100K.format(digits="{1,3}"),),
+}
+"""Rules by which text is split before byte pairs are merged, by `tokenizer.ggml.pre`."""
+_NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens
+
+
+def tokenizer_of(file: GGUF) -> Any:
+    """The tokenizer, with its template for chats, as `transformers` has them.
+
+    Raises:
+        UnsupportedModelError: of a kind or with a rule that is not known here.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = {
+        name.removeprefix("tokenizer.ggml."): value
+        for name, value in file.metadata.items()
+        if name.startswith("tokenizer.ggml.")
+    }
+    kind, tokens = metadata.get("model"), metadata.get("tokens")
+    makers = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
+    if kind not in makers or not tokens:
+        raise UnsupportedModelError(
+            f"{file.path.name}: a tokenizer of the kind {kind!r} is not known here (known: "
+            f"{', '.join(makers)}); use the model's safetensors"
+        )
+    tokenizer = makers[kind](metadata, file.path.name)
+    for token, what in zip(tokens, metadata.get("token_type", ()), strict=False):
+        if what in (_CONTROL, _USER):
+            added = AddedToken(token, special=what == _CONTROL, normalized=False)
+            (tokenizer.add_special_tokens if what == _CONTROL else tokenizer.add_tokens)([added])
+    named: dict[str, str] = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        place = metadata.get(f"{key}_token_id")
+        if place is not None and place < len(tokens):
+            named[f"{name}_token"] = tokens[place]
+    if metadata.get("add_bos_token", kind == "llama") and "bos_token" in named:
+        bos = named["bos_token"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, metadata["bos_token_id"])]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        model_max_length=int(file.get("context_length", 1 << 20)),
+        **named,
+    )
+
+
+def _byte_pairs(metadata: dict[str, Any], name: str) -> Tokenizer:
+    """Byte pairs over text that a rule has split."""
+    rule = metadata.get("pre", "gpt-2")
+    if rule not in SPLITS:
+        raise UnsupportedModelError(
+            f"{name}: its text is split by the rule {rule!r}, which is not known here (known: "
+            f"{', '.join(SPLITS)}); use the model's safetensors"
+        )
+    merges = [tuple(pair.split(" ", 1)) for pair in metadata["merges"]]
+    vocabulary = {token: place for place, token in enumerate(metadata["tokens"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rule == "llama-bpe"))
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre.Split(Regex(pattern), "isolated") for pattern in SPLITS[rule]]
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [*splits, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_pieces(metadata: dict[str, Any], name: str) -> Tokenizer:
+    """Pieces with scores: of the pairs that make a piece, the best-scored one is merged first."""
+    tokens, scores = metadata["tokens"], metadata["scores"]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    types = metadata.get("token_type") or [_NORMAL] * len(tokens)
+    pairs = []
+    for token, score, what in zip(tokens, scores, types, strict=True):
+        if what == _NORMAL:
+            halves = ((token[:at], token[at:]) for at in range(1, len(token)))
+            pairs += [(score, a, b) for a, b in halves if a in vocabulary and b in vocabulary]
+    pairs.sort(key=lambda pair: (-pair[0], -len(pair[1]), -len(pair[2])))
+    unknown = metadata.get("unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [(a, b) for _, a, b in pairs],
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in types,
+        )
+    )
+    prefix = metadata.get("add_space_prefix", True)
+    spaces = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix else []),
+        ]
+    )
+    return tokenizer

@@ -1,0 +1,142 @@
+"""Tiny GGUF files, and the `transformers` models whose weights they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers as hf
+from gguf import GGMLQuantizationType, GGUFWriter
+from numpy.typing import NDArray
+from tokenizers.pre_tokenizers import ByteLevel
+
+LIMIT, BLOCK = 128, 256
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = ("t h", "h e", "th e", "Ġ the", "1 2", "i n")
+TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), *(pair.replace(" ", "") for pair in MERGES)]
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(TOKENS), "hidden_size": 256, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": LIMIT, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+CONFIGS = {"llama": hf.LlamaConfig, "qwen2": hf.Qwen2Config, "qwen3": hf.Qwen3Config}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes of a block where float16 begin
+
+
+def write(path: Path, family: str = "llama", kind: str = "Q4_1", **changes: Any) -> Any:
+    """Write a random model.
+
+    Args:
+        path: of the file.
+        family: of `CONFIGS`.
+        kind: type of its matrices; vectors are F32.
+        changes: to the configuration.
+
+    Returns:
+        The model, its weights those of the file.
+    """
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    sizes = {**_SIZES, **({"head_dim": 128} if family == "qwen3" else {}), **changes}
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[family](**sizes)).eval()
+    writer = GGUFWriter(path, family)
+    _describe(writer, model.config)
+    for name, weight in model.named_parameters():
+        stem, _, what = name.rpartition(".")
+        layer = stem.split(".")[2] if ".layers." in stem else None
+        stem = stem.removeprefix(f"model.layers.{layer}.")
+        called = f"blk.{layer}.{NAMES[stem]}.{what}" if layer else f"{NAMES[stem]}.{what}"
+        heads = {"attn_q": 4, "attn_k": 2}.get(NAMES[stem]) if family == "llama" else None
+        if weight.dim() == 1:
+            torch.nn.init.normal_(weight, std=0.2).add_(1.0 if "norm" in name else 0.0)
+            writer.add_tensor(called, weight.numpy())
+            continue
+        torch.nn.init.normal_(weight, std=0.06 if stem != "model.embed_tokens" else 0.3)
+        packed = _packed(_turned(weight.numpy(), heads), kind, rng)
+        held = gguf.dequantize(packed, GGMLQuantizationType[kind]).reshape(weight.shape)
+        weight.copy_(torch.from_numpy(_turned_back(held, heads)))
+        writer.add_tensor(called, packed, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _describe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    width = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in TOKENS])
+    writer.add_token_merges(list(MERGES))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT)
+
+
+def _packed(weight: NDArray[np.float32], kind: str, rng: Any) -> NDArray[Any]:
+    """In blocks of this type; random ones where `gguf` reads the type and does not write it."""
+    if kind == "F16":
+        return weight.astype(np.float16)
+    if kind not in _SCALES:
+        return gguf.quantize(weight, GGMLQuantizationType[kind])
+    size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    count = weight.size // BLOCK
+    blocks = rng.integers(0, 256, (count, size), np.uint8)
+    if kind != "Q6_K":
+        blocks[:, 4:12] |= 0x60  # scales of half their range and more, as real ones are
+    for at, scale in zip(_SCALES[kind], (1e-4, 5e-4), strict=False):
+        blocks[:, at : at + 2] = np.full((count, 1), scale, np.float16).view(np.uint8)
+    return blocks.reshape(len(weight), -1)
+
+
+def _turned(weight: NDArray[np.float32], heads: int | None) -> NDArray[np.float32]:
+    """Rows of a head as llama.cpp rotates them: pairs of neighbours."""
+    if heads is None:
+        return weight
+    halves = weight.reshape(heads, 2, -1, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _turned_back(weight: NDArray[np.float32], heads: int | None) -> NDArray[np.float32]:
+    if heads is None:
+        return weight
+    pairs = weight.reshape(heads, -1, 2, weight.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)

@@ -1,0 +1,232 @@
+"""GGUF files: what they say, their tokenizers, and their logits beside `transformers`' own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import forerun
+from forerun.errors import (
+    ForerunWarning,
+    MissingExtraError,
+    ModelError,
+    SettingError,
+    UnsupportedModelError,
+)
+from forerun.runtime import load_model, load_tokenizer
+from forerun.runtime.gguf import locate, read
+from forerun.runtime.gguf_tokenizer import tokenizer_of
+
+pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun[gguf]'")
+pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+
+from forerun.runtime.openvino import forms
+from forerun.runtime.openvino import gguf as reading
+from forerun.runtime.openvino.load import from_name
+from gguf_files import LIMIT, SPECIAL, TOKENS, write
+
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+IDS = [(7 * i + 3) % len(TOKENS) for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf"
+    with torch.no_grad():
+        write(path)
+    return path
+
+
+def logits(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_logits_are_those_of_the_weights_in_the_file(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        model = write(tmp_path / "tiny.gguf", family, kind)
+    executor = from_name(tmp_path / "tiny.gguf", threads=1)
+    got = executor.run([0], [IDS], [len(IDS)])[0].numpy()
+    wanted = logits(model, IDS)
+    assert np.abs(got - wanted).max() < 5e-3 * np.abs(wanted).max()
+    assert executor.facts.precision == kind
+    assert executor.facts.eos == {2}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_torch_widens_it(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs the extra: pip install 'forerun[gguf]'")
+    with torch.no_grad():
+        model = write(tmp_path / "tiny.gguf", family, "Q4_K")
+    with pytest.warns(ForerunWarning, match="widens its Q4_K weights to bfloat16"):
+        widened = load_model(tmp_path / "tiny.gguf", "cpu")
+    assert widened.dtype == torch.bfloat16
+    assert widened.name_or_path == str(tmp_path / "tiny.gguf")
+    wanted = logits(model, IDS)
+    assert np.abs(logits(widened.float(), IDS) - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("draft", ["lookup", "itself"])
+def test_drafts_change_no_text(file: Path, draft: str) -> None:
+    model = forerun.load(file, file if draft == "itself" else draft, runtime="openvino")
+    assert model.target.facts.executor == "openvino"
+    prompts = ["the 12 in the 12 in", "in the th", "12 12 the"]
+    plain = model.generate(prompts, max_new_tokens=40, plain=True)
+    for controller in ("fixed(1)", "fixed(4)", "auto"):
+        drafted = model.generate(prompts, max_new_tokens=40, controller=controller)
+        assert [list(x.tokens) for x in drafted] == [list(x.tokens) for x in plain]
+
+
+def test_rows_chunks_and_prefixes_compute_the_same(file: Path) -> None:
+    executor = from_name(file, threads=1)
+    whole = executor.run([0], [IDS], [len(IDS)])[0].numpy()
+    executor.keep([], [])
+    tolerance = 1e-4 * np.abs(whole).max()
+    for sizes in ((1,) * 40, (2,) * 20, (5,) * 8, (16, 1, 23)):
+        seen, at = [], 0
+        for size in sizes:
+            out = executor.run([0, at], [IDS[: 3 + size], IDS[at : at + size]], [1, size])
+            seen.append(out[1, :size].numpy())
+            at += size
+        executor.keep([], [])
+        assert np.abs(np.concatenate(seen) - whole).max() < tolerance
+    executor.run([0], [IDS[:30]], [0])
+    columns = executor.copy_out(0, 0, 20)
+    executor.keep([], [])
+    executor.copy_in(0, 0, columns)
+    assert np.abs(executor.run([20], [IDS[20:]], [1])[0, 0].numpy() - whole[-1]).max() < tolerance
+
+
+def test_a_row_of_the_whole_context(file: Path) -> None:
+    executor = from_name(file, threads=1)
+    ids = (IDS * 4)[:LIMIT]
+    executor.run([0], [ids[:-1]], [0])
+    for least in (1, 2):
+        executor.pad(least)
+        last = executor.run([LIMIT - 1], [ids[-1:]], [1])
+        assert last.shape == (1, 1, len(TOKENS))
+        assert last.isfinite().all()
+
+
+def test_passes_are_padded_where_one_token_takes_another_kernel(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plug-in of a CPU that rounds inputs of several tokens, and those of one not."""
+    real = forms.Form.run
+
+    def rounding(self: Any, *args: Any) -> Any:
+        out = real(self, *args)
+        return out if self.request.input_size("input_ids") == 1 else out + 0.1
+
+    monkeypatch.setattr(forms.Form, "run", rounding)
+    monkeypatch.setattr(
+        forms.Request, "input_size", lambda self, name: len(self._bound[name][0]), raising=False
+    )
+    executor = from_name(file, threads=1)
+    many = executor.run([0], [IDS], [len(IDS)])[0].numpy()
+    executor.keep([], [])
+    one = [executor.run([i], [IDS[i : i + 1]], [1])[0, 0].numpy() for i in range(len(IDS))]
+    assert np.abs(np.stack(one) - many).max() < 1e-4 * np.abs(many).max()
+
+
+def test_what_a_file_says(file: Path) -> None:
+    facts = read(file).facts()
+    assert (facts.vocab_size, facts.limit, facts.layers) == (len(TOKENS), LIMIT, 2)
+    assert (facts.precision, facts.eos, facts.token_bytes) == ("Q4_1", {2}, 2 * 2 * 64 * 2 * 4)
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.decode(tokenizer.encode("the 12 ½ é\n")) == "the 12 ½ é\n"
+    assert tokenizer.encode("12") == [TOKENS.index("1"), TOKENS.index("2")]  # digits one by one
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == list(SPECIAL)
+    turn = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode(text)[0] == 1
+
+
+def test_where_a_file_is(file: Path, tmp_path: Path) -> None:
+    assert locate(file) == locate(str(file)) == locate(file.parent) == file
+    assert locate(tmp_path) is None
+    assert locate("some/model") is None
+    (tmp_path / "a.gguf").write_bytes(file.read_bytes())
+    assert locate(tmp_path) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"several GGUF files; name one of a\.gguf, b\.gguf"):
+        locate(tmp_path)
+    with pytest.raises(ModelError, match="no GGUF file at"):
+        locate(tmp_path / "c.gguf")
+    with pytest.raises(ModelError, match="empty"):
+        read(tmp_path / "b.gguf")
+    (tmp_path / "a.gguf").write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ModelError, match="download it again"):
+        read(tmp_path / "a.gguf")
+
+
+def test_a_file_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def get(hub: str, name: str) -> str:
+        asked.append((hub, name))
+        if name == "none.gguf":
+            raise OSError("404: no such file\nmore")
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", get)
+    assert locate("some/model:tiny.gguf") == file
+    with pytest.raises(ModelError, match=r"cannot get 'none.gguf' of 'some/model': 404"):
+        locate("some/model:none.gguf")
+    assert asked == [("some/model", "tiny.gguf"), ("some/model", "none.gguf")]
+
+
+def test_what_is_not_served_is_refused_by_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = read(file)
+    other = replace(parsed, metadata={**parsed.metadata, "general.architecture": "mamba"})
+    with pytest.raises(UnsupportedModelError, match="'mamba' are not served by openvino"):
+        reading.graph_of(other)
+    odd = replace(parsed, tensors=(replace(parsed.tensors[0], kind="type 99"),))
+    with pytest.raises(UnsupportedModelError, match="weights are of type 99"):
+        reading.graph_of(odd)
+    for key, value, line in (
+        ("tokenizer.ggml.model", "rwkv", "of the kind 'rwkv'"),
+        ("tokenizer.ggml.pre", "viking", "by the rule 'viking'"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=line):
+            tokenizer_of(replace(parsed, metadata={**parsed.metadata, key: value}))
+    with pytest.raises(SettingError, match="in the precision of the file, got precision='int8'"):
+        from_name(file, "int8")
+    monkeypatch.setattr(reading, "FrontEndManager", lambda: _Nothing())
+    with pytest.raises(MissingExtraError, match="install the pinned version"):
+        reading.graph_of(parsed)
+
+
+class _Nothing:
+    def load_by_framework(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+def test_pieces_with_scores(file: Path) -> None:
+    """A tokenizer of Llama 2's kind, against what `sentencepiece` would give."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    scored = ["▁", "a", "b", "ab", "▁a", "▁ab", "aa"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces + scored,
+        "tokenizer.ggml.scores": [0.0] * len(pieces) + [-9.0, -8.0, -7.0, -1.0, -3.0, -2.0, -4.0],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(scored),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    tokenizer = tokenizer_of(replace(read(file), metadata=metadata))
+    assert tokenizer.tokenize("abaab") == ["▁ab", "a", "ab"]  # ▁ab, ab (-1) before aa (-4)
+    assert tokenizer.tokenize("é") == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.encode("a") == [1, len(pieces) + 4]
+    assert tokenizer.decode(tokenizer.encode("ab aé"), skip_special_tokens=True) == "ab aé"
