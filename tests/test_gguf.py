@@ -230,3 +230,21 @@ def test_pieces_with_scores(file: Path) -> None:
     assert tokenizer.tokenize("é") == ["▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.encode("a") == [1, len(pieces) + 4]
     assert tokenizer.decode(tokenizer.encode("ab aé"), skip_special_tokens=True) == "ab aé"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_states_of_named_depths(family: str, tmp_path: Path) -> None:
+    with torch.no_grad():
+        model = write(tmp_path / "tiny.gguf", family)
+    executor = from_name(tmp_path / "tiny.gguf", threads=1)
+    executor.tap((1, 2))
+    executor.run([0], [IDS], [1])
+    assert executor.states is not None
+    with torch.inference_mode():
+        streams = []
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda _, __, output: streams.append(output))
+        model(input_ids=torch.tensor([IDS]))
+    wanted = torch.cat([x[0] if x.dim() == 3 else x for x in streams], -1)
+    got = executor.states.read(0, 0, len(IDS))
+    assert (got - wanted).abs().max() < 5e-3 * wanted.abs().max()
