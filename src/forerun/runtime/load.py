@@ -77,39 +77,19 @@ def load_model(
         ForerunWarning: the checkpoint holds tensors that the model has no place for, or is widened.
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    from transformers.utils import logging as transformers_logging
 
-    from forerun.runtime.support import refusal
-
-    where = resolve_device(device)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    wanted: str | torch.dtype = resolve_dtype(dtype) or "auto"
-    path = gguf.locate(name)
+    where, path = resolve_device(device), gguf.locate(name)
+    wanted = resolve_dtype(dtype)
     if path is None:
         _check_path(name)
+        options = {"dtype": wanted or "auto", "use_safetensors": True}
     else:
-        wanted = torch.bfloat16 if wanted == "auto" else wanted
-        _widened(path, wanted)
-        name, options = path.parent, {"gguf_file": path.name}
-    transformers_logging.disable_progress_bar()
+        options = {"dtype": wanted or torch.bfloat16, "gguf_file": path.name}
+        _warn_of_widening(path, options["dtype"])
     try:
-        config = AutoConfig.from_pretrained(str(name), **options)
-        if reason := refusal(config, windows, encoders=True):
-            raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
-        if path is None:
-            _check_generation_config(name)
-        encodes = getattr(config, "is_encoder_decoder", False)
-        kind = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
-        model, report = kind.from_pretrained(
-            str(name),
-            dtype=wanted,
-            **({} if path else {"use_safetensors": True}),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, and refused
-            **options,
+        model = _pretrained(
+            name if path is None else path.parent, windows, trust_remote_code, options
         )
-        _check_complete(name, report)
         model = model.to(where).eval()
         run_once(model)
     except ModelError:
@@ -117,23 +97,50 @@ def load_model(
     except SafetensorError as error:
         raise ModelError(f"the weights in {str(name)!r} are corrupt: {error}") from error
     except Exception as error:  # whatever it is, this model cannot be used
-        raise ModelError(f"cannot load the model {str(path or name)!r}: {_why(error)}") from error
+        raise ModelError(f"cannot load the model {str(name)!r}: {_why(error)}") from error
     if path is not None:
         model.hf_quantizer.remove_quantization_config(model)  # it is widened, and may be copied
         model.name_or_path = str(path)
     return model
 
 
-def _widened(path: Path, dtype: torch.dtype | str) -> None:
+def _pretrained(name: str | Path, windows: bool, trusted: bool, options: dict[str, Any]) -> Any:
+    """What `transformers` loads, complete and of a kind that can be served."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.utils import logging as transformers_logging
+
+    from forerun.runtime.support import refusal
+
+    transformers_logging.disable_progress_bar()
+    named = {k: v for k, v in options.items() if k == "gguf_file"} | {"trust_remote_code": trusted}
+    config = AutoConfig.from_pretrained(str(name), **named)
+    if reason := refusal(config, windows, encoders=True):
+        raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
+    if "gguf_file" not in options:
+        _check_generation_config(name)
+    encodes = getattr(config, "is_encoder_decoder", False)
+    kind = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
+    model, report = kind.from_pretrained(
+        str(name),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report, and refused
+        trust_remote_code=trusted,
+        **options,
+    )
+    _check_complete(name, report)
+    return model
+
+
+def _warn_of_widening(path: Path, dtype: torch.dtype) -> None:
     """Say that a GGUF file's weights are widened, which needs an extra."""
     if find_spec("gguf") is None or find_spec("accelerate") is None:
         raise MissingExtraError.of("gguf", "gguf")
     file, kind = gguf.read(path), str(dtype).removeprefix("torch.")
-    if file.kind.lower() not in (kind, {"float16": "f16", "bfloat16": "bf16"}.get(kind)):
+    if {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(file.kind) != kind:
         warnings.warn(
             f"{path.name}: PyTorch widens its {file.kind} weights to {kind}, "
-            f"{file.facts().weights * 2 >> 20:,} MiB and more; on a CPU the runtime openvino runs "
-            "them as they are",
+            f"{file.facts().weights * dtype.itemsize >> 20:,} MiB and more; on a CPU the runtime "
+            "openvino runs them as they are",
             ForerunWarning,
             stacklevel=3,
         )
