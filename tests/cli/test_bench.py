@@ -123,9 +123,7 @@ def test_results_report_and_plots(bench, tmp_path):
     assert made["settings"]["families"] == ["mine"]
     assert str(tmp_path) not in json.dumps(made)
     names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert names == {
-        "results.json", "report.html", "speedup.png", "prompts.png", "accepted.png", "batch.png",
-    }  # fmt: skip
+    assert names == {"results.json", "report.html"}
     page = (tmp_path / "out" / "report.html").read_text()
     assert "vllm" in page
     assert "no Python named for it" in page
@@ -186,7 +184,7 @@ def test_interrupted_and_gone_on_with(bench, tmp_path, monkeypatch):
     before = json.loads(path.read_text())
     assert not before["complete"]
     assert len(before["samples"]) == 6
-    assert "This run was interrupted" in (tmp_path / "out" / "report.html").read_text()
+    assert '"complete": false' in (tmp_path / "out" / "report.html").read_text()
     monkeypatch.setattr(Ours, "run", real)
     assert bench().code == 0
     after = json.loads(path.read_text())
@@ -220,7 +218,7 @@ def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
         (f, c) for f in ("a", "all") for c in ("fixed(2)", "svip")
     }
     assert all(0 < c["oracle"]["high"] <= 1 + 1e-9 for c in cells)
-    assert (tmp_path / "out" / "oracle.png").is_file()
+    assert '"shares": {' in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_compare(bench, command, tmp_path):

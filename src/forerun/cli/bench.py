@@ -58,7 +58,7 @@ def bench(
         str | None,
         options.output(
             "DIR",
-            "Folder for results.json, report.html and the plots. With the results of an "
+            "Folder for results.json and report.html, with plots. With the results of an "
             "interrupted run of the same settings in it, that run goes on.",
         ),
     ] = None,
@@ -166,10 +166,8 @@ def bench(
 
     from forerun.lab.bench.methods import groups
     from forerun.lab.bench.page import PAGE
-    from forerun.lab.bench.plots import require_matplotlib
     from forerun.model import DEFAULT_CONTROLLER
 
-    require_matplotlib()
     recorded = read_recorded(trace, costs)
     compared = Compared.read(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}", rules, peers, pythons, temperature
@@ -259,7 +257,7 @@ def _add_shares(results: Results, recorded: tuple[Any, Any], lengths: Sequence[s
 
 
 def _finish(results: Results) -> list[Cell]:
-    """Write the report and the plots of what there is."""
+    """Write the report of what there is."""
     from forerun.lab.bench import page
 
     with status("drawing"):
