@@ -124,6 +124,8 @@ class Report:
     """What was measured so far: every part is written when it is done, and one may fail."""
 
     folder: Path
+    name: str
+    """Of the two files."""
     until: float
     """Of `time.perf_counter`; parts that begin later are left out."""
     parts: dict[str, Any] = field(default_factory=dict)
@@ -142,14 +144,14 @@ class Report:
         seconds = time.perf_counter() - began
         console.print(f"{name}: {seconds:.0f} s" + ("" if result else ", failed"), highlight=False)
         self.folder.mkdir(parents=True, exist_ok=True)
-        document = json.dumps(self.parts, indent=1) + "\n"
-        (self.folder / "gpu.json").write_text(document)
-        (self.folder / "gpu.md").write_text(_text(self.parts) + "\n")
+        lines = (f"{json.dumps(k)}: {json.dumps(_short(v))}" for k, v in self.parts.items())
+        (self.folder / f"{self.name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        (self.folder / f"{self.name}.md").write_text(_text(self.parts) + "\n")
         return result
 
 
 def main(folder: Path, seconds: float, compile: bool, tiny: bool) -> None:
-    """Measure, print one table, and write `gpu.json` and `gpu.md` to a folder.
+    """Measure, print one table, and write `gpu.json` and `gpu.md` (`gpu-compiled`) to a folder.
 
     Args:
         folder: where to.
@@ -160,7 +162,8 @@ def main(folder: Path, seconds: float, compile: bool, tiny: bool) -> None:
     from forerun import zoo
     from forerun.runtime.load import load_model, load_tokenizer
 
-    report = Report(folder, time.perf_counter() + seconds)
+    name = "gpu-compiled" if compile else "gpu"
+    report = Report(folder, name, time.perf_counter() + seconds)
     device = torch.device("cpu" if tiny else "cuda")
     dtype = "float32" if tiny else "bfloat16"
     pair = [load_model(name, device, dtype) for name in (zoo.TARGET, zoo.DRAFT)]
@@ -298,6 +301,8 @@ def generations(model: forerun.Model, groups: Sequence[Sequence[Task]]) -> dict[
         texts = [completion.tokens for completion in done]
         return Run(seconds, seconds - (_in_passes(model) - before), texts)
 
+    for rows in (model.target, model.drafter.rows):
+        rows.executor.reserve(max(map(len, groups)), 1)
     before = _reset(model.target.device)
     out = _in_turns(groups, METHODS, run)
     peak = (_peak(model.target.device) - before) / 2**20
@@ -454,6 +459,13 @@ def _text(parts: dict[str, Any]) -> str:
                 cell = ", ".join(f"{what} {_number(value)}" for what, value in cell.items())
             lines.append([name, key, _number(cell)])
     return table(["part", "of", "measured"], lines)
+
+
+def _short(value: Any) -> Any:
+    """Numbers of four digits, inside whatever holds them."""
+    if isinstance(value, dict):
+        return {key: _short(part) for key, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _number(value: Any) -> str:
