@@ -95,6 +95,8 @@ def render(
     """
     if taken := OWN & set(options or ()):
         raise SettingError(f"chat_template_kwargs may not set {min(taken)!r}")
+    if not has_template(tokenizer):
+        raise PromptError("this model has no chat template; give a text or token ids")
     given = {"messages": list(messages), "tools": tools and list(tools), **(options or {})}
     fence = _Fence(tokenizer, given)
     text = _write(tokenizer, fence.split(given), answer, resume)
@@ -105,8 +107,6 @@ def _write(tokenizer: Any, given: Any, answer: bool = False, resume: bool = Fals
     """A conversation as text."""
     from jinja2 import TemplateError
 
-    if not has_template(tokenizer):
-        raise PromptError("this model has no chat template; give a text or token ids")
     given = dict(given)
     try:
         return str(

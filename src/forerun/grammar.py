@@ -127,7 +127,7 @@ class Grammars:
         try:
             json.loads(text)
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingError(f"the schema cannot be read: {_line(error)}") from error
         return self._compile("json", grammar)
 

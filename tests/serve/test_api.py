@@ -288,17 +288,25 @@ WRONG = [
     ({"prompt": [[]]}, 400, "prompt", "list"),
     ({"prompt": 5}, 400, "prompt", "list"),
     ({"prompt": [-1]}, 400, "prompt", "list"),
-    ({"prompt": [999_999]}, 400, None, "vocabulary"),
+    ({"prompt": [999_999]}, 400, "prompt", "vocabulary"),
+    ({"prompt": [True]}, 400, "prompt", "list"),
+    ({"prompt": "x", "stop_token_ids": [99999]}, 400, "stop_token_ids", "vocabulary"),
+    ({"prompt": "x", "min_tokens": 9, "max_tokens": 3}, 400, "min_tokens", "at most 3"),
+    ({"prompt": ["x"] * 1024, "n": 128}, 400, "n", "131072 texts"),
+    ({"prompt": "x" * 99_999}, 400, "prompt", "characters"),
+    ({"prompt": "x", "grammar": "root ::= x"}, 501, "grammar", "gbnf"),
+    ({"prompt": "x", "no_repeat_ngram_size": 2}, 501, "no_repeat_ngram_size", "ngram"),
+    ({"prompt": "x", "guided_json": "[" * 5000}, 400, "guided_json", "cannot be read"),
     ({"prompt": "a\ud800b"}, 400, "prompt", "unicode"),
     ({"prompt": "word " * 2000}, 400, "prompt", "shorten"),
     ({"prompt": "x", "temperature": -1}, 400, "temperature", "greater"),
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "number"),
     ({"prompt": "x", "top_p": 0}, 400, "top_p", "greater"),
-    ({"prompt": "x", "max_tokens": -1}, 400, "max_tokens", "greater"),
+    ({"prompt": "x", "max_tokens": -2}, 400, "max_tokens", "greater"),
     ({"prompt": "x", "n": 0}, 400, "n", "greater"),
     ({"prompt": "x", "logprobs": 99}, 400, "logprobs", "less"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "ids"),
-    ({"prompt": "x", "logit_bias": {"999999": 1}}, 400, None, "vocabulary"),
+    ({"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias", "vocabulary"),
     ({"prompt": "x", "stop": ["a"] * 40}, 400, "stop", "at most"),
     ({"prompt": "x", "model": "gpt"}, 404, "model", "forerun"),
     ({"prompt": "x", "temprature": 1}, 400, "temprature", "temperature"),
@@ -311,7 +319,6 @@ WRONG = [
     ({"prompt": "x", "guided_json": {"type": "no"}}, 400, "guided_json", "json constraint"),
     ({"prompt": "x", "guided_regex": "a", "ignore_eos": True}, 400, None, "ignore_eos"),
     (CHAT | {"tools": [{"type": "function"}]}, 501, "tools", "tools"),
-    (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "one of"),
     (CHAT | {"top_logprobs": 3}, 400, "top_logprobs", "logprobs"),
     (CHAT | {"chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs", "tokenize"),
     ({"messages": []}, 400, "messages", "least"),
@@ -361,7 +368,7 @@ def test_unknown_paths_and_methods(shipped):
 
 def test_fields_of_others_are_ignored_and_named(shipped):
     done = shipped.complete("x", max_tokens=1, user="me", metadata={"a": 1}, chat_id="7", top_a=0)
-    assert done["ignored_fields"] == ["metadata", "chat_id", "top_a"]
+    assert done["ignored_fields"] == ["chat_id"]
     quiet = shipped.complete("x", max_tokens=1, tools=[], suffix=None, logprobs=None)
     assert "ignored_fields" not in quiet
 
@@ -383,3 +390,63 @@ def test_no_new_tokens_score_a_prompt(shipped, pair):
     assert nothing["usage"]["completion_tokens"] == 0
     wrong = shipped.post("/v1/completions", prompt=[10**6], **body)
     assert wrong.status_code == 400
+
+
+def test_bad_words_and_allowed_tokens_are_obeyed(shipped):
+    free = shipped.complete(PROMPT, max_tokens=12, temperature=0)["choices"][0]["text"]
+    assert "a" in free
+    held = shipped.complete(PROMPT, max_tokens=12, temperature=0, bad_words=["a", ""])
+    assert "a" not in held["choices"][0]["text"]
+    few = shipped.complete(
+        PROMPT, max_tokens=8, allowed_token_ids=[258, 259], return_token_ids=True
+    )
+    assert set(few["choices"][0]["token_ids"]) <= {258, 259}
+
+
+def test_no_limit_is_minus_one_and_the_newer_maximum_wins(shipped):
+    body = CHAT | {"temperature": 0, "ignore_eos": True}
+    answer = shipped.post(
+        "/v1/chat/completions", **body, max_tokens=9, max_completion_tokens=4
+    ).json()
+    assert answer["usage"]["completion_tokens"] == 4
+    whole = shipped.complete([258] * 1000, max_tokens=-1, ignore_eos=True)
+    assert whole["usage"]["completion_tokens"] == 24
+
+
+def test_a_whole_context_can_be_scored(shipped, pair):
+    ids = [258] * pair.target.limit
+    done = shipped.complete(ids, max_tokens=0, echo=True, logprobs=1)
+    scores = done["choices"][0]["logprobs"]["token_logprobs"]
+    assert scores[0] is None
+    assert scores[1:] == pytest.approx([s.logprob for s in pair.score(ids)], abs=2e-4)
+
+
+def test_a_json_schema_of_llama_cpp_is_obeyed(shipped):
+    import json
+
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    text = shipped.complete(PROMPT, max_tokens=30, json_schema=schema)["choices"][0]["text"]
+    assert json.loads(text) == {"a": 1}
+
+
+def test_parts_of_a_character_have_their_bytes(shipped, pair):
+    ids = pair.encode("😀")
+    body = CHAT | {"max_tokens": 1, "logprobs": True, "temperature": 0}
+    got = b""
+    for token in ids:
+        answer = shipped.post("/v1/chat/completions", **body, logit_bias={str(token): 1000}).json()
+        got += bytes(answer["choices"][0]["logprobs"]["content"][0]["bytes"])
+    assert got.decode() == "😀"
+
+
+def test_an_answer_ends_where_its_turn_does(shipped):
+    for question in ("Who are you?", "What is the capital of France?", "Hello!"):
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 80}
+        choice = shipped.post("/v1/chat/completions", **body, temperature=0).json()["choices"][0]
+        assert "\nUser:" not in choice["message"]["content"]
+        assert not choice["message"]["content"].startswith(" ")
+        assert choice["stop_reason"] is None
+        frames = shipped.stream("/v1/chat/completions", **body, temperature=0)
+        streamed = "".join(f["choices"][0]["delta"].get("content", "") for f in frames)
+        assert streamed == choice["message"]["content"]

@@ -15,6 +15,7 @@ from http.client import HTTPResponse
 import httpx2
 import pytest
 
+from forerun.serve.worker import SCORED
 from serve.conftest import eventually
 
 BODY = {"prompt": [3], "max_tokens": 200, "temperature": 0}
@@ -331,3 +332,59 @@ def test_memory_is_counted_by_what_caches_really_take(pair):
     pair.drafter.rows.keep([])
     assert measured.per_token == sum(took)
     assert [pair.target.facts.token_bytes, pair.drafter.rows.facts.token_bytes] == took
+
+
+def score(server, count=8):
+    return server.post("/v1/completions", prompt=[3] * count, max_tokens=0, echo=True, logprobs=1)
+
+
+def test_scoring_waits_in_the_queue_like_any_text(held):
+    """One row, two may wait: three scorings are taken, a fourth is not; all are done at last."""
+    server, target = held
+    target.gate.clear()
+    with ThreadPoolExecutor(4) as pool:
+        taken = [pool.submit(score, server) for _ in range(3)]
+        worker = server.server.worker
+        eventually(lambda: worker.running + worker.waiting == 3)
+        refused = score(server)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        target.gate.set()
+        assert [done.result(20).status_code for done in taken] == [200] * 3
+    eventually(server.idle)
+
+
+def test_a_long_scoring_lets_others_decode_between_its_parts(held):
+    server, target = held
+    passes: list[int] = []
+    run = target.run
+    target.run = lambda starts, pieces, wanted, **more: (
+        passes.append(max(map(len, pieces))), run(starts, pieces, wanted, **more)
+    )[1]  # fmt: skip
+    target.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        scored = pool.submit(score, server, 1000)
+        worker = server.server.worker
+        eventually(lambda: worker.running + worker.waiting == 1)
+        short = pool.submit(server.complete, [3], max_tokens=4, speculative=False)
+        eventually(lambda: worker.running + worker.waiting == 2)
+        target.gate.set()
+        short.result(20)
+        assert scored.result(20).status_code == 200
+    longest = [n for n in passes if n > 8]
+    assert max(longest) == SCORED
+    assert len(longest) == -(-999 // SCORED)
+    assert any(n < 8 for n in passes[passes.index(SCORED) : -1])  # others in between
+
+
+def test_an_abandoned_scoring_leaves_no_work(held):
+    server, target = held
+    target.gate.clear()
+    with pytest.raises(httpx2.ReadTimeout):
+        server.http.post(
+            "/v1/completions", timeout=0.3,
+            json={"prompt": [3] * 4000, "max_tokens": 0, "echo": True, "logprobs": 1},
+        )  # fmt: skip
+    worker = server.server.worker
+    eventually(lambda: worker.running + worker.waiting == 0)
+    target.gate.set()
+    eventually(lambda: not worker._engine._scorings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,10 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.engine.text import common
+from forerun.errors import SettingError
 from forerun.requests import Constraint
 
 KEPT = 64
 """Masks that are kept: more than a round's."""
+MASK_SECONDS, TOTAL_SECONDS = 0.05, 2.0
+"""Processor time that one mask and all masks of a request may take: other requests wait for it."""
+FREE = 3
+"""Masks that may take longer: the first ones build what later ones use."""
 
 
 class Place:
@@ -36,6 +42,7 @@ class Place:
         self._text: list[int] = []
         self._masks: dict[int, NDArray[np.bool_]] = {}
         self.error: Exception | None = None
+        self._seconds, self._computed = 0.0, 0
 
     def restrict(self, logits: torch.Tensor, output: Sequence[int], draft: Sequence[int]) -> None:
         """Exclude what may not be said, in place.
@@ -81,7 +88,7 @@ class Place:
             try:
                 if not self._follow(output):
                     return None
-                mask = self._masks[len(output)] = self._computed()
+                mask = self._masks[len(output)] = self._compute()
             except Exception as error:  # of anybody's constraint
                 self.error = error
                 return None
@@ -89,11 +96,19 @@ class Place:
                 del self._masks[next(iter(self._masks))]
         return mask
 
-    def _computed(self) -> NDArray[np.bool_]:
+    def _compute(self) -> NDArray[np.bool_]:
+        began = time.thread_time()
         mask = np.zeros(self._vocab, dtype=np.bool_)
         allowed = self._matcher.allowed()[: self._vocab]
         mask[: len(allowed)] = allowed
         mask[self._eos] |= self._matcher.complete()
+        took = time.thread_time() - began
+        self._seconds, self._computed = self._seconds + took, self._computed + 1
+        if (took > MASK_SECONDS and self._computed > FREE) or self._seconds > TOTAL_SECONDS:
+            raise SettingError(
+                f"the constraint takes too long: {took * 1e3:.0f} ms for one place of the text, "
+                f"{self._seconds:.1f} s in all; make its rules less ambiguous"
+            )
         return mask
 
     def _follow(self, output: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from forerun.drafters.base import Proposal
 from forerun.engine.judging import Judged, Judgements
 from forerun.engine.results import Logprob
 from forerun.engine.row import Row
-from forerun.runtime.base import CHUNK, Rows
+from forerun.runtime.base import CHUNK, Columns, Rows
 from forerun.signals import float_type
 
 
@@ -45,20 +45,40 @@ def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Logprob
     ]
 
 
-@torch.inference_mode()
 def score_text(target: Rows, ids: Sequence[int], top: int) -> list[Logprob]:
     """What the target says of every token of a text but the first; see `score`.
 
     The text is read in a row of its own, beside whatever else runs.
     """
-    row, out = len(target.lengths), []
+    return [score for part in score_parts(target, ids, top, CHUNK) for score in part]
+
+
+def score_parts(target: Rows, ids: Sequence[int], top: int, size: int) -> Iterator[list[Logprob]]:
+    """`score_text` in parts of `size` tokens; between two of them the target is free for others.
+
+    An executor that cannot copy its cache reads the text in one part.
+    """
+    read: list[Columns] = []
+    size = size if target.executor.copies else len(ids)
+    for start in range(0, len(ids) - 1, size):
+        yield _part(target, ids[: start + size + 1], top, read)
+
+
+@torch.inference_mode()
+def _part(target: Rows, ids: Sequence[int], top: int, read: list[Columns]) -> list[Logprob]:
+    """The scores behind what was `read`, to which is added what is read here."""
+    row, done, out = len(target.lengths), sum(columns.count for columns in read), []
     target.join(1, len(ids))
     try:
-        for start in range(0, len(ids) - 1, CHUNK):
+        for columns in read:
+            target.extend(row, columns)
+        for start in range(done, len(ids) - 1, CHUNK):
             piece = list(ids[start : min(start + CHUNK, len(ids) - 1)])
             pieces: list[list[int]] = [*[[] for _ in range(row)], piece]
             logits = target.feed(pieces)[row]
             out += score(logits, ids[start + 1 : start + 1 + len(piece)], top)
+        if target.executor.copies:
+            read.append(target.copy_out(row, done, len(ids) - 1))
     finally:
         target.keep(range(row))
     return out

@@ -31,6 +31,8 @@ class Choice:
         self.tokens = 0
         """Written so far."""
         self.text: list[str] = []
+        self.begun = False
+        """Whether there is any."""
         self.offset = 0
         """Characters of the tokens whose log-probabilities were shown."""
         self.done: Completion | None = None
@@ -62,6 +64,7 @@ class Answer:
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+        self._lead = texts.turns.lead if plan.opens_turn else ""
         self._prepared: dict[int, list[bytes]] = {}
         self.choices = [
             Choice(plan.prompts[i // plan.copies]) for i in range(len(plan.jobs))
@@ -80,6 +83,8 @@ class Answer:
         if update.done is not None:
             choice.done = update.done
             text = self._ending(choice, update.done, text)
+        if text and not choice.begun:
+            choice.begun, text = True, text.removeprefix(self._lead)
         choice.text.append(text)
         return text, report
 
@@ -95,16 +100,9 @@ class Answer:
 
     def _reason(self, done: Completion) -> str | int | None:
         """vLLM's `stop_reason`: the stop string or token of the request's own that was met."""
-        if done.finish_reason == "stop":
-            stops = self._plan.stops
-            if len(stops) == 1:
-                return stops[0]
-            text = self._texts.decode(done.tokens)
-            met = [(text.find(stop), stop) for stop in stops if stop in text]
-            return min(met)[1] if met else None
-        if done.finish_reason == "eos" and done.tokens[-1] not in self._facts.eos:
-            return done.tokens[-1]
-        return None
+        end = done.ended_by
+        own = end in self._plan.stops if isinstance(end, str) else end not in self._facts.eos
+        return end if own else None
 
     def _round(self, choice: Choice, update: Update) -> dict[str, Any]:
         assert update.round is not None
@@ -171,7 +169,7 @@ class Answer:
             return prompts
         if isinstance(prompts[prompt], str) and not isinstance(prompts[0], int):
             return str(prompts[prompt])
-        return self._texts.decode(self._plan.prompts[prompt], skip_special=False)
+        return self._texts.prompt(self._plan.prompts[prompt])
 
     # --- streams ----------------------------------------------------------------------------
 

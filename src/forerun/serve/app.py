@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -38,7 +38,7 @@ from forerun.serve.protocol import (
 )
 from forerun.serve.streaming import DONE, EventStream, Gone, dumps, event, with_client
 from forerun.serve.texts import Texts
-from forerun.serve.worker import Reply, Worker
+from forerun.serve.worker import Blank, Reply, Worker
 
 log = logging.getLogger("forerun.serve")
 
@@ -116,10 +116,14 @@ class Server:
             ApiError, ForerunError: what was wrong.
             Gone: the client left.
         """
-        reply = (self.worker.open if plan.writes else self.worker.blank)(plan.jobs)
+        read: list[Sequence[Logprob]] = []
+        if plan.writes:
+            self.worker.check(plan.jobs)
+        if plan.echo and plan.top is not None:
+            read = await with_client(request, self.worker.score(plan.prompts, plan.top))
+        reply = self.worker.open(plan.jobs) if plan.writes else Blank(self.worker, plan.jobs)
         try:
             await with_client(request, reply.ready())
-            read = await with_client(request, self._read(plan)) if plan.echo else []
             answer = Answer(plan, self.facts, self.texts, read)
             if not plan.stream:
                 value = await with_client(request, self._whole(answer, reply))
@@ -136,12 +140,6 @@ class Server:
             for update in updates:
                 answer.take(update)
         return await self.texts.run(answer.whole)  # it may be long
-
-    async def _read(self, plan: Plan) -> list[list[Logprob]]:
-        """Log-probabilities of prompts that are shown with theirs."""
-        if plan.top is None:
-            return []
-        return [await self.worker.score(prompt, plan.top) for prompt in plan.prompts]
 
     async def _frames(self, answer: Answer, reply: Reply) -> AsyncGenerator[bytes]:
         try:

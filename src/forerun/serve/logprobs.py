@@ -25,6 +25,10 @@ class Namer:
         """The name of a token."""
         return f"token_id:{token}" if self._numbers else self._texts.token(token)
 
+    def bytes(self, token: int) -> bytes | None:
+        """Those of a token; several together may make one character."""
+        return self._texts.bytes(token)
+
 
 def completion(entries: Sequence[Entry], top: int, name: Namer, offset: int = 0) -> dict[str, Any]:
     """Of a completion.
@@ -57,8 +61,8 @@ def chat(entries: Sequence[Entry], top: int, name: Namer) -> dict[str, Any]:
     """Of a chat answer, none of whose tokens is the first of a text; see `completion`."""
     content = [
         {
-            **_entry(name(token), score.logprob),
-            "top_logprobs": [_entry(name(other), value) for other, value in score.top[:top]],
+            **_entry(name, token, score.logprob),
+            "top_logprobs": [_entry(name, other, value) for other, value in score.top[:top]],
         }
         for token, score in entries
         if score is not None
@@ -66,12 +70,12 @@ def chat(entries: Sequence[Entry], top: int, name: Namer) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _entry(text: str, value: float) -> dict[str, Any]:
-    whole = "�" not in text  # part of a character has no text of its own
+def _entry(name: Namer, token: int, value: float) -> dict[str, Any]:
+    data = name.bytes(token)
     return {
-        "token": text,
+        "token": name(token),
         "logprob": _finite(value),
-        "bytes": list(text.encode()) if whole else None,
+        "bytes": None if data is None else list(data),
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from forerun.engine import Request, Sampling
@@ -19,6 +20,8 @@ from forerun.serve.texts import Texts
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
+LONGEST_WORDS = 4096
+"""Characters of banned words, together."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,16 @@ class Plan:
         return bool(getattr(self.request, "echo", None))
 
     @property
+    def opens_turn(self) -> bool:
+        """Whether the answer begins a turn of a conversation."""
+        request = self.request
+        return (
+            isinstance(request, ChatRequest)
+            and request.add_generation_prompt is not False
+            and not request.continue_final_message
+        )
+
+    @property
     def rounds(self) -> bool:
         """Whether every round is reported."""
         return self.policy.report == "rounds"
@@ -90,16 +103,12 @@ class Planner:
     def completion(self, request: CompletionRequest) -> Plan:
         """Read a completion request."""
         ignored = request.ignored()
+        given: Sequence[Any] = request.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        self._check_count(len(given) * (request.n or 1))
         special = request.add_special_tokens is not False
-        if isinstance(request.prompt, str):
-            prompts = [self._texts.encode(request.prompt, special)]
-        elif isinstance(request.prompt[0], int):
-            prompts = [list(request.prompt)]
-        else:
-            prompts = [
-                self._texts.encode(p, special) if isinstance(p, str) else list(p)
-                for p in request.prompt
-            ]
+        prompts = [self._encode(p, special) if isinstance(p, str) else list(p) for p in given]
         wanted = request.max_tokens
         if wanted is None:
             wanted = min(COMPLETION_TOKENS, self._config.max_tokens or COMPLETION_TOKENS)
@@ -112,21 +121,41 @@ class Planner:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
         if self.facts.source_limit is not None:
             raise bad("this model has an encoder and no chat; use /v1/completions", "messages")
-        both = {request.max_tokens, request.max_completion_tokens} - {None}
-        if len(both) > 1:
-            raise bad(
-                f"max_tokens is {request.max_tokens} and max_completion_tokens "
-                f"{request.max_completion_tokens}; give one of them",
-                "max_tokens",
-            )
+        self._check_count(request.n or 1)
+        messages = [message.plain() for message in request.messages]
+        self._check_length("".join(message["content"] for message in messages), "messages")
+        options = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            options.setdefault("reasoning_effort", request.reasoning_effort)
         ids = self._texts.chat(
-            [message.plain() for message in request.messages],
+            messages,
             request.add_generation_prompt is not False,
             bool(request.continue_final_message),
-            request.chat_template_kwargs,
+            options,
         )
         top = (request.top_logprobs or 0) if request.logprobs else None
-        return self._plan(request, [ids], next(iter(both), None), top, ignored)
+        wanted = request.max_completion_tokens
+        wanted = request.max_tokens if wanted is None else wanted
+        return self._plan(request, [ids], wanted, top, ignored)
+
+    def _check_count(self, count: int) -> None:
+        """Refuse more texts than could ever wait, before any of them is read."""
+        if count > (most := self._config.max_rows + self._config.queue):
+            raise bad(f"{count} texts in one request; this server takes at most {most}", "n")
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Refuse a text that cannot fit, however long its tokens are, before it is read."""
+        limit = self.facts.source_limit or self.facts.limit
+        if len(text) > limit * self._texts.longest:
+            raise bad(
+                f"{field}: {len(text)} characters are more than the context's {limit} tokens",
+                field,
+                "context_length_exceeded",
+            )
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        self._check_length(text, "prompt")
+        return self._texts.encode(text, special)
 
     def _plan(
         self,
@@ -137,16 +166,18 @@ class Planner:
         ignored: list[str],
     ) -> Plan:
         most = self._config.max_tokens
+        wanted = None if wanted == -1 else wanted
         if wanted is not None and most is not None and wanted > most:
             raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
         policy = self.policies.of(request)
         copies, stops = request.n or 1, _stops(request)
         prediction, constraint = self._prediction(request, policy), self._structures.of(request)
+        self._check_ids(request, prompts)
         jobs = []
         for prompt in prompts:
             given, source = self.facts.context(prompt)
             room = self.facts.limit - len(given)
-            if room < 1:
+            if room < (wanted != 0):  # what writes nothing needs no room
                 raise bad(
                     f"the prompt has {len(prompt)} tokens and the context holds "
                     f"{self.facts.limit}; shorten it",
@@ -178,6 +209,23 @@ class Planner:
             top,
         )
 
+    def _check_ids(self, request: Generation, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse token ids outside the vocabulary, by the field that has them."""
+        fields: dict[str, Iterable[int]] = {
+            "prompt": chain.from_iterable(prompts),
+            "logit_bias": _biases(request),
+            "stop_token_ids": request.stop_token_ids or (),
+            "allowed_token_ids": request.allowed_token_ids or (),
+        }
+        for field, tokens in fields.items():
+            for token in tokens:
+                if not 0 <= token < self.facts.vocab_size:
+                    raise bad(
+                        f"token id {token} in {field} is outside the vocabulary of "
+                        f"{self.facts.vocab_size}",
+                        field,
+                    )
+
     def _prediction(self, request: Generation, policy: Policy) -> tuple[int, ...]:
         """Token ids of a predicted text; a plain request or a lossy rule goes without."""
         if request.prediction is None or request.speculative is False or not policy.rule.lossless:
@@ -193,24 +241,33 @@ class Planner:
         constraint: Constraint | None,
     ) -> Sampling:
         eos, ignore = _ends(request, self.facts.eos)
+        allowed = request.allowed_token_ids
         given: dict[str, Any] = dict(self.facts.defaults)
         for name in (*SETTINGS, "presence_penalty", "frequency_penalty"):
             if (value := getattr(request, name)) is not None:
                 given[name] = value
-        if given.get("top_k", 0) < 0:
-            given["top_k"] = 0
+        given["top_k"] = max(given.get("top_k", 0), 0)
         if request.seed is not None:
             given["seed"] = request.seed + copy
         given["logit_bias"] = _biases(request)
+        least = request.min_tokens or 0
+        if least > tokens:
+            raise bad(f"min_tokens is {least} and at most {tokens} can be written", "min_tokens")
+        if sum(map(len, request.bad_words or ())) > LONGEST_WORDS:
+            raise bad(f"at most {LONGEST_WORDS} characters of bad_words", "bad_words")
+        chats = isinstance(request, ChatRequest) and not request.ignore_eos
+        ends = self._texts.turns.ends if chats else ()
         try:
             return Sampling(
                 **given,
                 max_new_tokens=tokens,
-                min_new_tokens=min(request.min_tokens or 0, tokens),
-                stop=stops,
+                min_new_tokens=least,
+                stop=(*stops, *(end for end in ends if end not in stops)),
                 eos=eos,
                 ignore_eos=ignore,
                 constraint=constraint,
+                bad_words=tuple(filter(None, request.bad_words or ())),
+                allowed_tokens=None if allowed is None else tuple(allowed),
             )
         except ForerunError as error:
             raise bad(str(error)) from error

@@ -12,48 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from forerun.serve.errors import bad, unsupported
+from forerun.serve.fields import NEUTRAL, REFUSED
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 MAX_SPEC = 400
 """Characters of a controller's or rule's spec."""
-
-PASSING = frozenset(
-    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "modalities",
-     "safety_identifier", "prompt_cache_key", "reasoning_effort", "verbosity",
-     "use_beam_search", "length_penalty", "early_stopping", "skip_special_tokens",
-     "spaces_between_special_tokens", "request_id", "priority", "cache_prompt", "function_call",
-     "prompt_logprobs", "truncate_prompt_tokens", "best_of", "suffix", "tools", "tool_choice",
-     "functions", "audio", "chat_template", "documents"}
-)  # fmt: skip
-"""Known fields that are no part of the models below."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "prompt_logprobs": (0,),
-    "tools": ([],),
-    "functions": ([],),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "truncate_prompt_tokens": (-1,),
-    "skip_special_tokens": (True,),
-}
-"""Values that ask for nothing."""
-
-REFUSED = {
-    "tools": "tools are",
-    "functions": "functions are",
-    "audio": "audio is",
-    "modalities": "output other than text is",
-    "suffix": "inserting before a suffix is",
-    "use_beam_search": "beam search is",
-    "prompt_logprobs": "prompt_logprobs is (use echo with logprobs)",
-    "truncate_prompt_tokens": "truncating prompts is",
-    "chat_template": "a template of the request's own is",
-    "documents": "documents are",
-    "skip_special_tokens": "showing special tokens is",
-}
-"""Known fields that would change the answer, with the beginning of "... not supported"."""
 
 
 class StreamOptions(BaseModel):
@@ -131,7 +95,9 @@ class Generation(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=0, description="0 writes nothing: echo scores")
+    max_tokens: int | None = Field(
+        None, ge=-1, description="0 writes nothing: echo scores; -1: as many as the context holds"
+    )
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all")
@@ -145,6 +111,8 @@ class Generation(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     min_tokens: int | None = Field(None, ge=0)
+    bad_words: Annotated[list[str], Field(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -159,6 +127,7 @@ class Generation(BaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
     speculative: StrictBool | Speculative | None = None
     vllm_xargs: dict[str, Any] | None = None
 
@@ -169,21 +138,24 @@ class Generation(BaseModel):
             ApiError: 400 for a field that is nearly one of ours, 501 for a known one.
         """
         known = set(type(self).model_fields)
-        strange = []
-        for name, value in (self.model_extra or {}).items():
-            if value is None or value in NEUTRAL.get(name, ()):
+        strange, extra = [], self.model_extra or {}
+        for name, value in extra.items():
+            words, nothing = REFUSED.get(name, ("", ()))
+            if value is None or value in nothing or name in NEUTRAL:
                 continue
-            if name == "tools" and (self.model_extra or {}).get("tool_choice") == "none":
+            if name == "tools" and extra.get("tool_choice") == "none":
                 continue
-            if name in REFUSED:
-                raise unsupported(REFUSED[name], name)
-            if name == "best_of" and value != (self.n or 1):
-                raise bad(f"best_of must equal n or be left out, got {value!r}", "best_of")
+            if words:
+                raise unsupported(words, name)
+            if name == "best_of":
+                if value != (self.n or 1):
+                    raise bad(f"best_of must equal n or be left out, got {value!r}", "best_of")
+                continue
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.84)
-            if near and name not in PASSING:
+            if near:
                 raise bad(f"unknown field {name!r}; did you mean {near[0]!r}?", name)
             strange.append(name)
-        return [n for n in strange if n not in ("user", "best_of", "tool_choice")]
+        return strange
 
 
 class CompletionRequest(Generation):
@@ -223,7 +195,7 @@ class Message(BaseModel):
             parts = ""
         if not isinstance(parts, str):
             for part in parts:
-                if part.type != "text" or part.text is None:
+                if part.type not in ("text", "input_text", "output_text") or part.text is None:
                     raise unsupported(f"message parts of type {part.type!r} are", "messages")
             parts = "".join(part.text or "" for part in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": parts}
@@ -233,7 +205,8 @@ class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=-1)
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None

@@ -80,6 +80,8 @@ def _asked(request: Generation) -> list[tuple[str, str, Any]]:
                 )
             schema = form.json_schema.json_schema
         out.append(("response_format", "json", schema))
+    if request.json_schema is not None:
+        out.append(("json_schema", "json", request.json_schema))
     for kind, own in (
         ("json", "json"),
         ("regex", "regex"),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from forerun import chat
-from forerun.engine.text import Detokenizer
+from forerun.engine.text import UNREADABLE, Detokenizer, token_bytes
 from forerun.errors import PromptError, SettingError
 from forerun.serve.errors import bad
 
@@ -31,6 +31,9 @@ class Texts:
         self.tokenizer = copy.deepcopy(tokenizer)
         self._decoder = copy.deepcopy(tokenizer)
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer else 1
+        """Characters of a token, at most."""
+        self.turns = chat.turns(tokenizer) if tokenizer else chat.Turns()
         self.vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-texts")
 
@@ -63,9 +66,22 @@ class Texts:
         detokenizer = Detokenizer(self._decoder, list(before))
         return [detokenizer.push(token) for token in tokens]
 
+    def prompt(self, tokens: Sequence[int]) -> str:
+        """The text of a prompt, up to an unfinished character, which its continuation completes."""
+        unfinished = Detokenizer(self._decoder, tokens).flush()
+        return self.decode(tokens, skip_special=False).removesuffix(unfinished)
+
     def token(self, token: int) -> str:
         """One token on its own, special ones by name."""
         return self.decode([token], skip_special=False)
+
+    def bytes(self, token: int) -> bytes | None:
+        """What a token stands for, which may be part of a character; None if that is not known."""
+        text = self.token(token)
+        if UNREADABLE not in text:
+            return text.encode()
+        known = token_bytes(self._decoder)
+        return None if known is None else known[token]
 
     def names(self, tokens: Sequence[int]) -> list[str]:
         """The tokenizer's own names of tokens."""

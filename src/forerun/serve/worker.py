@@ -14,13 +14,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round, Stats
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.scoring import score_text
+from forerun.engine.scoring import score_parts
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.model import Model
 from forerun.serve.errors import ApiError
@@ -28,8 +28,20 @@ from forerun.serve.memory import Memory
 
 log = logging.getLogger("forerun.serve")
 
+SCORING = -1
+"""Stands for the engine's id of a scoring."""
+SCORED = 128
+"""Tokens of a text that are scored between two rounds."""
 LAST_ROUND = 10.0
 """Seconds that the engine's thread has to end its round when the server stops."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A job that writes nothing: log-probabilities of a text's tokens, by the target alone."""
+
+    prompt: Sequence[int]
+    top: int
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,13 @@ class Update:
     """None: no round yet, it was only admitted (or failed)."""
     done: Completion | None = None
     error: ForerunError | None = None
+    scores: Sequence[Logprob] | None = None
+    """Of a scoring that is done."""
 
     @property
     def last(self) -> bool:
         """Whether nothing more comes of this job."""
-        return self.done is not None or self.error is not None
+        return any(end is not None for end in (self.done, self.error, self.scores))
 
 
 @dataclass(eq=False)
@@ -61,17 +75,17 @@ class Ticket:
 
     reply: Reply
     index: int
-    job: Request
+    job: Request | Scoring
     arrived: float = field(default_factory=time.perf_counter)
     queued: float = 0.0
     request: int | None = None
-    """The engine's id while it runs."""
+    """The engine's id while it runs; below 0 while a scoring does."""
 
 
 class Reply:
     """The updates of the jobs of one client, in order; iterate it on the event loop."""
 
-    def __init__(self, worker: Worker, jobs: Sequence[Request], buffer: int) -> None:
+    def __init__(self, worker: Worker, jobs: Sequence[Request | Scoring], buffer: int) -> None:
         self._worker = worker
         self._room = buffer * len(jobs)
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -181,7 +195,6 @@ class Worker:
         self._live: set[Ticket] = set()
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._model = model
         engine = Engine(
             model.target, model.drafter, model.tokenizer, model.eos, max_rows,
             meter=model.meter, prefixes=prefixes,
@@ -210,27 +223,18 @@ class Worker:
         """Jobs that wait for one."""
         return len(self._live) - self.running
 
-    def blank(self, jobs: Sequence[Request]) -> Reply:
-        """Answer jobs of which nothing is to be written, after checking them.
-
-        Raises:
-            PromptError, SettingError: as the engine would.
-        """
+    def check(self, jobs: Sequence[Request]) -> None:
+        """Refuse what the engine would: PromptError, SettingError."""
         for job in jobs:
             self._engine.check(job)
-        return Blank(self, jobs)
 
-    def open(self, jobs: Sequence[Request]) -> Reply:
+    def open(self, jobs: Sequence[Request | Scoring]) -> Reply:
         """Queue the jobs of one client, all or none.
 
         Raises:
-            ApiError: 400 more than could ever wait, 429 the queue is full, 503 shutting down.
+            ApiError: 429 the queue is full, 503 shutting down.
         """
         room = self.max_rows + self.queue_size
-        if len(jobs) > room:
-            raise ApiError(
-                400, f"{len(jobs)} texts in one request; this server takes at most {room}"
-            )
         if self.draining or not self.alive:
             state = "shutting down" if self.draining else "not running"
             raise ApiError(503, f"the server is {state}", retry_after=5)
@@ -255,28 +259,17 @@ class Worker:
         self._live.difference_update(reply.tickets)
         self._inbox.put(lambda: self._engine.cancel(reply.tickets))
 
-    async def score(self, tokens: Sequence[int], top: int) -> list[Logprob]:
-        """Of every token of a text but the first, by the target alone, between two rounds."""
-        answer: asyncio.Future[list[Logprob]] = asyncio.get_running_loop().create_future()
-
-        def settle(result: list[Logprob] | None, error: Exception | None) -> None:
-            if answer.done():
-                return  # nobody waits any more
-            if error is None and result is not None:
-                answer.set_result(result)
-            else:
-                answer.set_exception(error or RuntimeError("no result"))
-
-        def work() -> None:
-            try:
-                scores = score_text(self._model.target, tokens, top)
-            except Exception as problem:
-                self._call(settle, None, problem)
-            else:
-                self._call(settle, scores, None)
-
-        self._inbox.put(work)
-        return await answer
+    async def score(self, texts: Sequence[Sequence[int]], top: int) -> list[Sequence[Logprob]]:
+        """Of every token of some texts but their first, by the target alone; see `open`."""
+        out: list[Sequence[Logprob]] = [()] * len(texts)
+        reply = self.open([Scoring(text, top) for text in texts])
+        try:
+            async for updates in reply.updates():
+                for update in updates:
+                    out[update.index] = update.scores or ()
+        finally:
+            reply.cancel()
+        return out
 
     async def stop(self, grace: float = 0.0) -> None:
         """Take nothing new, let running and waiting requests finish for `grace` seconds, end."""
@@ -333,6 +326,7 @@ class _Loop:
         this thread may have to wait until it has done what there is to do."""
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
+        self._scorings: deque[tuple[Ticket, Iterator[list[Logprob]], list[Logprob]]] = deque()
         self._engine = engine
         self._ended = False
 
@@ -345,9 +339,11 @@ class _Loop:
                 self._flush()
                 if self._running:
                     self._round()
+                if self._scorings:
+                    self._score()
         except BaseException as error:
             log.exception("the engine's thread ended")
-            lost = [*self._running.values(), *self._waiting]
+            lost = [*self._running.values(), *self._waiting, *(s[0] for s in self._scorings)]
             self._fail(lost, ApiError(503, f"the engine ended ({type(error).__name__})"))
             self._flush()
 
@@ -360,7 +356,7 @@ class _Loop:
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
         self._memory.used = self._memory.bytes(self._held())
-        idle = not self._running and not self._waiting
+        idle = not (self._running or self._waiting or self._scorings)
         if idle:
             self._flush()
         while True:
@@ -374,8 +370,10 @@ class _Loop:
     def _held(self) -> list[int]:
         return [self._columns(ticket.job) for ticket in self._running.values()]
 
-    def _columns(self, job: Request) -> int:
+    def _columns(self, job: Request | Scoring) -> int:
         """Most tokens its caches will hold."""
+        if isinstance(job, Scoring):
+            return len(job.prompt)
         return min(len(job.prompt) + job.sampling.max_new_tokens, self._limit)
 
     def check(self, job: Request) -> None:
@@ -394,15 +392,21 @@ class _Loop:
             log.exception("a request could not be checked")
             self._fail(tickets, _bug(type(error)))
             return
-        self._waiting.extend(tickets)
+        for ticket in tickets:
+            if isinstance(job := ticket.job, Scoring):
+                parts = score_parts(self._engine.target, job.prompt, job.top, SCORED)
+                self._scorings.append((ticket, parts, []))
+            else:
+                self._waiting.append(ticket)
         self._news.extend((ticket, Update(ticket.index)) for ticket in tickets)
 
-    def _check(self, job: Request) -> None:
+    def _check(self, job: Request | Scoring) -> None:
         """Find now what would be found when it joins."""
-        self._engine.check(job)
-        if not self._memory.fits([], self._columns(job)):
+        if isinstance(job, Request):
+            self._engine.check(job)
+        if not self._memory.fits([], columns := self._columns(job)):
             raise PromptError(
-                f"a prompt of {len(job.prompt)} tokens with {job.sampling.max_new_tokens} more to "
+                f"a prompt of {len(job.prompt)} tokens with {columns - len(job.prompt)} more to "
                 "come does not fit this server's memory; ask for fewer tokens"
             )
 
@@ -410,6 +414,7 @@ class _Loop:
         """Free the rows of these jobs, running or waiting."""
         gone = set(tickets)
         self._waiting = deque(t for t in self._waiting if t not in gone)
+        self._scorings = deque(s for s in self._scorings if s[0] not in gone)
         for ticket in gone:
             if ticket.request in self._running:
                 del self._running[ticket.request]
@@ -426,6 +431,7 @@ class _Loop:
             self._waiting.popleft()
             held.append(columns)
             ticket.queued = time.perf_counter() - ticket.arrived
+            assert isinstance(ticket.job, Request)
             ticket.request = self._engine.submit(ticket.job)
             self._running[ticket.request] = ticket
             self._news.append((ticket, Update(ticket.index, ticket.queued)))
@@ -442,6 +448,25 @@ class _Loop:
             self._fail(lost, _bug(type(error)))
             return
         self._news.extend([self._update(event) for event in events])
+
+    def _score(self) -> None:
+        """The next part of the scoring that came first, in a row that is there for so long."""
+        ticket, parts, scores = self._scorings[0]
+        if self._running and not self._memory.fits(self._held(), self._columns(ticket.job)):
+            return
+        ticket.request = SCORING
+        try:
+            part = next(parts, None)
+        except Exception as error:
+            log.exception("a text could not be scored")
+            self._scorings.popleft()
+            self._fail([ticket], error if isinstance(error, ForerunError) else _bug(type(error)))
+            return
+        if part is not None:
+            scores += part
+        if len(scores) >= len(ticket.job.prompt) - 1:
+            self._scorings.popleft()
+            self._news.append((ticket, Update(ticket.index, scores=scores)))
 
     def _update(self, event: Event) -> tuple[Ticket, Update]:
         ticket, done = self._running[event.request], event.completion
@@ -467,6 +492,7 @@ class _Loop:
         self._ended = True
         self._waiting.clear()
         self._running.clear()
+        self._scorings.clear()
         self._engine.clear()
 
 

@@ -1,0 +1,61 @@
+"""Every field of other projects' requests has an owner: served, refused or neutral."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import NEUTRAL, REFUSED
+from forerun.serve.protocol import ChatRequest, CompletionRequest
+
+LISTS: dict[str, list[str]] = json.loads(
+    (Path(__file__).parent / "fields.json").read_text(encoding="utf-8")
+)
+SERVED = {*ChatRequest.model_fields, *CompletionRequest.model_fields, "best_of"}
+
+
+@pytest.mark.parametrize("source", LISTS)
+def test_every_field_has_an_owner(source):
+    unknown = set(LISTS[source]) - SERVED - REFUSED.keys() - NEUTRAL
+    assert unknown == set()
+
+
+def test_no_field_has_two_owners():
+    both = (ChatRequest.model_fields.keys() & CompletionRequest.model_fields.keys()) | {"best_of"}
+    assert not both & REFUSED.keys()
+    assert not SERVED & NEUTRAL
+    assert not REFUSED.keys() & NEUTRAL
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_refused_is_named_unless_it_asks_for_nothing(name):
+    for value in (None, *REFUSED[name][1]):
+        assert CompletionRequest(prompt="x", **{name: value}).ignored() == []
+    if name in CompletionRequest.model_fields:
+        return
+    with pytest.raises(ApiError) as refused:
+        CompletionRequest(prompt="x", **{name: object()}).ignored()
+    assert (refused.value.status, refused.value.param) == (501, name)
+
+
+def test_the_lists_are_those_of_the_installed_openai():
+    openai = pytest.importorskip("openai")
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chat
+
+    for kind, module in (("chat", chat), ("completions", completions)):
+        fields = {*module.CompletionCreateParamsBase.__annotations__, "stream"}
+        unknown = fields - SERVED - REFUSED.keys() - NEUTRAL
+        assert unknown == set(), f"new in openai {openai.__version__}, {kind}"
+
+
+@pytest.mark.slow
+def test_the_lists_are_those_of_the_installed_vllm():
+    params = pytest.importorskip("vllm.sampling_params")
+    fields = {name for name in params.SamplingParams.__struct_fields__ if name[0] != "_"}
+    assert fields - SERVED - REFUSED.keys() - NEUTRAL == set()
