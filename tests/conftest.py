@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+NUMBERS = itertools.count()
 # Hundreds of tiny models, most for one test: exporting each would take minutes.
 os.environ["FORERUN_RUNTIME"] = "torch"
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # see runtime/openvino
@@ -19,6 +21,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_memory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What targets of tests write is learned in a folder of the test's own."""
+    from forerun.drafters import memory
+
+    folder = tmp_path_factory.getbasetemp() / f"memory-{os.getpid()}-{next(NUMBERS)}"
+    monkeypatch.setattr(memory, "cache_folder", lambda kind: folder / kind)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import Drafter, ngrams
-from forerun.drafters.memory import GrowingTable, Memory, fingerprint, grown_file
+from forerun.drafters.memory import GrowingTable, MemoryDraft, fingerprint, grown_file
 from forerun.drafters.ngrams import NGrams, contexts_of, follow, pack, probability, unpack
 from forerun.drafters.none import NullDrafter
 from forerun.drafters.suffix import Occurrences, Suffix, SuffixDrafter
@@ -77,12 +77,12 @@ def test_a_draft_goes_on_through_periodic_text_and_ends_where_it_is_doubtful() -
 
 @pytest.mark.parametrize("bad", [{"n": 0}, {"n": 1.5}, {"least": 2}, {"least": "x"}])
 def test_settings_of_suffix_and_memory(bad: dict[str, Any]) -> None:
-    for spec in (Suffix, Memory):
+    for spec in (Suffix, MemoryDraft):
         with pytest.raises(SettingError):
             spec(**bad)
     for wrong in ({"grow": 1}, {"table": ""}):
         with pytest.raises(SettingError, match="memory"):
-            Memory(**wrong)
+            MemoryDraft(**wrong)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_a_file_holds_what_was_saved_and_nothing_else_is_taken(tmp_path: Path) -
     with pytest.raises(ModelError, match="is no table of n-grams"):
         NGrams.load(path)
     with pytest.raises(ModelError, match="build-memory"):
-        Memory(table="nowhere").build(Rows(ScriptedModel(SCRIPT)), None)
+        MemoryDraft(table="nowhere").build(Rows(ScriptedModel(SCRIPT)), None)
 
 
 @settings(deadline=None)
@@ -184,12 +184,9 @@ def test_whatever_a_table_holds_the_text_is_the_targets_own(
 # --- a table that grows ---------------------------------------------------------------------------
 
 
-def test_what_was_written_once_is_drafted_in_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+def test_what_was_written_once_is_drafted_in_the_next_process() -> None:
     target = Rows(ScriptedModel(SCRIPT))
-    first = Memory(grow=True, n=1, least=0).build(target, TOKENIZER)
+    first = MemoryDraft(grow=True, n=1, least=0).build(target, TOKENIZER)
     text = written(first, "fixed(4)", [1, 2])
     path = grown_file("", fingerprint(TOKENIZER))
     assert not path.exists()
@@ -197,7 +194,7 @@ def test_what_was_written_once_is_drafted_in_the_next_process(
     table = NGrams.load(path)
     assert follow([table], [1, 2]).token == text[0]  # type: ignore[union-attr]
     assert list(path.parent.glob("*.safetensors")) == [path]
-    still = Memory(grow=False).build(target, TOKENIZER)
+    still = MemoryDraft(grow=False).build(target, TOKENIZER)
     assert written(still, "fixed(4)", [4, 4])
     assert NGrams.load(path).entries == table.entries
 

@@ -57,7 +57,7 @@ def test_speculation_is_plain_decoding_is_generate(draft: str, spec: str) -> Non
 
 def test_its_draft_comes_with_it() -> None:
     assert default_draft("digest") == "block"
-    assert default_draft("./digest") == "lookup"
+    assert default_draft("./digest") == "memory"
     assert zoo.is_shipped("digest")
     assert forerun.load("digest", device="cpu").target.facts.precision == "float32"
 

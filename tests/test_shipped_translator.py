@@ -107,7 +107,7 @@ def test_so_it_is_on_500_sources(target: str, drafter: str, spec: str, batch: in
 def test_its_drafts_come_with_it() -> None:
     assert default_draft("translator") == "shared"
     assert default_draft(zoo.TRANSLATOR) == "shared"
-    assert default_draft("./translator") == default_draft("org/model") == "lookup"
+    assert default_draft("./translator") == default_draft("org/model") == "memory"
     assert default_draft(None) == zoo.DRAFT
     model = forerun.load("translator", device="cpu")
     assert model.target.facts.precision == "float32"

@@ -374,12 +374,12 @@ def default_draft(target: str | Path | None) -> str | Path:
     """Who drafts for a target where nobody says.
 
     The shipped draft for the shipped target, a draft decoder in the target's own folder (`shared`
-    before `block`), else `lookup`.
+    before `block`), else `memory`.
     """
     if target is None:
         return zoo.DRAFT
     where = zoo.locate(target)
-    return next((kind for kind in ("shared", "block") if own_draft(where, kind)), "lookup")
+    return next((kind for kind in ("shared", "block") if own_draft(where, kind)), "memory")
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

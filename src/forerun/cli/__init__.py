@@ -14,6 +14,7 @@ import typer
 from forerun.cli.audit import audit
 from forerun.cli.bench import app as bench
 from forerun.cli.build_datastore import build_datastore
+from forerun.cli.build_memory import build_memory
 from forerun.cli.calibrate import app as calibrate
 from forerun.cli.chat import chat
 from forerun.cli.cite import cite
@@ -30,6 +31,7 @@ from forerun.cli.sweep import app as sweep
 from forerun.cli.train_draft import train_draft
 from forerun.cli.train_exits import train_exits
 from forerun.cli.tune import tune
+from forerun.cli.write import write
 from forerun.cli.zoo import app as zoo
 from forerun.errors import SettingError
 
@@ -81,6 +83,8 @@ app.command("audit")(audit)
 app.add_typer(bench, name="bench")
 app.command("train-exits")(train_exits)
 app.command("build-datastore")(build_datastore)
+app.command("write")(write)
+app.command("build-memory")(build_memory)
 app.command("train-draft")(train_draft)
 app.add_typer(calibrate, name="calibrate")
 app.add_typer(zoo, name="zoo")

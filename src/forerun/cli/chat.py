@@ -47,6 +47,7 @@ def chat(
     controller: options.Controller = None,
     rule: options.Rule = None,
     settings: options.SettingsFile = None,
+    remember: options.Remember = None,
     rounds: options.Rounds = False,
 ) -> None:
     """Talk to a model that runs ahead of itself.
@@ -57,7 +58,8 @@ def chat(
     from forerun.settings import resolve
 
     given = options.sampling(sampling)
-    job = models.load(resolve(settings, controller=controller, rule=rule), batch_size=1)
+    how = resolve(settings, controller=controller, rule=rule)
+    job = models.load(how, batch_size=1, remember=remember is not False)
     Conversation(job, given, system, rounds).run()
 
 

@@ -35,6 +35,7 @@ def generate(
         ),
     ] = None,
     exits: options.Exits = None,
+    remember: options.Remember = None,
     language: Annotated[
         str | None,
         option("CODE", "Of translation models: the language to write in.", panel=MODELS),
@@ -115,7 +116,8 @@ def generate(
 
         models = models.with_exits(exits)
         how = resolve(settings, controller=controller, rule=rule, draft=models.draft)
-    job, prompts = models.open(prompts, common, how, batch_size, chat=chat)
+    learns = not compare if remember is None else remember
+    job, prompts = models.open(prompts, common, how, batch_size, chat=chat, remember=learns)
     job.model.opening = job.model.open(language, decoder_prompt)
     watched = sys.stdout.isatty() and not (as_json or as_lines)
     job = replace(job, logprobs=logprobs, first_token_soon=watched)

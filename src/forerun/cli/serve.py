@@ -24,6 +24,7 @@ KEY = "FORERUN_API_KEY"
 def serve(
     models: Annotated[Models, Fields(Models)],
     exits: options.Exits = None,
+    remember: options.Remember = None,
     served_model_name: Annotated[
         str | None,
         option("NAME", "What clients call it. Default: the folder's name.", panel=MODELS),
@@ -123,7 +124,11 @@ def serve(
     from forerun.settings import resolve
 
     models = models.with_exits(exits)
-    job = models.load(resolve(settings, controller=controller, rule=rule), max_rows)
+    job = models.load(
+        resolve(settings, controller=controller, rule=rule),
+        max_rows,
+        remember=len(keys) < 2 if remember is None else remember,
+    )
     config = Config(**chosen, controller=job.about["controller"], rule=job.about["rule"])
     run(job.model, config, lambda url, server: _announce(url, server, config, job.about))
 

@@ -10,7 +10,7 @@ DRAFTERS = Registry(
         "model": "forerun.drafters.model:ModelDraft",
         "lookup": "forerun.drafters.lookup:Lookup",
         "suffix": "forerun.drafters.suffix:Suffix",
-        "memory": "forerun.drafters.memory:Memory",
+        "memory": "forerun.drafters.memory:MemoryDraft",
         "rest": "forerun.drafters.rest:REST",
         "lookahead": "forerun.drafters.lookahead:Lookahead",
         "medusa": "forerun.drafters.medusa:Medusa",

@@ -101,7 +101,7 @@ def grown_file(name: str, tokenizer: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Memory(DrafterSpec):
+class MemoryDraft(DrafterSpec):
     """Continue as this text, or what the target wrote for other prompts, most often did. No model.
 
     Counts of this text, as in `suffix`, and a table of n-grams of other texts of the same target;

@@ -101,10 +101,14 @@ class Models:
         return self if exits is None else replace(self, draft=with_exits(self.draft, exits))
 
     def load(
-        self, how: Settings | None = None, batch_size: int = 16, chat: Chat | None = None
+        self,
+        how: Settings | None = None,
+        batch_size: int = 16,
+        chat: Chat | None = None,
+        remember: bool = False,
     ) -> Job:
         """Check everything, then load the models; `how` names controller, rule and draft."""
-        return self.open((), None, how, batch_size, chat=chat)[0]
+        return self.open((), None, how, batch_size, chat=chat, remember=remember)[0]
 
     def open(
         self,
@@ -114,6 +118,7 @@ class Models:
         batch_size: int = 16,
         *,
         chat: Chat | None = None,
+        remember: bool = False,
         **reading: bool,
     ) -> tuple[Job, list[Prompt]]:
         """Load the models, and prepare the prompts: before, as far as no weights are needed.
@@ -124,6 +129,7 @@ class Models:
             how: controller, rule, and a draft where no option names one; None are the defaults.
             batch_size: prompts decoded together.
             chat: what is put around them; None leaves them as they are.
+            remember: whether the draft memory learns from what the target writes.
             reading: as for `Reader.prepare`.
 
         Raises:
@@ -145,7 +151,7 @@ class Models:
             )
             early = None if reader is None else prepare(reader)
             draft = self.draft or (None if how is None else how.draft)
-            job = replace(self._load(draft, length, keep, batch_size), chat=chat)
+            job = replace(self._load(draft, length, keep, batch_size, remember), chat=chat)
             ready = prepare(job.reader) if early is None else early
             job.about["chat"] = any(p.chat for p in ready)
             return job, ready
@@ -166,21 +172,30 @@ class Models:
         return length, keep
 
     def _load(
-        self, draft: str | None, length: LengthController, keep: AcceptanceRule, batch_size: int
+        self,
+        draft: str | None,
+        length: LengthController,
+        keep: AcceptanceRule,
+        batch_size: int,
+        remember: bool,
     ) -> Job:
         from forerun.controllers import CONTROLLERS
-        from forerun.model import default_draft, load
+        from forerun.drafters.memory import MemoryDraft
+        from forerun.model import default_draft, drafter_spec, load
         from forerun.rules import RULES
 
+        default = "shipped" if self.target is None else str(default_draft(self.target))
+        spec = drafter_spec(draft or default_draft(self.target))
+        if remember and isinstance(spec, MemoryDraft):
+            spec = replace(spec, grow=True)
         model = load(
             self.target,
-            draft,
+            spec,
             runtime=self.runtime,
             device=self.device,
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
         )
-        default = "shipped" if self.target is None else str(default_draft(self.target))
         about = {
             "target": self.target or "shipped",
             "draft": draft or default,

@@ -209,8 +209,18 @@ Draft = Annotated[
         "ID_OR_PATH|SPEC",
         "Who runs ahead: a smaller model, or a drafter like lookup(n=3) or none. Default: the "
         "shipped draft for the shipped target, shared or block where the target's folder has one, "
-        "else lookup.",
+        "else memory.",
         panel=MODELS,
+    ),
+]
+Remember = Annotated[
+    bool | None,
+    typer.Option(
+        "--remember/--no-remember",
+        help="Whether the draft memory learns from what the target writes and keeps it in the "
+        "cache for later runs; output stays the same, speed may not. Default: yes, but no for "
+        "serve with several API keys and for generate --compare.",
+        rich_help_panel=SPECULATION,
     ),
 ]
 DraftModel = Annotated[
