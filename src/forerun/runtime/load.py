@@ -80,12 +80,13 @@ def load_model(
 
     where, path = resolve_device(device), gguf.locate(name)
     wanted = resolve_dtype(dtype)
+    options: dict[str, Any] = {"dtype": wanted or "auto", "use_safetensors": True}
     if path is None:
         _check_path(name)
-        options = {"dtype": wanted or "auto", "use_safetensors": True}
     else:
-        options = {"dtype": wanted or torch.bfloat16, "gguf_file": path.name}
-        _warn_of_widening(path, options["dtype"])
+        widened = wanted or torch.bfloat16
+        options = {"dtype": widened, "gguf_file": path.name}
+        _warn_of_widening(path, widened)
     try:
         model = _pretrained(
             name if path is None else path.parent, windows, trust_remote_code, options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import add
 from typing import Any
 
@@ -23,7 +23,7 @@ from forerun.runtime.openvino.nodes import tap
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.states import States
 
-FIRST_BLOCKS = 64
+FIRST_BLOCKS = 16
 """Blocks of a new pool; it doubles when it runs out."""
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
@@ -54,10 +54,11 @@ class OpenVINOExecutor(Executor):
     tokens; rolling back is a smaller number in `starts`.
 
     Args:
-        graph: with paged-attention nodes (`nodes.attach`); not needed afterwards.
+        graph: with paged-attention nodes (`nodes.attach`).
         facts: of the model it was exported from.
         threads: of OpenVINO; None: as many as torch has.
         group: of inputs that share a scale; None: that of `GROUPS`.
+        again: makes such a graph anew, for `tap`; None: this one is kept.
 
     Raises:
         SettingError: bf16 with one thread, or on a CPU without instructions for it.
@@ -67,12 +68,17 @@ class OpenVINOExecutor(Executor):
     own_threads = True
 
     def __init__(
-        self, graph: ov.Model, facts: Facts, threads: int | None = None, group: int | None = None
+        self,
+        graph: ov.Model,
+        facts: Facts,
+        threads: int | None = None,
+        group: int | None = None,
+        again: Callable[[], ov.Model] | None = None,
     ) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
         self.group = GROUPS.get(facts.precision, 32) if group is None else group
-        self._graph, self._least = graph, 1
+        self._again, self._least = again or graph.clone, 1
         self.given: torch.Tensor | None = None
         """`(tokens, D)` what the next pass reads beside its tokens, if the graph has `GIVEN`."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
@@ -88,7 +94,7 @@ class OpenVINOExecutor(Executor):
     def tap(self, depths: Sequence[int]) -> States:
         """By an output more of the graphs, which are compiled anew; there must be no rows."""
         if self.states is None or self.states.depths != tuple(depths):
-            graph = self._graph.clone()
+            graph = self._again()
             width = tap(graph, depths)
             self._compile(graph)
             self.states = States(depths, width)

@@ -10,7 +10,7 @@ from typing import Any
 import openvino as ov
 import torch
 
-from forerun.errors import SettingError, UnsupportedModelError
+from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
@@ -59,7 +59,7 @@ def from_model(
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
-    return _made(entry, lambda: model, called, _Options(precision, threads, progress, encoder))
+    return _of_torch(entry, lambda: model, called, _Options(precision, threads, progress, encoder))
 
 
 def from_name(
@@ -99,10 +99,10 @@ def from_name(
 
     if here := files(name):
         entry = store.key(store.of_files(here), _form(precision))
-        return _made(entry, torch_model, str(name), options)
+        return _of_torch(entry, torch_model, str(name), options)
     model = torch_model()  # not on this machine until now
     entry = store.key(store.of_files(files(name)), _form(precision))
-    return _made(entry, lambda: model, str(name), options)
+    return _of_torch(entry, lambda: model, str(name), options)
 
 
 def from_gguf(
@@ -115,24 +115,66 @@ def from_gguf(
     """
     from forerun.runtime.openvino.gguf import graph_of
 
-    if progress:
-        progress("reading the GGUF file")
-    file = gguf.read(path)
-    facts = replace(file.facts(), executor="openvino")
-    graph = graph_of(file)
-    if progress:
-        progress("compiling the model")
-    executor = _compiled(attach(graph), facts, threads)
-    probe(executor, reference_of(executor))
-    executor.time_passes()
-    return executor
+    options = _Options(None, threads, progress)
+
+    def make() -> store.Stored:
+        if progress:
+            progress("reading the GGUF file")
+        file = gguf.read(path)
+        return store.Stored(graph_of(file), replace(file.facts(), executor="openvino"), None)
+
+    return _made(store.key(store.of_files([path]), "gguf"), make, str(path), options)
 
 
-def _compiled(graph: ov.Model, facts: Facts, threads: int | None) -> OpenVINOExecutor:
+@dataclass(frozen=True)
+class _Options:
+    precision: str | None
+    """None: of the weights as they are."""
+    threads: int | None
+    progress: Progress | None
+    encoder: Encoder | None = None
+
+
+def _made(
+    entry: str | None,
+    make: Callable[[], store.Stored],
+    name: str,
+    options: _Options,
+    torch_model: Callable[[], Any] | None = None,
+) -> OpenVINOExecutor:
+    """An executor from the store, else from what is made, which is then stored."""
+    if entry and (stored := store.read(entry)):
+        try:
+            return _executor(stored, entry, name, options, torch_model)
+        except UnsupportedModelError:  # damaged where only the probe sees it
+            store.discard(entry)
+    stored = make()
+    kept = None
+    if entry and store.write(entry, stored):
+        # Read back, its weights are pages of a file and no longer memory of their own.
+        kept = store.read(entry)
+    try:
+        return _executor(kept or stored, entry if kept else None, name, options, torch_model)
+    except UnsupportedModelError:
+        if entry:
+            store.discard(entry)
+        raise
+
+
+def _of_torch(
+    entry: str | None, torch_model: Callable[[], Any], name: str, options: _Options
+) -> OpenVINOExecutor:
+    """An executor from the store, else exported from the torch model."""
+    return _made(entry, lambda: _export(torch_model(), options), name, options, torch_model)
+
+
+def _compiled(
+    graph: ov.Model, facts: Facts, threads: int | None, again: Callable[[], ov.Model] | None
+) -> OpenVINOExecutor:
     """An executor whose passes compute the same whatever their width."""
     for group in (None, 0):
         try:
-            executor = OpenVINOExecutor(graph, facts, threads, group)
+            executor = OpenVINOExecutor(graph, facts, threads, group, again)
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
         if fewest := fewest_tokens(executor):
@@ -141,36 +183,7 @@ def _compiled(graph: ov.Model, facts: Facts, threads: int | None) -> OpenVINOExe
     return executor
 
 
-@dataclass(frozen=True)
-class _Options:
-    precision: str
-    threads: int | None
-    progress: Progress | None
-    encoder: Encoder | None = None
-
-
-def _made(
-    entry: str | None, torch_model: Callable[[], Any], name: str, options: _Options
-) -> OpenVINOExecutor:
-    """An executor from the store, else from the torch model, whose graph is then stored."""
-    if entry and (stored := store.read(entry)):
-        try:
-            return _executor(stored, name, options, torch_model)
-        except UnsupportedModelError:  # damaged where only the probe sees it
-            store.discard(entry)
-    stored = _export(torch_model(), options)
-    if entry and store.write(entry, stored):
-        # Read back, its weights are pages of a file and no longer torch's.
-        stored = store.read(entry) or stored
-    try:
-        return _executor(stored, name, options, torch_model)
-    except UnsupportedModelError:
-        if entry:
-            store.discard(entry)
-        raise
-
-
-def _form(precision: str) -> str:
+def _form(precision: str | None) -> str:
     return "int8" if precision == "int8" else "f32"
 
 
@@ -187,27 +200,44 @@ def _export(model: Any, options: _Options) -> store.Stored:
 
 
 def _executor(
-    stored: store.Stored, name: str, options: _Options, torch_model: Callable[[], Any]
+    stored: store.Stored,
+    entry: str | None,
+    name: str,
+    options: _Options,
+    torch_model: Callable[[], Any] | None,
 ) -> OpenVINOExecutor:
     if options.progress:
         options.progress("compiling the model")
-    facts = replace(stored.facts, precision=PRECISIONS[options.precision], name=name)
+    precision = PRECISIONS[options.precision] if options.precision else stored.facts.precision
+    facts = replace(stored.facts, precision=precision, name=name)
+
+    def again() -> ov.Model:
+        stored_again = store.read(entry) if entry else None
+        if stored_again is None:
+            raise ModelError(
+                f"the graph of {name!r} is no longer in {store.folder()}; load it anew"
+            )
+        return attach(stored_again.graph)
+
     graph = attach(stored.graph)
     if facts.source_limit is None:
-        executor = _compiled(graph, facts, options.threads)
+        executor = _compiled(graph, facts, options.threads, again if entry else None)
     else:
+        assert torch_model is not None, "only torch models have encoders"
         executor = SourcedOpenVINOExecutor(
             graph,
             facts,
             in_fp32(torch_model()),  # the others hold none while they compile
             lambda draft, encoder: from_model(
-                draft, options.precision, options.threads, encoder=encoder
+                draft, options.precision or "fp32", options.threads, encoder=encoder
             ),
             options.encoder,
             options.threads,
         )
-    probe(executor, stored.reference)
+    probe(executor, stored.reference or reference_of(executor))
     executor.time_passes()
+    if entry:
+        store.let_go(entry)
     return executor
 
 

@@ -6,7 +6,9 @@ form of the weights; it appears whole or not at all. What cannot be read is dele
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -40,7 +42,8 @@ class Stored:
 
     graph: ov.Model
     facts: Facts
-    reference: Reference
+    reference: Reference | None
+    """None: of what no torch model was made from; it is compared with itself."""
 
 
 def folder() -> Path:
@@ -53,7 +56,7 @@ def key(weights: str, form: str) -> str:
 
     Args:
         weights: hash of weights and configuration (`of_model`, `of_files`).
-        form: of the weights: "f32" or "int8".
+        form: of the weights: "f32", "int8" or "gguf".
     """
     versions = [version(name) for name in ("openvino", "torch", "transformers")]
     return sha256(json.dumps([FORMAT, weights, form, *versions]).encode()).hexdigest()[:32]
@@ -90,8 +93,10 @@ def read(name: str) -> Stored | None:
         if facts["eos"] is not None:
             facts["eos"] = frozenset(facts["eos"])
         facts["start"] = tuple(facts["start"])
-        with np.load(entry / _REFERENCE) as arrays:
-            reference = Reference(*(arrays[f"arr_{i}"] for i in range(len(arrays.files))))
+        reference = None
+        if (entry / _REFERENCE).is_file():
+            with np.load(entry / _REFERENCE) as arrays:
+                reference = Reference(*(arrays[f"arr_{i}"] for i in range(len(arrays.files))))
         stored = Stored(
             core().read_model(entry / _GRAPH),
             Facts(**facts),
@@ -102,6 +107,21 @@ def read(name: str) -> Stored | None:
     except Exception:  # whatever is wrong with it, it can be made again
         discard(name)
         return None
+
+
+def let_go(name: str) -> None:
+    """Give back the memory of an entry's weights; what is still read comes from the file again.
+
+    The plug-in packs weights when they are first multiplied, and keeps the file mapped.
+    """
+    weights = str((folder() / name / _GRAPH).with_suffix(".bin"))
+    with suppress(OSError, AttributeError):  # other systems have no such file, or no such call
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if line.endswith(weights):
+                first, last = (int(place, 16) for place in line.split()[0].split("-"))
+                advise(first, last - first, mmap.MADV_DONTNEED)
 
 
 def discard(name: str) -> None:
@@ -119,7 +139,8 @@ def write(name: str, stored: Stored) -> bool:
         return False
     try:
         ov.save_model(stored.graph, made / _GRAPH, compress_to_fp16=False)
-        np.savez(made / _REFERENCE, *stored.reference.arrays())
+        if stored.reference is not None:
+            np.savez(made / _REFERENCE, *stored.reference.arrays())
         sizes = {path.name: path.stat().st_size for path in made.iterdir()}
         facts = {**asdict(stored.facts), "sizes": sizes}
         (made / _FACTS).write_text(json.dumps(facts, default=sorted))  # a set is no JSON
