@@ -184,7 +184,8 @@ def repeated(
 def relatives(prompts: int, tokens: int, full: Path | None) -> None:
     """SpecBound's relatives beside it, greedy and short; writes `specbound-relatives.json`.
 
-    ``full``: full heads, swept (`train-exits --head full`, `sweep specbound --exits … --keep`).
+    ``full``: full heads, swept (`train-draft exits --head full`,
+    `sweep specbound --exits … --keep`).
     """
     plain = forerun.load(draft="none", dtype="float32", runtime="torch")
     specs = {LIGHT: "specbound"}
@@ -311,7 +312,7 @@ def _pyplot() -> Any:
 
 def zoo_settings() -> dict[str, Any]:
     """The shipped values."""
-    document = json.loads((zoo.EXITS / "exits.json").read_text())
+    document = json.loads((zoo.EXITS / "draft.json").read_text())
     return dict(document["settings"])
 
 

@@ -240,7 +240,7 @@ def training_prompts(
     limit: Annotated[int, typer.Option(help="Prompts.")] = 20000,
     seed: Annotated[int, typer.Option(help="Decides which.")] = 0,
 ) -> None:
-    """Write prompts of the pair's training, for forerun train-exits and train-draft --data."""
+    """Write prompts of the pair's training, for forerun train-draft --data."""
     from recipes.build_prompts import write_training_prompts
 
     with _errors():

@@ -93,7 +93,7 @@ def training_prompts(pool: Pool, seed: int) -> Iterator[tuple[str, Example, int]
 
 
 def write_training_prompts(data: Path, path: Path, limit: int, seed: int) -> int:
-    """Write prompts as `forerun train-exits --data` reads them; returns how many."""
+    """Write prompts as `forerun train-draft --data` reads them; returns how many."""
     pool = load_pools(data)["train"]
     lines = [
         json.dumps({"prompt": example.prompt, "max_new_tokens": most}, ensure_ascii=False) + "\n"

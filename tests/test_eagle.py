@@ -17,6 +17,8 @@ from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save_draft
 from forerun.runtime.eagle import EPS, EagleHead
 from forerun.testing import ScriptedModel
+from forerun.training.eagle import EagleTrainer
+from forerun.training.fit import Document, Settings
 from sourced import build as build_encoder_decoder
 from test_states import RUNTIMES, alone
 from tiny import VOCAB, build, texts
@@ -159,6 +161,112 @@ def test_a_warm_prefix_has_the_heads_keys(tmp_path: Path) -> None:
         got, wanted = warm.generate(prompt, **settings), cold.generate(prompt, **settings)
         assert got.tokens == wanted.tokens
     assert got.stats.cached_tokens == 36
+
+
+# Learning
+
+
+def written(model: Any, count: int = 60) -> list[Document]:
+    """What a model writes on random prompts, of two kinds."""
+    prompts = texts(*[6] * count, seed=3)
+    plain = Model(torch_rows(model), DRAFTERS.make("none").build(None, None))
+    done = plain.generate(prompts, max_new_tokens=30, ignore_eos=True)
+    return [
+        Document(prompt + c.tokens, len(prompt) - 1, "even" if i % 2 else "odd")
+        for i, (prompt, c) in enumerate(zip(prompts, done, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def taught() -> tuple[Any, EagleTrainer, list[Document]]:
+    model = build("llama")
+    documents = written(model)
+    settings = Settings("eagle", width=64, steps=100, batch=10, vocab=60, lr=0.01)
+    trainer = EagleTrainer(torch_rows(model), settings, documents)
+    log = list(trainer.train(documents))
+    assert log[-1]["loss"] < 0.75 * log[0]["loss"]
+    return model, trainer, documents
+
+
+def test_what_is_learned_is_what_is_drafted(taught: Any, tmp_path: Path) -> None:
+    """Each unrolled step at each place says what the drafter says there, in three steps."""
+    model, trainer, documents = taught
+    trainer.export(tmp_path, 1, {})
+    rows, text = torch_rows(model), documents[0].ids[:20]
+    (states,) = trainer._states.of([Document(text)])
+    known = states[:, trainer._columns].flatten(1)[None]
+    with torch.inference_mode():
+        index = trainer._index[torch.tensor([text])]
+        index = torch.where(index < 0, 60, index)
+        steps = [trainer.head.logits(x)[0] for x in trainer.unrolled(index, known)]
+        tensors = rounded(trainer.own)
+        drafter = Eagle(str(tmp_path)).build(rows, None)
+        assert isinstance(drafter, EagleDrafter)
+        assert tensors["qkv.weight"].dtype == torch.int8
+        drafter._head.load_state_dict(trainer.own)  # not rounded
+        rows.read([text], 30)
+        drafter.join([text], 30)
+        for place in (3, 8, 15):
+            drafter.rollback(0, place + 1)
+            drafter.rows.rollback(0, place)
+            drafter._newest.clear()
+            for ahead in range(3):
+                step = drafter.step([text[: place + 1 + ahead]], None)
+                assert step.logits is not None
+                got = step.logits[0, trainer.vocabulary]
+                torch.testing.assert_close(got, steps[ahead][place + ahead], atol=1e-3, rtol=1e-3)
+            drafter._restore()
+
+
+def test_a_taught_head_is_right(taught: Any, tmp_path: Path) -> None:
+    model, trainer, documents = taught
+    measured = trainer.agreement(documents)
+    assert measured["top1"] == measured["by_depth"][0] > 0.4
+    assert set(measured["by_family"]) == {"even", "odd"}
+    assert 1 + measured["accepted"] > measured["tokens_per_round"] > 1.5
+    trainer.export(tmp_path, len(documents), measured)
+    rows = torch_rows(model)
+    prompts = [d.ids[: d.start + 1] for d in documents[:8]]
+    how: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "controller": "fixed(3)"}
+    fast = Model(rows, Eagle(str(tmp_path)).build(rows, None))
+    done = fast.generate(prompts, **how)
+    assert [c.tokens for c in done] == [d.ids[d.start + 1 :] for d in documents[:8]]
+    live = sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done)
+    assert live == pytest.approx(measured["tokens_per_round"], rel=0.25)
+
+
+def test_rounds_are_counted_one_after_the_other() -> None:
+    from forerun.training.eagle import _rounds
+
+    assert _rounds(torch.tensor([[1, 0, 0]] * 6)) == 3, "a token kept and one of the target's"
+    assert _rounds(torch.tensor([[0, 1, 1]] * 6)) == 6
+    assert _rounds(torch.tensor([[1, 1, 1]] * 9)) == 3, "the last one ends with the text"
+
+
+def test_a_run_cut_in_two_is_the_run_in_one_piece(tmp_path: Path) -> None:
+    model = build("llama")
+    documents = written(model, 8)
+    settings = Settings("eagle", (1, 3), width=64, steps=4, batch=3, vocab=30)
+    whole, first, rest = (EagleTrainer(torch_rows(model), settings, documents) for _ in range(3))
+    assert len(list(whole.train(documents))) == 4
+    for record in first.train(documents):
+        if record["step"] == 2:
+            break
+    first.save(tmp_path / "training.pt")
+    rest.load(tmp_path / "training.pt")
+    assert [record["step"] for record in rest.train(documents)] == [3, 4]
+    for name, value in whole.own.items():
+        torch.testing.assert_close(rest.own[name], value, rtol=0, atol=0)
+    others = EagleTrainer(torch_rows(model), settings, documents[:2])  # other frequent tokens
+    with pytest.raises(SettingError, match="begun with other settings"):
+        others.load(tmp_path / "training.pt")
+
+
+def test_settings_that_a_head_cannot_have() -> None:
+    with pytest.raises(SettingError, match="width must be a multiple of 64"):
+        Settings("eagle", width=100)
+    with pytest.raises(SettingError, match="depths must rise from 1 to at most the target's 3"):
+        EagleTrainer(torch_rows(build("llama")), Settings("eagle", (2, 4)), [Document([3, 4])])
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:

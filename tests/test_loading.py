@@ -223,6 +223,6 @@ def test_another_tokenizer_is_refused_with_what_differs() -> None:
 
 def test_specbound_without_trained_heads_says_what_it_needs() -> None:
     rows = torch_rows(build("llama"))
-    with pytest.warns(ForerunWarning, match="forerun train-exits trains them"):
+    with pytest.warns(ForerunWarning, match="forerun train-draft exits trains them"):
         SpecBound().build(rows, None)
     SpecBound(exits="").build(rows, None)  # on purpose: no warning, which would be an error here

@@ -22,7 +22,7 @@ from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import MedusaHeads, load_medusa, new_heads
 from forerun.runtime.packing import dense
 from forerun.testing import ScriptedModel
-from forerun.training.drafts import Settings
+from forerun.training.fit import Document, Settings
 from forerun.training.medusa import MedusaTrainer
 from sourced import build as build_encoder_decoder
 from tiny import CONFIGS, VOCAB, build, texts
@@ -123,17 +123,17 @@ def test_a_targets_own_heads_are_found_in_its_folder(tmp_path: Path) -> None:
 # Learning, and what is learnt
 
 
-def written(model: Any, count: int = 60) -> list[tuple[list[int], int]]:
+def written(model: Any, count: int = 60) -> list[Document]:
     """What a model writes on random prompts."""
     prompts = texts(*[6] * count, seed=3)
     return [
-        (prompt + tokens, len(prompt) - 1)
+        Document(prompt + tokens, len(prompt) - 1)
         for prompt, tokens in zip(prompts, plainly(model, prompts, max_new_tokens=30), strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
-def taught() -> tuple[Any, MedusaTrainer, list[tuple[list[int], int]]]:
+def taught() -> tuple[Any, MedusaTrainer, list[Document]]:
     model = build("llama")
     documents = written(model)
     trainer = MedusaTrainer(
@@ -148,7 +148,7 @@ def taught() -> tuple[Any, MedusaTrainer, list[tuple[list[int], int]]]:
 def test_a_head_learns_the_token_behind_the_next(taught: Any) -> None:
     """Goals by hand, and an agreement that rises far above that of the model's own head."""
     model, trainer, documents = taught
-    hidden, ahead = trainer._states([([5, 6, 7, 8, 9], 1)])
+    hidden, ahead = trainer._both([Document([5, 6, 7, 8, 9], 1)])
     assert ahead.tolist() == [[8, 9, -1], [9, -1, -1], [-1, -1, -1]], "places 1, 2 and 3"
     with torch.no_grad():
         wanted = model.base_model(torch.tensor([[5, 6, 7, 8, 9]]))[0][0, 1:4]
@@ -232,7 +232,7 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(tmp_path: Path) -> None:
 
 
 def test_texts_too_short_for_any_head_teach_nothing() -> None:
-    model, short = build("llama"), [([5, 6], 0)] * 4
+    model, short = build("llama"), [Document([5, 6])] * 4
     trainer = MedusaTrainer(torch_rows(model), Settings("medusa", width=2, steps=2), short)
     assert [record["loss"] for record in trainer.train(short)] == [0.0, 0.0]
     assert trainer.agreement(short) == {"top1": 0.0, "by_depth": [0.0, 0.0], "accepted": 0.0}

@@ -5,7 +5,6 @@ Where two texts part, both logits are recomputed; anything but a floating-point 
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -18,13 +17,13 @@ import pytest
 import forerun
 from forerun import zoo
 from forerun.controllers import CONTROLLERS
-from forerun.drafters.kangaroo import FOLDER, KangarooDrafter
+from forerun.drafters.kangaroo import KangarooDrafter
 from forerun.engine import Sampling
 from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
 from forerun.runtime.drafts import read_about
-from forerun.training.features import fingerprint
+from forerun.runtime.fingerprints import fingerprint
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
 EVERY = "2,3,4,5,6,8,10"
@@ -102,7 +101,8 @@ def check_equal(
 
 def test_shipped_exit_heads_are_specbounds_default() -> None:
     model = forerun.load(draft="specbound", dtype="float32")
-    settings = json.loads((zoo.EXITS / "exits.json").read_text())["settings"]
+    about = read_about(zoo.EXITS, "exits")
+    settings = about.settings["found"]
     drafter: Any = model.drafter
     assert drafter.heads.kind == "light"
     assert ",".join(map(str, drafter.layers)) == settings["layers"]
@@ -111,7 +111,7 @@ def test_shipped_exit_heads_are_specbounds_default() -> None:
     assert lens.heads.tokens is None
     assert lens.layers == (2, 4, 6)
     target = drafter.rows.executor.module()
-    assert fingerprint(target) == drafter.heads.about["fingerprint"]
+    assert fingerprint(target) == about.target
 
 
 def test_shipped_heads_and_adapter_serve_the_relatives_of_specbound() -> None:
@@ -119,7 +119,7 @@ def test_shipped_heads_and_adapter_serve_the_relatives_of_specbound() -> None:
     assert (drafter.layers, drafter.heads.kind) == ((3, 6, 8), "light")
     adapted = forerun.load(draft="kangaroo", dtype="float32")  # no warning of another target
     assert isinstance(adapted.drafter, KangarooDrafter)
-    folder = zoo.TARGET / FOLDER
+    folder = zoo.TARGET / "kangaroo"
     assert adapted.drafter.layers == (read_about(folder).settings["layers"],)
     assert sum(f.stat().st_size for f in folder.iterdir()) < 1e6
     how: dict[str, Any] = {"controller": "fixed(64)", "max_new_tokens": 32, "ignore_eos": True}

@@ -23,10 +23,11 @@ from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.exits import LayersExecutor, exit_rows, layers_of
-from forerun.runtime.heads import LightHeads, save_heads
+from forerun.runtime.heads import LightHeads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
 from forerun.types import CENSORING, Draft, Target
+from test_heads import save_heads
 from tiny import CONFIGS, LIMIT, VOCAB, build, texts
 
 TOLERANCE = 1e-5  # of the largest value compared: states here reach about 30, in fp32
@@ -722,7 +723,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
         for layer in (1, 3, 4)
     }
     stored = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
-    save_heads(LightHeads(access, weights, {"settings": stored}), heads)
+    save_heads(LightHeads(access, weights, found=stored), heads)
     tuned = forerun.model.load(str(tmp_path), f"specbound({named})")
     assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
     assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]
@@ -736,11 +737,11 @@ def test_loading_by_name(tmp_path: Any) -> None:
         with_exits("lookup", heads)
     with pytest.raises(SettingError, match="given twice"):
         with_exits("specbound(exits='there')", heads)
-    save_heads(LightHeads(access, weights, {"settings": {"treshold": 2}}), heads)
+    save_heads(LightHeads(access, weights, found={"treshold": 2}), heads)
     with pytest.raises(SettingError, match="the settings kept in"):
         forerun.model.load(str(tmp_path), f"specbound({named})")
     heads.rename(tmp_path / "exits")
-    save_heads(LightHeads(access, weights, {}), tmp_path / "exits")
+    save_heads(LightHeads(access, weights), tmp_path / "exits")
     assert forerun.model.load(str(tmp_path), "specbound(depth=4)").drafter.layers == (1, 3, 4)  # type: ignore[attr-defined]
     assert DRAFTERS.text(SpecBound(depth=4, layers="2,4")) == "specbound(depth=4,layers='2,4')"
 

@@ -216,7 +216,7 @@ def test_sensitivity_changes_one_thing(recorded: Exits) -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_untuned_is_what_the_drafter_does_without_settings(tmp_path: Any, trained: bool) -> None:
-    from forerun.runtime.heads import save_heads
+    from test_heads import save_heads
 
     target = torch_rows(MODEL)
     access = LayerAccess(MODEL)

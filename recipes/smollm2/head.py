@@ -20,7 +20,7 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from recipes.optim import Muon
+from forerun.training.muon import Muon
 from recipes.smollm2.teacher import DEPTHS, END, HIDDEN, VOCAB, Teacher, Text, dequantised
 
 STEPS, WEIGHT, SHARE = 4, 0.8, 0.5

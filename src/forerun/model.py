@@ -390,7 +390,9 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
     if _exists(text) and (Path(text) / ABOUT).is_file():
-        return DRAFTERS.make(Spec(read_about(text).kind, (text,), {}))
+        kind = read_about(text).kind
+        named = ("specbound", (), {"exits": text}) if kind == "exits" else (kind, (text,), {})
+        return DRAFTERS.make(Spec(*named))
     if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:

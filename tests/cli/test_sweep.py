@@ -10,7 +10,6 @@ import pytest
 
 from forerun.cli.shared.guard import guarded
 from forerun.model import load
-from forerun.runtime.heads import save_heads
 from forerun.runtime.layers import LayerAccess
 from forerun.settings import Settings
 
@@ -68,15 +67,15 @@ def test_document_and_settings_file(run, prompts, pair, tmp_path):
 
 
 def test_kept_beside_the_heads(run, prompts, pair, tmp_path):
-    from test_heads import some_heads
+    from test_heads import save_heads, some_heads
 
     access = LayerAccess(load(pair.target, "none").target.executor.module())
     heads = save_heads(some_heads(access, "light"), tmp_path / "heads")
     code, _, err = run("--prompts", prompts, "--exits", str(heads), "--keep", "--json")
     assert (code, err) == (0, "")
-    document = json.loads((heads / "exits.json").read_text())
+    document = json.loads((heads / "draft.json").read_text())
     assert load(pair.target, f"specbound(exits='{heads}')").drafter.layers == tuple(
-        map(int, document["settings"]["layers"].split(","))
+        map(int, document["found"]["layers"].split(","))
     )
     saved = tmp_path / "elsewhere" / "settings.json"
     saved.parent.mkdir()
@@ -113,7 +112,7 @@ def test_summary(run, prompts):
         (("--prompts", "builtin", "--budget", "0"), "budget must be ≥ 1"),
         (("--prompts", "builtin", "--seed", "-1"), "seed must be ≥ 0"),
         (("--prompts", "builtin", "-o", "."), "-o . is a folder"),
-        (("--prompts", "FILE", "--exits", "there"), "no exit heads at 'there'"),
+        (("--prompts", "FILE", "--exits", "there"), "'there' holds no draft"),
     ],
 )
 def test_mistakes_are_one_line(run, prompts, argv, words):

@@ -28,8 +28,7 @@ from forerun.cli.replay import replay
 from forerun.cli.serve import serve
 from forerun.cli.shared.guard import guarded
 from forerun.cli.sweep import app as sweep
-from forerun.cli.train_draft import train_draft
-from forerun.cli.train_exits import train_exits
+from forerun.cli.train_draft import train_draft, train_exits
 from forerun.cli.tune import tune
 from forerun.cli.write import write
 from forerun.cli.zoo import app as zoo
@@ -81,7 +80,11 @@ app.command("tune")(tune)
 app.add_typer(sweep, name="sweep")
 app.command("audit")(audit)
 app.add_typer(bench, name="bench")
-app.command("train-exits")(train_exits)
+app.command(
+    "train-exits",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(train_exits)
 app.command("build-datastore")(build_datastore)
 app.command("write")(write)
 app.command("build-memory")(build_memory)

@@ -34,7 +34,7 @@ def build_datastore(
     """
     require(tokens >= 1, "tokens", tokens, "≥ 1")
 
-    from forerun.cli.shared.exit_texts import open_source
+    from forerun.cli.shared.training_texts import open_source
 
     source = open_source(data)
     if source.texts is None:

@@ -46,8 +46,8 @@ def specbound(
         str | None,
         option(
             "DIR",
-            "Exit heads, made by train-exits. Default: the shipped ones for the shipped target, "
-            'else, as with "", the model\'s own head at every layer.',
+            "Exit heads, made by train-draft exits. Default: the shipped ones for the shipped "
+            'target, else, as with "", the model\'s own head at every layer.',
             panel=MODELS,
         ),
     ] = None,
@@ -142,12 +142,12 @@ class _Run:
     """
 
     def __init__(self, job: Job, exits: str | None, *, width: int, seed: int) -> None:
-        from forerun.drafters.specbound import own_heads
+        from forerun.runtime.drafts import own_draft
         from forerun.runtime.exits import exit_rows, layers_of
         from forerun.runtime.heads import load_heads
         from forerun.runtime.layers import LogitLens
 
-        trained = own_heads(job.model.target.facts.name) if exits is None else exits
+        trained = own_draft(job.model.target.facts.name, "exits") if exits is None else exits
         self.named = exits or (None if trained else "")
         """The target's own heads need no naming; that none are used must be written."""
         self._job, self._width, self._seed = job, width, seed

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, status, stderr, stdout
+from forerun.cli.shared.console import note, stderr, stdout, table
 from forerun.cli.shared.models import ALONE, Chat, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.progress import progress
@@ -17,22 +19,29 @@ from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from forerun.cli.shared.models import Job
-    from forerun.training.drafts import Settings, Training
+    from forerun.training.fit import Settings
 
 SCHEMA = 1
-LAYERS = {"kangaroo": 2}
-"""Of kinds that have another default than 1."""
-WIDTHS = {"medusa": 5}
-"""Of kinds that have another default than 8."""
 OWN = "own.jsonl"
 """What the target wrote, in the draft's folder."""
 
 
 @options.command
 def train_draft(
-    output: Annotated[str, options.output("DIR", "Where the draft decoder goes.")],
+    output: Annotated[str, options.output("DIR", "Where the draft goes.")],
     models: Annotated[Models, Fields(Models, only=ALONE)],
     chat: Annotated[Chat, Fields(Chat)],
+    which: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[KIND]",
+            help="shared or block: a decoder on the target's encoder that drafts token by token, "
+            "or a block of tokens in one pass. Of decoder-only targets: eagle, a layer on its "
+            "hidden states; medusa, heads on the last one; kangaroo, an adapter on a shallow one; "
+            "exits, heads that let it stop early. Default: shared.",
+            show_default=False,
+        ),
+    ] = None,
     pairs: Annotated[
         str | None,
         option(
@@ -45,38 +54,59 @@ def train_draft(
         str | None,
         option(
             "PATH|builtin",
-            "Of kangaroo and medusa: texts or prompts, as for train-exits.",
+            "Of the others: a text file or a folder of .txt files; a .jsonl file of prompts, which "
+            'the target continues itself, or of {"text": ...}; builtin, the shipped validation '
+            "prompts.",
         ),
     ] = None,
     kind: Annotated[
-        str,
-        option(
-            "shared|block|kangaroo|medusa",
-            "A decoder on the target's encoder that drafts token by token, or a block of tokens in "
-            "one pass; or Kangaroo's adapter or Medusa's heads on a decoder-only target.",
-        ),
-    ] = "shared",
+        str | None, typer.Option("--kind", hidden=True, help="KIND, as it was given before.")
+    ] = None,
     layers: Annotated[
-        int | None,
+        str | None,
         option(
-            "N",
-            "Of the draft's decoder (default 1), or of the target below kangaroo's adapter "
-            "(default 2); of medusa the blocks of a head (default 1).",
+            "N[,N...]",
+            "Of shared and block: of the draft's decoder (default 1); of medusa: blocks of a head "
+            "(1); of kangaroo: the target's below the adapter (2); of exits: layers to exit after "
+            "(about six); of eagle: depths whose states are read (a third, two thirds, all).",
         ),
     ] = None,
     width: Annotated[
         int | None,
         option(
-            "K", "Of block: tokens proposed in a pass (default 8); of medusa: heads (default 5)."
+            "K",
+            "Of block: tokens proposed in a pass (default 8); of medusa: heads (5); of eagle: of "
+            "the layer (256).",
         ),
     ] = None,
     vocab: Annotated[
-        int,
-        option("N", "Of medusa: the heads say only the N most frequent tokens; 0 is all."),
-    ] = 0,
+        int | None,
+        option(
+            "N",
+            "Of medusa, exits and eagle: the draft says only the N most frequent tokens; 0 is all. "
+            "Default: all, of eagle 8192.",
+        ),
+    ] = None,
+    head: Annotated[
+        str,
+        option(
+            "light|full",
+            "Of exits: an affine map before the model's own LM head, or an LM head per layer.",
+        ),
+    ] = "light",
+    rank: Annotated[int, option("R", "Of light exits: small for large models; 0 is full.")] = 0,
+    loss: Annotated[
+        str,
+        option("hard|distill", "Of exits: learn the last layer's top token, or its distribution."),
+    ] = "hard",
     steps: Annotated[int, option("N", "Steps of training.")] = 1000,
-    batch: Annotated[int, option("B", "Texts per step.")] = 32,
-    lr: Annotated[float, option("X", "Peak learning rate.")] = 1e-3,
+    batch: Annotated[
+        int | None, option("B", "Texts per step. Default: 32, of exits and eagle 8.")
+    ] = None,
+    lr: Annotated[
+        float | None,
+        option("X", "Peak learning rate. Default: 0.001, of eagle 0.002, of exits 0.25 / width."),
+    ] = None,
     own: Annotated[
         int,
         option(
@@ -93,17 +123,15 @@ def train_draft(
     held_out: Annotated[
         int, option("N", "Texts kept apart to measure agreement; at most a fifth.")
     ] = 200,
-    seed: Annotated[int, option("S", "Decides order and places.")] = 0,
+    seed: Annotated[int, option("S", "Decides texts, order and places.")] = 0,
     as_json: options.Json = False,
 ) -> None:
     """Train a draft that belongs to its target; the target itself stays as it is.
 
-    It learns the target's distributions: for an encoder-decoder target a decoder that reads its
-    encoder's states, for others Kangaroo's adapter, which reads a shallow layer's, or Medusa's
-    heads, which read the last one's. Interrupted, the same command goes on; with a larger --steps,
+    It learns what the target says. Interrupted, the same command goes on; with a larger --steps,
     it trains longer.
     """
-    from forerun.training.drafts import CHECKPOINT, Settings
+    from forerun.training.fit import CHECKPOINT, Settings, trainer
 
     require(held_out >= 1, "held-out", held_out, "≥ 1")
     require(own >= 0, "own", own, "≥ 0")
@@ -111,49 +139,61 @@ def train_draft(
     out = Path(output)
     if out.exists() and not out.is_dir():
         raise SettingError(f"{out} is a file; name a folder")
-    layers = LAYERS.get(kind, 1) if layers is None else layers
-    width = WIDTHS.get(kind, 8) if width is None else width
-    settings = Settings(kind, layers, width, steps, batch, lr, seed=seed, vocab=vocab)
+    settings = Settings(
+        which or kind or "shared", _listed(layers), width, steps, batch, lr,
+        seed=seed, vocab=vocab, head=head, rank=rank, loss=loss,
+    )  # fmt: skip
     _check(settings, models.target, pairs, data)
 
-    job = models.alone.load(batch_size=batch, chat=chat)
+    job = models.alone.load(batch_size=settings.batch or 32, chat=chat)
     if pairs is not None:
-        trainer, texts = _on_encoder(job, settings, pairs, out / OWN, own, max_new_tokens)
+        texts = _pairs(job, pairs, out / OWN, own, max_new_tokens)
     else:
-        assert data is not None
-        trainer, texts = _on_layers(job, settings, data, out, tokens)
-    kept = max(1, min(held_out, len(texts) // 5))
-    learnt, unseen = texts[kept:], texts[:kept]
+        texts = _documents(job, str(data), seed, out, tokens)
+    every = max(5, -(-len(texts) // held_out))
+    unseen = texts[::every]
+    learnt = [text for place, text in enumerate(texts) if place % every]
     if not learnt:
         raise SettingError(f"{len(texts)} text is too few to train on; give at least 2")
+    draft = trainer(job.model.target, settings, learnt)
     out.mkdir(parents=True, exist_ok=True)
     if (out / CHECKPOINT).exists():
-        trainer.load(out / CHECKPOINT)
-        note(stderr(), f"going on at step {trainer.step}")
+        draft.load(out / CHECKPOINT)
+        note(stderr(), f"going on at step {draft.step}")
 
     from forerun.training.runs import keep
 
     def records() -> Iterator[dict[str, Any]]:
-        for record in trainer.train(learnt):
-            if trainer.step % 200 == 0:
-                record["held_out"] = trainer.agreement(unseen)
+        for record in draft.train(learnt):
+            if draft.step % 200 == 0:
+                record["held_out"] = draft.agreement(unseen)
             yield record
 
-    if trainer.step < steps:
-        keep(trainer, records(), out, CHECKPOINT, until=steps)
-    measured = trainer.agreement(unseen)
-    about = trainer.export(out, len(learnt), measured)
+    if draft.step < steps:
+        keep(draft, records(), out, CHECKPOINT, until=steps)
+    measured = draft.agreement(unseen)
+    about = draft.export(out, len(learnt), measured)
     if as_json:
-        print_json({"schema": SCHEMA, "complete": trainer.step >= steps, "draft": str(out),
-                    "kind": about.kind, "layers": settings.layers, "width": settings.block,
-                    **about.trained})  # fmt: skip
+        print_json({"schema": SCHEMA, "complete": draft.step >= steps, "draft": str(out),
+                    "kind": about.kind, **about.settings, **about.trained})  # fmt: skip
         return
-    line = f"{trainer.step} steps, {trainer.tokens:,} tokens; held out: " + ", ".join(
-        f"{name} {value}" for name, value in measured.items()
-    )
-    stdout().print(line)
+    _show(f"{draft.step} steps, {draft.tokens:,} tokens; held out: ", measured)
     named = f"--target {models.target} " if models.target else ""
     note(stderr(), f"saved to {out}; use it with {named}--draft {out}")
+
+
+def train_exits(context: typer.Context) -> None:
+    """The name under which heads for early exits were trained before."""
+    raise SettingError("`train-exits` is `train-draft exits` now; see forerun train-draft --help")
+
+
+def _listed(layers: str | None) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    try:
+        return tuple(int(word) for word in layers.split(","))
+    except ValueError as error:
+        raise SettingError(f"--layers wants numbers like 2,4,6, got {layers!r}") from error
 
 
 def _check(settings: Settings, target: str | None, pairs: str | None, data: str | None) -> None:
@@ -161,8 +201,8 @@ def _check(settings: Settings, target: str | None, pairs: str | None, data: str 
     if settings.on_encoder:
         if data is not None:
             raise SettingError(
-                f"a draft of kind {settings.kind} learns from pairs; leave --data out, or say "
-                "--kind kangaroo"
+                f"a draft of kind {settings.kind} learns from pairs; leave --data out, or train "
+                "another kind, like eagle"
             )
         if target is None:
             raise SettingError("the shipped target has no encoder; give --target ID_OR_PATH of one")
@@ -175,43 +215,48 @@ def _check(settings: Settings, target: str | None, pairs: str | None, data: str 
         )
 
 
-def _on_encoder(
-    job: Job, settings: Settings, pairs: str, kept: Path, own: int, most: int
-) -> tuple[Training[Any], list[Any]]:
-    """Training on the target's encoder, and its texts; the target's own are `kept`."""
-    from forerun.cli.shared.pair_texts import own_texts, read_pairs
-    from forerun.training.drafts import Trainer
+def _pairs(job: Job, pairs: str, kept: Path, own: int, most: int) -> list[Any]:
+    """Pairs of texts; the target's own are `kept`."""
+    from forerun.cli.shared.training_texts import own_texts, read_pairs
+    from forerun.runtime.grafts import model_of
 
-    trainer = Trainer(job.model.target, settings)
-    with status("reading texts"):
-        texts = read_pairs(Path(pairs), job.model)
+    model_of(job.model.target, "on its encoder")
+    texts = read_pairs(Path(pairs), job.model)
     if own:
         texts = texts[:own]
         with progress("the target writes", len(texts), "texts") as tell:
             texts = own_texts(job.model, texts, most, kept, partial(tell, "the target writes"))
-    return trainer, texts
+    return texts
 
 
-def _on_layers(
-    job: Job, settings: Settings, data: str, out: Path, tokens: int
-) -> tuple[Training[Any], list[Any]]:
-    """Training on one of the target's layers, and its texts, which are kept in the folder."""
-    from forerun.cli.shared.exit_texts import open_source, read_documents
+def _documents(job: Job, data: str, seed: int, out: Path, tokens: int) -> list[Any]:
+    """Texts; what the target writes itself is kept in the folder."""
+    from forerun.cli.shared.training_texts import open_source, read_documents
     from forerun.runtime.fingerprints import fingerprint
-    from forerun.training.adapters import AdapterTrainer
-    from forerun.training.medusa import MedusaTrainer
+    from forerun.training.fit import layers_of_target
 
     source, target = open_source(data), job.model.target
+    layers_of_target(target, "on its layers")
     with progress("texts", tokens) as tell:
-        documents = read_documents(
+        return read_documents(
             source,
             job,
             out,
             tokens=tokens,
-            seed=settings.seed,
+            seed=seed,
             identity=f"{fingerprint(target.executor.module())} {data}",
             tell=partial(tell, "texts"),
         )
-    if settings.kind == "medusa":
-        return MedusaTrainer(target, settings, documents), documents
-    return AdapterTrainer(target, settings), documents
+
+
+def _show(line: str, measured: dict[str, Any]) -> None:
+    """The summary, for people: numbers in a line, and reports of layers in a table."""
+    plain = {name: value for name, value in measured.items() if name not in ("layers", "lens")}
+    stdout().print(line + ", ".join(f"{name} {value}" for name, value in plain.items()))
+    if "layers" in measured:
+        right = ("after layer", "logit lens", "trained", "confidence", "calibration error")
+        shown = table(right=right)
+        for lens, own in zip(measured["lens"], measured["layers"], strict=True):
+            shares = (lens["agreement"], own["agreement"], own["confidence"], own["error"])
+            shown.add_row(str(own["layer"]), *(f"{share * 100:.1f} %" for share in shares))
+        stdout().print(shown)

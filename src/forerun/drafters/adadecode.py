@@ -19,20 +19,6 @@ NAME = "adadecode"
 class AdaDecode(DrafterSpec):
     """AdaDecode: middle layers say sure tokens, and what is left of these is run in parallel.
 
-    A token climbs the target's layers. At the first layer with a head that is sure of what comes
-    next, that is the next token, and it starts to climb at once. A token that climbs on takes
-    along, layer by layer, those before it that stopped there; one that no head is sure of goes to
-    the last layer with all of them, where what was said early is verified. Output is the target's
-    own, exactly.
-
-    When it helps: deep targets on predictable text, with trained heads; the more layers lie behind
-    an exit and the less a vocabulary projection costs beside them, the more. When it hurts: shallow
-    targets, sampling at high temperature, heads that are not trained.
-
-    Rule: at layer i with a head, say the next token if `max p_i(t | h_i) ≥ γ`; after `most` tokens
-    said early, the next goes to the last layer whatever the heads think. Verification accepts with
-    `min(1, p*(t) / p_i(t))`, and replaces from `max(0, p* − p_i)`: the rule `standard`.
-
     Args:
         threshold: γ, ≥ 0, the paper's 0.75; above 1 nothing is said early.
         most: tokens said early before the next verification, ≥ 1; the paper's 5. Reaching it stops
@@ -40,19 +26,9 @@ class AdaDecode(DrafterSpec):
             length controller's limit; `fixed(5)` or more leaves the length to AdaDecode alone.
         layers: a layer with a head to ask, or text like "3,6,9". None: those nearest to a quarter,
             a half and three quarters of the target's, as the paper's 8, 16 and 24 of 32.
-        exits: a folder of `forerun train-exits`, as for `specbound`; empty uses the target's own
-            norm and unembedding. None: the folder `exits` in the target's own, as the shipped
+        exits: a folder of `forerun train-draft exits`, as for `specbound`; empty uses the target's
+            own norm and unembedding. None: the folder `exits` in the target's own, as the shipped
             target has one.
-
-    It runs on the machinery of `specbound` and does what `specbound(anneal=0)` does, at other exits
-    and with the paper's threshold and cap: deferred layers are run in parallel with those of later
-    tokens in both, and both stop a draft at the first token that no head is sure of.
-
-    Deviations: the paper's heads are `E* T`, a matrix before the target's own unembedding, trained
-    by KL to the last layer's distribution on text of the task, for the whole vocabulary (`forerun
-    train-exits --loss distill --layers 3,6,9`). Those that ship, SpecBound's, have a residual, a
-    bias, the final norm and a scale besides, and were trained towards the last layer's arg-max on
-    text of all kinds. In sampling, too, γ is asked of the highest probability at temperature 1.
 
     Reference: Wei et al. 2025, AdaDecode: Accelerating LLM Decoding with Adaptive Layer
     Parallelism, section 3. We had its abstract and detailed summaries, not its full text: these

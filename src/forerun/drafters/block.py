@@ -132,25 +132,13 @@ class _Columns:
 class BlockDraft(DrafterSpec):
     """A shallow decoder that proposes a block of tokens in one parallel pass.
 
-    Behind the text it reads learned queries in the places of the next tokens, on the states of the
-    target's encoder, and says what may stand in each: distributions of all places, independent of
-    each other given the text. So a draft of any length costs one pass, and the confidences that
-    CM-ASD's length reads before it drafts (`cm-asd(two_pass=True)`) cost nothing, as in the paper.
-
-    When it helps: where the source says most of what follows (translation, summaries), at small
-    batches. When it hurts: places further on cannot see which words were chosen before them, so
-    long drafts agree less than those of `shared`.
-
     Args:
-        path: a folder of `forerun train-draft --kind block`, trained for this target. None:
+        path: a folder of `forerun train-draft block`, trained for this target. None:
             the folder `block` in the target's own, as the shipped translator has it.
         width: tokens proposed at most, ≥ 1; None: as many as it was trained for.
 
     Reference: Xia et al. 2023, Speculative Decoding: Exploiting Speculative Execution for
     Accelerating Seq2seq Generation (SpecDec); CM-ASD drafts so, too.
-
-    Deviations: the drafter has no encoder of its own, is causal and takes the text so far from a
-    cache, where SpecDec's reads source and text anew and looks both ways.
     """
 
     summary: ClassVar[str] = "a shallow decoder proposes a block in one pass; made by train-draft"

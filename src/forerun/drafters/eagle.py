@@ -158,25 +158,9 @@ class EagleDrafter(Drafter):
 class Eagle(DrafterSpec):
     """One layer on the target's hidden states drafts token by token, like EAGLE's.
 
-    The target's passes leave the states of three depths. For each drafted token the layer reads
-    the newest token and the state of the one before it: the target's where it has been there, its
-    own output within a draft. What was kept is read again with the target's states. It has keys and
-    values of its own, and says the tokens of a cut vocabulary only. Output is the target's own,
-    exactly.
-
-    When it helps: targets that have no smaller sister; a step costs a few hundredths of a pass.
-    When it hurts: text unlike what it was trained on; tokens outside its vocabulary end a draft.
-
-    Rule: `x_i = layer(W · [rms(e_i); rms(g_(i−1))])`, `g = W_f · [rms(h_a); rms(h_b); rms(h_L)]` or
-    within a draft `g_i = x_i`; tokens by `softmax(E · norm(x_i))`.
-
     Args:
         path: a folder of `forerun train-draft eagle`, trained for this target. None: the folder
             `eagle` in the target's own.
-
-    Deviations: EAGLE-3 drafts trees, trains its layer by the same unrolled steps, and has a head of
-    its own; here a chain is drafted, embedding and head are one table, and steps see each other's
-    keys as in use.
 
     Reference: Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models
     via Training-Time Test, section 3.

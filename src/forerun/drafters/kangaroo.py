@@ -80,34 +80,14 @@ class KangarooDrafter(SpecBoundDrafter):
 class Kangaroo(DrafterSpec):
     """Kangaroo: the target's first layers and a small adapter draft; no second model, one cache.
 
-    Hidden states of a fixed shallow layer pass an adapter, one attention between two norms, and the
-    target's own head says the next token (the first early exit). Verification runs only the layers
-    that are left. Output is the target's own, exactly.
-
-    When it helps: deep targets, whose first few layers and head are a small part of a pass. When it
-    hurts: shallow targets, and ones whose vocabulary projection costs as much as some layers, for
-    every drafted token takes one.
-
-    Rule: draft `x ~ softmax(E* · adapter(h_ℓ))`; when the probability of the most likely token is
-    below η, that token is the draft's last (the second early exit, stop "difficult"); after γ
-    tokens drafting ends ("exhausted"). Verified by the rule in force, `standard`.
-
     Args:
-        path: a folder of `forerun train-draft --kind kangaroo`. None: the folder `kangaroo` in the
+        path: a folder of `forerun train-draft kangaroo`. None: the folder `kangaroo` in the
             target's own.
         threshold: η in [0, 1], the paper's 0.6; 0 never stops.
         most: γ, ≥ 1, the paper's 6. Both hold beside the length controller; `fixed(6)` or more
             leaves the length to Kangaroo alone.
         keep: whether the token that is unsure stays in the draft; false ends it before that one,
             which costs its draft step for nothing but saves verifying it.
-
-    The exit layer ℓ is the adapter's: the paper's 2 of 32 and 3 of 40 layers.
-
-    Deviations: the adapter begins as the attention of the target's next layer and its final norm,
-    not at random, and learns by forward KL, which has the gradient of the paper's cross-entropy to
-    the target's distribution. It reads a prompt along with the target, and its keys and values
-    stand in the target's cache. With sampling, η is asked of the draft's distribution at
-    temperature 1; the paper decodes greedily. It runs on torch only.
 
     Reference: Liu et al. 2024, Kangaroo: Lossless Self-Speculative Decoding via Double Early
     Exiting, sections 3.1 and 3.2, and the authors' code, in which the unsure token stays in the

@@ -91,29 +91,11 @@ class _Asked:
 class Medusa(DrafterSpec):
     """Medusa: heads on the target's last hidden state say the tokens after the next; no model.
 
-    The pass that verifies a draft leaves the state from which the target chose its newest token;
-    head k says from it what stands k places behind that token. So a draft feeds nothing and keeps
-    nothing: a head is a small residual block and a projection to the vocabulary. Output is the
-    target's own, exactly, sampled or not: a head's token is drawn from the head's distribution,
-    and the rule judges it as any draft's.
-
-    When it helps: large targets, where a head is next to nothing beside a pass, at small batches.
-    When it hurts: heads do not see which tokens the heads before them chose, so later ones agree
-    less; small targets, whose projection to the vocabulary costs as much as some layers (train
-    with `vocab` then).
-
-    Rule: `p_k = softmax(W₂ᵏ · (h + SiLU(W₁ᵏ h)))`, k = 1 … K (section 2.1.1).
-
     Args:
-        path: a folder of `forerun train-draft --kind medusa`, trained for this target; None: the
+        path: a folder of `forerun train-draft medusa`, trained for this target; None: the
             folder `medusa` in the target's own.
         heads: how many are asked at most, ≥ 1; None: all (the paper trains 5, and so do we unless
             told otherwise).
-
-    Deviations: the draft is a chain of each head's token, where the paper verifies a tree of the
-    heads' best tokens in one pass; its typical acceptance is the rule `typical`, lossy, for whoever
-    asks for it. Only Medusa-1: the target stays as it is. The heads may know the most frequent
-    tokens only (`vocab` of the training, ours).
 
     Reference: Cai et al. 2024, Medusa: Simple LLM Inference Acceleration Framework with Multiple
     Decoding Heads.

@@ -17,15 +17,8 @@ from forerun.runtime.grafts import graft_rows, load_graft, model_of
 class SharedDraft(DrafterSpec):
     """One or two decoder layers on the states of an encoder-decoder target's encoder.
 
-    The source is read once, by the target. The draft shares its embeddings and head, has its own
-    layers and keys, and drafts token by token.
-
-    When it helps: translation and summaries, where the encoder already knows what is to be said;
-    nothing is encoded twice. When it hurts: as any draft, where it disagrees; its step costs its
-    share of the decoder's layers and one whole projection to the vocabulary.
-
     Args:
-        path: a folder of `forerun train-draft --kind shared`, trained for this target. None:
+        path: a folder of `forerun train-draft shared`, trained for this target. None:
             the folder `shared` in the target's own, as the shipped translator has it.
 
     Reference: after the shared encoders of distil-Whisper (Gandhi et al. 2023) and the reduced

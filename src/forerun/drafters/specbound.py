@@ -16,6 +16,7 @@ from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
 from forerun.registry import parse
 from forerun.runtime.base import Rows
+from forerun.runtime.drafts import own_draft
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.runtime.load import load_model
@@ -140,19 +141,6 @@ class SpecBoundDrafter(Drafter):
 class SpecBound(DrafterSpec):
     """SpecBound: the target's own shallow layers draft; no draft model, no second cache.
 
-    Each token climbs the target's layers and exits at the first exit layer that is sure of what
-    comes next. Its hidden state is kept, and verification only runs the layers that are missing, so
-    nothing is computed twice. A token that no exit layer is sure of is *difficult*: drafting ends
-    at once, and verification decodes it along with the rest. Output is the target's own, exactly.
-
-    When it helps: large, deep targets on text with easy stretches, with trained exit heads. When it
-    hurts: shallow targets, or ones whose vocabulary projection costs as much as some layers (every
-    exit layer that is asked costs one), and untrained heads (the logit lens is rarely sure early).
-
-    Rule: at exit layer ℓ of L, logits `z_ℓ` become `z_ℓ / T_ℓ` with `T_ℓ = 1 + a · (1 − ℓ/L)`
-    (eq. 1); exit at the first exit layer `ℓ ≤ D` with `max softmax(z_ℓ / T_ℓ) ≥ τ` (eq. 2); else
-    the token is difficult (stop "difficult"). After W drafted tokens drafting ends.
-
     Args:
         threshold: τ, ≥ 0; 0 exits at the first exit layer, above 1 never. Like the others, the
             value found for the exit heads if they come with one (`forerun sweep specbound`), else
@@ -176,18 +164,6 @@ class SpecBound(DrafterSpec):
             so that a draft accepted whole is followed by a token of the target's own; the paper's
             round does without. Else yes. A difficult token is decoded in any case, and so is the
             last one of a draft that the length controller ends.
-
-    Deviations: the draft's distribution is the exit head's logits at temperature 1; annealing only
-    decides where to exit. With sampling, controllers that preview (`cm-asd(two_pass=True)`) make
-    the preview's work a loss, as with any drafter.
-
-    The heads that ship are trained otherwise than the paper's, which has an LM head per
-    intermediate layer, 20 epochs on 68,000 ShareGPT conversations: theirs are affine maps before
-    the target's own unembedding, after 7 of 12 layers, 5 epochs over 235,000 positions of our
-    corpus, towards the last layer's arg-max. Trained towards agreement with the last layer, each
-    with a scale of its own, they say how often they agree, so shallow layers are hardly
-    overconfident, which is what annealing mends. Their settings ask two shallow layers only, the
-    second and the fourth, and feed no bonus token.
 
     Reference: Wen and Feng 2026, SpecBound: Adaptive Bounded Self-Speculation with Layer-wise
     Confidence Calibration, sections 2.2 and 2.3. Eqs. 1, 3, 4 and 5 and the values of
@@ -235,9 +211,7 @@ class SpecBound(DrafterSpec):
         rows, heads, exits = exits_of(target, self.exits, NAME)
         chosen = self
         if exits:
-            chosen = replace(self, exits=exits)._tuned(
-                getattr(heads, "about", {}).get("settings") or {}
-            )
+            chosen = replace(self, exits=exits)._tuned(getattr(heads, "found", {}))
         layers = chosen._exits(layers_of(rows).access.layers, tuple(heads.layers))
         threshold, anneal, width = (
             default if value is None else value
@@ -295,11 +269,11 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
     """
     rows = exit_rows(module_of(target, name))
     access = layers_of(rows).access
-    folder = own_heads(target.facts.name) if exits is None else exits
+    folder = own_draft(target.facts.name, "exits") if exits is None else exits
     if folder is None:
         warnings.warn(
             f"{name} has no trained exit heads for this target and asks its own head at "
-            "every layer, which is rarely sure early; forerun train-exits trains them, exits "
+            "every layer, which is rarely sure early; forerun train-draft exits trains them, exits "
             "names their folder (empty: keep the own head, without this warning)",
             ForerunWarning,
             stacklevel=3,
@@ -327,12 +301,6 @@ def on_runtime(rows: Rows, target: Rows, layers: tuple[int, ...]) -> Rows:
     from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
 
     return Rows(OpenVINOLayersExecutor(rows.executor.module(), target.executor, layers))  # type: ignore[arg-type]
-
-
-def own_heads(target: str) -> str | None:
-    """The exit heads that come with a target: the folder `exits` in its own, if it has one."""
-    folder = Path(target, "exits")
-    return str(folder) if target and folder.is_dir() else None
 
 
 def with_exits(draft: str | None, exits: str | Path) -> str:

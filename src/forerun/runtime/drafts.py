@@ -19,7 +19,7 @@ ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
 FORMAT = "forerun draft 1"
 TOKENS = "tokens"
 """The tensor of `(V,)` rising token ids that a draft knows, where it does not know all."""
-SCALE = ".scale"
+SCALE = ".int8_scale"
 """What the name of a matrix in 8 bits has behind it in the name of its `(outputs, 1)` scales."""
 
 Tensors = dict[str, torch.Tensor]

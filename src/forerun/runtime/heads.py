@@ -5,25 +5,23 @@ The heads without weights are `forerun.runtime.layers.LogitLens`.
 
 from __future__ import annotations
 
-import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from forerun.errors import ModelError, SettingError
+from forerun.errors import SettingError
+from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, read_about, save_about
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import linear, packed
 
-WEIGHTS, CONFIG = "exits.safetensors", "exits.json"
-SCHEMA = 1
-TOKENS = "tokens"  # name of the tensor of token ids
+KIND = "exits"
 
-Weights = dict[int, dict[str, torch.Tensor]]
+Weights = Mapping[int, Mapping[str, torch.Tensor]]
 """Per exit layer, its tensors by name."""
 
 
@@ -34,10 +32,10 @@ class TrainedHeads(ABC):
         access: the model.
         weights: per exit layer (counted from 1) its tensors by name, on the model's device. Tensors
             that require a gradient are used as they are, others in the model's dtype.
-        about: where the heads come from (target, training); kept by `save_heads`.
         tokens: `(n,)` ids of the heads' vocabulary, on the model's device; None: the
             whole vocabulary. A shallow exit costs a projection onto them, and most of what it is
             sure of is frequent (Zhao et al. 2025, FR-Spec); what is verified is not affected.
+        found: settings of `specbound` that were found for these heads.
 
     Raises:
         SettingError: no layers, or layers the model does not have.
@@ -49,12 +47,12 @@ class TrainedHeads(ABC):
         self,
         access: LayerAccess,
         weights: Weights,
-        about: Mapping[str, Any] | None = None,
         tokens: torch.Tensor | None = None,
+        found: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers = check_layers(list(weights), access.layers)
         """The exit layers, rising."""
-        self.access, self.weights, self.about = access, weights, dict(about or {})
+        self.access, self.weights, self.found = access, weights, dict(found or {})
         self.tokens = tokens
         self._rows = None if tokens is None else access.unembedding_of(tokens)
         self._dtype = access.unembedding.dtype
@@ -77,6 +75,26 @@ class TrainedHeads(ABC):
         Raises:
             SettingError: there is no head after that layer.
         """
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What `draft.json` says of heads."""
+        found = {"found": self.found} if self.found else {}
+        return {"head": self.kind, "layers": list(self.layers), **found}
+
+    @property
+    def tensors(self) -> Tensors:
+        """All tensors by layer and name, without `tokens`."""
+        return {
+            f"{layer}.{name}": tensor.detach()
+            for layer, own in self.weights.items()
+            for name, tensor in own.items()
+        }
+
+    @classmethod
+    @abstractmethod
+    def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
+        """Of one layer's tensors, for n tokens and hidden states of H."""
 
     def _for_use(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
@@ -103,6 +121,12 @@ class LightHeads(TrainedHeads):
 
     kind = "light"
 
+    @classmethod
+    def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
+        """The map's, whole or of a rank."""
+        maps = {"down": (rank, width), "up": (width, rank)} if rank else {"weight": (width, width)}
+        return {**maps, "bias": (width,), "scale": (1,)}
+
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of the corrected hidden state."""
         own = self._of(layer)
@@ -120,6 +144,11 @@ class FullHeads(TrainedHeads):
     """An LM head per exit layer: `weight (n, H)`, `bias (n,)`, on hidden states of unit RMS."""
 
     kind = "full"
+
+    @classmethod
+    def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
+        """The LM head's."""
+        return {"weight": (vocab, width), "bias": (vocab,)}
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of this layer's own head."""
@@ -155,42 +184,38 @@ def default_layers(count: int) -> tuple[int, ...]:
     return tuple(range(step, count, step))
 
 
-def save_heads(heads: TrainedHeads, folder: str | Path) -> Path:
-    """Write `exits.safetensors` and `exits.json` to `folder` (made if missing); returns it.
+def load_heads(folder: str | Path, access: LayerAccess) -> TrainedHeads:
+    """The exit heads in a folder, on the model's device and in its dtype.
 
     Raises:
-        OSError: it cannot be written.
-    """
-    from safetensors.torch import save_file
+        ModelError: missing or damaged, or heads of another model.
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab, hidden = heads.access.unembedding.shape
-    config = {
-        "schema": SCHEMA,
-        "kind": heads.kind,
-        "layers": list(heads.layers),
-        "hidden_size": hidden,
-        "vocab_size": vocab,
-        "model_layers": heads.access.layers,
-        "tokens": None if heads.tokens is None else len(heads.tokens),
-        **heads.about,
-    }
-    tensors = {
-        f"{layer}.{name}": tensor.detach().cpu().contiguous()
-        for layer, own in heads.weights.items()
-        for name, tensor in own.items()
-    }
-    if heads.tokens is not None:
-        tensors[TOKENS] = heads.tokens.to("cpu", torch.int32)
-    # Written beside, then renamed: an interrupted save leaves the old heads or the new ones.
-    beside = folder / f"{WEIGHTS}.tmp"
-    save_file(tensors, beside, metadata={"format": "pt"})
-    os.chmod(beside, 0o644)
-    os.replace(beside, folder / WEIGHTS)
-    text = json.dumps(config, indent=1, ensure_ascii=False, allow_nan=False)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-    return folder
+    Warns:
+        ForerunWarning: they were trained for another model of the same sizes.
+    """
+    vocab, width = access.unembedding.shape
+
+    def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+        check_layers(about.settings["layers"], access.layers)
+        kind = KINDS[about.settings["head"]]
+        out: dict[str, tuple[int, ...]] = {}
+        count = len(tensors.get(TOKENS, range(vocab)))
+        for layer in about.settings["layers"]:
+            down = tensors.get(f"{layer}.down")
+            own = kind.shapes(count, width, 0 if down is None else len(down))
+            out |= {f"{layer}.{name}": shape for name, shape in own.items()}
+        return out
+
+    about, tensors = load_draft(folder, KIND, shapes, access.model, vocab)
+    device = access.unembedding.device
+    tokens = tensors.pop(TOKENS, None)
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        layer, _, name = key.partition(".")
+        weights.setdefault(int(layer), {})[name] = tensor.to(device)
+    chosen = None if tokens is None else tokens.long().to(device)
+    found = about.settings.get("found", {})
+    return KINDS[about.settings["head"]](access, weights, chosen, found)
 
 
 def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
@@ -199,113 +224,5 @@ def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(folder) / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8")) | {"settings": dict(settings)}
-    text = json.dumps(config, indent=1, ensure_ascii=False, allow_nan=False)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, path)
-
-
-def load_heads(path: str | Path, access: LayerAccess) -> TrainedHeads:
-    """Read heads that `save_heads` wrote, onto the model's device and in its dtype.
-
-    Args:
-        path: the folder (or one of its two files).
-        access: the model they are for.
-
-    Raises:
-        ModelError: files missing or damaged, or heads of another model; the message names them.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    folder = Path(path).expanduser()
-    if folder.name in (WEIGHTS, CONFIG):
-        folder = folder.parent
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ModelError(
-                f"no exit heads at {str(path)!r}: {name} is missing; train some with "
-                "forerun train-exits -o FOLDER"
-            )
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ModelError(f"the exit heads in {str(folder)!r} are damaged: {reason}") from error
-    if not isinstance(config, dict) or config.get("kind") not in KINDS:
-        kind = config.get("kind") if isinstance(config, dict) else None
-        raise ModelError(f"{folder / CONFIG}: kind must be 'light' or 'full', got {kind!r}")
-    _check_fit(config, access, folder)
-    weights: Weights = {}
-    device = access.unembedding.device
-    tokens = _tokens(tensors.pop(TOKENS, None), config, folder)
-    for key, tensor in tensors.items():
-        layer, _, name = key.partition(".")
-        if not layer.isdigit():
-            raise ModelError(f"{folder / WEIGHTS}: unknown tensor {key!r}; train the heads again")
-        weights.setdefault(int(layer), {})[name] = tensor.to(device)
-    _check_shapes(config, weights, folder)
-    fixed = {"schema", "kind", "layers", "hidden_size", "vocab_size", "model_layers", "tokens"}
-    about = {key: value for key, value in config.items() if key not in fixed}
-    chosen = None if tokens is None else tokens.to(device)
-    return KINDS[config["kind"]](access, weights, about, chosen)
-
-
-def _tokens(
-    stored: torch.Tensor | None, config: Mapping[str, Any], folder: Path
-) -> torch.Tensor | None:
-    """The ids of the heads' vocabulary, if they fit the configuration."""
-    count = config.get("tokens")
-    if stored is None and count is None:
-        return None
-    if stored is not None and stored.shape == (count,):
-        ids = stored.long()
-        if len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < config["vocab_size"]:
-            return ids
-    raise ModelError(f"{folder / WEIGHTS}: {TOKENS!r} should be {count} token ids below "
-                     f"{config['vocab_size']}; train the heads again")  # fmt: skip
-
-
-def _check_fit(config: Mapping[str, Any], access: LayerAccess, folder: Path) -> None:
-    """Refuse heads made for a model of other sizes."""
-    vocab, hidden = access.unembedding.shape
-    for name, label, have in (
-        ("hidden_size", "hidden size", hidden),
-        ("vocab_size", "vocabulary", vocab),
-        ("model_layers", "number of layers", access.layers),
-    ):
-        if config.get(name) != have:
-            raise ModelError(
-                f"the exit heads in {str(folder)!r} are for another model"
-                f"{' (' + str(config['target']) + ')' if config.get('target') else ''}: their "
-                f"{label} is {config.get(name)}, this model's is {have}; train heads for it with "
-                "forerun train-exits"
-            )
-
-
-def _check_shapes(config: Mapping[str, Any], weights: Weights, folder: Path) -> None:
-    """Refuse tensors that do not fit the configuration."""
-    vocab, hidden = config.get("tokens") or config["vocab_size"], config["hidden_size"]
-    file = folder / WEIGHTS
-    if sorted(weights) != config.get("layers"):
-        raise ModelError(f"{file}: heads after {sorted(weights)}, {CONFIG} says "
-                         f"{config.get('layers')}; train the heads again")  # fmt: skip
-    for layer, own in weights.items():
-        if config["kind"] == "full":
-            expected = {"weight": (vocab, hidden), "bias": (vocab,)}
-        elif "weight" in own:
-            expected = {"weight": (hidden, hidden), "bias": (hidden,)}
-        else:
-            rank = own["down"].shape[0] if "down" in own else 0
-            expected = {"down": (rank, hidden), "up": (hidden, rank), "bias": (hidden,)}
-        if config["kind"] == "light":
-            expected["scale"] = (1,)
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        if shapes != expected:
-            raise ModelError(
-                f"{file}: the head after layer {layer} has tensors {shapes}, expected {expected}; "
-                "train the heads again"
-            )
+    about = read_about(folder, KIND)
+    save_about(folder, replace(about, settings={**about.settings, "found": dict(settings)}))

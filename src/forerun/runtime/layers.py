@@ -86,6 +86,7 @@ class LayerAccess:
         except AttributeError as error:  # another version may keep its modules elsewhere
             raise UnsupportedModelError(_UNCALLABLE.format(kind, error)) from error
         self._cache_argument = cache_argument(self._stack[0])
+        self.model = model
         self._head = model.get_output_embeddings()
         self._turned: tuple[torch.Tensor, Any] | None = None
         self.layers: int = len(self._stack)

@@ -1,10 +1,11 @@
-"""Training texts of exit heads: given ones, and the target's own."""
+"""Training texts of drafts: given ones, and the target's own; pairs for those on an encoder."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,15 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import PromptError, SettingError
 from forerun.prompts import Prompt, find_prompts, is_shipped, read_file
+from forerun.runtime.fingerprints import fingerprint
+from forerun.training.fit import Document, positions_of
+from forerun.training.grafts import Text
 
 if TYPE_CHECKING:
+    from forerun import Model
     from forerun.cli.shared.models import Job
-    from forerun.training.features import Document
 
 GROUP = 32
 """Prompts the target continues together; texts are kept in whole groups."""
 WINDOW = 512
 """Most tokens of a stretch of text."""
+PAIRS = 512
+"""Outputs that the target writes before they are kept."""
+BATCH = 64
+"""Of these, side by side."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,9 @@ def open_source(data: str) -> Source:
             "recipes training-prompts --data DIR` and give that file"
         )
     if is_shipped(data):
-        shipped = find_prompts(data, "val", penalised=False)
+        shipped = [
+            replace(f.request, family=f.family) for f in find_prompts(data, "val", penalised=False)
+        ]
         return Source(prompts=lambda: shipped)
     path = Path(data).expanduser()
     if path.is_dir():
@@ -116,8 +126,6 @@ def read_documents(
         SettingError: too little text to train on and to hold some out.
         PromptError: a prompt is empty or too long.
     """
-    from forerun.training.features import positions_of
-
     if source.texts is not None:
         documents = _cut(source.texts, job, seed)
     else:
@@ -141,13 +149,6 @@ def read_documents(
     return chosen
 
 
-def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Documents to train on, and about one of sixteen to measure on."""
-    held = documents[15::16] or documents[-1:]
-    training = [d for i, d in enumerate(documents) if i % 16 != 15] if len(documents) > 15 else None
-    return training or documents[:-1], held
-
-
 def _cut(texts: list[str], job: Job, seed: int) -> Iterator[Document]:
     """Stretches of the texts in random order, tokenised as they are needed."""
     total = sum(map(len, texts))
@@ -156,7 +157,7 @@ def _cut(texts: list[str], job: Job, seed: int) -> Iterator[Document]:
     random.Random(f"exits/{seed}").shuffle(stretches)
     most = min(WINDOW, job.model.target.limit)
     for stretch in stretches:
-        yield job.model.encode(stretch)[:most], 0
+        yield Document(job.model.encode(stretch)[:most])
 
 
 def _stretches(text: str, size: int) -> Iterator[str]:
@@ -175,10 +176,10 @@ def _stretches(text: str, size: int) -> Iterator[str]:
 def _written(prompts: Iterable[Prompt], job: Job, path: Path, key: str) -> Iterator[Document]:
     """Prompts with what the target itself writes on them: half greedily, half sampled.
 
-    In use an exit only reads text that the target is writing.
+    In use a draft only reads text that the target is writing.
     """
     lines = saved_lines(path, key, GROUP)
-    yield from ((ids, start) for ids, start in lines)
+    yield from (Document(*line) for line in lines)
     remaining = islice(prompts, len(lines), None)
     number = len(lines)
     while group := list(islice(remaining, GROUP)):
@@ -194,7 +195,7 @@ def _written(prompts: Iterable[Prompt], job: Job, path: Path, key: str) -> Itera
             batch_size=job.batch_size, plain=True,
         )  # fmt: skip
         fresh = [
-            ([*row.ids, *completion.tokens], len(row.ids) - 1)
+            Document([*row.ids, *completion.tokens], len(row.ids) - 1, row.family or "")
             for row, completion in zip(rows, done, strict=True)
         ]
         with path.open("a", encoding="utf-8") as file:
@@ -218,3 +219,66 @@ def saved_lines(path: Path, key: str, group: int) -> list[Any]:
     text = "".join(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
     path.write_text(text, encoding="utf-8")
     return lines
+
+
+def read_pairs(path: Path, model: Model) -> list[Text]:
+    """Pairs of texts: lines SOURCE TAB TARGET, or JSON objects with "source" and "target".
+
+    Pairs that do not fit the model are left out.
+
+    Raises:
+        PromptError: a line is neither, or nothing is left.
+    """
+    if model.tokenizer is None:
+        raise SettingError("training reads text, and this model has no tokenizer")
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        source, target = _pair(line, f"{path}, line {number}")
+        prompt, ids = model.context(model.encode(source))
+        output = model.tokenizer(text_target=target, add_special_tokens=False)["input_ids"]
+        output = [*output, *sorted(model.eos)[:1]]
+        if ids and len(ids) <= (model.target.facts.source_limit or 0) and output:
+            texts.append(Text(ids, prompt, output[: model.target.limit - len(prompt)]))
+    if len(texts) < 2:
+        raise PromptError(f"{path} holds {len(texts)} usable pairs; give at least 2")
+    return texts
+
+
+def _pair(line: str, where: str) -> tuple[str, str]:
+    if line.lstrip().startswith("{"):
+        try:
+            value = json.loads(line)
+            pair = value["source"], value["target"]
+        except (ValueError, KeyError) as error:
+            raise PromptError(f'{where}: give "source" and "target" ({error})') from error
+    else:
+        pair = tuple(line.rstrip("\r").split("\t")[:2])  # type: ignore[assignment]
+    if len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+        raise PromptError(f"{where}: expected SOURCE, a tab, TARGET; got {line[:40]!r}")
+    return pair
+
+
+def own_texts(
+    model: Model, texts: Sequence[Text], most: int, path: Path, tell: Callable[[int], None]
+) -> list[Text]:
+    """The texts with the target's own greedy output of at most `most` tokens instead of theirs.
+
+    They are kept at `path`: an interrupted run goes on there, and the same texts are not written
+    twice. `tell` is called with how many there are.
+    """
+    sources = [text.source for text in texts]
+    known = zlib.crc32(json.dumps([sources, most]).encode())
+    outputs = saved_lines(path, f"{fingerprint(model.target.executor.module())} {known}", PAIRS)
+    while len(outputs) < len(texts):
+        tell(len(outputs))
+        # Their source as it was given, without what the model opens it with.
+        group = [ids[len(model.opening.source) :] for ids in sources[len(outputs) :][:PAIRS]]
+        done = model.generate(group, plain=True, batch_size=BATCH, max_new_tokens=most)
+        fresh = [completion.tokens for completion in done]
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(ids) + "\n" for ids in fresh))
+        outputs.extend(fresh)
+    pairs = zip(texts, outputs, strict=True)
+    return [Text(text.source, text.opening, ids) for text, ids in pairs if ids]

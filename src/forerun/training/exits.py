@@ -1,0 +1,214 @@
+"""Training of exit heads, towards the last layer and not the text: a draft is accepted if the
+model agrees with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from forerun.errors import SettingError, require
+from forerun.runtime.base import Rows
+from forerun.runtime.drafts import Tensors
+from forerun.runtime.heads import KINDS, check_layers, default_layers
+from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
+from forerun.training.fit import (
+    Document,
+    Settings,
+    States,
+    Training,
+    cut,
+    index_of,
+    layers_of_target,
+    positions_of,
+)
+
+SCALE_RATE = 0.04
+"""Learning rate of a head's scale, as a multiple of rate × H."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """How a head does on held-out positions."""
+
+    layer: int
+    agreement: float
+    """Share of positions where its arg-max is the last layer's."""
+    confidence: float
+    """Mean top-1 probability; a calibrated head's equals its agreement."""
+    error: float
+    """Expected calibration error: mean distance of the two over ten bins of confidence."""
+
+
+class ExitTrainer(Training[Document]):
+    """Heads in training, all layers in one pass over the texts; they begin as the logit lens.
+
+    Args:
+        target: the model to draft for.
+        settings: how; its `layers` are the exit layers.
+        texts: all of them: what is frequent there is what a small vocabulary holds.
+
+    Raises:
+        SettingError: layers the model does not have or cannot exit after; a rank above its width.
+    """
+
+    def __init__(self, target: Rows, settings: Settings, texts: Sequence[Document]) -> None:
+        self._access = access = layers_of_target(target, settings.kind)
+        layers = check_layers(settings.layers or default_layers(access.layers), access.layers)
+        if layers[-1] == access.layers:
+            raise SettingError(
+                f"layer {layers[-1]} is the model's last and needs no head; exit layers are 1 to "
+                f"{access.layers - 1}"
+            )
+        width, rank = access.width, settings.rank
+        require(rank <= width, "rank", rank, f"at most the hidden size, {width}")
+        tokens = cut(texts, settings.vocab or 0, access)
+        weights = _new(access, layers, settings, tokens)
+        own = {
+            f"{layer}.{name}": tensor
+            for layer, tensors in weights.items()
+            for name, tensor in tensors.items()
+        }
+        self.heads = KINDS[settings.head](access, {**weights}, tokens)
+        model = target.executor.module()
+        self._states = States(model, (*layers, access.layers))
+        # A bias is in units of the hidden state, whose size differs from layer to layer.
+        sample = torch.cat(self._states.of(texts[:8]))
+        self._sizes = dict(zip(layers, sample.float().pow(2).mean((0, 2)).sqrt().tolist(),
+                               strict=False))  # fmt: skip
+        super().__init__(model, own, settings, tokens)
+        self._index = index_of(tokens, access)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """A step changes an output by at most rate × inputs, so rates fall as these grow."""
+        width = self._access.width
+        base = self.settings.lr or 0.25 / width
+        groups = []
+        for name, tensor in self.own.items():
+            layer, _, part = name.partition(".")
+            rate = base * width / tensor.shape[1] if part == "up" else base
+            light = self.settings.head == "light"
+            if light:
+                scales = {"bias": self._sizes[int(layer)], "scale": SCALE_RATE * width}
+                rate *= scales.get(part, 1.0)
+            decay = 0.01 if light and tensor.dim() > 1 else 0.0
+            groups.append({"params": [tensor], "lr": rate, "weight_decay": decay})
+        return [torch.optim.AdamW(groups, betas=(0.9, 0.99))]
+
+    def _count(self, text: Document) -> int:
+        return positions_of(text)
+
+    def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
+        """Layer by layer, for the logits are large."""
+        hidden, last = self._both(texts)
+        teacher, goal = None, self._index[last.argmax(-1)]
+        if self.settings.loss == "distill":
+            teacher = last.float().softmax(-1)
+            if self.vocabulary is not None:  # what is outside is spread evenly
+                teacher = teacher[:, self.vocabulary]
+                rest = (1 - teacher.sum(-1, keepdim=True)).clamp(min=0)
+                teacher = teacher + rest / teacher.shape[-1]
+        for i, layer in enumerate(self.heads.layers):
+            log_probs = self.heads.logits(layer, hidden[:, i].float()).float().log_softmax(-1)
+            if teacher is not None:
+                loss = F.kl_div(log_probs, teacher, reduction="batchmean")
+            else:
+                at_goal = log_probs.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+                # No head can say it: any token is as good, so that heads learn to be unsure.
+                loss = -torch.where(goal >= 0, at_goal, log_probs.mean(-1)).mean()
+            yield loss / len(self.heads.layers)
+
+    @torch.no_grad()
+    def _both(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(n, layers, H)` states where predictions count, and `(n, V)` logits of the target."""
+        states = self._states.of(texts)
+        parts = [own[text.start : -1] for own, text in zip(states, texts, strict=True)]
+        hidden = torch.cat(parts)
+        return hidden[:, :-1], self._access.logits(hidden[:, -1])
+
+    @torch.no_grad()
+    def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
+        """How often the heads' most likely tokens are the last layer's, over held-out texts.
+
+        Returns:
+            "top1", the mean over the layers; "layers" and "lens", reports of the heads and of the
+            model's own head in their places.
+        """
+        own = self.reports(self.heads, texts)
+        return {
+            "top1": round(sum(r.agreement for r in own) / len(own), 4),
+            "layers": [asdict(report) for report in own],
+            "lens": [asdict(report) for report in self.reports(LogitLens(self._access), texts)],
+        }
+
+    @torch.no_grad()
+    def reports(self, heads: ExitHeads, texts: Sequence[Document]) -> list[LayerReport]:
+        """Agreement with the last layer, and calibration, of heads after each exit layer."""
+        right: list[list[torch.Tensor]] = [[] for _ in self.heads.layers]
+        sure: list[list[torch.Tensor]] = [[] for _ in self.heads.layers]
+        for first in range(0, len(texts), self.batch):
+            hidden, last = self._both(texts[first : first + self.batch])
+            for i, layer in enumerate(self.heads.layers):
+                top, index = heads.logits(layer, hidden[:, i]).float().softmax(-1).max(-1)
+                token = index if heads.tokens is None else heads.tokens[index]
+                sure[i].append(top.double().cpu())
+                right[i].append((token == last.argmax(-1)).double().cpu())
+        return [
+            _report(layer, torch.cat(right[i]), torch.cat(sure[i]))
+            for i, layer in enumerate(self.heads.layers)
+        ]
+
+    def _form(self) -> dict[str, Any]:
+        return self.heads.form
+
+    def _tensors(self) -> Tensors:
+        return {name: t.to(torch.bfloat16) for name, t in self.heads.tensors.items()}
+
+
+def _report(layer: int, right: torch.Tensor, sure: torch.Tensor) -> LayerReport:
+    bins = (sure * 10).long().clamp_(max=9)
+    gaps = torch.zeros(10, dtype=torch.double).index_add_(0, bins, right - sure)
+    numbers = right.mean(), sure.mean(), gaps.abs().sum() / max(len(sure), 1)
+    return LayerReport(layer, *(round(float(number), 4) for number in numbers))
+
+
+def _new(
+    access: LayerAccess, layers: Sequence[int], settings: Settings, tokens: torch.Tensor | None
+) -> dict[int, dict[str, torch.nn.Parameter]]:
+    """Heads that begin as the logit lens, float32."""
+    width, device = access.width, access.unembedding.device
+    make = torch.Generator().manual_seed(settings.seed)
+    start = _lens(access) if settings.head == "full" else {}
+    if tokens is not None:
+        start = {name: tensor[tokens] for name, tensor in start.items()}
+    weights: dict[int, dict[str, torch.nn.Parameter]] = {}
+    for layer in layers:
+        if settings.head == "full":
+            own = {name: tensor.clone() for name, tensor in start.items()}
+        elif rank := settings.rank:
+            down = torch.randn(rank, width, generator=make) / width**0.5
+            own = {"down": down, "up": torch.zeros(width, rank)}
+        else:
+            own = {"weight": torch.zeros(width, width)}
+        if settings.head == "light":
+            own |= {"bias": torch.zeros(width), "scale": torch.ones(1)}
+        weights[layer] = {n: torch.nn.Parameter(t.to(device)) for n, t in own.items()}
+    return weights
+
+
+@torch.no_grad()
+def _lens(access: LayerAccess) -> Tensors:
+    """Norm and unembedding as one affine map of hidden states of unit RMS.
+
+    Exact for an RMS norm. A layer norm also centres: nearly so, and a start is all it has to be.
+    """
+    like = access.unembedding
+    width = like.shape[1]
+    zero = torch.zeros(1, width, dtype=like.dtype, device=like.device)
+    bias = access.logits(zero)[0].float()
+    units = torch.eye(width, dtype=like.dtype, device=like.device) * width**0.5
+    return {"weight": (access.logits(units).float() - bias).T / width**0.5, "bias": bias}

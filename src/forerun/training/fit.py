@@ -1,0 +1,417 @@
+"""Training of drafts that belong to a target: what all kinds have in common.
+
+The target is frozen. A kind of draft says what it learns (`Training`); the loop, its checkpoints
+and what is written at the end are the same for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.nn import functional as F
+
+from forerun.checks import choice, whole
+from forerun.errors import ModelError, SettingError, require
+from forerun.runtime.base import Rows
+from forerun.runtime.drafts import TOKENS, About, Tensors, save_draft
+from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.layers import LayerAccess
+from forerun.runtime.states import Taps
+
+CHECKPOINT = "training.pt"
+ROOM = 1 << 30
+"""Bytes of the target's states that are kept."""
+TRAINERS = {
+    "shared": "grafts:GraftTrainer",
+    "block": "grafts:GraftTrainer",
+    "kangaroo": "adapters:AdapterTrainer",
+    "medusa": "medusa:MedusaTrainer",
+    "exits": "exits:ExitTrainer",
+    "eagle": "eagle:EagleTrainer",
+}
+"""Kinds of drafts, and who trains each."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "shared": {"layers": (1,), "width": 1},
+    "block": {"layers": (1,), "width": 8},
+    "kangaroo": {"layers": (2,), "width": 1},
+    "medusa": {"layers": (1,), "width": 5},
+    "exits": {"batch": 8, "lr": 0.0, "width": 1},
+    "eagle": {"batch": 8, "lr": 2e-3, "width": 256, "vocab": 8192},
+}
+"""What settings are where they are None."""
+
+
+class Document(NamedTuple):
+    """A text to learn from."""
+
+    ids: list[int]
+    start: int = 0
+    """The first position whose prediction counts: 0, or the last token of a prompt."""
+    family: str = ""
+    """The kind of prompt it is an answer to, for figures."""
+
+
+T = TypeVar("T")
+"""A text to learn from: a `Document`, or a pair of texts."""
+
+
+def positions_of(document: Document) -> int:
+    """How many predictions of a document count (its last token has no known successor)."""
+    return max(len(document.ids) - 1 - document.start, 0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a draft is trained; what is None is the kind's own default.
+
+    Args:
+        kind: of `TRAINERS`.
+        layers: of shared and block, one number: layers of the draft's decoder; of medusa: residual
+            blocks of a head; of kangaroo: the layer below the adapter; of exits: the layers to
+            exit after (about six, evenly spaced); of eagle: the depths whose states are read (a
+            third, two thirds and all of the layers).
+        width: of block, tokens proposed in a pass, ≥ 2; of medusa, heads, ≥ 1; of eagle, of the
+            layer, a multiple of 64.
+        steps: optimiser steps, ≥ 1.
+        batch: texts per step, ≥ 1.
+        lr: peak learning rate (of exits 0 is 0.25 / H); rises over a twentieth of the steps, falls
+            to zero over all.
+        anchors: of block, places per text behind which a block is learned, ≥ 1.
+        seed: decides order, anchors and whatever begins at random.
+        vocab: of medusa, exits and eagle: how many tokens the draft can say, the most frequent in
+            the texts; 0: all.
+        head: of exits, "light" (an affine map before the model's own norm and unembedding) or
+            "full" (an LM head per layer).
+        rank: of light heads, ≥ 1; 0 is a full matrix.
+        loss: of exits, "hard" (cross-entropy to the last layer's arg-max: confidence is then the
+            chance that it agrees) or "distill" (forward KL from its distribution).
+    """
+
+    kind: str = "shared"
+    layers: tuple[int, ...] | None = None
+    width: int | None = None
+    steps: int = 1000
+    batch: int | None = None
+    lr: float | None = None
+    anchors: int = 4
+    seed: int = 0
+    vocab: int | None = None
+    head: str = "light"
+    rank: int = 0
+    loss: str = "hard"
+
+    def __post_init__(self) -> None:
+        choice("kind", self.kind, list(TRAINERS))
+        general = {"batch": 32, "lr": 1e-3, "vocab": 0, "layers": ()}
+        for name, value in (general | DEFAULTS[self.kind]).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in ("steps", "batch", "anchors"):
+            whole(name, getattr(self, name), 1)
+        for name in ("seed", "vocab", "rank"):
+            whole(name, getattr(self, name))
+        assert self.layers is not None
+        for layer in self.layers:
+            whole("layers", layer, 1)
+        if self.kind not in ("exits", "eagle"):
+            require(len(self.layers) == 1, "layers", self.layers, f"one number for {self.kind}")
+        whole("width", self.width, 2 if self.kind == "block" else 1)
+        if self.kind == "eagle":
+            require(self.width % 64 == 0, "width", self.width, "a multiple of 64")  # type: ignore[operator]
+        only = self.kind in ("medusa", "exits", "eagle") or not self.vocab
+        require(only, "vocab", self.vocab, f"0 for a draft of kind {self.kind}")
+        choice("head", self.head, ["light", "full"])
+        choice("loss", self.loss, ["hard", "distill"])
+        require(not (self.rank and self.head == "full"), "rank", self.rank, "0 for full heads")
+        good = self.lr is not None and 0 <= self.lr < 1 and (self.lr > 0 or self.kind == "exits")
+        require(good, "lr", self.lr, "between 0 and 1")
+
+    @property
+    def on_encoder(self) -> bool:
+        """Whether the draft reads the states of an encoder."""
+        return self.kind in ("shared", "block")
+
+    @property
+    def depth(self) -> int:
+        """The only number of `layers`."""
+        assert self.layers is not None
+        return self.layers[0]
+
+
+class Training(ABC, Generic[T]):
+    """A draft in training; `save` and `load` keep all of it.
+
+    Args:
+        target: the module of the model to draft for; its parameters no longer take gradients.
+        own: what is trained.
+        settings: how.
+        tokens: `(V,)` rising ids of a vocabulary of the draft's own; None: it has all.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        own: Mapping[str, torch.nn.Parameter],
+        settings: Settings,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        self.settings, self.target, self.own, self.vocabulary = settings, target, dict(own), tokens
+        self.identity = fingerprint(target)
+        target.requires_grad_(False)
+        for parameter in self.own.values():
+            parameter.requires_grad_()
+        self.optimizers = self._optimizers()
+        self._peaks = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
+        self.step, self.tokens, self.elapsed = 0, 0, 0.0
+
+    @abstractmethod
+    def _losses(self, texts: Sequence[T], rng: random.Random) -> Iterator[torch.Tensor]:
+        """Losses on the texts of a step; the gradients of each are taken before the next."""
+
+    @abstractmethod
+    def _count(self, text: T) -> int:
+        """Tokens of a text that are learned from."""
+
+    @abstractmethod
+    def agreement(self, texts: Sequence[T]) -> dict[str, Any]:
+        """How often the draft's most likely token is the target's, over held-out texts: "top1"."""
+
+    def _drawn(self, texts: Sequence[T], rng: random.Random) -> list[T]:
+        """The texts of a step."""
+        return rng.sample(list(texts), min(self.batch, len(texts)))
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Each group's rate is its peak."""
+        assert self.settings.lr is not None
+        return [torch.optim.AdamW(self.own.values(), lr=self.settings.lr, betas=(0.9, 0.98))]
+
+    def _rate(self, share: float) -> float:
+        """Learning rate over its peak when that share of the steps is done."""
+        return min(1.0, 20 * share) * max(0.0, 1 - share) ** 0.5
+
+    @property
+    def batch(self) -> int:
+        """Texts per step."""
+        assert self.settings.batch is not None
+        return self.settings.batch
+
+    def train(self, texts: Sequence[T]) -> Iterator[dict[str, Any]]:
+        """Steps to the end of the settings; a record of each."""
+        while self.step < self.settings.steps:
+            began = time.perf_counter()
+            rng = random.Random(f"{self.settings.seed}/{self.step}")
+            batch = self._drawn(texts, rng)
+            torch.manual_seed(rng.getrandbits(32))  # of dropout
+            total = 0.0
+            for loss in self._losses(batch, rng):
+                loss.backward()
+                total += float(loss.detach())
+            torch.nn.utils.clip_grad_norm_(self.own.values(), 1.0)
+            rate = self._rate((self.step + 1) / self.settings.steps)
+            for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * rate
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            took, count = time.perf_counter() - began, sum(map(self._count, batch))
+            self.step, self.tokens = self.step + 1, self.tokens + count
+            self.elapsed += took
+            yield {
+                "step": self.step,
+                "tokens": self.tokens,
+                "loss": round(total, 4),
+                "tokens_per_second": round(count / took),
+                "elapsed": round(self.elapsed, 1),
+            }
+
+    def save(self, path: Path) -> None:
+        """Write beside, then rename: a killed run never leaves half a checkpoint."""
+        state = {
+            "of": self._of(),
+            "own": {name: p.detach() for name, p in self.own.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "counts": [self.step, self.tokens, self.elapsed],
+        }
+        beside = path.with_suffix(".tmp")
+        torch.save(state, beside)
+        os.replace(beside, path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            SettingError: it was begun with other settings (but for `steps`) or another target.
+        """
+        try:
+            state = torch.load(path, map_location=self.target.device, weights_only=True)
+            of, own, counts = state["of"], state["own"], state["counts"]
+        except Exception as error:  # whatever a torn file raises
+            raise ModelError(f"cannot read the checkpoint {path}: {error}") from error
+        if of != self._of():
+            raise SettingError(
+                f"{path} was begun with other settings, texts or another target: {of}; use these, "
+                "or another folder"
+            )
+        with torch.no_grad():
+            for name, value in own.items():
+                self.own[name].copy_(value)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.tokens, self.elapsed = counts
+
+    def _of(self) -> dict[str, Any]:
+        """What a checkpoint must share with a training that goes on with it."""
+        how = asdict(replace(self.settings, steps=1))
+        how["layers"] = list(how["layers"])
+        # A draft that has begun on one choice of tokens means nothing on another.
+        ids = "" if self.vocabulary is None else str(self.vocabulary.tolist())
+        return {
+            "target": self.identity,
+            "tokens": hashlib.sha256(ids.encode()).hexdigest()[:16],
+            **how,
+        }
+
+    def export(self, folder: Path, texts: int, measured: dict[str, Any]) -> About:
+        """Write the draft as it is, with what was measured of it."""
+        trained = {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "texts": texts,
+            "seconds": round(self.elapsed, 1),
+            "held_out": measured,
+            "settings": asdict(self.settings),
+        }
+        about = About(self.settings.kind, self.identity, self._form(), trained)
+        tokens = {} if self.vocabulary is None else {TOKENS: self.vocabulary.to(torch.int32)}
+        save_draft(folder, about, {**self._tensors(), **tokens})
+        return about
+
+    def _form(self) -> dict[str, Any]:
+        """What the drafter must know of the draft's form."""
+        return {"layers": self.settings.depth, "width": self.settings.width}
+
+    def _tensors(self) -> Tensors:
+        """What is saved: in bfloat16, half the size."""
+        return {name: p.detach().to(torch.bfloat16) for name, p in self.own.items()}
+
+
+class States:
+    """What a frozen target leaves of texts at some depths; kept while there is `ROOM`.
+
+    Args:
+        model: decoder-only.
+        depths: as of `forerun.runtime.states.States`.
+    """
+
+    def __init__(self, model: Any, depths: Sequence[int]) -> None:
+        self._model, self._taps, self._count = model, Taps(model, depths), len(depths)
+        self._held: dict[int, tuple[Document, torch.Tensor]] = {}
+        """By the identity of a text, which is kept beside so that it stays one."""
+        self._room = ROOM
+
+    @torch.no_grad()
+    def of(self, texts: Sequence[Document]) -> list[torch.Tensor]:
+        """Per text `(n, depths, H)` states of all its tokens."""
+        held = {id(text): self._held[id(text)] for text in texts if id(text) in self._held}
+        if new := [text for text in texts if id(text) not in held]:
+            ids, _ = padded([text.ids for text in new], 0)
+            # Padding stands on the right, where no token before it sees it.
+            with self._taps.open():
+                self._model.base_model(input_ids=ids.to(self._model.device), use_cache=False)
+            for text, states in zip(new, self._taps.read(), strict=True):
+                own = states[: len(text.ids)].unflatten(-1, (self._count, -1)).clone()
+                held[id(text)] = text, own
+                self._room -= own.nbytes
+                if self._room > 0:
+                    self._held[id(text)] = text, own
+        return [held[id(text)][1] for text in texts]
+
+
+def trainer(target: Rows, settings: Settings, texts: Sequence[Any]) -> Training[Any]:
+    """A draft of the kind of the settings, as it begins.
+
+    Raises:
+        SettingError: settings that the target does not allow.
+        UnsupportedModelError: a target that a draft of this kind cannot be made for.
+    """
+    module, name = TRAINERS[settings.kind].split(":")
+    made: Training[Any] = getattr(import_module(f"forerun.training.{module}"), name)(
+        target, settings, texts
+    )
+    return made
+
+
+def layers_of_target(target: Rows, kind: str) -> LayerAccess:
+    """The layers of a decoder-only target.
+
+    Raises:
+        SettingError: it has an encoder, or no Hugging Face model is behind it.
+        UnsupportedModelError: its layers cannot be called one by one.
+    """
+    model = target.executor.module()
+    if model is None or target.facts.source_limit is not None:
+        raise SettingError(
+            f"a draft of kind {kind} needs a target that is a decoder-only Hugging Face model"
+        )
+    return LayerAccess(model)
+
+
+def cut(texts: Sequence[Document], count: int, access: LayerAccess) -> torch.Tensor | None:
+    """Ids, rising, of the `count` tokens most frequent in what counts of texts; None of 0: all."""
+    if not count:
+        return None
+    vocab = len(access.unembedding)
+    require(count <= vocab, "vocab", count, f"at most the model's vocabulary, {vocab}")
+    written = torch.tensor([token for text in texts for token in text.ids[text.start + 1 :]])
+    counts = torch.bincount(written.long(), minlength=vocab)
+    chosen = counts.argsort(descending=True, stable=True)[:count].sort().values
+    return chosen.to(access.unembedding.device)
+
+
+def index_of(tokens: torch.Tensor | None, access: LayerAccess) -> torch.Tensor:
+    """`(V,)` per token of the target its place in `tokens`, −1 if it has none."""
+    every = torch.arange(len(access.unembedding), device=access.unembedding.device)
+    if tokens is None:
+        return every
+    out = torch.full_like(every, -1)
+    out[tokens] = torch.arange(len(tokens), device=tokens.device)
+    return out
+
+
+def divergence(logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+    """Mean forward KL, nats, of `(n, V)` logits from log-probabilities that are taught."""
+    return F.kl_div(logits.log_softmax(-1), taught, reduction="batchmean", log_target=True)
+
+
+def padded(texts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(rows, longest)` ids and whether each is a token."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts])
+    return ids, torch.tensor([[True] * len(t) + [False] * (width - len(t)) for t in texts])
+
+
+def runs_of(right: torch.Tensor) -> dict[str, Any]:
+    """What a table `(places, depths)` of right (1), wrong (0) and unknown (NaN) tokens says.
+
+    Returns:
+        "top1" of the first depth, "by_depth" of each, and "accepted", the mean number that are
+        right before the first that is not.
+    """
+    means = right.nanmean(0).nan_to_num(0.0).tolist()
+    kept = right.nan_to_num(0.0).cumprod(1).sum(1).mean()
+    return {
+        "top1": round(means[0], 4),
+        "by_depth": [round(mean, 4) for mean in means],
+        "accepted": round(0.0 if math.isnan(kept) else float(kept), 3),
+    }

@@ -1,0 +1,216 @@
+"""Training of decoders on a target's encoder, `shared` and `block`.
+
+Both learn the target's distributions (forward KL) at every place of the texts; the block drafter
+besides at the places of its queries, behind texts cut off at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from forerun.runtime.base import Rows
+from forerun.runtime.grafts import graft, model_of, own_parameters
+from forerun.runtime.placement import placement_of
+from forerun.runtime.support import decoder_limit
+from forerun.training.fit import Settings, Training, divergence, padded, runs_of
+
+WINDOWS = 16
+"""Batches' worth of texts that a batch of alike lengths is chosen from."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A source and what the target's decoder says or shall say of it, as token ids."""
+
+    source: list[int]
+    opening: list[int]
+    """What the decoder begins with."""
+    output: list[int]
+    """Its text, with the end."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Texts side by side, `(rows, width)` each; padded on the right."""
+
+    states: BaseModelOutput
+    read: torch.Tensor
+    """`(rows, source)` 1 for a token of the source."""
+    fed: torch.Tensor
+    """What the decoder is fed: opening and output but its last token."""
+    taught: torch.Tensor
+    """`(rows, width, V)` the target's log-probabilities after each."""
+    scored: torch.Tensor
+    """Whether what follows is part of the output."""
+    lengths: list[int]
+
+
+class GraftTrainer(Training[Text]):
+    """A draft decoder in training.
+
+    Args:
+        target: the model to draft for.
+        settings: how.
+        texts: not read before they are learned.
+    """
+
+    def __init__(self, target: Rows, settings: Settings, texts: Sequence[Text] = ()) -> None:
+        model = model_of(target, f"of kind {settings.kind}")
+        torch.manual_seed(settings.seed)
+        self._block = int(settings.width or 1) if settings.kind == "block" else 1
+        self.draft = graft(model, settings.depth, self._block)
+        super().__init__(model, own_parameters(self.draft), settings)
+        decoder = self.draft.get_decoder()
+        self._placement = placement_of(decoder, decoder_limit(model.config))
+        self._vocab = target.vocab_size
+
+    def _drawn(self, texts: Sequence[Text], rng: random.Random) -> list[Text]:
+        """Of alike lengths: padding would take most of a step."""
+        batch = self.batch
+        drawn = rng.sample(list(texts), min(WINDOWS * batch, len(texts)))
+        drawn.sort(key=lambda text: len(text.output) + len(text.source))
+        first = rng.randrange(max(1, len(drawn) - batch + 1))
+        return drawn[first : first + batch]
+
+    def _count(self, text: Text) -> int:
+        return len(text.output)
+
+    def _losses(self, texts: Sequence[Text], rng: random.Random) -> Iterator[torch.Tensor]:
+        self.draft.get_decoder().train()  # all else is the target's
+        yield self._loss(self._batch(texts), rng)
+
+    @torch.no_grad()
+    def _batch(self, texts: Sequence[Text]) -> _Batch:
+        device = self.target.device
+        pad = self.target.config.pad_token_id or 0
+        source, read = padded([text.source for text in texts], pad)
+        fed = [[*text.opening, *text.output[:-1]] for text in texts]
+        ids, there = padded(fed, pad)
+        for row, text in enumerate(texts):
+            there[row, : len(text.opening) - 1] = False
+        source, read, ids = source.to(device), read.long().to(device), ids.to(device)
+        states = self.target.get_encoder()(input_ids=source, attention_mask=read)
+        known = BaseModelOutput(last_hidden_state=states.last_hidden_state)
+        logits = self.target(
+            encoder_outputs=known, attention_mask=read, decoder_input_ids=ids, use_cache=False
+        ).logits
+        taught = logits.float().log_softmax(-1)
+        return _Batch(known, read, ids, taught, there.to(device), list(map(len, fed)))
+
+    def _loss(self, batch: _Batch, rng: random.Random) -> torch.Tensor:
+        """Forward KL per place."""
+        if self._block == 1:
+            logits = self._say(batch, batch.fed, None)
+            return divergence(logits[batch.scored], batch.taught[batch.scored])
+        starts = self._anchors(batch, rng)
+        logits, taught, scored = self._blocks(batch, starts)
+        return divergence(logits[scored], taught[scored])
+
+    def _anchors(self, batch: _Batch, rng: random.Random) -> list[list[int]]:
+        """Per text the places behind which blocks are learned."""
+        out = []
+        for row, length in enumerate(batch.lengths):
+            first = length - int(batch.scored[row].sum())
+            places = range(first, length)
+            out.append([rng.choice(places) for _ in range(self.settings.anchors)])
+        return out
+
+    def _blocks(
+        self, batch: _Batch, starts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is said at every token and at the queries behind each anchor; what is taught there.
+
+        A query sees the text up to its anchor, and the queries of its block before it.
+        """
+        rows, width = batch.fed.shape
+        queries, count = self._block - 1, len(starts[0])
+        device = batch.fed.device
+        asked = torch.arange(self._vocab, self._vocab + queries, device=device).repeat(rows, count)
+        anchors = torch.tensor(starts, device=device)
+        ahead = torch.arange(1, queries + 1, device=device)
+        behind = (anchors[:, :, None] + ahead).flatten(1)  # places of the queries
+        own = torch.arange(width, device=device).expand(rows, -1)
+        places = torch.cat([own, behind], 1)
+        block = torch.arange(count, device=device).repeat_interleave(queries)
+        group = torch.cat([torch.full((width,), -1, device=device), block])
+        upto = torch.cat([own, anchors.repeat_interleave(queries, 1)], 1)
+        # A column is seen if it is text up to where a row's own text ends, or of the same block.
+        text = (group < 0)[None, None] & (places[:, None] <= upto[:, :, None])
+        same = (group[:, None] == group[None])[None] & (group >= 0)[None, None]
+        seen = text | (same & (places[:, None] <= places[:, :, None]))
+        logits = self._say(batch, torch.cat([batch.fed, asked], 1), (places, ~seen))
+        inside = behind < torch.tensor(batch.lengths, device=device)[:, None]
+        index = behind.clamp(max=width - 1)
+        taught = batch.taught.gather(1, index[:, :, None].expand(-1, -1, self._vocab))
+        return (
+            logits,
+            torch.cat([batch.taught, taught], 1),
+            torch.cat([batch.scored, inside], 1),
+        )
+
+    def _say(
+        self,
+        batch: _Batch,
+        ids: torch.Tensor,
+        layout: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """`(rows, width, V)` logits of the draft; `layout` is places and what is hidden."""
+        placed: AbstractContextManager[Any] = nullcontext(None)
+        if layout is not None:
+            places, hidden = layout
+            placed = self._placement.placed(places, places, hidden)
+        with placed as mask:
+            return self.draft(
+                encoder_outputs=batch.states,
+                attention_mask=batch.read,
+                decoder_input_ids=ids,
+                decoder_attention_mask=mask,
+                use_cache=False,
+            ).logits.float()
+
+    @torch.no_grad()
+    def agreement(self, texts: Sequence[Text]) -> dict[str, Any]:
+        """How often the draft's most likely token is the target's, over held-out texts.
+
+        Returns:
+            "top1", at one token ahead; for blocks also "by_depth" and "accepted", the mean number
+            of a block's tokens before the first that differs.
+        """
+        self.draft.get_decoder().eval()
+        rng, hits, runs = random.Random(1), [], []
+        for first in range(0, len(texts), self.batch):
+            batch = self._batch(texts[first : first + self.batch])
+            best = batch.taught.argmax(-1)
+            if self._block == 1:
+                same = self._say(batch, batch.fed, None).argmax(-1) == best
+                hits.append(same[batch.scored])
+                continue
+            starts = self._anchors(batch, rng)
+            logits = self._blocks(batch, starts)[0]
+            width = batch.fed.shape[1]
+            top = logits.argmax(-1)
+            for row, anchors in enumerate(starts):
+                for i, at in enumerate(anchors):
+                    begin = width + i * (self._block - 1)
+                    places = [at, *range(begin, begin + self._block - 1)]
+                    goal = [at + depth for depth in range(self._block)]
+                    inside = [g < batch.lengths[row] for g in goal]
+                    runs.append(
+                        [
+                            float(top[row, p] == best[row, g]) if ok else float("nan")
+                            for p, g, ok in zip(places, goal, inside, strict=True)
+                        ]
+                    )
+        if self._block == 1:
+            return {"top1": round(float(torch.cat(hits).double().mean()), 4)}
+        return runs_of(torch.tensor(runs, dtype=torch.float64))
+
+    def _form(self) -> dict[str, Any]:
+        return {"layers": self.settings.depth, "width": self._block}
