@@ -259,8 +259,8 @@ Exits = Annotated[
     str | None,
     option(
         "DIR",
-        "Exit heads for --draft specbound, made by train-exits. Default: the shipped ones for the "
-        "shipped target, else the model's own head at every layer.",
+        "Exit heads for --draft specbound, made by train-draft exits. Default: the shipped ones "
+        "for the shipped target, else the model's own head at every layer.",
         panel=MODELS,
     ),
 ]

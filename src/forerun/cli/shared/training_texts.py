@@ -53,9 +53,7 @@ def open_source(data: str) -> Source:
             "recipes training-prompts --data DIR` and give that file"
         )
     if is_shipped(data):
-        shipped = [
-            replace(f.request, family=f.family) for f in find_prompts(data, "val", penalised=False)
-        ]
+        shipped = find_prompts(data, "val", penalised=False)
         return Source(prompts=lambda: shipped)
     path = Path(data).expanduser()
     if path.is_dir():
