@@ -90,7 +90,7 @@ def test_saved_and_loaded_bit_for_bit(access, tmp_path, kind, rank, dtype, token
     save_heads(heads, tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {WEIGHTS, ABOUT}
     again = load_heads(tmp_path / "new", access)
-    assert (again.kind, again.layers, again.found) == (kind, (1, 2), {"width": 3})
+    assert (again.kind, again.layers, again.tuned) == (kind, (1, 2), {"width": 3})
     for layer, own in heads.weights.items():
         assert own.keys() == again.weights[layer].keys()
         assert all(torch.equal(own[name], again.weights[layer][name]) for name in own)

@@ -102,7 +102,7 @@ def check_equal(
 def test_shipped_exit_heads_are_specbounds_default() -> None:
     model = forerun.load(draft="specbound", dtype="float32")
     about = read_about(zoo.EXITS, "exits")
-    settings = about.settings["found"]
+    settings = about.settings["tuned"]
     drafter: Any = model.drafter
     assert drafter.heads.kind == "light"
     assert ",".join(map(str, drafter.layers)) == settings["layers"]

@@ -723,7 +723,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
         for layer in (1, 3, 4)
     }
     stored = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
-    save_heads(LightHeads(access, weights, found=stored), heads)
+    save_heads(LightHeads(access, weights, tuned=stored), heads)
     tuned = forerun.model.load(str(tmp_path), f"specbound({named})")
     assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
     assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]
@@ -737,7 +737,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
         with_exits("lookup", heads)
     with pytest.raises(SettingError, match="given twice"):
         with_exits("specbound(exits='there')", heads)
-    save_heads(LightHeads(access, weights, found={"treshold": 2}), heads)
+    save_heads(LightHeads(access, weights, tuned={"treshold": 2}), heads)
     with pytest.raises(SettingError, match="the settings kept in"):
         forerun.model.load(str(tmp_path), f"specbound({named})")
     heads.rename(tmp_path / "exits")

@@ -75,7 +75,7 @@ def test_kept_beside_the_heads(run, prompts, pair, tmp_path):
     assert (code, err) == (0, "")
     document = json.loads((heads / "draft.json").read_text())
     assert load(pair.target, f"specbound(exits='{heads}')").drafter.layers == tuple(
-        map(int, document["found"]["layers"].split(","))
+        map(int, document["tuned"]["layers"].split(","))
     )
     saved = tmp_path / "elsewhere" / "settings.json"
     saved.parent.mkdir()

@@ -211,7 +211,7 @@ class SpecBound(DrafterSpec):
         rows, heads, exits = exits_of(target, self.exits, NAME)
         chosen = self
         if exits:
-            chosen = replace(self, exits=exits)._tuned(getattr(heads, "found", {}))
+            chosen = replace(self, exits=exits)._tuned(getattr(heads, "tuned", {}))
         layers = chosen._exits(layers_of(rows).access.layers, tuple(heads.layers))
         threshold, anneal, width = (
             default if value is None else value

@@ -35,7 +35,7 @@ class TrainedHeads(ABC):
         tokens: `(n,)` ids of the heads' vocabulary, on the model's device; None: the
             whole vocabulary. A shallow exit costs a projection onto them, and most of what it is
             sure of is frequent (Zhao et al. 2025, FR-Spec); what is verified is not affected.
-        found: settings of `specbound` that were found for these heads.
+        tuned: settings of `specbound` that were found for these heads.
 
     Raises:
         SettingError: no layers, or layers the model does not have.
@@ -48,11 +48,11 @@ class TrainedHeads(ABC):
         access: LayerAccess,
         weights: Weights,
         tokens: torch.Tensor | None = None,
-        found: Mapping[str, Any] | None = None,
+        tuned: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers = check_layers(list(weights), access.layers)
         """The exit layers, rising."""
-        self.access, self.weights, self.found = access, weights, dict(found or {})
+        self.access, self.weights, self.tuned = access, weights, dict(tuned or {})
         self.tokens = tokens
         self._rows = None if tokens is None else access.unembedding_of(tokens)
         self._dtype = access.unembedding.dtype
@@ -79,8 +79,8 @@ class TrainedHeads(ABC):
     @property
     def form(self) -> dict[str, Any]:
         """What `draft.json` says of heads."""
-        found = {"found": self.found} if self.found else {}
-        return {"head": self.kind, "layers": list(self.layers), **found}
+        tuned = {"tuned": self.tuned} if self.tuned else {}
+        return {"head": self.kind, "layers": list(self.layers), **tuned}
 
     @property
     def tensors(self) -> Tensors:
@@ -214,8 +214,8 @@ def load_heads(folder: str | Path, access: LayerAccess) -> TrainedHeads:
         layer, _, name = key.partition(".")
         weights.setdefault(int(layer), {})[name] = tensor.to(device)
     chosen = None if tokens is None else tokens.long().to(device)
-    found = about.settings.get("found", {})
-    return KINDS[about.settings["head"]](access, weights, chosen, found)
+    tuned = about.settings.get("tuned", {})
+    return KINDS[about.settings["head"]](access, weights, chosen, tuned)
 
 
 def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
@@ -225,4 +225,4 @@ def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
         OSError: it cannot be written.
     """
     about = read_about(folder, KIND)
-    save_about(folder, replace(about, settings={**about.settings, "found": dict(settings)}))
+    save_about(folder, replace(about, settings={**about.settings, "tuned": dict(settings)}))

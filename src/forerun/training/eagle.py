@@ -92,9 +92,9 @@ class EagleTrainer(Training[Document]):
         outputs, taught, best = self._both(texts)
         total = outputs[0].new_zeros(())
         for step, x in enumerate(outputs):
-            some = torch.rand(len(x), device=x.device) < (1.0 if step == 0 else LEARNED)
-            if bool(some.any()):
-                loss = _loss(self.head.logits(x[some]), taught[some], best[some])
+            learned = torch.rand(len(x), device=x.device) < (1.0 if step == 0 else LEARNED)
+            if bool(learned.any()):
+                loss = _loss(self.head.logits(x[learned]), taught[learned], best[learned])
                 total = total + WEIGHT**step * loss
         yield total
 
