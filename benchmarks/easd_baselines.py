@@ -11,9 +11,9 @@ import torch
 import forerun
 from benchmarks import rsd
 from benchmarks.common import provenance, resumed, save, table
+from benchmarks.peers import hugging_face as hf
 from benchmarks.quality import CELLS, Outcome, Problem, bar, paired, percent, problems, solve
 from forerun import zoo
-from forerun.lab.bench.peers import TransformersBeam
 from forerun.rules.easd import EASD
 from forerun.runtime.load import load_model
 from forerun.signals import entropy
@@ -110,14 +110,14 @@ def _majority(draft: forerun.Model, cell: str, items: list[Problem]) -> dict[str
 
 def _beams(model: forerun.Model, cell: str, items: list[Problem]) -> dict[str, Any]:
     """Beam search of transformers; tokens are those of the best beam."""
-    peer = TransformersBeam(model, MANY)
+    peer = hf.beside(hf.Beam, model, MANY)
     order = sorted(range(len(items)), key=lambda i: len(items[i].prompt))
     texts, tokens = [""] * len(items), 0
     for first in range(0, len(order), 8):
         batch = order[first : first + 8]
         prompts = [model.encode(items[i].prompt) for i in batch]
         made = peer.generate(prompts, FAMILIES[cell.partition(" ")[0]].MAX_NEW_TOKENS)
-        for i, row in zip(batch, made.tokens, strict=True):
+        for i, row in zip(batch, made, strict=True):
             tokens += len(row)
             texts[i] = model.tokenizer.decode([t for t in row if t not in model.eos])
     return _cell(cell, items, _outcome(cell, items, texts, tokens))

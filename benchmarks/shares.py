@@ -11,12 +11,13 @@ from rich.progress import Progress
 import forerun
 from benchmarks.common import RESULTS, console, geometric, provenance, save, show, table
 from forerun.controllers import CONTROLLERS
-from forerun.lab.bounds.bounds import Clock, best_fixed, oracle, regret
+from forerun.lab.bounds.bounds import Clock, best_fixed, oracle
 from forerun.lab.bounds.informed import Study
 from forerun.lab.traces.costs import Cell, Costs
 from forerun.lab.traces.replay import replay, stream
 from forerun.lab.traces.trace import Trace
 from forerun.lab.traces.tune import tune
+from forerun.types import FloatArray
 
 RATIOS = (2, 5, 10, 20, 40)
 SLOPE = 0.02
@@ -243,3 +244,23 @@ def plot(results: dict[str, Any], name: str) -> None:
     axes.legend(fontsize=7, ncols=2)
     figure.savefig(RESULTS / f"shares-{name}.png", dpi=120)
     pyplot.close(figure)
+
+
+def regret(mine: FloatArray, best: FloatArray) -> FloatArray:
+    """`(T,)` seconds lost against a bound by the time the n-th token is out, mean over prompts.
+
+    Args:
+        mine: `(prompts, T)` of a controller (`Clock.seconds` after `replay`).
+        best: `(prompts, T)` of a bound (`Bound.clock`).
+
+    Prompts whose text has ended keep what they had lost. A bound is the best for whole texts: in
+    between a controller can be ahead of it.
+
+    >>> regret(np.array([[1.0, 3.0]]), np.array([[1.0, 2.0]]))
+    array([0., 1.])
+    """
+    lost, position = mine - best, np.arange(mine.shape[1])
+    last = np.where(np.isnan(lost), 0, position).max(1)
+    held = lost[np.arange(len(lost))[:, None], np.minimum(position, last[:, None])]
+    mean: FloatArray = held.mean(0)
+    return mean

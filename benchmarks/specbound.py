@@ -27,9 +27,9 @@ from benchmarks.common import (
     table,
     tasks,
 )
+from benchmarks.speed_model import Shape, speedup
 from forerun import zoo
 from forerun.cli import main as cli
-from forerun.lab.exits.speed_model import Shape, speedup
 from forerun.runtime.exits import layers_of
 from forerun.runtime.layers import LayerAccess
 

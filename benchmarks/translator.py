@@ -21,10 +21,10 @@ import sacrebleu
 import forerun
 from benchmarks.cmasd import ONE, Run, relative
 from benchmarks.common import RESULTS, interleaved, provenance, save, table
+from benchmarks.peers import hugging_face as hf
 from benchmarks.quality import bar
 from benchmarks.rouge import rouge
 from forerun import zoo
-from forerun.lab.bench.peers import Peer, TransformersAssisted, TransformersBeam, TransformersPlain
 from forerun.runtime.drafts import own_draft
 from recipes.corpus import SENTENCE_END, read_pairs
 from recipes.tasks import digest
@@ -127,12 +127,12 @@ class Translator:
             if kind in ("none", "lookup") or own_draft(folder, kind)
         }
         self.model = self.models["none"]
-        self.peers: dict[str, Peer] = {
-            BEAM: TransformersBeam(self.model, 5),
-            "transformers, greedy": TransformersPlain(self.model),
+        self.peers = {
+            BEAM: hf.beside(hf.Beam, self.model, 5),
+            "transformers, greedy": hf.beside(hf.Plain, self.model),
         }
         if "shared" in self.models:
-            assisted = TransformersAssisted(self.models["shared"], "constant", 3)
+            assisted = hf.beside(hf.Assisted, self.models["shared"], "constant", 3)
             self.peers["transformers, assisted"] = assisted
 
     def methods(self, size: int) -> list[str]:
@@ -146,9 +146,11 @@ class Translator:
         """Translate with one method."""
         texts = [item.source for item in batch]
         if name in self.peers:
-            made = self.peers[name].generate([self.model.encode(t) for t in texts], CAP)
-            out = [self._text(tokens) for tokens in made.tokens]
-            return Run(out, made.seconds, sum(map(len, made.tokens)))
+            prompts = [self.model.encode(t) for t in texts]
+            began = time.perf_counter()
+            made = self.peers[name].generate(prompts, CAP)
+            seconds = time.perf_counter() - began
+            return Run([self._text(tokens) for tokens in made], seconds, sum(map(len, made)))
         how = METHODS[name]
         assert how is not None
         drafter, controller, rule = how

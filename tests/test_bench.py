@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peers import run
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import PromptError, SettingError
 from forerun.lab.bench import bench, page, report
 from forerun.lab.bench.bench import Results, load, measure
 from forerun.lab.bench.methods import PLAIN, Ours, Run, groups
-from forerun.lab.bench.peer_names import ASSISTED, check, make
-from forerun.lab.bench.remote import PeerError, Remote
+from forerun.lab.bench.peers import PeerError, PipedPeer, named
 from forerun.lab.bench.report import ALL
 from forerun.prompts import Prompt
 from forerun.requests import Sampling
@@ -443,25 +443,19 @@ class LLM:
 """
 
 
-class TestRemote:
+class TestPipedPeer:
     """The real runner, in a Python of its own, with a vLLM that only pretends."""
 
     @pytest.fixture
     def vllm(self, tmp_path, monkeypatch):
         (tmp_path / "vllm.py").write_text(VLLM)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        made: list[Remote] = []
+        made: list[PipedPeer] = []
 
-        def start(model="m", draft=None, tokens=5, python=sys.executable):
-            first = {
-                "engine": "vllm",
-                "model": model,
-                "draft": draft,
-                "tokens": tokens,
-                "dtype": "float32",
-                "memory": 0.1,
-            }
-            made.append(Remote("vllm", python, first))
+        def start(text="vllm", model="m", draft=None, python=sys.executable):
+            first = {"model": model, "draft": draft, "dtype": "float32"}
+            (command,) = named(text, {"vllm": python})
+            made.append(PipedPeer(command, first))
             return made[-1]
 
         yield start
@@ -469,53 +463,54 @@ class TestRemote:
             peer.close()
 
     def test_it_generates(self, vllm):
-        peer = vllm(draft="d", tokens=4)
-        assert peer.available() is None
+        peer = vllm("vllm-draft(tokens=4)", draft="d")
+        assert peer.start() is None
         assert peer.versions == {"vllm": "9.9"}
+        assert (peer.name, peer.plain, peer.rows) == ("vllm-draft(tokens=4)", "vllm", None)
+        assert peer.arithmetic == "same"
         out = peer.generate([[1, 2], [5]], 3)
         assert out.tokens == [[5, 5, 5], [9, 9, 9]]
         assert 0 < out.seconds < 5
 
     def test_a_failure_of_one_prompt_is_told(self, vllm):
         peer = vllm()
-        assert peer.available() is None
+        assert peer.start() is None
         with pytest.raises(PeerError, match="RuntimeError: bad prompt"):
             peer.generate([[98]], 3)
         assert peer.generate([[1]], 1).tokens == [[1]]
         with pytest.raises(PeerError, match="its process ended"):
             peer.generate([[99]], 3)
 
-    def test_why_it_is_not_available(self, vllm, tmp_path, monkeypatch):
-        assert vllm(python=None).available() == ("no Python named for it (--peer-python vllm=PATH)")
-        assert vllm(python="/no/python").available() == "there is no Python at /no/python"
-        assert vllm(model="missing").available() == "ValueError: no such model"
+    def test_why_it_cannot_be_used(self, vllm, tmp_path, monkeypatch):
+        assert "No such file" in vllm(python="/no/python").start()
+        assert vllm(model="missing").start() == "ValueError: no such model"
         reason = "RuntimeError: see above (first: ValueError: out of memory)"
-        assert vllm(model="large").available() == reason
+        assert vllm(model="large").start() == reason
+        assert "needs a draft model" in vllm("vllm-draft").start()
         monkeypatch.setenv("PYTHONPATH", os.devnull)
-        assert "No module named 'vllm'" in vllm().available()
+        assert "No module named 'vllm'" in vllm().start()
         loud = tmp_path / "python"
         loud.write_text("#!/bin/sh\necho 'this is no Python' >&2; exit 3\n")
         loud.chmod(0o755)
-        assert vllm(python=str(loud)).available() == "its process ended: this is no Python"
+        assert vllm(python=str(loud)).start() == "its process ended: this is no Python"
         loud.write_text("#!/bin/sh\necho hello; cat > /dev/null\n")
-        assert vllm(python=str(loud)).available() == "it said 'hello\\n'"
+        assert vllm(python=str(loud)).start() == "it wrote 'hello\\n' in place of a JSON object"
 
 
-class TestPeerNames:
-    def peers(self, model, text):
-        return [p.name for p, _ in make(check(text, {}), model, "t", "d", {})]
+class TestPeersByName:
+    def words(self, text, **pythons):
+        return [command.words[2:] for command in named(text, pythons)]
 
-    def test_names_and_settings(self, model):
-        assert self.peers(model, "transformers") == ["transformers"]
-        assert len(self.peers(model, "transformers-assisted")) == len(ASSISTED)
-        (one,) = self.peers(model, "transformers-assisted(schedule=constant,tokens=7)")
-        assert "constant" in one
-        assert "tokens=7" in one
-        assert self.peers(model, "vllm-draft(tokens=3)") == ["vllm-draft(tokens=3)"]
-        assert self.peers(model, "vllm") == ["vllm"]
-        assert self.peers(model, "openvino-genai-draft") == ["openvino-genai-draft(tokens=4)"]
-        (most,) = (n for _, n in make(check("llama-cpp(rows=4)", {}), model, "t", "d", {}))
-        assert most == 4
+    def test_names_and_settings(self):
+        assert self.words("transformers") == [("transformers",)]
+        assert len(self.words("transformers-assisted")) == 4
+        (one,) = self.words("transformers-assisted(schedule=constant,tokens=7)")
+        assert one == ("transformers-assisted", 'schedule="constant"', "tokens=7")
+        assert self.words("vllm-draft(3)") == [("vllm-draft", "tokens=3")]
+        pythons = {"llama-cpp": "/a/python", "llama-cpp-draft": "/b/python"}
+        for name, python in (("llama-cpp-draft", "/b/python"), ("llama-cpp-ngram", "/a/python")):
+            (command,) = named(name, pythons)
+            assert command.words[0] == python
 
     @pytest.mark.parametrize(
         ("text", "words"),
@@ -523,18 +518,17 @@ class TestPeerNames:
             ("transformer", "did you mean 'transformers'"),
             ("transformers(x=1)", "unknown setting of peer 'transformers'"),
             ("transformers-assisted(token=3)", "did you mean 'tokens'"),
-            ("transformers-assisted(schedule=often)", "schedule must be"),
-            ("transformers-early-exit", "cannot build"),
             ("vllm-draft(5,0.3,6)", "takes at most 2 settings"),
         ],
     )
-    def test_mistakes(self, model, text, words):
+    def test_mistakes(self, text, words):
         with pytest.raises(SettingError, match=re.escape(words)):
-            self.peers(model, text)
+            named(text, {})
 
-    def test_a_draft_that_is_no_model(self, model):
-        with pytest.raises(SettingError, match="needs a draft model"):
-            make(check("vllm-draft", {}), model, "t", None, {})
+    def test_a_file_is_run_as_its_users_run_it(self):
+        name, how, given = run.settings(["llama-cpp-ngram", 'gguf="/models/a.gguf"'])
+        assert how == {"rows": 1, "gguf": "/models/a.gguf"}
+        assert run.shown(name, given) == "llama-cpp-ngram(gguf=a.gguf)"
 
 
 class Reader(HTMLParser):

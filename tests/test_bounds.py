@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.shares import regret
 from forerun.errors import SettingError
 from forerun.lab.bounds import bounds
 from forerun.lab.bounds.acceptance import PAST, Acceptance, Past, Texts
@@ -21,10 +22,9 @@ from forerun.lab.bounds.bounds import (
     oracle,
     paths,
     reach,
-    regret,
     tuned,
 )
-from forerun.lab.bounds.informed import GRID, Study, crossfitted, informed
+from forerun.lab.bounds.informed import GRID, Study, informed
 from forerun.lab.bounds.stopping import Stopper, columns
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
@@ -356,14 +356,6 @@ def test_one_policy_per_family():
     part = np.array(trace.families) == "b"
     alone = informed(trace.take(part), CELLS[1], specs=SOME)
     np.testing.assert_allclose(bound.seconds[part], alone.seconds)
-
-
-def test_crossfitted_speeds_are_of_policies_that_exist():
-    trace = study().trace
-    (speeds,) = crossfitted(trace, [CELLS[1]], study().paths)
-    assert speeds.shape == (trace.prompts,)
-    assert (speeds <= oracle(trace, CELLS[1]).speedup + 1e-9).all()
-    assert np.exp(np.log(speeds).mean()) > 1
 
 
 def test_the_maker_of_traces_is_consistent():

@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import hugging_face
+from benchmarks.peers.hugging_face import Assisted, EarlyExit, Plain, beside
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
-from forerun.errors import SettingError
-from forerun.lab.bench import peers
-from forerun.lab.bench.peers import (
-    SCHEDULES,
-    Peer,
-    TransformersAssisted,
-    TransformersEarlyExit,
-    TransformersPlain,
-    transformers_peers,
-)
 from forerun.model import Model
 from forerun.runtime import torch_rows
 from forerun.testing import ScriptedModel
@@ -33,16 +25,14 @@ def model() -> Model:
     return Model(torch_rows(build("llama")), ModelDrafter(torch_rows(draft), 97))
 
 
-def everyone(model: Model) -> list[Peer]:
-    made = [
-        TransformersPlain(model),
-        TransformersAssisted(model, "constant", 3),
-        TransformersAssisted(model, "constant", 5, 0.1),
-        TransformersAssisted(model, "heuristic", 2),
-        TransformersEarlyExit(model, 1, 3),
+def everyone(model: Model) -> list[Plain]:
+    return [
+        beside(Plain, model),
+        beside(Assisted, model, "constant", 3),
+        beside(Assisted, model, "constant", 5, 0.1),
+        beside(Assisted, model, "heuristic", 2),
+        beside(EarlyExit, model, 1, 3),
     ]
-    assert [peer.available() for peer in made] == [None] * 5
-    return made
 
 
 def plain(model: Model, budget: int, **settings: Any) -> list[list[int]]:
@@ -56,9 +46,7 @@ def plain(model: Model, budget: int, **settings: Any) -> list[list[int]]:
 def test_every_peer_writes_what_plain_decoding_writes(model: Model, penalty: float) -> None:
     right = plain(model, 12, repetition_penalty=penalty)
     for peer in everyone(model):
-        done = peer.generate(PROMPTS, 12, penalty)
-        assert done.tokens == right, peer.name
-        assert done.seconds > 0
+        assert peer.generate(PROMPTS, 12, penalty) == right, peer
 
 
 def test_an_end_of_text_is_kept_and_the_padding_behind_it_is_not(model: Model) -> None:
@@ -69,7 +57,7 @@ def test_an_end_of_text_is_kept_and_the_padding_behind_it_is_not(model: Model) -
     assert right[1][-1] == end
     assert len({len(tokens) for tokens in right}) > 1
     for peer in everyone(model):
-        assert peer.generate(PROMPTS, 12).tokens == right, peer.name
+        assert peer.generate(PROMPTS, 12) == right, peer
 
 
 def test_the_context_is_a_limit(model: Model) -> None:
@@ -78,7 +66,7 @@ def test_the_context_is_a_limit(model: Model) -> None:
     assert right.finish_reason == "context"
     model.eos = frozenset()
     for peer in everyone(model):
-        assert peer.generate(long, 20).tokens == [right.tokens], peer.name
+        assert peer.generate(long, 20) == [right.tokens], peer
 
 
 def test_the_checkpoints_own_settings_do_not_count_and_come_back(model: Model) -> None:
@@ -90,7 +78,7 @@ def test_the_checkpoints_own_settings_do_not_count_and_come_back(model: Model) -
     draft.generation_config.num_assistant_tokens = 1
     before = [m.generation_config.to_dict() for m in (target, draft)]
     for peer in everyone(model):
-        assert peer.generate(PROMPTS, 8).tokens == right, peer.name
+        assert peer.generate(PROMPTS, 8) == right, peer
         assert [m.generation_config.to_dict() for m in (target, draft)] == before
 
 
@@ -128,13 +116,13 @@ def test_the_schedule_reaches_transformers(model: Model, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Theirs, "_prepare_generation_args", spy)
     model.eos = frozenset()
-    for peer in (TransformersAssisted(model, "constant", 3), TransformersEarlyExit(model, 1, 3)):
+    for peer in (beside(Assisted, model, "constant", 3), beside(EarlyExit, model, 1, 3)):
         asked.clear()
         peer.generate(PROMPTS[:1], 30)
-        assert set(asked[:-2]) == {3}, peer.name
+        assert set(asked[:-2]) == {3}, peer
     same = Model(model.target, ModelDrafter(torch_rows(build("llama")), 97))
     same.eos = frozenset()
-    heuristic = TransformersAssisted(same, "heuristic", 3)
+    heuristic = beside(Assisted, same, "heuristic", 3)
     calls = []
     for _ in range(2):
         asked.clear()
@@ -147,44 +135,37 @@ def test_the_schedule_reaches_transformers(model: Model, monkeypatch: pytest.Mon
 def test_who_cannot_run_says_why(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    def reason(model: Model, *settings: Any) -> str:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is returned
+            beside(*settings[:1], model, *settings[1:])
+        return str(caught.value)
+
     scripted = Model(ScriptedModel(torch.eye(4)), NullDrafter())
-    for peer in transformers_peers(scripted):
-        assert peer.available() == "the target is not a transformers model"
+    assert reason(scripted, Plain) == "the target is not a transformers model"
     alone = Model(model.target, NullDrafter())
-    assert TransformersPlain(alone).available() is None
-    assert TransformersEarlyExit(alone, 2).available() is None
-    assert TransformersEarlyExit(alone, 3).available() == "the target has 3 layers only"
-    assert "not a model" in (TransformersAssisted(alone).available() or "")
+    beside(Plain, alone)
+    beside(EarlyExit, alone, 2)
+    assert "in [1, 2], got 3" in reason(alone, EarlyExit, 3)
+    assert "not a model" in reason(alone, Assisted)
     other = Model(model.target, ModelDrafter(torch_rows(build("llama", vocab_size=101)), 97))
-    assert "97, 101" in (TransformersAssisted(other).available() or "")
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert "scikit-learn" in (TransformersAssisted(model, "dynamic").available() or "")
-    monkeypatch.setattr(peers, "find_spec", lambda name: SimpleNamespace())
-    assert TransformersAssisted(model, "dynamic").available() is None
-
-
-def test_names_tell_settings_apart(model: Model) -> None:
-    made = [TransformersPlain(model), *(TransformersAssisted(model, s) for s in SCHEDULES)]
-    assert [peer.name for peer in made] == [
-        "transformers",
-        "transformers-assisted(heuristic,tokens=20)",
-        "transformers-assisted(constant,tokens=20)",
-        "transformers-assisted(dynamic,tokens=20,threshold=0.4)",
-    ]
-    assert TransformersEarlyExit(model, 2).name == "transformers-early-exit(2,tokens=5)"
-    assert {peer.plain for peer in made} == {None, "transformers"}
+    assert "[97, 101]" in reason(other, Assisted)
+    monkeypatch.setattr(hugging_face, "find_spec", lambda name: None)
+    assert "scikit-learn" in reason(model, Assisted, "dynamic")
+    monkeypatch.setattr(hugging_face, "find_spec", lambda name: SimpleNamespace())
+    beside(Assisted, model, "dynamic")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "constnat"}, "schedule must be heuristic or constant or dynamic"),
+        ({"schedule": "constnat"}, "schedule must be one of"),
         ({"tokens": 0}, "tokens must be ≥ 1"),
         ({"threshold": 1.5}, "threshold must be in"),
     ],
 )
 def test_settings_out_of_range(model: Model, settings: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        TransformersAssisted(model, **settings)
-    with pytest.raises(SettingError, match="layer must be"):
-        TransformersEarlyExit(model, 0)
+    given = {"schedule": "constant", "tokens": 5, "threshold": None} | settings
+    with pytest.raises(ValueError, match=message):
+        beside(Assisted, model, *given.values())
+    with pytest.raises(ValueError, match="layer must be"):
+        beside(EarlyExit, model, 0)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import forerun
+from benchmarks.peers import hugging_face as hf
 from benchmarks.rouge import rouge
 from benchmarks.translator import METHODS, Item, extracts, loaded, read_set
 from forerun import zoo
 from forerun.lab.audit import explain, first_difference
-from forerun.lab.bench.peers import TransformersPlain
 from forerun.model import default_draft
 
 ITEMS = zoo.sources(family="digest")
@@ -44,7 +44,7 @@ def test_speculation_is_plain_decoding_is_generate(draft: str, spec: str) -> Non
     if spec == "fixed(4)":
         assert sum(c.stats.accepted for c in made) > 0
     alone = model("none")
-    theirs = TransformersPlain(alone).generate([alone.encode(t) for t in texts], 64).tokens
+    theirs = hf.beside(hf.Plain, alone).generate([alone.encode(t) for t in texts], 64)
     ties = 0
     for text, ours, one, other in zip(texts, made, plain(), theirs, strict=True):
         for wanted in (one.tokens, other):

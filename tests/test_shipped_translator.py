@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import forerun
+from benchmarks.peers import hugging_face as hf
 from forerun import zoo
 from forerun.errors import SettingError
 from forerun.lab.audit import explain, first_difference
-from forerun.lab.bench.peers import TransformersPlain
 from forerun.model import default_draft
 
 DRAFTERS = {"translator": ("shared", "block", "lookup"), "digest": ("block", "lookup")}
@@ -58,9 +58,10 @@ def plain(target: str, count: int, batch: int) -> list[Any]:
 def theirs(target: str, count: int, batch: int) -> list[list[int]]:
     """What transformers' own `generate` writes."""
     model = loaded(target, "none")
-    peer, ids = TransformersPlain(model), [model.encode(text) for text in sources(target, count)]
+    peer = hf.beside(hf.Plain, model)
+    ids = [model.encode(text) for text in sources(target, count)]
     made = [peer.generate(ids[i : i + batch], TOKENS) for i in range(0, count, batch)]
-    return [row for done in made for row in done.tokens]
+    return [row for rows in made for row in rows]
 
 
 def ties(target: str, outputs: list[list[int]], wanted: list[list[int]]) -> int:

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 import forerun
+from benchmarks.peers import hugging_face as hf
 from forerun.controllers import CONTROLLERS
 from forerun.costs import Costs
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, PromptError, SettingError, UnknownNameError
 from forerun.lab.audit import Kind, audit
-from forerun.lab.bench.peers import TransformersBeam, transformers_peers
+from forerun.lab.bench.peers import Peer, PeerOutput
 from forerun.lab.calibrate import easd
-from forerun.lab.record import Task, record
-from forerun.lab.replay import replay
 from forerun.lab.traces import measuring
+from forerun.lab.traces.record import Task, record
+from forerun.lab.traces.replay import replay
 from forerun.model import Model
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel
@@ -141,12 +142,27 @@ def test_a_trace_replays_as_live(model: Model) -> None:
     assert trace.prompt_tokens.tolist() == [1, 1, 1]
 
 
+class InProcess(Peer):
+    """A peer without a pipe."""
+
+    def __init__(self, name: str, plain: str | None, peer: hf.Plain) -> None:
+        self.name, self.plain, self._peer = name, plain, peer
+
+    def generate(self, prompts, max_new_tokens, repetition_penalty=1.0):
+        return PeerOutput(self._peer.generate(prompts, max_new_tokens, repetition_penalty), 0.0)
+
+
 def test_the_audit_is_clean_beside_transformers(model: Model) -> None:
     """Its plain and its assisted generation, the same texts; a batch of ours, too."""
     ids = [model.encode(source) for source in SOURCES]
     how = [Sampling(max_new_tokens=16)] * len(ids)
-    peers = transformers_peers(model)
-    assert [peer.available() for peer in peers] == [None] * 3
+    peers = [
+        InProcess("transformers", None, hf.beside(hf.Plain, model)),
+        *(
+            InProcess(schedule, "transformers", hf.beside(hf.Assisted, model, schedule, 5))
+            for schedule in ("constant", "heuristic")
+        ),
+    ]
     comparisons = list(audit(model, ids, how, batch_size=3, peers=peers))
     assert {c.kind for c in comparisons} <= {Kind.IDENTICAL, Kind.NEAR_TIE}
     assert len(comparisons) > 20
@@ -154,11 +170,11 @@ def test_the_audit_is_clean_beside_transformers(model: Model) -> None:
 
 def test_beam_search_is_a_peer(model: Model) -> None:
     ids = [model.encode(source) for source in SOURCES]
-    done = TransformersBeam(model, 3).generate(ids, 8)
+    done = hf.beside(hf.Beam, model, 3).generate(ids, 8)
     out = model.target.executor.module().generate(
         torch.tensor([ids[0]]), num_beams=3, do_sample=False, max_new_tokens=8
     )
-    assert done.tokens[0] == out[0, 1 : 1 + len(done.tokens[0])].tolist()
+    assert done[0] == out[0, 1 : 1 + len(done[0])].tolist()
 
 
 @pytest.mark.usefixtures("quick_costs")

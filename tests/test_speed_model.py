@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.speed_model import Shape, expected_tokens, round_passes, speedup
 from forerun.errors import SettingError
-from forerun.lab.exits.speed_model import Shape, expected_tokens, round_passes, speedup
 from forerun.runtime.exits import layers_of
 from test_specbound import LAYERS, calm, specbound, texts
 

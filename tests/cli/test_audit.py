@@ -133,7 +133,7 @@ def test_an_interrupt_reports_what_was_compared(audit, monkeypatch):
 def test_a_peer_that_cannot_run_is_named(audit):
     result = audit("--peer", "transformers", "--draft", "lookup", "--json")
     assert result.code == 0
-    assert "transformers-assisted(heuristic,tokens=5) is left out: the drafter" in result.err
+    assert "transformers-assisted(heuristic,5) is left out: ValueError: the drafter" in result.err
     assert {c["check"] for c in result.json["checks"]} >= {"speculative", "transformers"}
 
 

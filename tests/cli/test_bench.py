@@ -109,7 +109,7 @@ def test_results_report_and_plots(bench, tmp_path):
     result = bench("--peers", "transformers,vllm", "--batch", "1,2")
     assert result.code == 0
     lines = result.err.splitlines()
-    assert lines[0].startswith("skipped vllm: no Python named for it")
+    assert lines[0] == "skipped vllm: ModuleNotFoundError: No module named 'vllm'"
     assert lines[1].startswith("report: ")
     assert len(lines) == 2
     assert re.search(r"^fixed\(2\) +1 +\d+\.\d\d \[[\d.]+, [\d.]+\] +\d+ +100 %$", result.out, re.M)
@@ -126,7 +126,9 @@ def test_results_report_and_plots(bench, tmp_path):
     assert names == {"results.json", "report.html"}
     page = (tmp_path / "out" / "report.html").read_text()
     assert "vllm" in page
-    assert "no Python named for it" in page
+    assert "No module named" in page
+    assert '"arithmetic": "same"' in page
+    assert re.search(r"^transformers +same +1 ", result.out, re.M)
 
 
 def test_the_summary_as_a_document(bench):
@@ -149,6 +151,38 @@ def test_rules_and_sampling(bench):
     assert [m.get("lossless") for m in document["methods"]] == [None, True, True, False, False]
     same = {c["method"]: c["identical"] for c in document["summary"]}
     assert list(same.values()) == [1.0, 1.0, 1.0, None, None]
+
+
+PARROT = """
+import json, sys
+first = json.loads(sys.stdin.readline())
+assert first["context"] and first["eos"] == sorted(first["eos"]) and first["start"] is None
+ready = {"ready": True, "name": "parrot(1)", "arithmetic": "own", "rows": None}
+print(json.dumps(ready), flush=True)
+for line in sys.stdin:
+    ask = json.loads(line)
+    tokens = [[ids[-1]] * ask["max_new_tokens"] for ids in ask["prompts"]]
+    print(json.dumps({"tokens": tokens, "seconds": 0.5}), flush=True)
+"""
+
+
+def test_a_peer_is_any_command_that_speaks_json_lines(bench, tmp_path):
+    script = tmp_path / "parrot.py"
+    script.write_text(PARROT)
+    result = bench("--peer", f"{sys.executable} '{script}'", "--peer", "no-such-program x")
+    assert result.code == 0
+    assert result.err.startswith("skipped no-such-program x: ")
+    assert re.search(r"^parrot\(1\) +as its users run it +1 ", result.out, re.M)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert '"arithmetic": "own"' in page
+
+
+def test_peers_by_name_want_the_repository(bench, monkeypatch, tmp_path):
+    from forerun.lab.bench import peers
+
+    monkeypatch.setattr(peers, "__file__", str(tmp_path / "a" / "b" / "c" / "d" / "peers.py"))
+    monkeypatch.chdir(tmp_path)
+    assert "not at hand" in bench("--peers", "transformers").error
 
 
 def test_sampled_peers_are_skipped_with_the_reason(bench):
@@ -251,6 +285,8 @@ def test_compare(bench, command, tmp_path):
         (["--peers", "transformer"], 2, "did you mean 'transformers'"),
         (["--peers", "transformers(x=1)"], 2, "unknown setting of peer"),
         (["--peer-python", "vllm"], 2, "--peer-python wants"),
+        (["--peer", ""], 2, "is empty; give PROGRAM"),
+        (["--peer", "'"], 2, "No closing quotation"),
         (["--trace", "x"], 2, "together with --costs"),
         (["--trace", "/no/t", "--costs", "/no/c"], 1, "No such file"),
         (["--target", "/no/model"], 1, "no model folder"),

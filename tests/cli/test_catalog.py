@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
+from typer import Context
+from typer.main import get_command
 
 from forerun import __version__
+from forerun.cli import COMMANDS, app
 from forerun.cli.info import card_lines
 from forerun.cli.shared.catalog import KINDS, cards
 from forerun.cli.zoo import MOVED
+from forerun.model import DEFAULT_RULE, Model
 
 METHODS = files("forerun") / "methods"
 
@@ -21,6 +27,32 @@ def test_version_and_help(forerun):
         result = forerun(*argv)
         assert result.code == 0
         assert "Usage: forerun" in result.out
+
+
+def test_help_needs_no_command():
+    code = (
+        "import sys, forerun.cli\n"
+        "code = forerun.cli.main(['--help'])\n"
+        "print(code, sorted(m for m in sys.modules if m.startswith('forerun')), file=sys.stderr)\n"
+        "print({m.partition('.')[0] for m in sys.modules} & "
+        "{'torch', 'numpy', 'transformers', 'rich', 'recipes', 'benchmarks'}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, heavy = done.stderr.splitlines()
+    assert loaded == (
+        "0 ['forerun', 'forerun.cli', 'forerun.cli.shared', 'forerun.cli.shared.guard', "
+        "'forerun.errors']"
+    )
+    assert heavy == "set()"
+
+
+def test_lines_of_help_begin_the_commands_own():
+    group = get_command(app)
+    for panel in COMMANDS.values():
+        for name, (_, line) in panel.items():
+            own = group.commands[name].help.split("\n\n")[0]
+            assert " ".join(own.split()).startswith(line.removesuffix(".")), name
+            assert f"  {name} " in group.get_help(Context(group))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,6 +100,15 @@ def test_methods_are_described_in_files_and_not_in_docstrings(kind):
         assert prose[name].startswith("*Helps*"), name
         assert prose[name].rstrip() in card.doc, name
         assert "*Helps*" not in card.cls.__doc__, name
+
+
+def test_the_documentation_says_which_rule_is_the_default():
+    docs = {card.name: " ".join(card.doc.split()) for card in cards("rules")}
+    assert [name for name, doc in docs.items() if "it is the default" in doc] == [DEFAULT_RULE]
+    assert f"`{DEFAULT_RULE}`, the default" in docs["standard"]
+    assert f"or else `{DEFAULT_RULE}`" in Model.stream.__doc__
+    page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert f"| `{DEFAULT_RULE}` | always; the default" in page
 
 
 def test_unknown_names_are_told_once(forerun):

@@ -1,45 +1,115 @@
-"""The command line: one file per subcommand.
+"""The command line: one file per subcommand, imported when it is called.
 
-Heavy imports happen inside the commands, so that help, lists and cards are quick.
+Help of all commands needs none of them: their lines are in `COMMANDS`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Annotated, Any, ClassVar
 
 import typer
+from typer.core import TyperGroup
 
-from forerun.cli.audit import audit
-from forerun.cli.bench import app as bench
-from forerun.cli.build_datastore import build_datastore
-from forerun.cli.build_memory import build_memory
-from forerun.cli.calibrate import app as calibrate
-from forerun.cli.chat import chat
-from forerun.cli.cite import cite
-from forerun.cli.costs import costs
-from forerun.cli.demo import demo
-from forerun.cli.generate import generate
-from forerun.cli.info import info
-from forerun.cli.listing import show
-from forerun.cli.record import record
-from forerun.cli.replay import replay
-from forerun.cli.serve import serve
 from forerun.cli.shared.guard import guarded
-from forerun.cli.sweep import app as sweep
-from forerun.cli.train_draft import train_draft, train_exits
-from forerun.cli.tune import tune
-from forerun.cli.write import write
-from forerun.cli.zoo import app as zoo
 from forerun.errors import SettingError
+
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "Use": {
+        "generate": ("generate:generate", "Write text with a model that runs ahead of itself."),
+        "chat": ("chat:chat", "Talk to a model that runs ahead of itself."),
+        "serve": ("serve:serve", "Serve a model over HTTP."),
+        "demo": ("demo:demo", "Speculative against plain decoding on three shipped prompts."),
+        "list": ("listing:show", "List what is available, one line each."),
+        "info": ("info:info", "Show the full card of a part."),
+        "cite": ("cite:cite", "Print BibTeX of the papers behind parts."),
+        "zoo": ("zoo:app", "The models that ship: the model card."),
+    },
+    "Lab": {
+        "record": ("record:record", "Write down what the draft says at every position."),
+        "costs": (
+            "costs:costs",
+            "Measure a draft step, target passes by width.",
+        ),
+        "replay": ("replay:replay", "Predict speed, rounds and drafted tokens of controllers."),
+        "tune": ("tune:tune", "Search the parameters of controllers on a trace."),
+        "sweep": ("sweep:app", "Tune a drafter's settings for your model."),
+        "calibrate": ("calibrate:app", "Measure the settings a method needs for your models."),
+        "audit": ("audit:audit", "Compare speculative with plain decoding, token by token."),
+        "bench": ("bench:app", "Measure methods and other implementations side by side."),
+    },
+    "Train": {
+        "train-draft": ("train_draft:train_draft", "Train a draft that belongs to its target."),
+        "write": ("write:write", "Let a target answer prompts, and keep what it wrote."),
+        "build-memory": (
+            "build_memory:build_memory",
+            "Make a table of the n-grams that a target wrote.",
+        ),
+        "build-datastore": ("build_datastore:build_datastore", "Make a datastore of texts."),
+    },
+}
+"""By panel: the module and name of each command, and its line of help."""
+MOVED = {"train-exits": "train_draft:train_exits"}
+"""Names of before, which say the new ones whatever stands behind them."""
+PASSED = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Commands by name; the module of one is imported when it is looked up."""
+
+    places: ClassVar = {
+        name: place for panel in COMMANDS.values() for name, (place, _) in panel.items()
+    }
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            module, _, attribute = self.places[name].partition(":")
+            part = getattr(import_module(f"forerun.cli.{module}"), attribute)
+            if isinstance(part, typer.Typer):
+                command: Any = typer.main.get_group(part)
+            else:
+                alone = typer.Typer(add_completion=False)
+                old = name in MOVED
+                alone.command(name, hidden=old, context_settings=PASSED if old else None)(part)
+                command = typer.main.get_command(alone)
+            command.name = name
+            self._loaded[name] = command
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class Root(TyperGroup):
+    """All commands; its help is made without importing any."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.commands: Any = LazyCommands()
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """A section per panel."""
+        for panel, commands in COMMANDS.items():
+            with formatter.section(panel):
+                formatter.write_dl([(name, line) for name, (_, line) in commands.items()])
+
 
 app = typer.Typer(
     name="forerun",
+    cls=Root,
     help="Language models that run ahead of themselves: adaptive speculative decoding, lossless "
     "by default.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -64,33 +134,6 @@ def _root(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-app.command("generate")(generate)
-app.command("chat")(chat)
-app.command("demo")(demo)
-app.command("serve")(serve)
-app.command("list")(show)
-app.command("info")(info)
-app.command("cite")(cite)
-app.command("record")(record)
-app.command("costs")(costs)
-app.command("replay")(replay)
-app.command("tune")(tune)
-app.add_typer(sweep, name="sweep")
-app.command("audit")(audit)
-app.add_typer(bench, name="bench")
-app.command(
-    "train-exits",
-    hidden=True,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(train_exits)
-app.command("build-datastore")(build_datastore)
-app.command("write")(write)
-app.command("build-memory")(build_memory)
-app.command("train-draft")(train_draft)
-app.add_typer(calibrate, name="calibrate")
-app.add_typer(zoo, name="zoo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

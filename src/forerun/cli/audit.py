@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,11 +19,18 @@ from forerun.errors import ModelError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
     from forerun import Model
+    from forerun.cli.shared.models import Job
     from forerun.lab.audit import Comparison
     from forerun.lab.bench.peers import Peer
     from forerun.prompts import Prompt
 
 PEERS = ("transformers",)  # choices of --peer
+TRANSFORMERS = (
+    "transformers",
+    "transformers-assisted(constant,5)",
+    "transformers-assisted(heuristic,5)",
+)
+"""What is compared: plain, and assisted with a fixed and a varying length."""
 SHIPPED_LIMIT = 10
 """Shipped prompts of each family compared by default."""
 COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}
@@ -108,18 +116,21 @@ def audit(
     lab.check_lossless(rule)
     how = Settings(controller, rule)
     job, rows = models.open(chosen, common, how, batch_size, chat=chat)
-    peers = _peers(job.model) if peer else []
-    run = lab.audit(
-        job.model,
-        [row.ids for row in rows],
-        [row.sampling for row in rows],
-        controller=job.controller,
-        rule=job.rule,
-        batch_size=batch_size,
-        peers=peers,
-    )
-    planned = lab.checks(batch_size, peers)
-    done, interrupted = _collected(run, len(rows) * len(planned))
+    for row in rows if peer else ():
+        lab.check_common(row.sampling)
+    with ExitStack() as stack:
+        peers = _peers(stack, job, models) if peer else []
+        run = lab.audit(
+            job.model,
+            [row.ids for row in rows],
+            [row.sampling for row in rows],
+            controller=job.controller,
+            rule=job.rule,
+            batch_size=batch_size,
+            peers=peers,
+        )
+        planned = lab.checks(batch_size, peers)
+        done, interrupted = _collected(run, len(rows) * len(planned))
     if as_json:
         settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
         settings = {**job.about, **settings, "max_new_tokens": max_new_tokens, **common}
@@ -157,17 +168,21 @@ def _collected(run: Iterator[Comparison], total: int) -> tuple[list[Comparison],
     return done, False
 
 
-def _peers(model: Model) -> list[Peer]:
+def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
     """Those of transformers that can run; the others are named on stderr."""
-    from forerun.lab.bench.peers import transformers_peers
+    from forerun.cli.shared.bench_inputs import model_paths
+    from forerun.lab.bench.peers import PipedPeer, named, opening
 
-    able = []
-    for peer in transformers_peers(model):
-        reason = peer.available()
+    able: list[Peer] = []
+    first = opening(job.model, *model_paths(job, models.target, models.draft))
+    for command in [one for name in TRANSFORMERS for one in named(name, {})]:
+        peer = PipedPeer(command, first)
+        stack.callback(peer.close)
+        reason = peer.start()
         if reason is None:
             able.append(peer)
         else:
-            note(stderr(), f"{peer.name} is left out: {reason}")
+            note(stderr(), f"{command.label} is left out: {reason}")
     if not able:
         raise ModelError("no peer can run with this target; leave --peer out")
     return able

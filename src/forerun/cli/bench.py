@@ -19,6 +19,7 @@ from forerun.cli.shared.bench_inputs import (
     make_tasks,
     model_name,
     our_methods,
+    read_peers,
     read_pythons,
     read_recorded,
     read_sizes,
@@ -78,18 +79,28 @@ def bench(
         str,
         option(
             "NAME,NAME...",
-            "transformers, transformers-assisted, transformers-early-exit(layer=4), vllm, "
-            "openvino-genai, llama-cpp, and of these three with -draft (tokens=5), with settings "
-            "if you like. Greedy; one that is missing is skipped and the report says why.",
+            "Peers that forerun's repository has runners for (benchmarks/peers): transformers, "
+            "transformers-assisted, transformers-early-exit(layer=4), vllm, openvino-genai, "
+            "llama-cpp, of these three with -draft (tokens=5), openvino-genai-lookup, "
+            "llama-cpp-ngram; (gguf=FILE): as their users run them. Greedy; one that is missing "
+            "is skipped and the report says why.",
             panel=METHODS,
         ),
     ] = "",
+    peer: Annotated[
+        list[str] | None,
+        option(
+            "COMMAND",
+            "Any other implementation: a program that speaks JSON lines (docs/lab.md); may be "
+            "given several times.",
+            panel=METHODS,
+        ),
+    ] = None,
     peer_python: Annotated[
         list[str] | None,
         option(
             "vllm=PATH",
-            "The Python of a peer that has an environment of its own: vllm, openvino-genai, "
-            "llama-cpp.",
+            "The Python of one of --peers that has an environment of its own.",
             panel=METHODS,
         ),
     ] = None,
@@ -170,7 +181,10 @@ def bench(
 
     recorded = read_recorded(trace, costs)
     compared = Compared.read(
-        controllers or f"{DEFAULT_CONTROLLER};{FIXED}", rules, peers, pythons, temperature
+        controllers or f"{DEFAULT_CONTROLLER};{FIXED}",
+        rules,
+        read_peers(peers, pythons, peer or []),
+        temperature,
     )
 
     job, chosen = _open(models, requested, chat, skip_long)
@@ -269,10 +283,18 @@ def _show(document: Document, cells: Sequence[Cell]) -> None:
     from forerun.lab.bench.report import ALL, show
 
     console = stdout()
-    shown = table("method", right=("batch", "speed-up over plain", "tokens/s", "identical"))
+    whose = {m["name"]: m.get("arithmetic") for m in document["methods"] if m["kind"] == "peer"}
+    names = {"same": "same", "own": "as its users run it", None: ""}
+    shown = table(
+        "method",
+        *(["arithmetic"] if whose else []),
+        right=("batch", "speed-up over plain", "tokens/s", "identical"),
+    )
     for c in cells:
         if c.family == ALL:
             speed = "1" if c.method == "plain" else show(c.speedup)
             identical = "–" if c.identical is None else f"{c.identical * 100:.0f} %"
-            shown.add_row(c.method, str(c.batch), speed, f"{c.tokens_per_second:,.0f}", identical)
+            arithmetic = [names[whose.get(c.method)]] if whose else []
+            pace = f"{c.tokens_per_second:,.0f}"
+            shown.add_row(c.method, *arithmetic, str(c.batch), speed, pace, identical)
     console.print(shown)

@@ -304,7 +304,7 @@ def audit(
     for sampling in certain:
         require(sampling.greedy or sampling.seed is not None, "seed", None, "set, to sample alike")
         if peers:
-            _check_common(sampling)
+            check_common(sampling)
     return _Auditor(model, prompts, certain, controller, keep, batch_size, peers).run()
 
 
@@ -318,7 +318,8 @@ def check_lossless(rule: str | AcceptanceRule) -> None:
         )
 
 
-def _check_common(sampling: Sampling) -> None:
+def check_common(sampling: Sampling) -> None:
+    """Raise `SettingError` if a request sets what peers do not know."""
     common = Sampling(
         max_new_tokens=sampling.max_new_tokens,
         repetition_penalty=sampling.repetition_penalty,

@@ -15,8 +15,8 @@ from forerun.errors import SettingError, UnknownNameError, require
 if TYPE_CHECKING:
     from forerun.cli.shared.models import Job
     from forerun.lab.bench.methods import Method
+    from forerun.lab.bench.peers import Command
     from forerun.prompts import Prompt
-    from forerun.registry import Spec
 
 
 def split_names(text: str, mark: str) -> list[str]:
@@ -48,6 +48,14 @@ def read_pythons(pairs: Sequence[str]) -> dict[str, str]:
             raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
         out[name] = path
     return out
+
+
+def read_peers(names: str, pythons: Mapping[str, str], commands: Sequence[str]) -> list[Command]:
+    """How the peers are started: those with a name of the repository's, and commands."""
+    from forerun.lab.bench.peers import Command, named
+
+    short = [command for name in split_names(names, ",") for command in named(name, pythons)]
+    return short + [Command.read(text) for text in commands]
 
 
 def bench_prompts(
@@ -83,22 +91,16 @@ class Compared:
 
     controllers: list[str]
     rules: list[str]
-    peers: list[Spec]
-    pythons: Mapping[str, str]
-    """Of peers that have an environment of their own."""
+    peers: list[Command]
     temperature: float
 
     @classmethod
-    def read(
-        cls, controllers: str, rules: str, peers: str, pythons: Mapping[str, str], heat: float
-    ) -> Compared:
+    def read(cls, controllers: str, rules: str, peers: list[Command], heat: float) -> Compared:
         """From options; a wrong spec or temperature is refused before a model is loaded."""
         from forerun.controllers import CONTROLLERS
         from forerun.engine import Sampling
-        from forerun.lab.bench.peer_names import check
         from forerun.rules import RULES
 
-        specs = [check(name, pythons) for name in split_names(peers, ",")]
         lengths, keeps = split_names(controllers, ";"), split_names(rules, ";")
         require(len(lengths) > 0, "controllers", "", "at least one")
         require(len(keeps) > 0, "rules", "", "at least one")
@@ -107,11 +109,11 @@ class Compared:
         for spec in keeps:
             RULES.make(spec)
         Sampling(temperature=heat)
-        return cls(lengths, keeps, specs, pythons, heat)
+        return cls(lengths, keeps, peers, heat)
 
     def to_json(self) -> dict[str, Any]:
         """The specs, as text."""
-        peers = [str(spec) for spec in self.peers]
+        peers = list(dict.fromkeys(command.label for command in self.peers))
         return {"controllers": self.controllers, "rules": self.rules, "peers": peers}
 
 
@@ -153,31 +155,35 @@ def their_methods(
     stack: ExitStack, job: Job, compared: Compared, target: str | None, draft: str | None
 ) -> tuple[list[Method], list[dict[str, str]]]:
     """Peers that can run here, and the others with the reason."""
-    from forerun import zoo
-    from forerun.drafters.model import ModelDrafter
     from forerun.lab.bench.methods import Theirs
-    from forerun.lab.bench.peer_names import make
-    from forerun.lab.bench.remote import Remote
+    from forerun.lab.bench.peers import PipedPeer, opening
 
     methods: list[Method] = []
     skipped = []
-    small = draft or (str(zoo.DRAFT) if target is None else None)
-    where = str(zoo.locate(target))
-    small = small if isinstance(job.model.drafter, ModelDrafter) else None
-    for spec in compared.peers:
-        for peer, most in make(spec, job.model, where, small, compared.pythons):
-            if isinstance(peer, Remote):
-                stack.callback(peer.close)
-            if compared.temperature > 0:
-                reason: str | None = "peers are measured greedily, and --temperature is above 0"
-            else:
-                with status(f"starting {peer.name}"):
-                    reason = peer.available()
-            if reason is None:
-                methods.append(Theirs(peer, most))
-            else:
-                skipped.append({"name": peer.name, "reason": reason})
+    first = opening(job.model, *model_paths(job, target, draft))
+    for command in compared.peers:
+        if compared.temperature > 0:
+            why = "peers are measured greedily, and --temperature is above 0"
+            skipped.append({"name": command.label, "reason": why})
+            continue
+        peer = PipedPeer(command, first)
+        stack.callback(peer.close)
+        with status(f"starting {peer.name}"):
+            reason = peer.start()
+        if reason is None:
+            methods.append(Theirs(peer, peer.rows))
+        else:
+            skipped.append({"name": command.label, "reason": reason})
     return methods, skipped
+
+
+def model_paths(job: Job, target: str | None, draft: str | None) -> tuple[str, str | None]:
+    """Where a peer finds the target, and the draft model if the drafter is one."""
+    from forerun import zoo
+    from forerun.drafters.model import ModelDrafter
+
+    small = draft or (str(zoo.DRAFT) if target is None else None)
+    return str(zoo.locate(target)), small if isinstance(job.model.drafter, ModelDrafter) else None
 
 
 def read_recorded(trace: str | None, costs: str | None) -> tuple[Any, Any] | None:

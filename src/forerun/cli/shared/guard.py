@@ -15,7 +15,6 @@ from typing import Any
 
 import typer
 
-from forerun.cli.shared.console import clean
 from forerun.errors import ForerunError, SettingError
 
 DEBUG = "FORERUN_DEBUG"  # environment variable: print tracebacks
@@ -144,6 +143,8 @@ def _with_flags(message: str, flags: Flags) -> str:
 
 def fail(message: str, code: int) -> int:
     """Print `error: message` as one line on stderr; returns `code`."""
+    from forerun.cli.shared.console import clean
+
     line = " ".join(clean(message).split())
     print(f"error: {line}", file=sys.stderr)
     return code

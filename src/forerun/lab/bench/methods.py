@@ -171,9 +171,9 @@ class Theirs:
         return Run(out.seconds, tokens)
 
     def about(self) -> dict[str, Any]:
-        """Name and kind; versions, where it has an environment of its own."""
-        versions = getattr(self.peer, "versions", None)
-        return {"name": self.name, "kind": self.kind} | ({"versions": versions} if versions else {})
+        """Name, kind, whose arithmetic it has, and versions of its libraries."""
+        shared = {name: getattr(self.peer, name, None) for name in ("arithmetic", "versions")}
+        return {"name": self.name, "kind": self.kind} | {k: v for k, v in shared.items() if v}
 
 
 def groups(prompts: Sequence[Prompt], batches: Sequence[int]) -> list[Group]:

@@ -1,26 +1,46 @@
-"""Other implementations of the same decoding, on the same weights: for `audit` and `bench`."""
+"""Other implementations behind a pipe, for `bench` and `audit`: any command that speaks JSON lines.
+
+In, first: the object of `opening`. Out: `{"ready": true}` or `{"error": "..."}`; beside "ready" may
+stand "name"; "plain", the name of the peer that decodes plainly what this one speculates on;
+"rows", the most texts it decodes together (1; null: any); "versions" of its libraries;
+"arithmetic", "own" where weights or cache are not the target's ("same"). Then per request in:
+`{"prompts", "max_new_tokens", "repetition_penalty"}`, out: `{"tokens", "seconds"}`, greedy and
+without the prompts, an end of text included, or `{"error"}`. Seconds are the peer's, so the pipe
+costs nothing.
+"""
 
 from __future__ import annotations
 
-import time
+import json
+import queue
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
+from forerun.errors import ForerunError, SettingError, UnknownNameError
+from forerun.registry import Spec, parse
 
-from forerun.drafters.model import ModelDrafter
-from forerun.errors import require
-from forerun.model import Model
-from forerun.runtime import Rows, load_model
-from forerun.runtime.packing import unpacked
+if TYPE_CHECKING:
+    from forerun.model import Model
 
-Schedule = Literal["heuristic", "constant", "dynamic"]
-SCHEDULES: tuple[Schedule, ...] = ("heuristic", "constant", "dynamic")
+START = 600.0
+"""Seconds a peer may take to load its models."""
+ANSWER = 600.0
+"""Seconds a peer may take for one request."""
+CAUSE = re.compile(r"\b\w+Error: .*")
+
+
+class PeerError(ForerunError):
+    """The peer's process ended, went silent or reported that it failed."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +62,6 @@ class Peer(ABC):
     """Name of the peer that decodes plainly what this one speculates on."""
 
     @abstractmethod
-    def available(self) -> str | None:
-        """None if it can run here, or the reason why not."""
-
-    @abstractmethod
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -55,291 +71,241 @@ class Peer(ABC):
         """Continue prompts (token ids) greedily, each until an end of text or the limit.
 
         Args:
-            prompts: decoded together where the peer can do that.
+            prompts: decoded together.
             max_new_tokens: ≥ 1.
             repetition_penalty: > 0; 1 is off.
+
+        Raises:
+            PeerError: it failed.
         """
 
 
-class TransformersPlain(Peer):
-    """`generate` of transformers, on the target's own module. Several prompts are left-padded.
-
-    Only the arguments count: what the checkpoint's generation configuration says is set aside
-    while it runs, as in forerun.
-    """
-
-    name = "transformers"
-
-    def __init__(self, model: Model) -> None:
-        self._hf = _module(model.target)
-        self._eos = sorted(model.eos)
-        self._limit = model.target.limit
-        self._encodes = model.target.facts.source_limit is not None
-        self._start = list(model.opening.prompt)
-        self._banned = sorted(getattr(model.target.executor, "banned", ()))
-
-    def available(self) -> str | None:
-        """Any target that is a transformers model will do."""
-        return None if hasattr(self._hf, "generate") else "the target is not a transformers model"
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        repetition_penalty: float = 1.0,
-    ) -> PeerOutput:
-        """All prompts in one batch; `max_new_tokens` less where the context ends before."""
-        return self._generate(prompts, max_new_tokens, repetition_penalty)
-
-    @torch.inference_mode()
-    def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        budget: int,
-        penalty: float,
-        *,
-        own: Any = None,
-        draft: Any = None,
-        early_exit: int | None = None,
-        beams: int = 1,
-    ) -> PeerOutput:
-        """`own` is the generation configuration the target has meanwhile."""
-        ids, mask = self._padded(prompts)
-        begin = len(self._start) if self._encodes else ids.shape[1]
-        config = _config(
-            max_new_tokens=min(budget, self._limit - begin),
-            do_sample=False,
-            num_beams=beams,
-            repetition_penalty=penalty,
-            eos_token_id=self._eos or None,
-            pad_token_id=self._eos[0] if self._eos else 0,
-            suppress_tokens=self._banned or None,
-            decoder_start_token_id=self._start[0] if self._encodes else None,
-            assistant_early_exit=early_exit,
-        )
-        more = {}
-        if self._encodes:
-            more["decoder_input_ids"] = torch.tensor([self._start] * len(ids), device=ids.device)
-        with _quiet(), _configured(self._hf, own or _config()):
-            began = time.perf_counter()
-            out = self._hf.generate(
-                ids, attention_mask=mask, generation_config=config, assistant_model=draft, **more
-            )
-            rows = out[:, begin:].tolist()
-            seconds = time.perf_counter() - began
-        return PeerOutput([self._trim(row) for row in rows], seconds)
-
-    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and mask `(prompts, longest)`: prompts padded on the left, sources on the right."""
-        longest, filler = max(map(len, prompts)), 0
-        if self._encodes:  # some encoders tell padding by its id
-            filler = self._hf.config.pad_token_id or 0
-        ids, mask = [], []
-        for prompt in prompts:
-            pad, ones = [filler] * (longest - len(prompt)), [1] * len(prompt)
-            none = [0] * len(pad)
-            ids.append([*prompt, *pad] if self._encodes else [*pad, *prompt])
-            mask.append([*ones, *none] if self._encodes else [*none, *ones])
-        device = self._hf.device
-        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-    def _trim(self, tokens: list[int]) -> list[int]:
-        """Without the padding behind an end of text."""
-        ends = [i for i, token in enumerate(tokens) if token in self._eos]
-        return tokens[: ends[0] + 1] if ends else tokens
-
-
-class TransformersBeam(TransformersPlain):
-    """Beam search of transformers, the usual baseline of translation; other texts than greedy ones.
+def opening(model: Model, target: str, draft: str | None) -> dict[str, Any]:
+    """What a peer is told first.
 
     Args:
-        model: the target; its drafter does not matter.
-        beams: ≥ 2.
+        model: whose target it is beside.
+        target: folder, file or id of the target.
+        draft: likewise of the draft model; None if the drafter is no model.
+
+    Returns:
+        "model", "draft"; "dtype" of the weights, "device", "threads" of the target's executor;
+        "context", the longest text; "eos", ends of text; "start", the tokens that a decoder behind
+        an encoder starts from, or None; "banned", tokens never written; "python", this interpreter.
     """
+    import torch
 
-    def __init__(self, model: Model, beams: int = 5) -> None:
-        super().__init__(model)
-        require(beams >= 2, "beams", beams, "≥ 2")
-        self._beams = beams
-        self.name = f"transformers-beam({beams})"
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        repetition_penalty: float = 1.0,
-    ) -> PeerOutput:
-        """All prompts in one batch."""
-        return self._generate(prompts, max_new_tokens, repetition_penalty, beams=self._beams)
-
-
-class _OneByOne(TransformersPlain):
-    """Assisted generation takes one prompt at a time."""
-
-    plain = TransformersPlain.name
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        repetition_penalty: float = 1.0,
-    ) -> PeerOutput:
-        """One prompt after another: transformers assists batches of one only."""
-        done = [self._one(p, max_new_tokens, repetition_penalty) for p in prompts]
-        return PeerOutput([o.tokens[0] for o in done], sum(o.seconds for o in done))
-
-    def _one(self, prompt: Sequence[int], budget: int, penalty: float) -> PeerOutput:
-        raise NotImplementedError
+    facts = model.target.facts
+    return {
+        "model": target,
+        "draft": draft,
+        "dtype": facts.precision if facts.precision.startswith(("float", "bfloat")) else "auto",
+        "device": str(model.target.device),
+        "threads": torch.get_num_threads(),
+        "context": model.target.limit,
+        "eos": sorted(model.eos),
+        "start": None if facts.source_limit is None else list(model.opening.prompt),
+        "banned": sorted(getattr(model.target.executor, "banned", ())),
+        "python": sys.executable,
+    }
 
 
-class TransformersAssisted(_OneByOne):
-    """`generate(assistant_model=draft)` of transformers.
+@dataclass(frozen=True)
+class Command:
+    """How a peer is started."""
 
-    Args:
-        model: target and draft model.
-        schedule: of the tokens drafted per round. ``"heuristic"``: +2 when all were accepted, else
-            −1, kept over calls. ``"constant"``: always `tokens`. ``"dynamic"``: `tokens` at most,
-            with a threshold that adapts, for which transformers needs scikit-learn.
-        tokens: drafted per round, to begin with, ≥ 1 (20 in transformers).
-        threshold: draft on while its top probability is at least this, in [0, 1]; 0 is off. None
-            is 0.4 (as in transformers) for ``"dynamic"`` and otherwise off. With scikit-learn
-            installed any other than 0 adapts.
-    """
+    label: str
+    """What the user wrote."""
+    words: tuple[str, ...]
 
-    def __init__(
-        self,
-        model: Model,
-        schedule: Schedule = "constant",
-        tokens: int = 20,
-        threshold: float | None = None,
-    ) -> None:
-        super().__init__(model)
-        require(schedule in SCHEDULES, "schedule", schedule, " or ".join(SCHEDULES))
-        require(tokens >= 1, "tokens", tokens, "≥ 1")
-        if threshold is None:
-            threshold = 0.4 if schedule == "dynamic" else 0.0
-        require(0 <= threshold <= 1, "threshold", threshold, "in [0, 1]")
-        self._schedule = schedule
-        rows = model.drafter.rows if isinstance(model.drafter, ModelDrafter) else None
-        self._draft = None if rows is None else _module(rows)
-        self._settings = _drafting(schedule, tokens, threshold)
-        stop = f",threshold={threshold:g}" if threshold else ""
-        self.name = f"transformers-assisted({schedule},tokens={tokens}{stop})"
-
-    def available(self) -> str | None:
-        """It needs a draft model with logits as wide as the target's."""
-        reason = super().available()
-        if reason is not None:
-            return reason
-        if self._draft is None:
-            return "the drafter is not a model of transformers"
-        sizes = [m.config.get_text_config().vocab_size for m in (self._hf, self._draft)]
-        if sizes[0] != sizes[1]:
-            return f"transformers wants vocabularies of one size, these have {sizes[0]}, {sizes[1]}"
-        if self._schedule == "dynamic" and find_spec("sklearn") is None:
-            return "scikit-learn is not installed, without which the threshold never adapts"
-        return None
-
-    def _one(self, prompt: Sequence[int], budget: int, penalty: float) -> PeerOutput:
-        # transformers reads these from the assistant, and nowhere else.
-        with _configured(self._draft, self._settings):
-            return self._generate([prompt], budget, penalty, draft=self._draft)
-
-
-class TransformersEarlyExit(_OneByOne):
-    """`generate(assistant_early_exit=layer)` of transformers: the first layers draft.
-
-    Args:
-        model: the target; its drafter does not matter.
-        layer: layers that draft, in [1, layers of the target).
-        tokens: drafted per round, ≥ 1.
-    """
-
-    def __init__(self, model: Model, layer: int, tokens: int = 5) -> None:
-        super().__init__(model)
-        require(layer >= 1, "layer", layer, "≥ 1")
-        require(tokens >= 1, "tokens", tokens, "≥ 1")
-        self._layer, self._settings = layer, _drafting("constant", tokens, 0.0)
-        self.name = f"transformers-early-exit({layer},tokens={tokens})"
-
-    def available(self) -> str | None:
-        """It needs a target deeper than the exit."""
-        reason = super().available()
-        if reason is not None:
-            return reason
-        depth = self._hf.config.num_hidden_layers
-        return None if self._layer < depth else f"the target has {depth} layers only"
-
-    def _one(self, prompt: Sequence[int], budget: int, penalty: float) -> PeerOutput:
-        config = self._hf.config
-        depth = config.num_hidden_layers
+    @classmethod
+    def read(cls, text: str) -> Command:
+        """A command line, as a shell reads it; `SettingError` if it cannot be read."""
         try:
-            # Here the target itself is the assistant, so its settings are read from the target.
-            return self._generate(
-                [prompt], budget, penalty, own=self._settings, early_exit=self._layer
-            )
-        finally:
-            config.num_hidden_layers = depth  # an interrupted draft leaves its own behind
+            words = shlex.split(text)
+        except ValueError as error:
+            raise SettingError(f"cannot read the command {text!r}: {error}") from error
+        if not words:
+            raise SettingError("the command of a peer is empty; give PROGRAM ARGUMENT...")
+        return cls(text, tuple(words))
 
 
-def transformers_peers(model: Model) -> list[Peer]:
-    """What an audit compares: plain, and assisted with a fixed and a varying length."""
+def named(text: str, pythons: Mapping[str, str]) -> list[Command]:
+    """The commands of a peer that the repository has a runner for, like ``vllm-draft(tokens=5)``.
+
+    Args:
+        text: name and settings; without settings it may be measured with several.
+        pythons: interpreters by name, with or without ``-draft`` and the like.
+
+    Raises:
+        UnknownNameError: no such peer, or no such setting.
+        SettingError: it cannot be read, or the runners are not at hand.
+    """
+    runner = _runner()
+    known = json.loads(runner.with_name("names.json").read_text(encoding="utf-8"))
+    spec = parse(text)
+    if spec.name not in known:
+        raise UnknownNameError.among("peer", spec.name, known)
+    for name in pythons:
+        if name not in known:
+            raise UnknownNameError.among("peer", name, known)
+    settings = _settings(spec, known[spec.name]["settings"])
+    python = next(
+        (pythons[n] for n in sorted(pythons, key=len, reverse=True) if spec.name.startswith(n)),
+        sys.executable,
+    )
+    variants = known[spec.name].get("measured", [{}]) if not settings else [settings]
     return [
-        TransformersPlain(model),
-        TransformersAssisted(model, "constant", 5),
-        TransformersAssisted(model, "heuristic", 5),
+        Command(
+            text,
+            (python, str(runner), spec.name, *(f"{k}={json.dumps(v)}" for k, v in how.items())),
+        )
+        for how in variants
     ]
 
 
-def _module(rows: Rows) -> Any:
-    """The module behind rows as its users have it: a copy if it is packed, and of an executor that
-    has dropped its torch weights, loaded again."""
-    if rows.facts.executor == "openvino" and rows.facts.precision == "float32" and rows.facts.name:
-        return _loaded(rows.facts.name)
-    module = rows.executor.module()
-    return None if module is None else _unpacked(module)
-
-
-_unpacked = cache(unpacked)
-
-
-@cache
-def _loaded(name: str) -> Any:
-    return load_model(name, "cpu", "fp32")
-
-
-def _config(**settings: Any) -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig(**settings)
-
-
-def _drafting(schedule: Schedule, tokens: int, threshold: float) -> Any:
-    return _config(
-        num_assistant_tokens=tokens,
-        num_assistant_tokens_schedule="heuristic" if schedule == "heuristic" else "constant",
-        assistant_confidence_threshold=threshold,
+def _runner() -> Path:
+    for root in (Path.cwd(), Path(__file__).parents[4]):
+        path = root / "benchmarks" / "peers" / "run.py"
+        if path.is_file():
+            return path
+    raise SettingError(
+        "peers by name are run by benchmarks/peers of forerun's repository, which is not at hand; "
+        "call it from there, or give a command by `peer`"
     )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Its assisted generation warns about how it calls itself."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
+def _settings(spec: Spec, known: Sequence[str]) -> dict[str, Any]:
+    for key in spec.kwargs:
+        if key not in known:
+            raise UnknownNameError.among(f"setting of peer {spec.name!r}", key, known)
+    if len(spec.args) > len(known):
+        raise SettingError(f"{spec.name!r} takes at most {len(known)} settings, got {spec}")
+    settings = dict(zip(known, spec.args, strict=False)) | dict(spec.kwargs)
+    return {k: str(v) if isinstance(v, Spec) else v for k, v in settings.items()}
 
 
-@contextmanager
-def _configured(hf: Any, config: Any) -> Iterator[None]:
-    """Another generation configuration on a model, for a while."""
-    own, hf.generation_config = hf.generation_config, config
-    try:
-        yield
-    finally:
-        hf.generation_config = own
+class PipedPeer(Peer):
+    """A process that speaks the protocol of this module; closed by `close`.
+
+    Args:
+        command: what starts it.
+        first: from `opening`.
+    """
+
+    def __init__(self, command: Command, first: Mapping[str, Any]) -> None:
+        self.command, self.name = command, command.label
+        self._first = dict(first)
+        self.rows: int | None = 1
+        self.versions: dict[str, str] = {}
+        self.arithmetic = "same"
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._stderr: IO[str] | None = None
+
+    def start(self) -> str | None:
+        """Start it and let it load its models; returns why it cannot be used, if it cannot."""
+        try:
+            self._start()
+            ready = self._ask(self._first, START)
+        except (ForerunError, OSError) as error:
+            self.close()
+            return str(error)
+        self.name = str(ready.get("name", self.name))
+        self.plain = ready.get("plain")
+        self.rows = ready.get("rows", 1)
+        self.versions = dict(ready.get("versions", {}))
+        self.arithmetic = str(ready.get("arithmetic", "same"))
+        return None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        repetition_penalty: float = 1.0,
+    ) -> PeerOutput:
+        """Continue prompts greedily; at most `rows` are decoded together, others after them."""
+        request = {
+            "prompts": [list(p) for p in prompts],
+            "max_new_tokens": max_new_tokens,
+            "repetition_penalty": repetition_penalty,
+        }
+        answer = self._ask(request, ANSWER)
+        try:
+            return PeerOutput(
+                [list(map(int, t)) for t in answer["tokens"]], float(answer["seconds"])
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PeerError(f"it answered {str(answer)[:100]}") from error
+
+    def close(self) -> None:
+        """End the process."""
+        pipes: list[IO[str] | None] = [self._stderr]
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            pipes += [self._process.stdin, self._process.stdout]
+        for pipe in pipes:
+            with suppress(OSError):  # what was not yet sent cannot be
+                if pipe is not None:
+                    pipe.close()
+        self._process = self._stderr = None
+
+    def _start(self) -> None:
+        self._stderr = tempfile.TemporaryFile(  # noqa: SIM115 - closed with the process
+            "w+", encoding="utf-8", errors="replace"
+        )
+        self._process = subprocess.Popen(
+            self.command.words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            encoding="utf-8",
+        )
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    def _read(self, pipe: Any) -> None:
+        try:
+            for line in pipe:
+                self._lines.put(line)
+        except ValueError:  # closed meanwhile
+            pass
+        self._lines.put(None)
+
+    def _ask(self, value: Mapping[str, Any], patience: float) -> dict[str, Any]:
+        if self._process is None or self._process.stdin is None:
+            raise PeerError("it is not running")
+        try:
+            self._process.stdin.write(json.dumps(value) + "\n")
+            self._process.stdin.flush()
+            line = self._lines.get(timeout=patience)
+        except queue.Empty as error:
+            raise PeerError(f"no answer within {patience:g} s") from error
+        except OSError:
+            line = None
+        if line is None:
+            raise PeerError(
+                f"its process ended: {(self._errors() or ['without a word'])[-1][:300]}"
+            )
+        try:
+            answer = dict(json.loads(line))
+        except (TypeError, ValueError) as error:
+            raise PeerError(f"it wrote {line[:100]!r} in place of a JSON object") from error
+        if "error" in answer:
+            message = str(answer["error"])[:300]
+            # Its own processes may have failed first, and it only says "see above".
+            causes = [match.group() for s in self._errors() if (match := CAUSE.search(s))]
+            if causes and causes[0] not in message:
+                message += f" (first: {causes[0][:300]})"
+            raise PeerError(message)
+        return answer
+
+    def _errors(self) -> list[str]:
+        assert self._stderr is not None
+        self._stderr.seek(0)
+        return [s for s in self._stderr.read().splitlines() if s.strip()]

@@ -239,23 +239,3 @@ class Clock:
     def inside(self, at: IntArray) -> IntArray:
         """Positions cut to the last of each text."""
         return np.minimum(at, self._sizes - 1)
-
-
-def regret(mine: FloatArray, best: FloatArray) -> FloatArray:
-    """`(T,)` seconds lost against a bound by the time the n-th token is out, mean over prompts.
-
-    Args:
-        mine: `(prompts, T)` of a controller (`Clock.seconds` after `replay`).
-        best: `(prompts, T)` of a bound (`Bound.clock`).
-
-    Prompts whose text has ended keep what they had lost. A bound is the best for whole texts: in
-    between a controller can be ahead of it.
-
-    >>> regret(np.array([[1.0, 3.0]]), np.array([[1.0, 2.0]]))
-    array([0., 1.])
-    """
-    lost, position = mine - best, np.arange(mine.shape[1])
-    last = np.where(np.isnan(lost), 0, position).max(1)
-    held = lost[np.arange(len(lost))[:, None], np.minimum(position, last[:, None])]
-    mean: FloatArray = held.mean(0)
-    return mean

@@ -13,7 +13,7 @@ from forerun.lab.bounds.bounds import Bound, Path, paths, tuned
 from forerun.lab.bounds.stopping import COLUMNS, Stopper, improved, steps
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.trace import Trace
-from forerun.types import BoolArray, FloatArray, IntArray
+from forerun.types import FloatArray, IntArray
 
 GRID = (
     *(f"fixed({n})" for n in range(25)),
@@ -170,33 +170,6 @@ def informed(
     return Bound.of(title, Path(drafted, np.maximum(stepped, 0)), trace, cell)
 
 
-def crossfitted(
-    trace: Trace, cells: Sequence[Cell], drafted: dict[str, Path] | None = None
-) -> list[FloatArray]:
-    """Speed-ups `(prompts,)` per cell where each half is served by the best policy of the other.
-
-    How much of `Informed` is hindsight: a bound far above this is overfitted.
-    """
-    drafted = paths(trace, GRID) if drafted is None else drafted
-    half = _halves(trace)
-    out = [np.zeros(trace.prompts) for _ in cells]
-    for side in (False, True):
-        scored, fitted_on = np.flatnonzero(half == side), np.flatnonzero(half != side)
-        study = Study(trace.take(fitted_on), _part(drafted, fitted_on))
-        texts = trace.take(scored)
-        learnt = study.acceptance
-        prepared = None if learnt is None else learnt.prepare(Texts(texts))
-        for speedups, cell in zip(out, cells, strict=True):
-            fit = study.informed(cell)
-            name = fit.best.name
-            if name in drafted or fit.stopper is None or prepared is None:
-                path = _part({name: drafted[name]}, scored)[name]
-            else:
-                path = fit.stopper.path(prepared)
-            speedups[scored] = Bound.of(name, path, texts, cell).speedup
-    return out
-
-
 def _look_ahead(price: float) -> FloatArray:
     """Draft on while the next token's chance is worth its cost."""
     weights = np.zeros(COLUMNS)
@@ -207,13 +180,3 @@ def _look_ahead(price: float) -> FloatArray:
 def _part(drafted: dict[str, Path], index: IntArray) -> dict[str, Path]:
     """Paths of a selection of the prompts."""
     return {name: Path(path.drafted[index], path.steps[index]) for name, path in drafted.items()}
-
-
-def _halves(trace: Trace) -> BoolArray:
-    """`(prompts,)` False or True, every other prompt of each family."""
-    counts: dict[str, int] = {}
-    out = []
-    for name in trace.families:
-        counts[name] = counts.get(name, 0) + 1
-        out.append(counts[name] % 2 == 0)
-    return np.array(out)

@@ -1,4 +1,4 @@
-"""A Hugging Face model as OpenVINO GenAI takes it: a stateful graph with its own cache inputs.
+"""`genai_model.py MODEL FOLDER`: a Hugging Face model as OpenVINO GenAI takes it, a stateful graph.
 
 What `optimum-intel` would write, which wants versions of transformers older than ours.
 """
@@ -6,19 +6,24 @@ What `optimum-intel` would write, which wants versions of transformers older tha
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
-import openvino.opset15 as op
 import torch
-from openvino._offline_transformations import apply_make_stateful_transformation
 
+import forerun.runtime.openvino  # noqa: F401 - before openvino: it keeps its telemetry off
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.load import load_model
+
+import openvino as ov  # isort: skip
+import openvino.opset15 as op  # isort: skip
+from openvino._offline_transformations import (  # isort: skip
+    apply_make_stateful_transformation,
+)
 
 ATTENTION = "forerun_stateful"
 FIRST = ("input_ids", "attention_mask", "position_ids")
@@ -162,3 +167,7 @@ def _attention(model: Any) -> Iterator[None]:
 
 def _int(values: list[int]) -> ov.Node:
     return op.constant(np.array(values, dtype=np.int64))
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], Path(sys.argv[2]))
