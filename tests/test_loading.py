@@ -226,3 +226,28 @@ def test_specbound_without_trained_heads_says_what_it_needs() -> None:
     with pytest.warns(ForerunWarning, match="forerun train-draft exits trains them"):
         SpecBound().build(rows, None)
     SpecBound(exits="").build(rows, None)  # on purpose: no warning, which would be an error here
+
+
+@pytest.mark.parametrize("damage", ["overwritten", "cut"])
+def test_a_file_that_changes_does_not_change_a_model_that_runs(tmp_path, damage):
+    """On torch, target, draft and exit heads: nothing is a mapping of its file any more."""
+    import os
+    import shutil
+
+    import forerun
+    from forerun import zoo
+
+    for name in ("target", "draft"):
+        shutil.copytree(Path(zoo.locate(None)).parent / name, tmp_path / name)
+    target = tmp_path / "target"
+    makes = [str(tmp_path / "draft"), f"specbound(exits='{target / 'exits'}')"]
+    models = [forerun.load(target, draft, runtime="torch") for draft in makes]
+    before = [m.generate("Once upon a time", max_new_tokens=12).tokens for m in models]
+    for file in tmp_path.rglob("*.safetensors"):
+        if damage == "cut":
+            os.truncate(file, 4096)
+        else:
+            with file.open("r+b") as open_file:
+                open_file.write(b"\x3f" * file.stat().st_size)
+    after = [m.generate("Once upon a time", max_new_tokens=12).tokens for m in models]
+    assert before == after

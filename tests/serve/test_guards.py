@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import socket
+import time
 
+import httpx2
 import pytest
+import torch
 
 import forerun
 from forerun.checks import size
+from forerun.drafters.none import NullDrafter
 from forerun.errors import SettingError
 from forerun.serve.config import Config
-from forerun.serve.run import bind
-from serve.conftest import Held, running
+from forerun.serve.connections import Loading
+from forerun.serve.run import bind, warm_up
+from forerun.testing import ScriptedModel
+from serve.conftest import VOCAB, Held, running
 
 GOOD = {"prompt": [3], "max_tokens": 1}
 
@@ -140,3 +146,68 @@ def test_what_is_written_goes_at_once():
         connection, _ = listening.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def half(server, *parts: bytes) -> bytes:
+    """All that comes back on a connection that sent only so much, until it is closed."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as client:
+        for data in parts:
+            client.sendall(data)
+            time.sleep(0.1)
+        out = b""
+        while part := client.recv(1 << 16):
+            out += part
+        return out
+
+
+BODY = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{"
+
+
+def test_half_a_head_and_half_a_body_have_a_deadline():
+    model = forerun.Model(ScriptedModel(torch.eye(VOCAB)), NullDrafter())
+    with running(model, deadline=0.3) as server:
+        assert half(server, b"") == b""
+        assert half(server, b"POST /v1/comp") == b""
+        whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        assert half(server, whole, b"GET /he").count(b"200 OK") == 1
+        late = half(server, BODY)
+        assert late.startswith(b"HTTP/1.1 408")
+        assert b"0.3 s" in late
+
+
+def test_connections_have_a_limit():
+    model = forerun.Model(ScriptedModel(torch.eye(VOCAB)), NullDrafter())
+    with running(model, connections=2) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        kept = [socket.create_connection((host, int(port))) for _ in range(2)]
+        time.sleep(0.1)
+        assert b" 503 " in half(server, b"")
+        for client in kept:
+            client.close()
+        time.sleep(0.1)
+        assert server.http.get("/health").status_code == 200
+
+
+def test_head_and_paths_without_v1(guarded):
+    head = guarded.http.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
+    assert guarded.http.get("/models").status_code == 401
+    assert guarded.http.get("/models", headers=bearer("first")).status_code == 200
+
+
+def test_a_model_that_is_being_loaded_is_said_to_be():
+    """The port is bound first; then every path says 503, and when all is there, the server."""
+    with bind(Config(port=0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with Loading(listening):
+            for _ in range(2):
+                answer = httpx2.get(f"{url}/health")
+                assert answer.status_code == 503
+                assert "loaded" in answer.json()["error"]["message"]
+
+
+def test_warming_up_leaves_no_trace(pair):
+    warm_up(pair, 3)
+    assert pair.target.lengths == []
+    assert pair.generate("Once upon a time", max_new_tokens=4).finish_reason == "length"

@@ -12,6 +12,7 @@ from forerun.cli.shared.options import MODELS, SPECULATION, Fields, option
 from forerun.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    from forerun.model import Model
     from forerun.serve.app import Server
     from forerun.serve.config import Config
 
@@ -118,19 +119,25 @@ def serve(
         "max_body": size(max_body),
         "grace": grace,
     }
-    Config(**chosen)  # mistakes that need no model are told before one is loaded
+    first = Config(**chosen)  # mistakes that need no model are told before one is loaded
 
     from forerun.serve.run import serve as run
     from forerun.settings import resolve
 
     models = models.with_exits(exits)
-    job = models.load(
-        resolve(settings, controller=controller, rule=rule),
-        max_rows,
-        remember=len(keys) < 2 if remember is None else remember,
-    )
-    config = Config(**chosen, controller=job.about["controller"], rule=job.about["rule"])
-    run(job.model, config, lambda url, server: _announce(url, server, config, job.about))
+    about: dict[str, Any] = {}
+
+    def load() -> tuple[Model, Config]:
+        job = models.load(
+            resolve(settings, controller=controller, rule=rule),
+            max_rows,
+            remember=len(keys) < 2 if remember is None else remember,
+        )
+        about.update(job.about)
+        config = Config(**chosen, controller=job.about["controller"], rule=job.about["rule"])
+        return job.model, config
+
+    run(first, load, lambda url, server: _announce(url, server, server.config, about))
 
 
 def _require_extra() -> None:

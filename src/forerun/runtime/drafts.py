@@ -14,6 +14,7 @@ import torch
 
 from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.packing import unmapped
 
 ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
 FORMAT = "forerun draft 1"
@@ -119,7 +120,8 @@ def load_draft(
 
     about = read_about(folder, kind)
     try:
-        tensors = _widened(load_file(str(Path(folder).expanduser() / WEIGHTS)))
+        mapped = load_file(str(Path(folder).expanduser() / WEIGHTS))
+        tensors = _widened({name: unmapped(tensor) for name, tensor in mapped.items()})
         wanted = shapes(about, tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]

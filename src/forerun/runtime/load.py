@@ -20,6 +20,7 @@ from forerun.errors import (
     UnsupportedModelError,
 )
 from forerun.runtime import gguf
+from forerun.runtime.packing import unmapped
 
 DTYPES = {
     "auto": None,
@@ -129,6 +130,8 @@ def _pretrained(name: str | Path, windows: bool, trusted: bool, options: dict[st
         **options,
     )
     _check_complete(name, report)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = unmapped(tensor.data)
     return model
 
 

@@ -37,6 +37,7 @@ from forerun.serve.protocol import (
     TokenizeRequest,
 )
 from forerun.serve.streaming import DONE, EventStream, Gone, dumps, event, with_client
+from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
 from forerun.serve.worker import Blank, Reply, Worker
 
@@ -97,6 +98,7 @@ class Server:
         )
         self.texts = Texts(model.tokenizer, model.target.vocab_size)
         self.planner = Planner(config, self.facts, self.texts)
+        self.structures = Structures(model.tokenizer, self.facts.vocab_size, model.eos)
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.memory = memory.measure(model, config.memory)
         self.prefixes = _prefixes(model, config.prefix_cache)
@@ -213,6 +215,7 @@ def create_app(model: Model, config: Config) -> tuple[ASGIApp, Server]:
         yield
         await server.worker.stop()
         server.texts.close()
+        server.structures.close()
 
     app = FastAPI(
         title="forerun",
@@ -298,14 +301,16 @@ def _generation(app: FastAPI, server: Server) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         server.check_model(body.model)
-        plan = await server.texts.run(server.planner.completion, body)
+        constraint = await server.structures.of(body)
+        plan = await server.texts.run(server.planner.completion, body, constraint)
         return await server.generate(request, plan)
 
     @app.post("/v1/chat/completions", responses=ERRORS | STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer the last message of a conversation."""
         server.check_model(body.model)
-        plan = await server.texts.run(server.planner.chat, body)
+        constraint = await server.structures.of(body)
+        plan = await server.texts.run(server.planner.chat, body, constraint)
         return await server.generate(request, plan)
 
     @app.get("/v1/models", responses=ERRORS)

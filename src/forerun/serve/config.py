@@ -32,6 +32,8 @@ class Config:
         max_tokens: most tokens a request may ask for; None: as many as the context holds.
         max_body: bytes of a request's body.
         buffer: rounds that may wait for a slow reader of a stream, ≥ 1; then it is cancelled.
+        deadline: seconds that the head of a request may take, and its body.
+        connections: open at a time; more get status 503.
         grace: seconds that running requests have to finish after a signal to stop.
         ping: seconds after which a silent stream gets a comment line, so that proxies keep it.
         origins: web origins whose pages may call the server.
@@ -53,6 +55,8 @@ class Config:
     max_tokens: int | None = None
     max_body: int = 4 * 2**20
     buffer: int = 1024
+    deadline: float = 30.0
+    connections: int = 1024
     grace: float = 30.0
     ping: float = 15.0
     origins: tuple[str, ...] = ()
@@ -69,6 +73,8 @@ class Config:
         require(self.max_body >= 1024, "max body", self.max_body, "at least 1024 bytes")
         limit = self.max_tokens
         require(limit is None or limit >= 1, "max tokens", limit, "≥ 1")
+        require(self.deadline > 0, "deadline", self.deadline, "> 0 seconds")
+        require(self.connections >= 1, "connections", self.connections, "≥ 1")
         require(self.grace >= 0, "grace", self.grace, "≥ 0 seconds")
         require(all(self.api_keys), "api key", "", "some text")
         good = re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*[:_]", self.metrics_prefix)

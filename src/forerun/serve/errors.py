@@ -12,6 +12,7 @@ KINDS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -54,6 +55,8 @@ class ApiError(ForerunError):
         """Of the answer; openai's clients retry 501 unless they are told not to."""
         if self.retry_after is not None:
             return {"retry-after": str(self.retry_after)}
+        if self.status == 408:  # what is still to come must not be taken for a request
+            return {"connection": "close"}
         return {"x-should-retry": "false"} if self.status == 501 else {}
 
 

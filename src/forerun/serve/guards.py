@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -19,6 +20,8 @@ from forerun.serve.errors import ApiError
 log = logging.getLogger("forerun.serve")
 
 FAILED = "the server failed; its log says why"
+ALIASES = frozenset({"/completions", "/chat/completions", "/models"})
+"""Paths that are there without /v1, too, as llama.cpp has them."""
 OPEN = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key."""
 
@@ -49,6 +52,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] in ALIASES:
+            scope = {**scope, "path": f"/v1{scope['path']}"}
+        if scope["method"] == "HEAD":  # the listener leaves the body away
+            scope = {**scope, "method": "GET"}
         started = False
 
         async def watched(message: Message) -> None:
@@ -60,7 +67,12 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_host(headers.get("host", ""))
             self._check_key(scope, headers.get("authorization", ""))
-            body = await self._read(receive, headers.get("content-length", ""))
+            try:
+                async with asyncio.timeout(self._config.deadline):
+                    body = await self._read(receive, headers.get("content-length", ""))
+            except TimeoutError:
+                late = f"the body was not here after {self._config.deadline:g} s"
+                raise ApiError(408, late) from None
             await self._app(scope, _replay(body, receive), watched)
         except ApiError as error:
             self._refused("unauthorized" if error.status in (401, 403) else "invalid")

@@ -15,7 +15,6 @@ from forerun.serve.config import Config
 from forerun.serve.errors import bad
 from forerun.serve.policy import Policies, Policy
 from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
-from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
 
 COMPLETION_TOKENS = 16
@@ -98,9 +97,8 @@ class Planner:
     def __init__(self, config: Config, facts: Facts, texts: Texts) -> None:
         self._config, self.facts, self._texts = config, facts, texts
         self.policies = Policies(config)
-        self._structures = Structures(texts.tokenizer, facts.vocab_size, facts.eos)
 
-    def completion(self, request: CompletionRequest) -> Plan:
+    def completion(self, request: CompletionRequest, constraint: Constraint | None) -> Plan:
         """Read a completion request."""
         ignored = request.ignored()
         given: Sequence[Any] = request.prompt
@@ -112,9 +110,9 @@ class Planner:
         wanted = request.max_tokens
         if wanted is None:
             wanted = min(COMPLETION_TOKENS, self._config.max_tokens or COMPLETION_TOKENS)
-        return self._plan(request, prompts, wanted, request.logprobs, ignored)
+        return self._plan(request, prompts, wanted, request.logprobs, ignored, constraint)
 
-    def chat(self, request: ChatRequest) -> Plan:
+    def chat(self, request: ChatRequest, constraint: Constraint | None) -> Plan:
         """Read a chat request."""
         ignored = request.ignored()
         if request.top_logprobs and not request.logprobs:
@@ -136,7 +134,7 @@ class Planner:
         top = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens
         wanted = request.max_tokens if wanted is None else wanted
-        return self._plan(request, [ids], wanted, top, ignored)
+        return self._plan(request, [ids], wanted, top, ignored, constraint)
 
     def _check_count(self, count: int) -> None:
         """Refuse more texts than could ever wait, before any of them is read."""
@@ -164,6 +162,7 @@ class Planner:
         wanted: int | None,
         top: int | None,
         ignored: list[str],
+        constraint: Constraint | None,
     ) -> Plan:
         most = self._config.max_tokens
         wanted = None if wanted == -1 else wanted
@@ -171,7 +170,7 @@ class Planner:
             raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
         policy = self.policies.of(request)
         copies, stops = request.n or 1, _stops(request)
-        prediction, constraint = self._prediction(request, policy), self._structures.of(request)
+        prediction = self._prediction(request, policy)
         self._check_ids(request, prompts)
         jobs = []
         for prompt in prompts:

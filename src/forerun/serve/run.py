@@ -10,10 +10,17 @@ from types import FrameType
 
 import uvicorn
 
+from forerun.controllers import CONTROLLERS
+from forerun.engine import Engine, Request, Sampling
+from forerun.engine.meter import Meter
 from forerun.model import Model
+from forerun.rules import RULES
 from forerun.serve.app import Server, create_app
 from forerun.serve.config import Config
+from forerun.serve.connections import Loading, protocol
 
+WARM = (1, 2, 3, 4)
+"""Batch sizes that are warmed up."""
 LINGER = 5
 """Seconds that connections have to close once nothing runs any more."""
 IDLE = 75
@@ -37,6 +44,8 @@ class Listener(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="on",
+                http=protocol(config.deadline, config.connections),
+                ws="none",
                 timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=LINGER,
             )
@@ -81,14 +90,45 @@ def bind(config: Config) -> socket.socket:
     return listening
 
 
-def serve(model: Model, config: Config, ready: Callable[[str, Server], None]) -> None:
-    """Serve until a signal; `ready` is called with the address before the first request.
+def warm_up(model: Model, rows: int) -> None:
+    """Take rounds of the batch sizes that come first, so that no request pays for first uses.
+
+    Args:
+        model: to be served.
+        rows: requests decoded together, at most.
+    """
+    meter = Meter.of(model.target, model.drafter)  # first uses say nothing of what rounds cost
+    engine = Engine(model.target, model.drafter, model.tokenizer, model.eos, rows, meter=meter)
+    controller, rule = CONTROLLERS.make("fixed(3)"), RULES.make("gumbel")
+    prompt, source = model.context([next(iter(sorted(model.eos)), 0)] * 4)
+    sampling = Sampling(max_new_tokens=4, ignore_eos=True)
+    for count in WARM:
+        for _ in range(min(count, rows)):
+            engine.submit(Request(prompt, sampling, controller, rule, source))
+        for _ in engine.run():
+            pass
+
+
+def serve(
+    config: Config,
+    load: Callable[[], tuple[Model, Config]],
+    ready: Callable[[str, Server], None],
+) -> None:
+    """Serve until a signal.
+
+    Args:
+        config: where to listen; until the model is there, every request gets status 503.
+        load: the model, and the settings to serve it with.
+        ready: called with the address before the first request.
 
     Raises:
-        OSError: the address cannot be used.
+        OSError: the address cannot be used; then nothing is loaded.
     """
     with bind(config) as listening:
-        listener = Listener(model, config)
+        with Loading(listening):
+            model, config = load()
+            listener = Listener(model, config)
+            warm_up(model, config.max_rows)
         host, port = listening.getsockname()[:2]
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", listener.forerun)
         listener.run(sockets=[listening])

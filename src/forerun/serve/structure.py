@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from forerun.errors import ForerunError, MissingExtraError
@@ -17,8 +19,12 @@ LONGEST = 100_000
 """Characters of a schema or grammar."""
 
 
+COMPILE_SECONDS = 5.0
+"""That a client waits for its constraint, with those that are compiled before it."""
+
+
 class Structures:
-    """Compiles what requests ask for. Its methods run in the thread of `texts`.
+    """Compiles what requests ask for, in a thread of its own: others go on being tokenized.
 
     Args:
         tokenizer: of the model.
@@ -31,11 +37,18 @@ class Structures:
         self._grammars: Any = None
         self._kept: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
 
-    def of(self, request: Generation) -> Constraint | None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-constraints")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def of(self, request: Generation) -> Constraint | None:
         """The constraint of a request, if it has one.
 
         Raises:
-            ApiError: 400 for one that is wrong, or more than one; 501 without the extra.
+            ApiError: 400 for one that is wrong or takes too long, or more than one; 501 without
+                the extra.
         """
         asked = _asked(request)
         if not asked:
@@ -43,6 +56,14 @@ class Structures:
         if len(asked) > 1:
             raise bad(f"give one of {' and '.join(field for field, *_ in asked)}", asked[1][0])
         ((field, kind, value),) = asked
+        work = asyncio.get_running_loop().run_in_executor(self._pool, self._get, field, kind, value)
+        try:
+            return await asyncio.wait_for(work, COMPILE_SECONDS)
+        except TimeoutError:
+            raise bad(f"{field} takes longer than {COMPILE_SECONDS:g} s to read", field) from None
+
+    def _get(self, field: str, kind: str, value: Any) -> Constraint:
+        """From those that are kept, or compiled now."""
         key = kind, json.dumps(value)
         if len(key[1]) > LONGEST:
             raise bad(f"at most {LONGEST} characters of schema or grammar", field)
