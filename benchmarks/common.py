@@ -194,7 +194,7 @@ def save(name: str, made: dict[str, Any], results: Any, text: str) -> None:
     """Write `NAME.json` and `NAME.md` under benchmarks/results and print the latter."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     document = {"provenance": made, "results": results}
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
     head = (
         f"`{made['command']}`  \n{made['date']}, commit {made['commit']}, {made['dtype']} by "
         f"{made['runtime']} on {made['device']} ({made['cpu']}, {made['threads']} threads), "

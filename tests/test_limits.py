@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,13 @@ def test_errors_of_the_library_name_arguments():
                     flagged.add(part)
     assert flagged - FLAGGED == set()
     assert FLAGGED - flagged == set(), "take it from the list"
+
+
+def test_results_of_benchmarks_are_figures_and_not_samples():
+    root = RECIPES.parent
+    if not (root / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = ["git", "-C", str(root), "ls-files", "-z", "benchmarks/results"]
+    names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    sizes = [(root / name).stat().st_size for name in names.split("\0") if (root / name).is_file()]
+    assert sum(sizes) <= 1.5e6

@@ -59,7 +59,7 @@ PASSED = {"allow_extra_args": True, "ignore_unknown_options": True}
 class LazyCommands(Mapping[str, Any]):
     """Commands by name; the module of one is imported when it is looked up."""
 
-    places: ClassVar = {
+    places: ClassVar = MOVED | {
         name: place for panel in COMMANDS.values() for name, (place, _) in panel.items()
     }
 
