@@ -14,9 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AttentionInterface
 
 from forerun.errors import SettingError
 from forerun.runtime import base as base_module
+from forerun.runtime.attention import FOLDED, folded_attention, folding, groups_of
 from forerun.runtime.base import Executor, Rows, best_of, read_stacked, stacked_best
 from forerun.runtime.cuda_graphs import CudaGraphExecutor, Graph
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
@@ -30,7 +32,7 @@ from forerun.testing import ScriptedModel
 from sourced import OneSource
 from sourced import alone as alone_with
 from sourced import build as build_encoder_decoder
-from tiny import CONFIGS, LIMIT, VOCAB, build, texts
+from tiny import CONFIGS, LIMIT, VOCAB, WINDOWED, build, texts
 
 TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers stays below 1e-5
 
@@ -148,7 +150,7 @@ def of_openvino_layers(family: str) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    **{f"torch-{family}": lambda f=family: of_model(TorchExecutor, f) for family in CONFIGS},
+    **{f"torch-{f}": lambda f=f: of_model(TorchExecutor, f) for f in (*CONFIGS, *WINDOWED)},
     **{f"packed-{family}": lambda f=family: of_packed(TorchExecutor, f) for family in CONFIGS},
     "packed-layers": lambda: of_packed(LayersExecutor, "llama"),
     **{f"layers-{family}": lambda f=family: of_model(LayersExecutor, f) for family in CONFIGS},
@@ -157,7 +159,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "packed-encoder": lambda: of_encoder_decoder(
         "bart", lambda model: EncoderDecoderExecutor(pack(copy.deepcopy(model)))
     ),
-    **{f"cudagraphs-{family}": lambda f=family: of_cuda_graphs(f) for family in CONFIGS},
+    **{f"cudagraphs-{f}": lambda f=f: of_cuda_graphs(f) for f in (*CONFIGS, *WINDOWED)},
     "openvino-halved-gpt2": lambda: of_halved("gpt2"),
     "openvino-halved-llama-large": lambda: of_halved("llama", large=True),
     "openvino-parts-llama": lambda: of_halved("llama", tiled=True),
@@ -205,7 +207,66 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def test_the_tested_families_are_the_proven_ones() -> None:
-    assert set(CONFIGS) == PROVEN
+    assert set(CONFIGS) | {f for f in WINDOWED if not f.endswith("-windowed")} == PROVEN
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *WINDOWED])
+@pytest.mark.transformers_versions
+def test_folded_attention_is_that_of_transformers(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts, folded = build(family), texts(5, 17, 1, 9), []
+
+    def spy(*args: Any, **more: Any) -> Any:
+        folded.append(args)
+        return folded_attention(*args, **more)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, FOLDED, spy)
+
+    def logits(groups: int) -> torch.Tensor:
+        rows = Rows(TorchExecutor(model))
+        with folding(model, groups):
+            rows.read(prompts)
+            return rows.feed([p[-1:] + [3, 4, 5][:i] for i, p in enumerate(prompts)])
+
+    groups = groups_of(model)
+    plain, seen = logits(1), len(folded)
+    got = logits(groups)
+    assert (seen, bool(folded)) == (0, groups > 1)
+    assert groups == {"gpt2": 1, "gpt_neox": 1, "gemma": 4, "gemma3_text": 4, "gemma2": 1}.get(
+        family, 2
+    )  # a soft cap is not for folding
+    for row in range(4):
+        torch.testing.assert_close(got[row, : row + 1], plain[row, : row + 1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("runtime", ["torch", "cudagraphs"])
+@pytest.mark.transformers_versions
+def test_text_beyond_the_window_is_that_of_generate(runtime: str, family: str) -> None:
+    """Three drafted tokens are thrown away a pass, and the text goes on: alone and in four rows."""
+    model, prompts = build(family), texts(13, 4, 21, 9)
+    end = model.generation_config.eos_token_id = VOCAB  # none: every text is as long
+    alone = [
+        model.generate(
+            torch.tensor([p]), max_new_tokens=24, do_sample=False, eos_token_id=end, pad_token_id=0
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    for chosen in ([0], [0, 1, 2, 3]):
+        executor = TorchExecutor(model)
+        if runtime == "cudagraphs":
+            executor = CudaGraphExecutor(model, capture=Eager)
+        rows, written = Rows(executor), [list(prompts[i]) for i in chosen]
+        rows.read(written)
+        for _ in range(24):
+            best = rows.best([[t[-1], 5, 6, 7] for t in written], [4] * len(written))
+            for i, text in enumerate(written):
+                text.append(best.tokens[i][0])
+                rows.rollback(i, len(text) - 1)
+        assert [t[len(prompts[i]) :] for i, t in zip(chosen, written, strict=True)] == [
+            alone[i] for i in chosen
+        ]
 
 
 @pytest.mark.transformers_versions

@@ -34,12 +34,26 @@ CONFIGS = {
     "gpt2": lambda: hf.GPT2Config(**_GPT2),
     "gpt_neox": lambda: hf.GPTNeoXConfig(**_SIZES, intermediate_size=48),
 }
+_WINDOW = {"sliding_window": 8}
+WINDOWED = {
+    "mistral-windowed": lambda: hf.MistralConfig(**_GATED, **_WINDOW),
+    "phi3-windowed": lambda: hf.Phi3Config(**_GATED, **_WINDOW),
+    "qwen2-windowed": lambda: hf.Qwen2Config(
+        **_GATED, **_WINDOW, use_sliding_window=True, max_window_layers=1
+    ),
+    "gemma2": lambda: hf.Gemma2Config(**_GATED, **_WINDOW, head_dim=8, query_pre_attn_scalar=8),
+    "gemma3_text": lambda: hf.Gemma3TextConfig(
+        **{**_GATED, "num_key_value_heads": 1}, **_WINDOW, head_dim=8, query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}  # fmt: skip
+"""Of 8 tokens, in all or some of their layers."""
 
 
 def build(family: str, seed: int = 0, scale: float = 0.3, **changes: Any) -> Any:
     """A random model with logits spread enough that greedy text is not constant."""
     torch.manual_seed(seed)
-    config = CONFIGS[family]()
+    config = {**CONFIGS, **WINDOWED}[family]()
     for key, value in changes.items():
         setattr(config, key, value)
     model = hf.AutoModelForCausalLM.from_config(config).eval()

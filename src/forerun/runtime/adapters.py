@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from forerun.errors import SettingError
+from forerun.runtime.attention import Mask
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import fill, read_about
 from forerun.runtime.exits import Batch, LayersExecutor
@@ -84,8 +85,9 @@ class AdapterExecutor(LayersExecutor):
         self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + layer)
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, first: int
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, first: int
     ) -> torch.Tensor:
+        assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
         hidden = self.access.embed(ids, positions)
         hidden = self._climbed(hidden, 0, self.access.layers, mask, positions)
         return self.access.logits(hidden[:, first:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ FOLDED = "forerun_folded"
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
 """Additive, of all layers or by the type of a layer as the configuration names it."""
+Windows = dict[str, int | None] | int | None
+"""Columns that a token sees, its own among them; None: all. Of all layers or by their type."""
 
 
 def folded_attention(
@@ -94,18 +96,21 @@ def folding(model: Any, groups: int) -> Iterator[None]:
             config._attn_implementation = before
 
 
-def windows_of(config: Any) -> dict[str | None, int | None]:
-    """Columns that a token sees, its own among them, by the type of layer; None: all.
-
-    The one key None is for all layers.
-    """
+def windows_of(config: Any) -> Windows:
+    """The sliding windows of a model's layers by its configuration; one where all are the same."""
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     if kinds := set(getattr(config, "layer_types", None) or ()):
-        if kinds == {"full_attention"}:
-            return {None: None}
-        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-    return {None: window if getattr(config, "use_sliding_window", True) else None}
+        windows = {k: window if k == "sliding_attention" else None for k in sorted(kinds)}
+        return windows if len(set(windows.values())) > 1 else windows[min(kinds)]
+    return window if getattr(config, "use_sliding_window", True) else None
+
+
+def mask_of(windows: Windows, make: Callable[[int | None], torch.Tensor]) -> Mask:
+    """What a forward takes as its mask, made for every window."""
+    if isinstance(windows, dict):
+        return {kind: make(window) for kind, window in windows.items()}
+    return make(windows)
 
 
 def additive_mask(

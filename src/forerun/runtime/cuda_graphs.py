@@ -18,6 +18,7 @@ from forerun.runtime.attention import (
     folded_mask,
     folding,
     groups_of,
+    mask_of,
     windows_of,
 )
 from forerun.runtime.base import (
@@ -275,17 +276,16 @@ class CudaGraphExecutor(Executor):
     def _step(self, inputs: torch.Tensor, columns: int, kept: int) -> torch.Tensor:
         """The pass itself: tokens at places of the cache see the places up to their own."""
         ids, positions, places = inputs.unbind()
-        masks = {
-            kind: folded_mask(
-                additive_mask(places, columns, window, self.model.dtype), self._groups
-            )
-            for kind, window in self._windows.items()
-        }
+
+        def mask(window: int | None) -> torch.Tensor:
+            seen = additive_mask(places, columns, window, self.model.dtype)
+            return folded_mask(seen, self._groups)
+
         self.cache.places, self.cache.shown = places, columns
         logits: torch.Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=masks.get(None, masks),
+            attention_mask=mask_of(self._windows, mask),
             logits_to_keep=kept,
             **self._cached,
         ).logits

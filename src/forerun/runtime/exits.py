@@ -317,7 +317,9 @@ class LayersExecutor(TorchExecutor):
         """Make room for so many tokens from these places on; the mask of a padded batch of them."""
         width = max(counts)
         columns = self.cache.open(rows, starts, width, self.device)
-        return self._mask(starts, width, columns)
+        mask = self._mask(starts, width, columns)
+        assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
+        return mask
 
     def _shown(self, batch: Batch) -> torch.Tensor:
         """What `leave` is shown of a batch that has just come to its depth."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.attention import windows_of
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.support import PROBE_TOLERANCE
@@ -74,6 +75,11 @@ class LayerAccess:
             raise UnsupportedModelError(
                 f"{kind} models have no layer-by-layer access, which early exits need; "
                 f"these have: {', '.join(FAMILIES)}"
+            )
+        if windows_of(model.config) is not None:
+            raise UnsupportedModelError(
+                f"the layers of this {kind} model see a sliding window, which drafts by its own "
+                "layers do not serve; use another draft"
             )
         family = FAMILIES[kind]
         try:

@@ -60,7 +60,6 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
-    windows: bool = False,
 ) -> Any:
     """Load a language model from a folder or a Hugging Face id (safetensors), or a GGUF file.
 
@@ -69,7 +68,6 @@ def load_model(
         device: None: CUDA if there is one, else the CPU.
         dtype: None: the checkpoint's own; of a GGUF file bfloat16, to which it is widened.
         trust_remote_code: run code that comes with the model.
-        windows: whether it may have sliding windows (see `support.refusal`).
 
     Raises:
         ModelError: missing, corrupt, incomplete, or none that writes text; one line says which.
@@ -89,9 +87,7 @@ def load_model(
         options = {"dtype": widened, "gguf_file": path.name}
         _warn_of_widening(path, widened)
     try:
-        model = _pretrained(
-            name if path is None else path.parent, windows, trust_remote_code, options
-        )
+        model = _pretrained(name if path is None else path.parent, trust_remote_code, options)
         model = model.to(where).eval()
         run_once(model)
     except ModelError:
@@ -106,7 +102,7 @@ def load_model(
     return model
 
 
-def _pretrained(name: str | Path, windows: bool, trusted: bool, options: dict[str, Any]) -> Any:
+def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any:
     """What `transformers` loads, complete and of a kind that can be served."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging as transformers_logging
@@ -116,7 +112,7 @@ def _pretrained(name: str | Path, windows: bool, trusted: bool, options: dict[st
     transformers_logging.disable_progress_bar()
     named = {k: v for k, v in options.items() if k == "gguf_file"} | {"trust_remote_code": trusted}
     config = AutoConfig.from_pretrained(str(name), **named)
-    if reason := refusal(config, windows, encoders=True):
+    if reason := refusal(config, encoders=True):
         raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
     if "gguf_file" not in options:
         _check_generation_config(name)

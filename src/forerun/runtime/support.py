@@ -7,9 +7,23 @@ from typing import Any
 import torch
 
 from forerun.errors import ModelError, UnsupportedModelError
+from forerun.runtime.attention import windows_of
 from forerun.runtime.base import Rows
 
-PROVEN = frozenset({"gemma", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"})
+PROVEN = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "phi3",
+        "qwen2",
+        "qwen3",
+    }
+)
 """Model types whose rows are tested against the model run alone; others are probed when loaded."""
 
 PROVEN_ENCODER_DECODER = frozenset(
@@ -69,12 +83,11 @@ def check_supported(model: Any, encoders: bool = False) -> None:
         )
 
 
-def refusal(config: Any, windows: bool = False, encoders: bool = False) -> str | None:
+def refusal(config: Any, encoders: bool = False) -> str | None:
     """The reason a configuration cannot be served, or None.
 
     Args:
         config: of the whole model.
-        windows: whether the executor only hides what lies outside a sliding window.
         encoders: whether the executor serves encoder-decoder models.
     """
     for part in ("vision", "audio"):
@@ -84,20 +97,14 @@ def refusal(config: Any, windows: bool = False, encoders: bool = False) -> str |
     if getattr(whole, "is_encoder_decoder", False):
         if not encoders:
             return "this executor serves no encoder-decoder models; use runtime torch"
+        if windows_of(config) is not None:
+            return "sliding windows of decoders with an encoder are not served"
         return REFUSED_ENCODER_DECODER.get(whole.model_type)
     if config.model_type in ("bert", "roberta", "electra", "distilbert", "albert", "deberta-v2"):
         return "encoder-only models do not generate text; use a decoder-only model"
     layers = set(getattr(config, "layer_types", None) or ())
     if odd := sorted(layers - {"full_attention", "sliding_attention"}):
         return f"layers of type {', '.join(odd)} keep a state that cannot be rolled back"
-    window = getattr(config, "sliding_window", None)
-    sliding = (
-        "sliding_attention" in layers
-        if layers
-        else window is not None and getattr(config, "use_sliding_window", True)
-    )
-    if sliding and not windows:
-        return f"its sliding window ({window} tokens) drops keys that a rollback would need"
     for sign in ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim"):
         if hasattr(config, sign):
             return "its recurrent state cannot be rolled back"

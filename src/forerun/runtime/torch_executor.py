@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from forerun.runtime.attention import Mask, additive_mask, mask_of, windows_of
 from forerun.runtime.base import Columns, Executor, Facts, Pieces, Rows
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.states import States, Taps
@@ -38,7 +39,8 @@ class TorchExecutor(Executor):
         self.facts = facts_of(model)
         self.cache = RowCache()
         self._cached = {cache_argument(model): self.cache, "use_cache": True}
-        self._masks: dict[int, torch.Tensor] = {}
+        self._windows = windows_of(model.config)
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._places = torch.arange(0, device=self.device)
         self._taps: Taps | None = None
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
@@ -119,7 +121,7 @@ class TorchExecutor(Executor):
         return logits[index, at.clamp_(max=logits.shape[1] - 1)]
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, first: int
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, first: int
     ) -> torch.Tensor:
         """`(n, width - first, V)` logits of `(n, width)` tokens from column `first` on."""
         logits: torch.Tensor = self.model(
@@ -139,26 +141,33 @@ class TorchExecutor(Executor):
         rows = [self._places[start : start + width] for start in starts]
         return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
-    def _mask(self, starts: Sequence[int], width: int, columns: int) -> torch.Tensor:
-        """Additive `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i."""
+    def _mask(self, starts: Sequence[int], width: int, columns: int) -> Mask:
+        """Of `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i."""
+        return mask_of(
+            self._windows, lambda window: self._mask_within(window, starts, width, columns)
+        )
+
+    def _mask_within(
+        self, window: int | None, starts: Sequence[int], width: int, columns: int
+    ) -> torch.Tensor:
         if len(starts) == 1 and width <= CACHED_MASKS:
             # A lower-right corner of one fixed triangle per width: no arithmetic per step.
-            full = self._masks.get(width)
+            full = self._masks.get((width, window))
             if full is None or full.shape[-1] < columns:
                 room = max(self.cache.columns, columns) + 256
-                full = self._build_mask([room - width], width, room)
-                self._masks[width] = full
+                full = self._build_mask(window, [room - width], width, room)
+                self._masks[width, window] = full
             corner = full[..., -columns:]
             # Kernels on a GPU read 16 bytes at a time; a corner may begin anywhere.
             return corner if self.device.type == "cpu" else corner.clone()
-        return self._build_mask(starts, width, columns)
+        return self._build_mask(window, starts, width, columns)
 
-    def _build_mask(self, starts: Sequence[int], width: int, columns: int) -> torch.Tensor:
-        begin = torch.tensor(starts, device=self.device).view(-1, 1, 1, 1)
-        query = begin + torch.arange(width, device=self.device).view(1, 1, -1, 1)
-        hidden = torch.arange(columns, device=self.device) > query
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
+    def _build_mask(
+        self, window: int | None, starts: Sequence[int], width: int, columns: int
+    ) -> torch.Tensor:
+        begin = torch.tensor(starts, device=self.device).unsqueeze(1)
+        places = begin + torch.arange(width, device=self.device)
+        return additive_mask(places, columns, window, self.dtype)
 
 
 def torch_rows(model: Any) -> Rows:

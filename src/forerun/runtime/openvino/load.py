@@ -55,7 +55,7 @@ def from_model(
         SettingError: a precision that is unknown or that so few threads cannot run.
     """
     settings(precision, threads or torch.get_num_threads())  # before anything takes long
-    if why := refusal(model.config, windows=True, encoders=True):
+    if why := refusal(model.config, encoders=True):
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
@@ -95,7 +95,7 @@ def from_name(
     options = _Options(precision, threads, progress)
 
     def torch_model() -> Any:
-        return load_model(name, "cpu", "fp32", trust_remote_code, windows=True)
+        return load_model(name, "cpu", "fp32", trust_remote_code)
 
     if here := files(name):
         entry = store.key(store.of_files(here), _form(precision))
