@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from forerun.checks import Bytes
 from forerun.errors import require
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -17,28 +18,28 @@ class Config:
     """Settings of the server that no request can change.
 
     Args:
-        name: what the model is called; clients send it back.
+        name: what clients call it; on the command line by default the folder's name.
         controller: spec of requests that name none.
-        rule: likewise; always allowed.
-        allowed_rules: names of lossy rules that requests may ask for.
-        api_keys: a request needs one of them; none: open to all who reach the port.
-        host: address to listen on.
-        port: 0 takes a free one.
-        max_rows: requests decoded together, ≥ 1.
-        queue: requests that may wait for a row, ≥ 0; more get status 429.
-        memory: bytes that key-value caches and logits of running requests may take; None: no bound
-            but `max_rows`.
-        prefix_cache: bytes that copies of texts read before may take, in addition; 0 keeps none.
-        max_tokens: most tokens a request may ask for; None: as many as the context holds.
-        max_body: bytes of a request's body.
+        rule: what to keep, for requests that do not say. Always allowed.
+        allowed_rules: a lossy rule that requests may ask for, or all; by default none.
+        api_keys: requests need one of these keys, on the command line also from FORERUN_API_KEY.
+            None: open to all who reach the port.
+        host: address to listen on; this machine only. Others by their address, or 0.0.0.0.
+        port: to listen on; 0 takes a free one.
+        max_rows: texts decoded together. At least 1.
+        queue: texts that may wait; more get status 429. At least 0.
+        memory: for caches and logits of running texts, like 8GB; by default no bound but the rows'.
+        prefix_cache: for texts read before, not to read them again; 0 is off. Besides `memory`.
+        max_tokens: most tokens a request may ask for. None: as many as the context holds.
+        max_body: largest request body.
         buffer: rounds that may wait for a slow reader of a stream, ≥ 1; then it is cancelled.
         deadline: seconds that the head of a request may take, and its body.
         connections: open at a time; more get status 503.
-        grace: seconds that running requests have to finish after a signal to stop.
+        grace: for running requests to finish after a signal.
         ping: seconds after which a silent stream gets a comment line, so that proxies keep it.
-        origins: web origins whose pages may call the server.
-        hosts: names by which it may be called, besides `host` and loopback.
-        metrics_prefix: of Prometheus names.
+        origins: a web origin whose pages may call.
+        hosts: another name of this machine. Besides `host` and loopback.
+        metrics_prefix: of metric names; vllm: for tools that read vLLM's.
     """
 
     name: str = "forerun"
@@ -50,10 +51,10 @@ class Config:
     port: int = 8000
     max_rows: int = 16
     queue: int = 256
-    memory: int | None = None
-    prefix_cache: int = 512 * 10**6
+    memory: Bytes | None = None
+    prefix_cache: Bytes = 512 * 10**6
     max_tokens: int | None = None
-    max_body: int = 4 * 2**20
+    max_body: Bytes = 4 * 2**20
     buffer: int = 1024
     deadline: float = 30.0
     connections: int = 1024

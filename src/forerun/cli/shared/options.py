@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
+from forerun.checks import Bytes, size
 from forerun.errors import SettingError
 
 T = TypeVar("T")
@@ -48,8 +49,23 @@ METAVARS = {
     "stop": "STR",
     "logit_bias": "ID=VALUE",
     "grace": "SECONDS",
+    "name": "NAME",
+    "allowed_rules": "NAME",
+    "api_keys": "KEY",
+    "host": "ADDRESS",
+    "origins": "URL",
+    "hosts": "NAME",
+    "metrics_prefix": "PREFIX",
 }
 """Of fields that have another than that of their type."""
+FLAGS = {
+    "name": "--served-model-name",
+    "allowed_rules": "--allow-rule",
+    "api_keys": "--api-key",
+    "origins": "--allow-origin",
+    "hosts": "--allow-host",
+}
+"""Of fields that have another than their name."""
 
 
 class Fields:
@@ -77,7 +93,7 @@ class Fields:
         **changed: Any,
     ) -> None:
         self.source, self.panel, self.changed = source, panel, changed
-        self._optional = optional
+        self._optional, self.sizes = optional, set[str]()
         known = [f.name for f in fields(source) if f.init]
         self.names = [n for n in only or known if n not in without]
 
@@ -94,6 +110,11 @@ class Fields:
                 kind, default = kind | None, None
             if isinstance(kind, tuple):
                 kind, default = kind
+            if Bytes in (kind, *get_args(kind)):
+                text = option("SIZE", texts.get(name, ""), panel=self.panel)
+                kind = Annotated[str | None, text]
+                default = None if default is None else _sized(default)
+                self.sizes.add(name)
             if get_origin(kind) is not Annotated:
                 kind = _option(name, kind, texts.get(name, ""), self.panel)
             keyword = inspect.Parameter.KEYWORD_ONLY
@@ -106,17 +127,22 @@ def _plain(default: Any) -> Any:
     return None if default in ((), {}, frozenset()) else default
 
 
+def _sized(count: int) -> str:
+    """Bytes as `checks.size` reads them."""
+    return f"{count >> 20}MiB" if count % 2**20 == 0 else f"{count // 10**6}MB"
+
+
 def _option(name: str, kind: Any, text: str, panel: str | None) -> Any:
     if kind is bool:
         return Annotated[bool, flag(f"--{name.replace('_', '-')}", text, panel)]
     several = get_origin(kind) in (tuple, frozenset, Mapping)
     single = next((k for k in get_args(kind) or (kind,) if k is not type(None)), str)
     metavar = METAVARS.get(name) or {int: "N", float: "X"}.get(single, "TEXT")
+    names = [FLAGS[name]] if name in FLAGS else []
     if several:
-        return Annotated[
-            list[str] | None, option(metavar, f"{text[:-1]}; repeatable.", panel=panel)
-        ]
-    return Annotated[kind, option(metavar, text, panel=panel)]
+        text = f"{text[:-1]}; repeatable."
+        return Annotated[list[str] | None, option(metavar, text, *names, panel=panel)]
+    return Annotated[kind, option(metavar, text, *names, panel=panel)]
 
 
 def help_of(source: type[Any]) -> dict[str, str]:
@@ -146,6 +172,8 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
     def run(**given: Any) -> T:
         for name, (mark, whole) in groups.items():
             values = {field: given.pop(field) for field in mark.names}
+            for field in mark.sizes:
+                values[field] = None if values[field] is None else size(values[field])
             given[name] = mark.source(**values) if whole else values
         return function(**given)
 

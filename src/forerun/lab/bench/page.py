@@ -8,6 +8,7 @@ from typing import Any
 
 from forerun.lab.bench import report
 from forerun.lab.bench.bench import Results
+from forerun.lab.bench.methods import PLAIN
 from forerun.lab.bench.report import Cell, Document
 
 PAGE = "report.html"
@@ -36,7 +37,7 @@ def shown(document: Document, cells: list[Cell]) -> dict[str, Any]:
     first = min(report.batches(document))
     lengths: dict[str, dict[str, int]] = {}
     for sample in document["samples"]:
-        if sample["batch"] == first and sample["lengths"] and sample["method"] != report.PLAIN:
+        if sample["batch"] == first and sample["lengths"] and sample["method"] != PLAIN:
             counts = lengths.setdefault(sample["method"], {})
             for accepted, rounds in sample["lengths"].items():
                 counts[accepted] = counts.get(accepted, 0) + rounds
