@@ -13,6 +13,7 @@ from benchmarks import (
     ears,
     easd,
     easd_baselines,
+    fairness,
     gpu,
     gumbel,
     live,
@@ -355,6 +356,15 @@ def _serve_load(
     """
     lengths = serve_load.Lengths(seconds, turns, soak_seconds)
     serve_load.main(forerun.load(), part, prompts, tokens, lengths, clients, vllm)
+
+
+@app.command("fairness")
+def _fairness(attack: list[str] = []):  # noqa: B006
+    """What a client waits beside requests that are small and cost much, and ten times too much.
+
+    `--attack` names one of them; without, all.
+    """
+    fairness.main(forerun.load(), attack)
 
 
 @app.command("all")

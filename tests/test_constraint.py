@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
@@ -290,3 +291,32 @@ def test_a_dead_end_is_said_to_be_one() -> None:
     done = run([[0]], constraint=Automaton(True, {0: {1: 1}, 1: {}}), max_new_tokens=5)[0]
     assert done.finish_reason == "error"
     assert "the constraint leave" in done.error
+
+
+class Slow(Walk):
+    """A grammar whose masks take long from the tenth on."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        if self.asked > 9:
+            end = time.thread_time() + 0.06
+            while time.thread_time() < end:
+                pass
+        return super().allowed()
+
+
+class SlowAutomaton(Automaton):
+    def begin(self) -> Walk:
+        return Slow(self.moves, forces=False)
+
+
+def test_a_constraint_that_takes_too_long_ends_its_request_alone() -> None:
+    moves: Moves = {0: dict.fromkeys(range(V - 1), 0)}
+    made = Engine(ScriptedModel(chaotic(1)), NullDrafter(), eos=frozenset([EOS]))
+    length, rule = CONTROLLERS.make("fixed(0)"), RULES.make("standard")
+    slow = Sampling(max_new_tokens=20, constraint=SlowAutomaton(False, moves))
+    ids = [made.submit([0], how, length, rule) for how in (slow, Sampling(max_new_tokens=20))]
+    done = {e.request: e.completion for e in made.run() if e.completion}
+    assert done[ids[0]].error_type is SettingError
+    assert "takes too long" in (done[ids[0]].error or "")
+    assert 8 <= len(done[ids[0]].tokens) <= 11
+    assert done[ids[1]].finish_reason in ("length", "eos")

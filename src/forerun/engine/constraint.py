@@ -15,10 +15,10 @@ from forerun.requests import Constraint
 
 KEPT = 64
 """Masks that are kept: more than a round's."""
-MASK_SECONDS, TOTAL_SECONDS = 0.05, 2.0
-"""Processor time that one mask and all masks of a request may take: other requests wait for it."""
+STEP_SECONDS, TOTAL_SECONDS = 0.05, 2.0
+"""Processor time that masks may take in a round, and for a request: others wait for it."""
 FREE = 3
-"""Masks that may take longer: the first ones build what later ones use."""
+"""Masks that count for the request only: the first ones build what later ones use."""
 
 
 class Place:
@@ -43,6 +43,7 @@ class Place:
         self._masks: dict[int, NDArray[np.bool_]] = {}
         self.error: Exception | None = None
         self._seconds, self._computed = 0.0, 0
+        self._step, self._step_seconds = -1, 0.0
 
     def restrict(self, logits: torch.Tensor, output: Sequence[int], draft: Sequence[int]) -> None:
         """Exclude what may not be said, in place.
@@ -53,6 +54,7 @@ class Place:
             output: tokens so far.
             draft: tokens that follow.
         """
+        self._begin(output)
         for i in range(min(len(logits), len(draft) + 1)):
             mask = self._mask([*output, *draft[:i]])
             if mask is None:
@@ -74,6 +76,11 @@ class Place:
         except Exception as error:
             self.error = error
             return []
+
+    def _begin(self, output: Sequence[int]) -> None:
+        """A new round begins where the text has grown."""
+        if len(output) != self._step:
+            self._step, self._step_seconds = len(output), 0.0
 
     def _mask(self, output: Sequence[int]) -> NDArray[np.bool_] | None:
         """`(V,)` what may follow; None where the text has ended or is none."""
@@ -104,9 +111,10 @@ class Place:
         mask[self._eos] |= self._matcher.complete()
         took = time.thread_time() - began
         self._seconds, self._computed = self._seconds + took, self._computed + 1
-        if (took > MASK_SECONDS and self._computed > FREE) or self._seconds > TOTAL_SECONDS:
+        self._step_seconds += took * (self._computed > FREE)
+        if self._step_seconds > STEP_SECONDS or self._seconds > TOTAL_SECONDS:
             raise SettingError(
-                f"the constraint takes too long: {took * 1e3:.0f} ms for one place of the text, "
+                f"the constraint takes too long: {self._step_seconds * 1e3:.0f} ms in one round, "
                 f"{self._seconds:.1f} s in all; make its rules less ambiguous"
             )
         return mask
