@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import transformers as hf
 
+from benchmarks import gpu
 from benchmarks.common import Task, geometric, recorded
 from benchmarks.gpu import enlarged
 from benchmarks.quality import coins
@@ -171,3 +174,20 @@ def test_rouge_is_that_of_the_package() -> None:
         wanted, text = (" ".join(rng.choices(words, k=9)) for _ in "ab")
         one = scorer.score(wanted, text)
         assert rouge([wanted], [text]) == pytest.approx([100 * s.fmeasure for s in one.values()])
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_runs_through(tmp_path: Path) -> None:
+    """The shipped pair without graphs on the CPU: every part is there and every text the same."""
+    gpu.main(tmp_path, 600, compile=False, tiny=True)
+    parts = json.loads((tmp_path / "gpu.json").read_text())
+    assert not [name for name, part in parts.items() if "failed" in str(part)]
+    batches = [f"{kind} {n}" for n in gpu.TINY_BATCHES for kind in ("short", "transformers")]
+    assert set(batches) | {"copy", "machine", "passes target", "passes draft", "vocabulary"} == set(
+        parts
+    )
+    for name in batches:
+        for method, cell in parts[name].items():
+            if isinstance(cell, dict):
+                right, of = map(int, cell["identical"].split("/"))
+                assert (right, cell["tokens/s"] > 0) == (of, True), (name, method)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from forerun.errors import SettingError
 from forerun.runtime import base as base_module
-from forerun.runtime.attention import FOLDED, folded_attention, folding, groups_of
+from forerun.runtime.attention import FOLDED, folded_attention, groups_of
 from forerun.runtime.base import Executor, Rows, best_of, read_stacked, stacked_best
 from forerun.runtime.cuda_graphs import CudaGraphExecutor, Graph
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
@@ -224,10 +224,11 @@ def test_folded_attention_is_that_of_transformers(
     monkeypatch.setitem(AttentionInterface._global_mapping, FOLDED, spy)
 
     def logits(groups: int) -> torch.Tensor:
-        rows = Rows(TorchExecutor(model))
-        with folding(model, groups):
-            rows.read(prompts)
-            return rows.feed([p[-1:] + [3, 4, 5][:i] for i, p in enumerate(prompts)])
+        executor = TorchExecutor(model)
+        executor._groups = groups
+        rows = Rows(executor)
+        rows.read(prompts)
+        return rows.feed([p[-1:] + [3, 4, 5][:i] for i, p in enumerate(prompts)])
 
     groups = groups_of(model)
     plain, seen = logits(1), len(folded)
@@ -354,9 +355,13 @@ def test_the_best_tokens_are_those_of_the_logits(case: Case) -> None:
     assert best.lengths == logits.lengths
 
 
+@pytest.mark.parametrize("positions", [1, 4, 1000])
 @pytest.mark.parametrize("signals", [SIGNALS, frozenset()])
-def test_the_best_of_a_gpu_are_those_of_the_cpu(signals: frozenset[str]) -> None:
-    """The same arithmetic where logits stay on a device, run on this one."""
+def test_the_best_of_a_gpu_are_those_of_the_cpu(
+    signals: frozenset[str], positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same arithmetic where logits stay on a device, run on this one, in parts or at once."""
+    monkeypatch.setattr(base_module, "FLOATS", positions * VOCAB)
     logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[1, 2, 5] = float("nan")
     got, wanted = (
