@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import forerun
+from forerun import zoo
 from forerun.errors import (
     ForerunWarning,
     MissingExtraError,
@@ -21,6 +22,7 @@ from forerun.errors import (
 from forerun.runtime import load_model, load_tokenizer
 from forerun.runtime.gguf import locate, read
 from forerun.runtime.gguf_tokenizer import tokenizer_of
+from forerun.runtime.preview import preview
 
 pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun[gguf]'")
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
@@ -248,3 +250,17 @@ def test_states_of_named_depths(family: str, tmp_path: Path) -> None:
     wanted = torch.cat([x[0] if x.dim() == 3 else x for x in streams], -1)
     got = executor.states.read(0, 0, len(IDS))
     assert (got - wanted).abs().max() < 5e-3 * wanted.abs().max()
+
+
+def test_what_would_be_loaded_is_said_before(file: Path) -> None:
+    lines = list(preview(file).lines())
+    assert lines[0] == f"{file.name}: llama, 1 million weights"
+    assert lines[1] == "files: Q4_1, 1 MB"
+    assert lines[2] == "context: 128 tokens; its cache takes 2 MB per 1,000 tokens"
+    assert lines[3] == "on a CPU: openvino, weights as they are (Q4_1)"
+    shipped = preview(zoo.DRAFT)
+    assert (shipped.kind, shipped.precision) == ("llama", "BF16")
+    assert shipped.nbytes == 2 * shipped.weights
+    assert "openvino(precision='int8') would take" in shipped.runtime
+    with pytest.raises(ModelError, match="no model of safetensors or GGUF"):
+        preview(file.parent / "nothing")

@@ -251,3 +251,28 @@ def test_a_file_that_changes_does_not_change_a_model_that_runs(tmp_path, damage)
                 open_file.write(b"\x3f" * file.stat().st_size)
     after = [m.generate("Once upon a time", max_new_tokens=12).tokens for m in models]
     assert before == after
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        (
+            {"adapter_config.json": '{"base_model_name_or_path": "some/base"}'},
+            "a LoRA adapter of some/base; merge it first",
+        ),
+        ({"openvino_model.xml": "", "config.json": "{}"}, "an exported OpenVINO model"),
+        (
+            {"config.json": '{"quantization_config": {"quant_method": "awq"}}'},
+            "quantised by awq, which is not read here; use the checkpoint",
+        ),
+    ],
+)
+def test_other_formats_are_refused_by_name(
+    files: dict[str, str], line: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UnsupportedModelError, match=line):
+        load_model(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=line):
+        load_tokenizer(tmp_path)

@@ -11,13 +11,30 @@ from rich.text import Text
 
 from forerun.cli.shared.catalog import Card, find
 from forerun.cli.shared.console import stdout
+from forerun.errors import SettingError
 
 
 def info(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A controller, rule or drafter.")],
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A controller, rule or drafter.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Instead, what would be loaded for this model."),
+    ] = None,
 ) -> None:
     """Show the full card of a part: what it does, when it helps, every setting."""
     console = stdout()
+    if (name is None) == (target is None):
+        raise SettingError("give the name of a part, or --target MODEL")
+    if target is not None:
+        from forerun.runtime.preview import preview
+        from forerun.zoo import locate
+
+        for line in preview(locate(target)).lines():
+            console.print(line, soft_wrap=True, highlight=False)
+        return
+    assert name is not None
     cards = find(name)
     if len(cards) > 1:
         kinds = " and a ".join(card.kind.removesuffix("s") for card in cards)

@@ -297,10 +297,35 @@ def _check_path(name: str | Path) -> None:
         folder = path.is_dir()
     except (OSError, ValueError, RuntimeError):  # too long, or nobody's home
         folder, looks_local = False, True
+    if folder and (reason := _other_format(path)):
+        raise UnsupportedModelError(f"{text!r} {reason}")
     if folder and not (path / "config.json").is_file():
         raise ModelError(f"{text!r} holds no model: config.json is missing")
     if looks_local and not folder:
         raise ModelError(f"no model folder at {text!r}; give a folder or a Hugging Face id")
+
+
+def _other_format(folder: Path) -> str | None:
+    """What a folder holds that is not read here, and the way out; None: nothing of the kind."""
+    if (folder / "adapter_config.json").is_file() and not list(folder.glob("model*.safetensors")):
+        base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return (
+            f"holds a LoRA adapter of {base or 'a model it does not name'}; merge it first: "
+            "PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+        )
+    if (folder / "openvino_model.xml").is_file() and not list(folder.glob("*.safetensors")):
+        return (
+            "holds an exported OpenVINO model, whose attention keeps its cache inside; use the "
+            "checkpoint it was made from, or a GGUF file"
+        )
+    quantised = _read_json(folder / "config.json").get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if method in ("awq", "gptq"):
+        return (
+            f"holds weights quantised by {method}, which is not read here; use the checkpoint it "
+            "was made from, or a GGUF file of it"
+        )
+    return None
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

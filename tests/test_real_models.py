@@ -1,0 +1,57 @@
+"""SmolLM2-135M-Instruct from its GGUF file: the same text with drafts, at every width and batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import forerun
+from forerun import Model
+from real import smollm2
+
+pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+
+from forerun.runtime.openvino.probe import ROUNDING
+
+PROMPTS = (
+    "Write a Python function that reverses a string.",
+    "List three fruits and their colours as JSON.",
+    "Rewrite politely: send me the report now.",
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forerun.load(smollm2(), "lookup", runtime="openvino")
+
+
+def chat(model: Model, text: str) -> list[int]:
+    turns = [{"role": "user", "content": text}]
+    return list(
+        model.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    )
+
+
+def test_drafts_and_batches_change_no_text(model: Model) -> None:
+    prompts = [chat(model, text) for text in PROMPTS]
+    plain = [model.generate(ids, max_new_tokens=24, plain=True) for ids in prompts]
+    assert "def reverse_string" in plain[0].text
+    drafted = model.generate(prompts, max_new_tokens=24, controller="fixed(4)")
+    assert [list(x.tokens) for x in drafted] == [list(x.tokens) for x in plain]
+
+
+def test_widths_and_chunks_compute_the_same(model: Model) -> None:
+    """One token is as several are but for the order of sums; several are equal to the last bit."""
+    ids, executor = chat(model, PROMPTS[0])[:40], model.target.executor
+    passes = {}
+    for width in (1, 2, 4, 5, 8, 40):
+        rows = [
+            executor.run([at], [ids[at : at + width]], [width])[0].numpy()
+            for at in range(0, len(ids), width)
+        ]
+        executor.keep([], [])
+        passes[width] = np.concatenate(rows)
+    most = ROUNDING * np.abs(passes[2]).max()
+    for logits in passes.values():
+        assert np.abs(logits - passes[2]).max() <= most
+    assert all((passes[width] == passes[2]).all() for width in (4, 8))
