@@ -84,7 +84,7 @@ def preview(name: str | Path) -> Preview:
         )
     try:
         config = read_config(name)
-        if reason := refusal(config, windows=True, encoders=True):
+        if reason := refusal(config, encoders=True):
             raise ModelError(f"{config.model_type} models cannot run here: {reason}")
         limit = context_limit(config)
     except ForerunError:
