@@ -226,7 +226,9 @@ def test_a_file_that_cannot_be_used_costs_nothing_but_speed(tmp_path: Path) -> N
     rng = np.random.default_rng(0)
     growing.learn(rng.integers(0, 999, 5000).tolist(), 0)  # written without being asked
     assert 0 < len(NGrams.load(path, "x")) <= 50
-    nowhere = GrowingTable(path / "a file is no folder" / "x", "x", 9)
+    nowhere = GrowingTable(path / "a file is no folder" / "x", "x", 999, most=50)
+    nowhere.learn(rng.integers(0, 999, 5000).tolist(), 0)
+    assert 0 < len(nowhere.table) <= 50
     nowhere.learn([1, 2], 0)
     nowhere.save()
     assert follow([nowhere.table], [1]).token == 2  # type: ignore[union-attr]

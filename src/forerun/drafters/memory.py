@@ -67,6 +67,7 @@ class GrowingTable:
                 table.trim(self._most)
                 table.save(self._path, self._about[0])
             self.table.entries = table.entries
+        self.table.trim(self._most)  # also where nothing can be written
         self._new.clear()
 
     def _read(self) -> NGrams:
