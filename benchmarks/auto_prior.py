@@ -5,8 +5,8 @@
 From traces of greedy and of sampled texts (`--rule standard`), one or more pairs' each, validation
 prompts of all families. What is fitted are the tokens that rounds would judge that draft on to the
 first rejection, one round after another; every pair weighs the same, and in it every family.
-Prints the two rows of numbers that `auto_survival` ships, and for each signal how well it predicts
-families it was not fitted to.
+Prints the two rows of numbers that `controllers/survival.py` ships, and for each signal how well it
+predicts families it was not fitted to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.controllers.auto_survival import MOST_MARGIN
+from forerun.controllers.survival import MOST_MARGIN
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 
@@ -34,8 +34,7 @@ class Judged:
     """Probability that it was kept."""
     signals: dict[str, FloatArray]
     newest: FloatArray
-    """Margin of the token before it in its round, and the mean of all before it."""
-    mean: FloatArray
+    """Margin of the token before it in its round."""
 
 
 def judged(trace: Trace) -> Judged:
@@ -53,7 +52,6 @@ def judged(trace: Trace) -> Judged:
         signals = {name: values[rows, place] for name, values in trace.signals.items()}
         margin = np.minimum(signals["logit_margin"], MOST_MARGIN)
         before = np.maximum(depth - 1, 0)
-        mean = margin.cumsum(1)[row, before] / np.maximum(depth, 1)
         parts.append(
             Judged(
                 np.zeros_like(row),
@@ -62,7 +60,6 @@ def judged(trace: Trace) -> Judged:
                 trace.accept_prob[rows, place][row, depth],
                 {name: values[row, depth] for name, values in signals.items()},
                 margin[row, before],
-                mean,
             )
         )
         place = place + match + 1
@@ -81,7 +78,6 @@ def joined(parts: list[Judged]) -> Judged:
         join([p.hit for p in parts]),
         {name: join([p.signals[name] for p in parts]) for name in parts[0].signals},
         join([p.newest for p in parts]),
-        join([p.mean for p in parts]),
     )
 
 
@@ -140,7 +136,7 @@ def prior(tokens: Judged, signal: str) -> list[float]:
     kept = [constant, slope, 0.0] if signal == "logit_margin" else [constant, 0.0, slope]
     first = tokens.depth == 0
     begins = fitted(np.ones((first.sum(), 1)), tokens.hit[first], weight[first])
-    x = with_one(tokens.newest[~first], tokens.mean[~first])
+    x = with_one(tokens.newest[~first])
     return [*kept, *begins, *fitted(x, tokens.hit[~first], weight[~first])]
 
 

@@ -21,10 +21,10 @@ from rich.progress import Progress
 
 import forerun
 from forerun import zoo
-from forerun.controllers.auto import Auto
 from forerun.engine import Sampling
+from forerun.governors.renewal import Renewal
 from forerun.lab.traces import record
-from forerun.lab.traces.replay import geometric as geometric
+from forerun.lab.traces.results import geometric as geometric
 from forerun.lab.traces.trace import Trace
 
 RESULTS = Path(__file__).parent / "results"
@@ -121,7 +121,7 @@ def recorded(model: forerun.Model, work: Sequence[Task]) -> Trace:
             record.Task(t.family, str(i), t.tokens, sampling)
             for i, (t, sampling) in enumerate(zip(work, how, strict=True))
         ],
-        depth=Auto().high,
+        depth=Renewal().high,
     )
 
 

@@ -27,7 +27,8 @@ from forerun import zoo
 from forerun.engine.meter import Meter
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.measuring import measure
-from forerun.lab.traces.replay import Rounds, replay, stream
+from forerun.lab.traces.replay import replay, stream
+from forerun.lab.traces.results import Rounds
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 

@@ -29,7 +29,8 @@ import torch
 import forerun
 from benchmarks.common import RESULTS, provenance, save, table
 from forerun.costs import Costs
-from forerun.lab.traces.replay import replay, summarise
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import summarise
 from forerun.lab.traces.trace import Trace
 
 PRECISIONS = ("fp32", "bf16", "int8")

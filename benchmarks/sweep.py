@@ -76,7 +76,7 @@ def main(model: forerun.Model, prompts: int, tokens: int) -> None:
         "exllama-ema": [f"exllama-ema(length=4,high={n})" for n in (4, 6, 8, 12, 24)],
         "sglang-ema": ["sglang-ema", "sglang-ema(length=4,candidate_steps='1,2,3,4,6,8,12')"],
         "goodput": [
-            f"goodput(cost={cost},width_cost={width})"
+            f"goodput(cost={cost},slope={width})"
             for cost, width in itertools.product((3, 4.2, 6), (0.0, 0.02, 0.05))
         ],
         "bandit": [

@@ -19,7 +19,8 @@ from forerun.engine.meter import Meter
 from forerun.errors import SettingError
 from forerun.lab.traces.batches import replay_batches
 from forerun.lab.traces.record import Task
-from forerun.lab.traces.replay import Replay, Rounds, replay, stream
+from forerun.lab.traces.replay import replay, stream
+from forerun.lab.traces.results import Replay, Rounds
 from forerun.lab.traces.trace import Trace
 from forerun.runtime.base import CHUNK
 from forerun.testing import ScriptedModel
@@ -91,7 +92,8 @@ def shipped(per_family: int) -> Any:
     "spec",
     [
         *(n for n in CONTROLLERS.names() if n != "bounded"),
-        "bounded(auto,low=1,high=8)",
+        "bounded(survival,low=1,high=8)",
+        "auto(calibrated)",
         "auto(cost=4,slope=0.05)",
         "cm-asd(high=16,two_pass=true)",
         "gammatune+(threshold=0.6,keep=false)",
@@ -118,21 +120,6 @@ def test_a_batch_of_one_is_a_stream(scripted: Any) -> None:
         other = stream(trace, spec, cell, np.arange(trace.prompts))
         for f in fields(Replay):
             assert getattr(one, f.name) == pytest.approx(getattr(other, f.name)), f.name
-
-
-def test_sampled_previews_are_drawn_anew() -> None:
-    script = chaotic(5)
-    model = Model(ScriptedModel(script), ModelDrafter(ScriptedModel(noisy(script, 6, 0.7)), 7))
-    model.eos = frozenset()
-    tasks = [
-        Task("a", str(i), [1, 2], Sampling(max_new_tokens=12, temperature=1.0, seed=i))
-        for i in range(6)
-    ]
-    trace, cell = recorded(model, tasks, depth=12), Costs.synthetic(6, slope=0.02)
-    spec = "cm-asd(high=8,two_pass=true)"
-    one, other = replay_batches(trace, spec, cell, 1), replay(trace, spec, cell)
-    assert one.steps.tolist() == other.steps.tolist()
-    assert one.accepted.tolist() == other.accepted.tolist()
 
 
 def test_what_decides_for_itself_drafts_the_same_in_any_batch(scripted: Any) -> None:
@@ -167,7 +154,7 @@ class Broken(FixedLength):
 
     summary: ClassVar[str] = ""
 
-    def observe(self, state: State, costs: Costs, round: Round) -> State:
+    def observe(self, state: State, round: Round) -> State:
         raise ZeroDivisionError("of a policy")
 
 

@@ -21,7 +21,8 @@ from benchmarks.rsd import Scorer, answers, verdict
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.lab.traces.costs import Cell
-from forerun.lab.traces.replay import Rounds, replay
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import Rounds
 from forerun.testing import ScriptedModel
 from test_engine import chaotic, noisy
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, LengthPolicy
 from forerun.controllers.fixed import FixedLength
-from forerun.costs import Costs
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
@@ -183,13 +182,13 @@ class Noting(FixedLength):
 
     seen: list[Round] = field(default_factory=list, hash=False, compare=False)
 
-    def observe(self, state: Any, costs: Costs, round: Round) -> Any:
+    def observe(self, state: Any, round: Round) -> Any:
         self.seen.append(round)
         return state
 
 
 def test_controllers_do_not_learn_from_forced_tokens() -> None:
-    noting: LengthController = Noting(2)
+    noting: LengthPolicy = Noting(2)
     moves = {i: {(3 * i + 1) % EOS: i + 1} for i in range(40)} | {40: {}}
     draft = ScriptedModel(near)
     made = Engine(ScriptedModel(chaotic(1)), ModelDrafter(draft, V), eos=frozenset([EOS]))
@@ -207,7 +206,7 @@ def test_controllers_do_not_learn_from_forced_tokens() -> None:
 
 def test_the_drafter_goes_on_behind_forced_tokens() -> None:
     target, draft = ScriptedModel(chaotic(1)), ScriptedModel(chaotic(1))
-    noting: LengthController = Noting(2)
+    noting: LengthPolicy = Noting(2)
     made = Engine(target, ModelDrafter(draft, V), eos=frozenset([EOS]))
     sampling = Sampling(max_new_tokens=30, constraint=Automaton(), temperature=1.0, seed=3)
     made.submit(Request([0], sampling, noting, RULES.make("standard")))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, LengthPolicy
 from forerun.controllers.fixed import FixedLength
 from forerun.costs import Costs
 from forerun.drafters.lookup import LookupDrafter
@@ -32,7 +32,7 @@ SPECS = [
     "hf-threshold(dynamic=True)", "gammatune", "gammatune+", "gammatune+(keep=False)",
     "bounded(gammatune+,low=1,high=3)", "svip", "adaedl(keep=False)", "exllama-ema", "sglang-ema",
     "goodput", "bandit(policy=thompson)", "cm-asd", "cm-asd(two_pass=True)",
-    "bounded(cm-asd(two_pass=True),high=3)", "auto", "bounded(auto,high=3)",
+    "bounded(cm-asd(two_pass=True),high=3)", "auto", "auto(high=3)",
 ]  # fmt: skip
 V = 7
 NEXT = torch.eye(V).roll(1, dims=1) * 9.0  # after t comes t + 1 (mod V)
@@ -270,18 +270,13 @@ def test_a_tested_bonus_counts_its_drift() -> None:
 
 
 @dataclass(frozen=True)
-class Counting(LengthController):
+class Counting(LengthPolicy):
     """Drafts as many tokens as requests came before."""
 
-    carries = True  # type: ignore[assignment]
+    def start(self, certain: bool = True, before: Any = None) -> tuple[int]:
+        return (1 if before is None else before[0] + 1,)
 
-    def start(self) -> tuple[int]:
-        return (1,)
-
-    def carry(self, state: tuple[int]) -> tuple[int]:
-        return (state[0] + 1,)
-
-    def limit(self, state: tuple[int], costs: Costs) -> int:
+    def limit(self, state: tuple[int]) -> int:
         return state[0]
 
 
@@ -292,9 +287,10 @@ class Listening(Meter):
         super().__init__()
         self.laps: list[Lap] = []
 
-    def tell(self, lap: Lap) -> None:
-        self.laps.append(lap)
-        super().tell(lap)
+    def add(self, lap: Lap) -> None:
+        if not lap.reads:
+            self.laps.append(lap)
+        super().add(lap)
 
 
 def test_a_request_starts_from_the_newest_that_left() -> None:
@@ -311,8 +307,8 @@ def test_a_request_starts_from_the_newest_that_left() -> None:
     assert next(iter(made.run())).round.drafted == 3
     # A batch drafts as long as its longest row.
     assert {lap.rows for lap in meter.laps} == {1, 2}
-    assert all(lap.steps == lap.width for lap in meter.laps)
-    assert all((lap.draft_seconds > 0) == (lap.width > 0) for lap in meter.laps)
+    assert all(lap.steps == lap.width - 1 for lap in meter.laps)
+    assert all((lap.draft_seconds > 0) == (lap.width > 1) for lap in meter.laps)
 
 
 def test_what_tokens_of_a_drafter_without_a_model_take_is_timed() -> None:
@@ -321,9 +317,9 @@ def test_what_tokens_of_a_drafter_without_a_model_take_is_timed() -> None:
     how = Sampling(max_new_tokens=40)
     made.submit([0, 1, 2, 0], how, CONTROLLERS.make("fixed(5)"), RULES.make("exact"))
     list(made.run())
-    drafted = [lap for lap in meter.laps if lap.width]
+    drafted = [lap for lap in meter.laps if lap.width > 1]
     assert [lap.steps for lap in drafted[:3]] == [5] * 3
-    assert all(lap.steps == lap.width and lap.draft_seconds > 0 for lap in drafted)
+    assert all(lap.steps == lap.width - 1 and lap.draft_seconds > 0 for lap in drafted)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -347,41 +343,24 @@ def test_torch_leaves_the_cores_to_passes_on_other_threads(own: bool) -> None:
         torch.set_num_threads(before)
 
 
-class Reading(Meter):
-    """Notes what drafts read and which requests left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def caught_up(self, rows: int, seconds: float, tokens: int) -> None:
-        assert seconds > 0
-        self.seen.append(("read", rows, tokens))
-        super().caught_up(rows, seconds, tokens)
-
-    def finished(self, prompt: int, output: int) -> None:
-        self.seen.append(("left", prompt, output))
-        super().finished(prompt, output)
-
-
 def test_the_meter_is_told_what_drafts_read() -> None:
     """Of each prompt of 20 all but the newest, and the one more that another row is behind."""
-    script, meter = chaotic(1), Reading()
-    drafter = ModelDrafter(ScriptedModel(script), V)
-    made = Engine(ScriptedModel(script), drafter, max_rows=2, meter=meter)
+    read: list[tuple[int, int]] = []
+
+    class Reading(Meter):
+        def add(self, lap: Lap) -> None:
+            if lap.reading_tokens:
+                assert lap.reading_seconds > 0
+                read.append((lap.rows, lap.reading_tokens))
+            super().add(lap)
+
+    drafter = ModelDrafter(ScriptedModel(chaotic(1)), V)
+    made = Engine(ScriptedModel(chaotic(1)), drafter, max_rows=2, meter=Reading())
     for tokens in (12, 4, 9):  # the third joins when the second has left
         how = Sampling(max_new_tokens=tokens)
         made.submit([1] * 20, how, CONTROLLERS.make("fixed(3)"), RULES.make("exact"))
     list(made.run())
-    assert meter.seen == [
-        ("read", 2, 38), ("left", 0, 4), ("read", 2, 20), ("left", 0, 12), ("left", 20, 9)
-    ]  # fmt: skip
-    # Alone or plainly nothing is charged: no one else's prompt is read.
-    del meter.seen[:]
-    plain = CONTROLLERS.make("fixed(0)")
-    made.submit([1] * 20, Sampling(max_new_tokens=3), plain, RULES.make("exact"))
-    list(made.run())
-    assert meter.seen == [("left", 0, 3)]
+    assert read == [(2, 38), (2, 20)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -28,6 +28,7 @@ LAYERS = [
         "chat",
     ],
     ["controllers", "rules"],
+    ["governors"],
     ["requests"],
     ["runtime"],
     ["drafters"],

@@ -1,4 +1,4 @@
-"""`goodput` and `bandit` follow their rules, by hand-computed rounds and on simulated sources."""
+"""`calibrated`, `goodput` and `bandit` follow their rules: rounds by hand, simulated sources."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from forerun.controllers import CONTROLLERS
 from forerun.controllers.bandit import normal
-from forerun.controllers.elementwise import spread
+from forerun.controllers.elementwise import stacked
 from forerun.costs import Costs
+from forerun.governors import Seat
 from forerun.types import Round, Stop, Token
 
 STEP = 1 / 4.2 + 0.02  # what a drafted token costs by default, in target passes
 
-
-COSTS = Costs.synthetic(5)
+COSTS = Costs.synthetic(4.2, 0.02)
 
 
 def make(spec):
@@ -26,7 +26,7 @@ def make(spec):
 def seen(drafted, accepted, top1=None, stop=Stop.LIMIT):
     """A round; `top1` None is a drafter without a distribution."""
     tokens = [] if top1 is None else [Token(top1=float(p)) for p in top1]
-    return Round(drafted, accepted, [1.0] * drafted, int(stop), tokens)
+    return Round(drafted, accepted, [1.0] * drafted, int(stop), tokens, 1 + drafted * STEP)
 
 
 def sigmoid(x):
@@ -36,32 +36,36 @@ def sigmoid(x):
 # --- goodput ------------------------------------------------------------------------------------
 
 
-def length(controller, state, top1):
+def length(governor, state, top1):
     """How far a draft goes whose tokens have these top probabilities (None: no distribution)."""
-    high, memo = controller.limit(state, COSTS), controller.open(state, COSTS).memo
-    for n in range(1, high):
-        memo = controller.fold(
-            state, memo, Token(top1=None if top1 is None else float(top1[n - 1]))
-        )
-        if not controller.keep_going(state, COSTS, memo):
+    policy, memo = governor.policy, None
+    plan = governor.open((), governor.given or COSTS, [Seat()], 1, 0)
+    for n in range(1, plan.most[0]):
+        token = Token(top1=None if top1 is None else float(top1[n - 1]))
+        chance, memo = policy.forecast(state, memo, token)
+        if not plan.go([chance])[0]:
             return n
-    return high
+    return plan.most[0]
+
+
+def start_of(governor):
+    return governor.policy.start()
 
 
 def test_goodput_by_hand():
     # c = 2, v = 0: a token costs 1/2. α = 0.5. After one token with p̂ = 0.9: Θ(1) = 1.9/1.5 =
     # 1.2667, Θ(2) = (1.9 + 0.45)/2 = 1.175: stop. With α = 0.8: (1.9 + 0.72)/2 = 1.31: go on;
     # then p̂ = 0.5: Θ(2) = (1.9 + 0.45)/2 = 1.175, Θ(3) = (2.35 + 0.36)/2.5 = 1.084: stop.
-    start = make("goodput(cost=2,width_cost=0,acceptance=0.5)")
-    assert length(start, start.start(), [0.9] * 20) == 1
-    start = make("goodput(cost=2,width_cost=0,acceptance=0.8)")
-    assert length(start, start.start(), [0.9, 0.5] + [0.9] * 18) == 2
+    doubtful = make("goodput(calibrated(acceptance=0.5),cost=2,slope=0)")
+    assert length(doubtful, start_of(doubtful), [0.9] * 20) == 1
+    hopeful = make("goodput(calibrated(acceptance=0.8),cost=2,slope=0)")
+    assert length(hopeful, start_of(hopeful), [0.9, 0.5] + [0.9] * 18) == 2
 
 
 def test_goodput_refit_by_hand():
-    controller = make("goodput(high=2,damping=4,window=4)")  # the prior's precision is 4/4 = 1
+    controller = make("calibrated(high=2,damping=4,window=4)")  # the prior's precision is 4/4 = 1
     # top1 = 0.5: f = 0, p̂ = 0.5, w = 0.25. Rejected: b_1 += −0.5/(1 + 0.25) = −0.4; ω stays.
-    state = controller.observe(controller.start(), COSTS, seen(1, 0, [0.5]))
+    state = controller.observe(controller.start(), seen(1, 0, [0.5]))
     np.testing.assert_allclose(state.bias, [-0.4, 0], rtol=1e-12)
     np.testing.assert_allclose(state.slope, 1, rtol=1e-12)
     # 0.75 accepted at the first position: f = log 3, η = log 3 − 0.4, what was seen fades to 3/4.
@@ -70,7 +74,7 @@ def test_goodput_refit_by_hand():
     w, r = p * (1 - p), 1 - p
     a, b, c = 1 + w * f * f, w * f, 1 + 0.75 * 0.25 + w
     det = a * c - b * b
-    state = controller.observe(state, COSTS, seen(1, 1, [0.75], Stop.CONFIDENCE))
+    state = controller.observe(state, seen(1, 1, [0.75], Stop.CONFIDENCE))
     np.testing.assert_allclose(state.slope, 1 + (c * r * f - b * r) / det, rtol=1e-12)
     np.testing.assert_allclose(state.bias[0], -0.4 + (a * r - b * r * f) / det, rtol=1e-12)
     assert state.bias[1] == 0
@@ -101,7 +105,7 @@ class Dense:
 
 def test_goodput_refit_against_a_dense_solve():
     high, rng = 5, np.random.default_rng(0)
-    controller = make(f"goodput(high={high},damping=20,window=30)")
+    controller = make(f"calibrated(high={high},damping=20,window=30)")
     states, references = [controller.start()] * 3, [Dense(high, 20, 30) for _ in range(3)]
     for _ in range(60):
         drafted = rng.integers(1, high + 1, 3)
@@ -109,7 +113,7 @@ def test_goodput_refit_against_a_dense_solve():
         top1 = rng.uniform(0.3, 0.99, (3, high))
         for i, dense in enumerate(references):
             one = seen(int(drafted[i]), int(accepted[i]), top1[i])
-            states[i] = controller.observe(states[i], COSTS, one)
+            states[i] = controller.observe(states[i], one)
             dense.observe(top1[i], int(drafted[i]), int(accepted[i]))
     for state, dense in zip(states, references, strict=True):
         assert dense.theta[0] > 0  # the bound at 0 was not needed
@@ -120,20 +124,23 @@ def test_goodput_refit_against_a_dense_solve():
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99])
 @pytest.mark.parametrize(("cost", "width_cost"), [(1.5, 0), (4.2, 0.02), (10, 0.05), (50, 0.001)])
 def test_goodput_is_the_best_length_without_a_distribution(acceptance, cost, width_cost):
-    controller = make(f"goodput(cost={cost},width_cost={width_cost},acceptance={acceptance})")
+    spec = f"goodput(calibrated(acceptance={acceptance}),cost={cost},slope={width_cost})"
+    governor = make(spec)
     n = np.arange(1, 21)
     survival = acceptance**n
     speed = (1 + survival.cumsum()) / (1 + n * (1 / cost + width_cost))
-    assert length(controller, controller.start(), None) == n[speed.argmax()]
+    assert length(governor, start_of(governor), None) == n[speed.argmax()]
+    outlook = governor.policy.outlook(start_of(governor))
+    blind = governor.open((), governor.given, [Seat(blind=True, outlook=outlook)], 1, 0)
+    assert blind.most == [n[speed.argmax()]]
 
 
 def test_goodput_is_the_first_length_that_gains_nothing():
-    controller, rng = make("goodput"), np.random.default_rng(1)
-    state = controller.start()
+    governor, rng = make("goodput"), np.random.default_rng(1)
+    state = start_of(governor)
     for _ in range(20):  # some state other than the first
-        state = controller.observe(
-            state, COSTS, seen(9, int(rng.integers(5, 10)), rng.uniform(0.5, 1, 9))
-        )
+        one = seen(9, int(rng.integers(5, 10)), rng.uniform(0.5, 1, 9))
+        state = governor.policy.observe(state, one)
     mean = (50 * 0.8 + state.hits) / (50 + state.tries)
     lengths = set()
     for _ in range(200):
@@ -147,76 +154,75 @@ def test_goodput_is_the_first_length_that_gains_nothing():
                 break
         else:
             n = 20
-        assert length(controller, state, top1) == n
+        assert length(governor, state, top1) == n
         lengths.add(n)
     assert len(lengths) > 5
 
 
 def test_goodput_goes_by_confidence_and_cost():
-    controller = make("goodput")
-    state = controller.start()
-    assert length(controller, state, [0.05] * 20) == 1
-    assert length(controller, state, [0.999] * 20) >= 8
-    assert length(controller, state, [0.999] * 3 + [0.05] * 17) == 4
-    free = make("goodput(cost=1e9,width_cost=0)")
-    assert length(free, free.start(), [0.6] * 20) == 20
+    governor = make("goodput")
+    state = start_of(governor)
+    assert length(governor, state, [0.05] * 20) == 1
+    assert length(governor, state, [0.999] * 20) >= 8
+    assert length(governor, state, [0.999] * 3 + [0.05] * 17) == 4
+    free = make("goodput(cost=1e9,slope=0)")
+    assert length(free, state, [0.6] * 20) == 20
     dear = make("goodput(cost=1)")
-    assert length(dear, dear.start(), [0.999] * 20) == 1
+    assert length(dear, state, [0.999] * 20) == 1
 
 
 @pytest.mark.parametrize("top1", [0.9, 0.99, 1.0])
 def test_goodput_learns_that_confidence_is_not_to_be_trusted(top1):
-    controller, sure = make("goodput"), [top1] * 20
-    state = controller.start()
-    first = length(controller, state, sure)
+    governor, sure = make("goodput"), [top1] * 20
+    policy, state = governor.policy, start_of(governor)
+    first = length(governor, state, sure)
     for _ in range(30):
-        state = controller.observe(state, COSTS, seen(4, 0, sure[:4]))
-    assert length(controller, state, sure) < first
+        state = policy.observe(state, seen(4, 0, sure[:4]))
+    assert length(governor, state, sure) < first
     assert state.slope >= 0
     for _ in range(100):
-        state = controller.observe(state, COSTS, seen(8, 8, sure[:8]))
-    assert length(controller, state, sure) >= first  # and forgives
+        state = policy.observe(state, seen(8, 8, sure[:8]))
+    assert length(governor, state, sure) >= first  # and forgives
 
 
 @pytest.mark.parametrize(("slope", "bias"), [(1, 0), (0.4, 0.3), (1.5, -1), (0, 1)])
 def test_goodput_calibrates(slope, bias):
     # A source that accepts with σ(slope·f + bias): after 1,500 rounds p̂ is near it where f lies.
-    controller, rng = make("goodput(high=3,window=1000)"), np.random.default_rng(2)
+    controller, rng = make("calibrated(high=3,window=1000)"), np.random.default_rng(2)
     rows = 16
-    state = spread(controller.start(), rows)
+    state = stacked([controller.start()] * rows)
     for _ in range(1500):
         f = rng.normal(1, 1.5, (3, rows)).clip(-5, 5)
         hit = rng.random((3, rows)) < sigmoid(slope * f + bias)
         accepted = hit.cumprod(0).sum(0)
         tokens = [Token(top1=p) for p in sigmoid(f)]
         full = np.full(rows, 3)
-        state = controller.observe(state, COSTS, Round(full, accepted, hit, 0 * full, tokens))
+        state = controller.observe(state, Round(full, accepted, hit, 0 * full, tokens))
     for f in (-1, 0.0, 1.0, 2.5):
         learned = sigmoid(state.slope * f + state.bias[0]).mean()
         assert abs(learned - sigmoid(slope * f + bias)) < 0.03
 
 
 def test_goodput_does_not_depend_on_padding():
-    controller, rng = make("goodput(high=13)"), np.random.default_rng(3)
+    controller, rng = make("calibrated(high=13)"), np.random.default_rng(3)
     state = wide = controller.start()
     for _ in range(30):
         top1 = rng.uniform(0.4, 1, 10)
         accepted = int(rng.integers(0, 11))
-        state = controller.observe(state, COSTS, seen(10, accepted, top1))
-        wide = controller.observe(wide, COSTS, seen(10, accepted, [*top1, *np.zeros(8)]))
+        state = controller.observe(state, seen(10, accepted, top1))
+        wide = controller.observe(wide, seen(10, accepted, [*top1, *np.zeros(8)]))
         np.testing.assert_array_equal(state.slope, wide.slope)
         np.testing.assert_array_equal(state.bias, wide.bias)
 
 
 def test_goodput_survives_drafts_beyond_its_own_limit():
-    controller = make("bounded(goodput(high=2),low=6)")
-    state = controller.start()
-    assert controller.limit(state, COSTS) == 6
-    memo = controller.open(state, COSTS).memo
+    controller = make("bounded(calibrated(high=2),low=6)")
+    state, memo = controller.start(), None
+    assert controller.limit(state) == 6
     for _ in range(5):
-        memo = controller.fold(state, memo, Token(top1=0.9))
-    assert controller.keep_going(state, COSTS, memo) in (True, False)
-    state = controller.observe(state, COSTS, seen(6, 4, [0.9] * 6))
+        goes, memo = controller.step(state, memo, Token(top1=0.9))
+        assert goes in (True, False)
+    state = controller.observe(state, seen(6, 4, [0.9] * 6))
     assert (state.hits, state.tries) == (2, 2)
 
 
@@ -228,8 +234,8 @@ def play(controller, source, rounds, state=None):
     state = controller.start() if state is None else state
     arms = []
     for i in range(rounds):
-        arms.append(controller.limit(state, COSTS))
-        state = controller.observe(state, COSTS, seen(arms[-1], min(arms[-1], source(i))))
+        arms.append(controller.limit(state))
+        state = controller.observe(state, seen(arms[-1], min(arms[-1], source(i))))
     return arms, state
 
 
@@ -237,7 +243,7 @@ def play(controller, source, rounds, state=None):
     ("spec", "arms"),
     [
         ("bandit", [1, 3, 5, 7, 9]),
-        ("bandit(low=2,high=8,step=5)", [2, 7]),
+        ("bandit(low=2,high=8,stride=5)", [2, 7]),
         ("bandit(low=4,high=4)", [4]),
     ],
 )
@@ -259,22 +265,25 @@ def test_ucb_by_hand():
     one = 0.375 + math.sqrt(3 / 4 * (1 + 2 * math.log(2 * 9 * math.sqrt(3) / 0.5))) / 2
     two = 0.5 + math.sqrt(2 / 1 * (1 + 2 * math.log(2 * 9 * math.sqrt(2) / 0.5))) / 2
     assert (round(one, 3), round(two, 3)) == (1.693, 2.605)
-    assert controller.limit(state, COSTS) == 3
+    assert controller.limit(state) == 3
     # Without exploration the mean decides.
-    assert make("bandit(low=1,high=3,reward=accepted,explore=0)").limit(state, COSTS) == 3
-    better = controller.observe(state, COSTS, seen(3, 0))  # arm 3: mean 3/8 of two, as arm 1: a tie
-    assert controller.limit(better, COSTS) == 1
+    assert make("bandit(low=1,high=3,reward=accepted,explore=0)").limit(state) == 3
+    better = controller.observe(state, seen(3, 0))  # arm 3: mean 3/8 of two, as arm 1: a tie
+    assert controller.limit(better) == 1
 
 
 def test_rewards_by_hand():
     def reward(spec, drafted, accepted):
-        state = make(spec).observe(make(spec).start(), COSTS, seen(drafted, accepted))
+        state = make(spec).observe(make(spec).start(), seen(drafted, accepted))
         return float(state.rewards.sum())
 
-    # c = 4, v = 0, the longest arm has at most 9/3.
-    spec = "bandit(low=1,high=8,step=7,cost=4,width_cost=0"
-    assert reward(f"{spec})", 1, 0) == pytest.approx(1 / 1.25 / 3)
-    assert reward(f"{spec})", 1, 1) == pytest.approx(2 / 1.25 / 3)
+    spec = "bandit(low=1,high=8,stride=7"
+    assert reward(f"{spec})", 1, 0) == pytest.approx(1 / (1 + STEP))
+    assert reward(f"{spec})", 1, 1) == pytest.approx(2 / (1 + STEP))
+    first = make(f"{spec})").observe(make(f"{spec})").start(), seen(1, 0))
+    assert first.most == pytest.approx(2 / (1 + STEP))  # what the round could have been worth
+    both = make(f"{spec})").observe(first, seen(8, 0))
+    assert both.most == pytest.approx(9 / (1 + 8 * STEP))
     assert reward(f"{spec},reward=accepted)", 1, 1) == pytest.approx(2 / 9)
     assert reward(f"{spec},reward=blend)", 1, 1) == pytest.approx(0.5 / 8 + 0.5)
     assert reward("bandit(low=4,high=8,reward=blend)", 4, 1) == pytest.approx(0.5 / 8 + 0.5 / 4)
@@ -312,7 +321,7 @@ def test_thompson_draws_are_a_function_of_the_state():
     controller = make("bandit(policy=thompson,explore=1)")
     other = make("bandit(policy=thompson,explore=1,seed=1)")
     _, state = play(controller, lambda i: 2, 40)
-    assert controller.limit(state, COSTS) == controller.limit(state, COSTS)
+    assert controller.limit(state) == controller.limit(state)
     assert play(controller, lambda i: 2, 60)[0] == play(controller, lambda i: 2, 60)[0]
     assert play(controller, lambda i: 2, 60)[0] != play(other, lambda i: 2, 60)[0]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forerun.types import Round, Stop
-from test_controllers import ALL, COSTS, NONE, goes, lengths, make, outcome
+from test_controllers import ALL, NONE, goes, lengths, make, outcome
 
 
 def trace(spec, rounds, name):
@@ -14,9 +14,9 @@ def trace(spec, rounds, name):
     controller = make(spec)
     state, seen = controller.start(), []
     for drafted, accepted, stop in rounds:
-        drafted = controller.limit(state, COSTS) if drafted is None else drafted
+        drafted = controller.limit(state) if drafted is None else drafted
         accepted = drafted if accepted is None else accepted
-        state = controller.observe(state, COSTS, outcome(drafted, accepted, stop))
+        state = controller.observe(state, outcome(drafted, accepted, stop))
         seen.append(getattr(state, name))
     return seen
 
@@ -40,9 +40,9 @@ def test_svip_stops_on_the_entropy():
 
 
 def test_svip_keeps_the_last_token_unless_told():
-    assert not make("svip").drops_last
-    assert make("svip(keep=False)").drops_last
-    assert make("svip").signals == {"entropy"}
+    assert make("svip").trim((), False) == 0
+    assert make("svip(keep=False)").trim((), False) == 1
+    assert make("svip").signals(True) == {"entropy"}
 
 
 def test_svip_never_moves():
@@ -64,7 +64,7 @@ def test_adaedl_stops_each_row_by_its_own_threshold():
     controller = make("adaedl(threshold=0.5,epsilon=1,beta2=0.5)")
     # First: AR = (0.9 + 1)/2 = 0.95, 2 ≠ L: λ = 0.5 − 0.5·1 = 0. Second: AR = 0.45: λ = 1.
     for accepted, threshold in ((2, 0), (0, 1)):
-        state = controller.observe(controller.start(), COSTS, Round(2, accepted, [1.0, 1.0]))
+        state = controller.observe(controller.start(), Round(2, accepted, [1.0, 1.0]))
         np.testing.assert_allclose(state.threshold, threshold, atol=1e-15)
         assert goes(controller, state, entropy=[1.0]) is (threshold == 0)
 
@@ -148,9 +148,9 @@ def run(spec, accept, rounds):
     controller = make(spec)
     state, seen = controller.start(), []
     for _ in range(rounds):
-        gamma = controller.limit(state, COSTS)
+        gamma = controller.limit(state)
         seen.append(gamma)
-        state = controller.observe(state, COSTS, outcome(gamma, min(gamma, accept)))
+        state = controller.observe(state, outcome(gamma, min(gamma, accept)))
     return seen
 
 
@@ -178,9 +178,9 @@ def test_sglang_ema_rests_for_an_interval_and_tries_again():
     controller = make(spec)
     state, seen = controller.start(), []
     for i in range(40):
-        gamma = controller.limit(state, COSTS)
+        gamma = controller.limit(state)
         seen.append(gamma)
-        state = controller.observe(state, COSTS, outcome(gamma, gamma if i > 15 else 0))
+        state = controller.observe(state, outcome(gamma, gamma if i > 15 else 0))
     assert seen == [3] * 15 + [0] * 5 + [1] * 5 + [3] * 15
     # Started at 0 the plain rounds are its warm-up.
     assert run("sglang-ema(candidate_steps='0,1,3',length=0)", 0, 22) == [0] * 15 + [1] * 5 + [0, 0]
@@ -227,11 +227,11 @@ def test_sglang_ema_against_the_reference(steps, length, up, down):
     slot = Slot([int(s) for s in steps.split(",")], length, up, down)
     state, used = controller.start(), set()
     for i in range(600):
-        gamma = controller.limit(state, COSTS)
+        gamma = controller.limit(state)
         assert gamma == slot.steps[slot.at]
         used.add(gamma)
         kept = rng.random(gamma) < 0.5 + 0.49 * np.sin(i / 40)
         accepted = int(kept.cumprod().sum())
-        state = controller.observe(state, COSTS, outcome(gamma, accepted))
+        state = controller.observe(state, outcome(gamma, accepted))
         slot.observe(accepted)
     assert used == set(slot.steps)

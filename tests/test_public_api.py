@@ -18,7 +18,7 @@ NAMES = [
     "Engine",
     "Event",
     "ForerunError",
-    "LengthController",
+    "LengthPolicy",
     "MissingExtraError",
     "Model",
     "ModelError",

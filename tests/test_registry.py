@@ -95,8 +95,8 @@ def test_unknown_names_and_keys_get_a_hint():
         ("bounded", "needs 'inner'"),
         ("fixed(1,2)", "at most 1 settings"),
         ("fixed(1,length=2)", "'length' twice"),
-        (5, "must be text or an instance of LengthController, got 5"),
-        (None, "must be text or an instance of LengthController, got None"),
+        (5, "must be text or an instance of Controller, got 5"),
+        (None, "must be text or an instance of Controller, got None"),
     ],
 )
 def test_bad_use_is_an_error(spec, message):

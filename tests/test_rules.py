@@ -526,7 +526,7 @@ def drops_all_but_end_of_text(logits, tokens):
 @pytest.mark.parametrize("stop", [drops_what_was_sampled, drops_all_but_end_of_text])
 @pytest.mark.parametrize("spec", ENUMERATED)
 def test_dropping_a_token_for_what_it_is_would_be_lossy(spec, stop):
-    """Why `LengthController.drops_last` must not depend on the sampled token."""
+    """Why `LengthPolicy.trim` must not depend on the sampled token."""
     assert distance(make(spec), window=2, stop=stop) > 1e-3
 
 

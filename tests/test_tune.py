@@ -148,7 +148,7 @@ def test_proposals_are_inside_the_space_and_as_many_as_said(budget, seed):
 
 def test_known_costs_are_tried_first():
     values, _ = lab.proposals(SPACES["goodput"], 10, Cell.synthetic(7, slope=0.03), 5, 0)
-    assert next(values)[0] == {"cost": 7.0, "width_cost": 0.03}
+    assert next(values)[0] == {"cost": 7.0, "slope": 0.03}
 
 
 def test_an_interrupt_keeps_the_best_so_far(monkeypatch):

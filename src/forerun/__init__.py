@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.controllers import CONTROLLERS, LengthController
+    from forerun.controllers import CONTROLLERS, LengthPolicy
     from forerun.drafters import DRAFTERS, Drafter
     from forerun.engine import Completion, Engine, Event, Piece, Round, Sampling, Stats
     from forerun.errors import (
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from forerun.model import Model, load
     from forerun.rules import RULES, AcceptanceRule
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
-    "forerun.controllers": ("CONTROLLERS", "LengthController"),
+    "forerun.controllers": ("CONTROLLERS", "LengthPolicy"),
     "forerun.drafters": ("DRAFTERS", "Drafter"),
     "forerun.engine": ("Completion", "Engine", "Event", "Piece", "Round", "Sampling", "Stats"),
     "forerun.errors": (
@@ -58,7 +58,7 @@ __all__ = [
     "Engine",
     "Event",
     "ForerunError",
-    "LengthController",
+    "LengthPolicy",
     "MissingExtraError",
     "Model",
     "ModelError",

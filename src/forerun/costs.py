@@ -60,17 +60,18 @@ class Costs:
     left the caches; less, where the drafter is made of the target's layers and has run some."""
     asking: float = 0.0
     """What a drafted token takes more where the controller is shown it (`asked`)."""
-    catch_up: float = 0.0
-    """What the drafter last took to read what it had not followed, as after a rest. Only a `Meter`
-    knows it; it is no part of a round's seconds here."""
     reading: float = 0.0
-    """Seconds in which the drafter reads prompts, for each token that every row commits while
-    requests like the last ones come and go: who decodes plainly has it read nothing. Only a
-    `Meter` knows it; it is no part of a round's seconds here."""
-
+    """What the drafter takes for each token of a prompt that it must read first. Only a `Meter`
+    knows it; it is no part of a round's seconds here."""
     prefill: bool = False
     """Whether a request's first pass reads its prompt, so that tokens to judge add little to it.
     Only a `Meter` says so."""
+    packed: bool = False
+    """Whether a pass takes the tokens of all its rows packed, so that its width is their mean, and
+    not the longest."""
+    retime: str = ""
+    """The kind of pass that was not timed for long, `plain` or `judged`: the next round should be
+    one, if it can be afforded. Only a `Meter` says so."""
 
     def __post_init__(self) -> None:
         widths = [width for width, _ in self.verify]
@@ -78,7 +79,7 @@ class Costs:
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name in ("fixed", "first", "asking", "catch_up", "reading"):
+        for name in ("fixed", "first", "asking", "reading"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
         least = -self.draft_seconds(1)
@@ -136,11 +137,6 @@ class Costs:
         return self.verify[0][1] + self.fixed
 
     @cached_property
-    def one(self) -> float:
-        """Seconds of a round that drafts one token."""
-        return self.round_seconds(1, 2)
-
-    @cached_property
     def rounds(self) -> list[float]:
         """Seconds of rounds that draft 1, 2, … tokens, up to beyond the last level; each further
         token adds `further`. Passes of a level take their mean, since all else is noise."""
@@ -153,6 +149,24 @@ class Costs:
         judging.append(self.verify_seconds(first))
         longest = accumulate(judging, max)
         return [self.draft_seconds(n) + v + self.fixed for n, v in enumerate(longest, 1)]
+
+    def seconds(self, drafted: int) -> float:
+        """Seconds of a round that drafts and judges so many tokens, ≥ 0."""
+        if not drafted:
+            return self.plain
+        known = self.rounds
+        if drafted <= len(known):
+            return known[drafted - 1]
+        return known[-1] + self.further * (drafted - len(known))
+
+    def width(self, drafted: Sequence[int], rows: int) -> float:
+        """Width of a pass of so many rows, some of which have drafted tokens to judge.
+
+        >>> costs = Costs(0.1, ((1, 1.0),))
+        >>> costs.width([3, 0], 4), replace(costs, packed=True).width([3, 0], 4)
+        (4, 1.75)
+        """
+        return 1 + (sum(drafted) / rows if self.packed else max(drafted, default=0))
 
     @cached_property
     def widening(self) -> float:
@@ -200,7 +214,7 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; what only a `Meter` knows is no part of them."""
-        hidden = {"catch_up", "reading", "prefill"}
+        hidden = {"reading", "prefill", "packed", "retime"}
         return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from forerun import zoo
 from forerun.checks import flag, size, whole
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, Controller
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
-from forerun.engine.crew import Memory
+from forerun.engine.lengths import Memory
 from forerun.engine.meter import Meter
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.scoring import score_text
@@ -146,7 +146,7 @@ class Model:
         self,
         prompt: PromptLike | Sequence[PromptLike],
         *,
-        controller: str | LengthController | None = None,
+        controller: str | Controller | None = None,
         rule: str | AcceptanceRule | None = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
         batch_size: int = 16,

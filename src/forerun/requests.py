@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from forerun.controllers.base import LengthController
+    from forerun.controllers.base import Controller
+    from forerun.costs import Costs
     from forerun.rules import AcceptanceRule
 
 SMALL, LARGE = 1e-30, 1e30
@@ -217,16 +218,19 @@ class Request:
             target's most likely ones there, ≥ 0, before the sampling transform; None for none.
         prediction: token ids that the output is expected to hold, in this order: they are drafted
             where it follows them, and the drafter where it does not. Changes no output.
+        costs: what its policy, or governor, goes by instead of what is measured; then it decides
+            for itself, and nothing is carried to the next request.
     """
 
     prompt: Sequence[int]
     sampling: Sampling
-    controller: LengthController
+    controller: Controller
     rule: AcceptanceRule
     source: Sequence[int] | None = None
     stream: bool = False
     logprobs: int | None = None
     prediction: Sequence[int] = ()
+    costs: Costs | None = None
 
     def check(
         self,

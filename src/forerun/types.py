@@ -29,7 +29,7 @@ class Stop(IntEnum):
     """Why drafting stopped in a row. The last three cut the round short from outside."""
 
     LIMIT = 0  # the controller's limit was reached
-    CONFIDENCE = 1  # the controller's `keep_going` said no
+    CONFIDENCE = 1  # the policy's `step` or its governor said no, or its `trim`
     DIFFICULT = 2  # the drafter itself met a difficult token (early exits)
     EXHAUSTED = 3  # the drafter had nothing (more) to propose
     END_OF_TEXT = 4  # an end-of-text token was drafted
@@ -53,6 +53,8 @@ SIGNALS = (
 """What a draft distribution says about a drafted token (fields of `Token`); traces hold these."""
 LIVE_SIGNALS = ("logit_variance",)
 """Likewise, but only while a model runs."""
+DRAWN = frozenset({"id", "previous", "chosen"})
+"""Fields of `Token` that depend on which token was drawn."""
 
 
 class Token(NamedTuple):
@@ -60,13 +62,13 @@ class Token(NamedTuple):
 
     The signals describe the draft distribution at temperature 1 and before any truncation, with
     the request's penalties and biases. One is None when nobody asked for it
-    (`LengthController.signals` names what is wanted) or the drafter has no distribution (lookup).
+    (`LengthPolicy.signals` names what is wanted) or the drafter has no distribution (lookup).
 
     Numbers live; arrays `(prompts,)` in a replay.
     """
 
-    id: Any = -1
-    previous: Any = -1
+    id: Any = None
+    previous: Any = None
     """Id of the token before it, drafted or committed; -1 of the first one behind the prompt."""
     top1: Any = None
     """Probability of the most likely token, in (0, 1]."""
@@ -103,22 +105,13 @@ class Round(NamedTuple):
     """A value of `Stop`."""
     tokens: Sequence[Token] = ()
     """The drafted tokens in order, with what was shown of them; at least `drafted`, or none."""
-    longest: Any = 0
-    """Most tokens drafted by a row of the same pass; 0: as many as `drafted`."""
-    left_out: Any = 0
-    """Tokens that were drafted behind these, looked at, and thrown away."""
-    repeated: Any = 1
-    """Rounds that were all like this one; more than one only of plain ones (`Opening.due`)."""
+    took: Any = 1.0
+    """Time of a round that drafts so many tokens, by its request's costs, in plain rounds."""
 
     @property
     def full(self) -> Any:
         """Whether something was drafted and all of it was accepted."""
         return (self.accepted == self.drafted) & (self.drafted > 0)
-
-    @property
-    def censored(self) -> Any:
-        """Whether it was cut from outside (`CENSORING`) with everything accepted."""
-        return self.full & (self.stopped_by >= _CENSORING)
 
     @property
     def difficult(self) -> Any:

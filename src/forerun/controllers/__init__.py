@@ -1,19 +1,21 @@
-"""Length controllers: how far to run ahead. numpy only; one method per file."""
+"""Length policies: how far to run ahead. numpy only; one method per file."""
 
-from forerun.controllers.base import LengthController, State
+from forerun.controllers.base import Controller, LengthPolicy, State
 from forerun.registry import Registry
 
 CONTROLLERS = Registry(
     "controller",
     "forerun.controllers",
     {
-        "auto": "forerun.controllers.auto:Auto",
+        "auto": "forerun.governors.renewal:Renewal",
         "fixed": "forerun.controllers.fixed:FixedLength",
         "hf-heuristic": "forerun.controllers.hf_heuristic:HFHeuristic",
         "hf-threshold": "forerun.controllers.hf_threshold:HFThreshold",
         "gammatune": "forerun.controllers.gammatune:GammaTune",
         "gammatune+": "forerun.controllers.gammatune_plus:GammaTunePlus",
-        "goodput": "forerun.controllers.goodput:Goodput",
+        "goodput": "forerun.governors.goodput:Goodput",
+        "survival": "forerun.controllers.survival:Survival",
+        "calibrated": "forerun.controllers.calibrated:Calibrated",
         "bandit": "forerun.controllers.bandit:Bandit",
         "svip": "forerun.controllers.svip:SVIP",
         "adaedl": "forerun.controllers.adaedl:AdaEDL",
@@ -22,7 +24,7 @@ CONTROLLERS = Registry(
         "cm-asd": "forerun.controllers.cm_asd:CMASD",
         "bounded": "forerun.controllers.bounded:Bounded",
     },
-    LengthController,
+    Controller,
 )
 
-__all__ = ["CONTROLLERS", "LengthController", "State"]
+__all__ = ["CONTROLLERS", "Controller", "LengthPolicy", "State"]

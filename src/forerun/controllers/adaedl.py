@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
+from forerun.controllers.base import Threshold
 from forerun.controllers.elementwise import clip, maximum, select, sqrt, where
-from forerun.controllers.threshold import Threshold
-from forerun.costs import Costs
 from forerun.types import Round
 
 
@@ -64,11 +63,11 @@ class AdaEDL(Threshold):
         whole("length", self.length)
         flag("keep", self.keep)
 
-    def start(self) -> AdaEDLState:
+    def start(self, certain: bool = True, before: Any = None) -> AdaEDLState:
         """λ and α."""
         return AdaEDLState(float(self.threshold), float(self.target))
 
-    def limit(self, state: AdaEDLState, costs: Costs) -> int:
+    def limit(self, state: AdaEDLState) -> int:
         """The most tokens per round."""
         return self.length
 
@@ -78,7 +77,7 @@ class AdaEDL(Threshold):
         high: bool = 1 - sqrt(maximum(self.factor * signal, 0.0)) >= state.threshold
         return high
 
-    def observe(self, state: AdaEDLState, costs: Costs, round: Round) -> AdaEDLState:
+    def observe(self, state: AdaEDLState, round: Round) -> AdaEDLState:
         """Move the threshold towards the wanted acceptance rate."""
         share = round.accepted / maximum(round.drafted, 1)
         rate = self.beta1 * state.rate + (1 - self.beta1) * share

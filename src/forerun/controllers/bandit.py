@@ -11,9 +11,8 @@ import numpy as np
 
 from forerun.checks import between, choice, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController
+from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import log, maximum, picked, sqrt, where
-from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import FloatArray, IntArray, Round
 
@@ -32,10 +31,12 @@ class BanditState(NamedTuple):
     """`(arms,)` rounds that taught each arm."""
     rewards: FloatArray
     """`(arms,)` sum of their rewards."""
+    most: float
+    """The most that a round could have been worth so far, by which rewards are scaled."""
 
 
 @dataclass(frozen=True)
-class Bandit(LengthController):
+class Bandit(LengthPolicy):
     """Treat some fixed lengths as the arms of a bandit.
 
     Args:
@@ -45,13 +46,9 @@ class Bandit(LengthController):
             `"blend"` (TapOut's form; the equal weights are ours).
         low: the shortest arm, tokens, ≥ 1 (BanditSpec has 0 to 4, its code 1 to 4).
         high: L, no arm is longer, tokens, ≥ low (ours: cheap drafters want more than 4).
-        step: from arm to arm, tokens, ≥ 1 (1 in BanditSpec; 2 is ours, for K = 5 as there).
+        stride: from arm to arm, tokens, ≥ 1 (1 in BanditSpec; 2 is ours, for K = 5 as there).
         explore: ε, ≥ 0. BanditSpec has 1, which explores nearly evenly for hundreds of rounds;
             0.25 is ours: in simulations the least that recovers from an unlucky first play.
-        cost: c, one target pass over one draft step, > 0, for `"throughput"` (ours: 4.2, measured
-            for the shipped pair, `benchmarks/results/overhead.md`).
-        width_cost: v, what each further token to verify adds to a target pass, in target passes,
-            ≥ 0 (ours).
         seed: of the `"thompson"` draws, ≥ 0.
 
     Reference: Hou et al. 2025, "BanditSpec", Algorithm 4 and §6.2; Sridhar et al. 2025, "TapOut".
@@ -61,10 +58,8 @@ class Bandit(LengthController):
     reward: str = "throughput"
     low: int = 1
     high: int = 9
-    step: int = 2
+    stride: int = 2
     explore: float = 0.25
-    cost: float = 4.2
-    width_cost: float = 0.02
     seed: int = 0
 
     summary: ClassVar[str] = "a bandit (UCB or Thompson) over a few fixed lengths"
@@ -77,24 +72,21 @@ class Bandit(LengthController):
         whole("low", self.low, 1)
         whole("high", self.high, 1)
         require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
-        whole("step", self.step, 1)
+        whole("stride", self.stride, 1)
         between("explore", self.explore, 0, 1000)
-        between("cost", self.cost, 0, 1e9)
-        require(self.cost > 0, "cost", self.cost, "above 0: a draft step costs something")
-        between("width_cost", self.width_cost, 0, 1000)
         whole("seed", self.seed)
 
     @cached_property
     def arms(self) -> tuple[int, ...]:
         """The lengths, ascending."""
-        return tuple(range(self.low, self.high + 1, self.step))
+        return tuple(range(self.low, self.high + 1, self.stride))
 
-    def start(self) -> BanditState:
+    def start(self, certain: bool = True, before: Any = None) -> BanditState:
         """Nothing was played."""
         arms = len(self.arms)
-        return BanditState(0, np.zeros(arms, dtype=np.int64), np.zeros(arms))
+        return BanditState(0, np.zeros(arms, dtype=np.int64), np.zeros(arms), 1.0)
 
-    def limit(self, state: BanditState, costs: Costs) -> int:
+    def limit(self, state: BanditState) -> int:
         """The arm to play; the same state always plays the same."""
         length: int = picked(self.arms, self._arm(state))
         return length
@@ -108,28 +100,29 @@ class Bandit(LengthController):
             radius = sqrt((1 + n) / n**2 * (1 + 2 * spread)) / 2
         else:
             radius = normal(self.seed, state.rounds, len(self.arms)) / sqrt(n)
-        score = where(state.pulls > 0, state.rewards / n + self.explore * radius, math.inf)
+        score = where(
+            state.pulls > 0, state.rewards / (n * state.most) + self.explore * radius, math.inf
+        )
         arm: int = score.argmax(0)
         return arm
 
-    def observe(self, state: BanditState, costs: Costs, round: Round) -> BanditState:
+    def observe(self, state: BanditState, round: Round) -> BanditState:
         """Credit the arm that was played."""
         played = np.equal.outer(np.arange(len(self.arms)), self._arm(state)) & round.teaches
-        reward = self._reward(round.drafted, round.accepted)
-        return BanditState(
-            state.rounds + 1, state.pulls + played, state.rewards + where(played, reward, 0.0)
-        )
+        reward = where(played, self._reward(round.drafted, round.accepted, round.took), 0.0)
+        most = state.most
+        if self.reward == "throughput":
+            most = maximum(most, where(round.teaches, (round.drafted + 1) / round.took, 0.0))
+        return BanditState(state.rounds + 1, state.pulls + played, state.rewards + reward, most)
 
-    def _reward(self, drafted: int, accepted: int) -> float:
-        """In [0, 1], for any length up to `high`."""
+    def _reward(self, drafted: int, accepted: int, took: float) -> float:
+        """In [0, most], for any length up to `high`."""
         if self.reward == "accepted":
             return (accepted + 1) / (self.high + 1)
         if self.reward == "blend":
             rate: float = accepted / maximum(drafted, 1)
             return BLEND * accepted / self.high + (1 - BLEND) * rate
-        per_token = 1 / self.cost + self.width_cost
-        most = max((length + 1) / (1 + length * per_token) for length in self.arms)
-        return (accepted + 1) / (1 + drafted * per_token) / most
+        return (accepted + 1) / took
 
 
 def normal(seed: int, count: Any, columns: int) -> Any:

@@ -1,61 +1,23 @@
-"""The contract of a length controller: how far to run ahead."""
+"""The contract of a length policy: how far to run ahead, for one request."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.controllers.elementwise import where
-from forerun.costs import Costs
 from forerun.types import Round, Token
 
 State = tuple[Any, ...]
-"""What a controller knows of a request: a (named) tuple of numbers, of tuples of numbers, or of
-numpy arrays. `()` knows nothing."""
+"""What a policy knows of a request: a (named) tuple of numbers, of tuples of numbers, or of numpy
+arrays. `()` knows nothing."""
 Memo = Any
-"""What a controller keeps of the tokens drafted so far in a round; likewise, or None."""
+"""What a policy keeps of the tokens drafted so far in a round: likewise, or None."""
 
 
-class Opening(NamedTuple):
-    """How a request goes into a round."""
-
-    most: int
-    """Most tokens to draft."""
-    worth: float = math.inf
-    """Tokens that drafting is expected to gain in this round, net of the time it takes; below 0 the
-    request decodes plainly."""
-    loss: float = 0.0
-    """Tokens' worth of time it loses when others in its pass draft one more token."""
-    memo: Memo = None
-    """Before anything is drafted."""
-    idle: float = 0.0
-    """`worth` where others in its pass draft and it cannot: below 0 by the time that takes."""
-    due: float = 0.0
-    """Plain rounds in which a `worth` below 0 rises evenly to 0, while costs stay; one above stays.
-    Where all in a pass decode plainly nobody is asked again, or told, before that matters. 0: it is
-    asked every round."""
-
-    @property
-    def alone(self) -> int:
-        """Most tokens to draft by a request that decides for itself; 0 is plain decoding."""
-        limit: int = where(self.worth >= 0, self.most, 0)
-        return limit
-
-
-class LengthController(ABC):
-    """Decides, round by round, how many tokens to draft for one request.
-
-    Subclasses are frozen dataclasses: their fields are the settings, all state is in what `start`
-    and `observe` return, and every method is pure (same input, same output, nothing changed in
-    place). What is kept is a rule's business: with a lossless one a controller only changes speed;
-    with a lossy one the text may depend on it, for bonus and plain tokens are judged by nobody.
-
-    Formulas are written once, for one request, with the functions of `elementwise`: live they run
-    on Python's numbers, in a replay on arrays over prompts. What a controller can do is declared by
-    the properties; a policy that never looks at the draft needs `limit` alone, and `start` and
-    `observe` if it learns.
-    """
+class Controller:
+    """What a request names: a length policy, whose own word is then taken, or a governor
+    (`forerun.governors`) with the forecasts of one."""
 
     summary: ClassVar[str]
     """One line for lists: what it does."""
@@ -64,148 +26,192 @@ class LengthController(ABC):
     bibtex: ClassVar[str]
     """BibTeX entries; empty if there are none."""
 
-    @property
-    def signals(self) -> frozenset[str]:
-        """Fields of `Token` that it reads; nothing else is computed."""
+
+class LengthPolicy(Controller, ABC):
+    """Decides, round by round, how many tokens to draft for one request; never sees what they cost.
+
+    Subclasses are frozen dataclasses: their fields are the settings, all state is in what `start`
+    and `observe` return, and every method is pure (same input, same output, nothing changed in
+    place). What is kept is a rule's business: with a lossless one a policy only changes speed, and
+    the engine sees to it; with a lossy one the text may depend on it.
+
+    Formulas are written once, for one request, with the functions of `elementwise`: live they run
+    on Python's numbers, in a replay on arrays over prompts. A policy that never looks at the draft
+    needs `limit` alone, and `start` and `observe` if it learns.
+    """
+
+    stops_early: ClassVar[bool] = False
+    """Whether `step` and `trim` are called. A draft that nobody looks into may run in one go."""
+
+    def signals(self, certain: bool) -> frozenset[str]:
+        """Fields of `Token` that it reads; it is shown no others.
+
+        Args:
+            certain: whether no coins are tossed over the request's tokens: they are greedy, or
+                drawn by noise that its seed fixes.
+        """
         return frozenset()
 
-    @property
-    def certain_signals(self) -> frozenset[str]:
-        """Likewise of requests whose tokens no coins decide (`begin`)."""
-        return self.signals
+    def start(self, certain: bool = True, before: Any = None) -> State:
+        """The state of a request that begins.
 
-    @property
-    def asks(self) -> bool:
-        """Whether it may end a draft before the limit: by `keep_going`, or `worth`."""
-        return False
-
-    @property
-    def weighs(self) -> bool:
-        """Whether it says what drafting is worth (`Opening.worth`, `worth`), instead of yes or no:
-        requests that share a pass then draft on while it is worth it for all of them in sum."""
-        return False
-
-    @property
-    def own_costs(self) -> Costs | None:
-        """Costs to decide by instead of the measured ones; the request then decides for itself,
-        and nothing is carried to the next: what it drafts is repeatable."""
-        return None
-
-    @property
-    def carries(self) -> bool:
-        """Whether a request starts from what an earlier one has learned (`carry`)."""
-        return False
-
-    @property
-    def drops_last(self) -> bool:
-        """Whether the token at which `keep_going` said no is left out of the draft.
-
-        Only for decisions that do not depend on the newest token itself, such as those on its
-        `top1`: leaving out tokens because of what was sampled (`chosen`, `id`) changes the
-        distribution of the tokens that stay, and sampling would not be lossless any more. For the
-        same reason the loop leaves out an end-of-text token like any other.
+        Args:
+            certain: see `signals`.
+            before: the state of the engine's newest request under this policy that ended, if there
+                is one; most policies start afresh.
         """
-        return False
-
-    def left_out(self, state: Any, costs: Costs, memo: Memo) -> int:
-        """Asked when `keep_going` said no, of requests that began with `look`: how many of the
-        newest tokens to leave out. Their draft is certain, so this may depend on it; else
-        `drops_last` decides."""
-        return int(self.drops_last)
-
-    @property
-    def previews(self) -> bool:
-        """Whether the length is chosen by `plan`, from a preview of `limit` drafted tokens."""
-        return False
-
-    def start(self) -> State:
-        """Of a request about which nothing is known."""
         return ()
 
-    def carry(self, state: Any) -> State:
-        """Of a request that follows one that ended with `state`, if it `carries`."""
-        return self.start()
-
-    def begin(self, state: Any, certain: bool) -> State:
-        """`state` of a request that is about to begin, told whether its tokens are certain (greedy,
-        or by noise that its seed fixes) or drawn by coins."""
-        return state
-
     @abstractmethod
-    def limit(self, state: Any, costs: Costs) -> int:
-        """Most tokens to draft this round; 0 means plain decoding this round."""
+    def limit(self, state: Any) -> int:
+        """Most tokens to draft this round, ≥ 0; 0 is plain decoding."""
 
-    def open(self, state: Any, costs: Costs) -> Opening:
-        """The same with all that `weighs` needs, and the memo that the round begins with."""
-        return Opening(self.limit(state, costs))
+    def step(self, state: Any, memo: Memo, token: Token) -> tuple[bool, Memo]:
+        """Whether to draft another token behind the newest one, and the memo with that.
 
-    def look(self, state: Any, costs: Costs) -> Opening:
-        """`open` of a request that decides for itself and tosses no coins: its draft may be thrown
-        away after a look at it (`left_out`)."""
-        return self.open(state, costs)
-
-    def fold(self, state: Any, memo: Memo, token: Token) -> Memo:
-        """The memo with the newest drafted token; by default that token alone."""
-        return token
-
-    def keep_going(self, state: Any, costs: Costs, memo: Memo) -> bool:
-        """Asked after each drafted token if it `asks`: draft another one?
-
-        The newest token stays in the draft unless `drops_last`.
+        Args:
+            state: of the request.
+            memo: of the round; None before its first token.
+            token: the newest.
         """
-        return self.worth(state, costs, memo) > 0
+        return True, token
 
-    def worth(self, state: Any, costs: Costs, memo: Memo) -> float:
-        """Likewise if it `weighs`: tokens that drafting another one is expected to gain, net of its
-        time; above 0 means yes."""
-        return math.inf
+    def trim(self, state: Any, memo: Memo) -> int:
+        """How many of the newest drafted tokens to leave out of the target's pass, ≥ 0; asked once,
+        when drafting has ended.
 
-    def plan(self, state: Any, costs: Costs, memo: Memo) -> int:
-        """Asked once per round if it `previews`: how many of the previewed tokens to draft.
-
-        Unlike `keep_going` this may depend on every previewed token, so a sampled preview is
-        thrown away and the draft drawn anew: keeping it would select among drafts by what they
-        say, and sampling would not be lossless any more.
+        Where coins decide the tokens, leaving one out for what was drawn would make sampling lossy:
+        there the engine leaves out the newest at most, and that only if none of `signals` depends
+        on the draw.
         """
-        raise NotImplementedError(f"{type(self).__name__} previews and has no plan")
+        return 0
 
-    def observe(self, state: Any, costs: Costs, round: Round) -> State:
+    def observe(self, state: Any, round: Round) -> State:
         """The state after a round. Must not learn from rounds that are cut from outside
         (`Round.teaches`)."""
         return state
 
 
-def _inner(name: str) -> Any:
-    """An attribute of a wrapper that is the wrapped controller's."""
-    return property(lambda wrapper: getattr(wrapper.inner, name))
+class Outlook(NamedTuple):
+    """Chances of a round's tokens before any is drafted, in [0, 1]."""
+
+    first: float
+    """That its first token is kept, and"""
+    later: float
+    """that any later one is, given that all before it are."""
 
 
-class Wrapper(LengthController):
-    """Everything as the controller `inner` has it, but for what a subclass defines."""
+class Chance(NamedTuple):
+    """Chances after a drafted token, in [0, 1]."""
 
-    inner: LengthController
-    signals = _inner("signals")
-    certain_signals = _inner("certain_signals")
-    asks = _inner("asks")
-    weighs = _inner("weighs")
-    own_costs = _inner("own_costs")
-    carries = _inner("carries")
-    drops_last = _inner("drops_last")
-    previews = _inner("previews")
-    start = _inner("start")
-    carry = _inner("carry")
-    begin = _inner("begin")
-    limit = _inner("limit")
-    open = _inner("open")
-    fold = _inner("fold")
-    keep_going = _inner("keep_going")
-    left_out = _inner("left_out")
-    worth = _inner("worth")
-    plan = _inner("plan")
-    observe = _inner("observe")
+    kept: float
+    """That all drafted tokens are kept."""
+    next: float
+    """That the next one is, given that."""
 
-    def look(self, state: Any, costs: Costs) -> Opening:
-        """As the inner controller has it, unless a subclass has an `open` of its own."""
-        own = type(self).open is not Wrapper.open
-        opening: Opening = self.open(state, costs) if own else self.inner.look(state, costs)
-        return opening
+
+class Forecaster(LengthPolicy):
+    """A policy that says how likely tokens are to be kept, so that a governor can weigh them.
+
+    Its own word is to stop where some rejection becomes likely, the rule of SpecDec++ (Huang et al.
+    2024).
+    """
+
+    threshold: float
+    """Chance that all drafted tokens are kept, in [0, 1], below which its own word is to stop."""
+    stops_early: ClassVar[bool] = True
+
+    @abstractmethod
+    def outlook(self, state: Any) -> Outlook:
+        """What is expected of a round."""
+
+    @abstractmethod
+    def forecast(self, state: Any, memo: Memo, token: Token) -> tuple[Chance, Memo]:
+        """What is expected behind the newest token, and the memo with it; see `step`."""
+
+    def step(self, state: Any, memo: Memo, token: Token) -> tuple[bool, Memo]:
+        """Go on while all drafted tokens are likely enough to be kept."""
+        chance, memo = self.forecast(state, memo, token)
+        return chance.kept >= self.threshold, memo
+
+
+class Persistent(LengthPolicy):
+    """With its setting `persistent` a request starts from the state of the one that ended last."""
+
+    persistent: bool
+
+    def start(self, certain: bool = True, before: Any = None) -> State:
+        """The last state if so set, else the first."""
+        return before if self.persistent and before is not None else self.first()
+
+    @abstractmethod
+    def first(self) -> State:
+        """Of a request about which nothing is known."""
+
+
+class Threshold(LengthPolicy):
+    """Draft on while one signal of the newest token is good enough.
+
+    A drafter without a distribution (lookup) says nothing, and is never stopped. The memo is
+    whether the newest token was good enough.
+    """
+
+    signal: ClassVar[str]
+    """The field of `Token` it goes by."""
+    keep: bool = True
+    """Whether the token at which the draft stopped stays in it."""
+    stops_early: ClassVar[bool] = True
+
+    @abstractmethod
+    def sure(self, state: Any, signal: float) -> bool:
+        """Whether the signal is good enough."""
+
+    def signals(self, certain: bool) -> frozenset[str]:
+        """The one signal."""
+        return frozenset({self.signal})
+
+    def step(self, state: Any, memo: Memo, token: Token) -> tuple[bool, Memo]:
+        """Whether the newest token's signal is good enough."""
+        signal = getattr(token, self.signal)
+        sure = True if signal is None else self.sure(state, signal)
+        return sure, sure
+
+    def trim(self, state: Any, memo: bool) -> int:
+        """The unsure token, unless it is kept."""
+        trimmed: int = 0 if self.keep else where(memo, 0, 1)
+        return trimmed
+
+
+class Wrapper(LengthPolicy):
+    """Everything as the policy `inner` has it, but for what a subclass defines."""
+
+    inner: LengthPolicy
+
+    @property
+    def stops_early(self) -> bool:  # type: ignore[override]
+        """As the inner policy."""
+        return self.inner.stops_early
+
+    def signals(self, certain: bool) -> frozenset[str]:
+        """As the inner policy."""
+        return self.inner.signals(certain)
+
+    def start(self, certain: bool = True, before: Any = None) -> State:
+        """As the inner policy."""
+        return self.inner.start(certain, before)
+
+    def limit(self, state: Any) -> int:
+        """As the inner policy."""
+        return self.inner.limit(state)
+
+    def step(self, state: Any, memo: Memo, token: Token) -> tuple[bool, Memo]:
+        """As the inner policy."""
+        return self.inner.step(state, memo, token)
+
+    def trim(self, state: Any, memo: Memo) -> int:
+        """As the inner policy."""
+        return self.inner.trim(state, memo)
+
+    def observe(self, state: Any, round: Round) -> State:
+        """As the inner policy."""
+        return self.inner.observe(state, round)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
 from forerun.confidence import Confidence
-from forerun.controllers.base import LengthController, State
-from forerun.controllers.elementwise import clip, floor
-from forerun.costs import Costs
+from forerun.controllers.base import LengthPolicy
+from forerun.controllers.elementwise import clip, floor, maximum, where
 from forerun.errors import require
 from forerun.types import Token
+
+
+class CMASDState(NamedTuple):
+    """State of `CMASD`."""
+
+    two_pass: bool
+    """Whether the literal form runs."""
 
 
 class Drafted(NamedTuple):
@@ -25,7 +31,7 @@ class Drafted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CMASD(Confidence, LengthController):
+class CMASD(Confidence, LengthPolicy):
     """CM-ASD's window: the mean confidence of the drafted tokens, times the longest length.
 
     Args:
@@ -33,8 +39,8 @@ class CMASD(Confidence, LengthController):
             a sweep over validation prompts (`benchmarks/results/sweep.md`).
         low: k_min, tokens, ≥ 1 (ours).
         high: k_max, tokens, ≥ low (ours; see `alpha`).
-        two_pass: the literal form. A sampled preview is thrown away and drawn anew, which costs
-            another k steps; otherwise the choice among drafts would make sampling lossy.
+        two_pass: the literal form. Where coins decide the tokens the incremental one runs: a choice
+            among drafts by what they say would make sampling lossy.
         entropy: λ1, weight of `1 − H/log|V|`, in [0, 1] (ours: equal weights).
         margin: λ2, weight of the logit margin, in [0, 1].
         softmax: λ3, weight of the softmax margin, in [0, 1]; all weights sum to 1.
@@ -52,6 +58,7 @@ class CMASD(Confidence, LengthController):
     low: int = 1
     high: int = 12
     two_pass: bool = False
+    stops_early: ClassVar[bool] = True
 
     summary: ClassVar[str] = "as many tokens as the drafter's mean confidence suggests"
     paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
@@ -66,40 +73,37 @@ class CMASD(Confidence, LengthController):
         require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
         flag("two_pass", self.two_pass)
 
-    @property
-    def signals(self) -> frozenset[str]:
+    def signals(self, certain: bool) -> frozenset[str]:
         """What the confidence is made of."""
         return self.reads
 
-    @property
-    def asks(self) -> bool:
-        """Only the incremental form does."""
-        return not self.two_pass
+    def start(self, certain: bool = True, before: Any = None) -> CMASDState:
+        """The form that runs."""
+        return CMASDState(self.two_pass and certain)
 
-    @property
-    def previews(self) -> bool:
-        """Only the two-pass form does."""
-        return self.two_pass
-
-    def limit(self, state: State, costs: Costs) -> int:
+    def limit(self, state: CMASDState) -> int:
         """k_max."""
         return self.high
 
-    def fold(self, state: State, memo: Drafted | None, token: Token) -> Drafted | None:
-        """Count and sum of the confidences; None without a distribution."""
+    def step(
+        self, state: CMASDState, memo: Drafted | None, token: Token
+    ) -> tuple[bool, Drafted | None]:
+        """Whether fewer tokens are drafted than their mean confidence suggests; the literal form
+        drafts them all. The memo is None without a distribution."""
         wanted = {name: getattr(token, name) for name in self.reads}
         if any(value is None for value in wanted.values()):
-            return memo
+            return True, memo
         count, total = memo or Drafted(0, 0.0)
-        return Drafted(count + 1, total + self.score(**wanted))
+        memo = Drafted(count + 1, total + self.score(**wanted))
+        return state.two_pass | (memo.tokens < self._length(memo)), memo
 
-    def plan(self, state: State, costs: Costs, memo: Drafted | None) -> int:
-        """k of the previewed tokens."""
-        return self.high if memo is None else self._length(memo)
-
-    def keep_going(self, state: State, costs: Costs, memo: Drafted | None) -> bool:
-        """Whether fewer tokens are drafted than their mean confidence suggests."""
-        return self.two_pass or memo is None or memo.tokens < self._length(memo)
+    def trim(self, state: CMASDState, memo: Drafted | None) -> int:
+        """All beyond k of the tokens, in the literal form."""
+        if memo is None:
+            return 0
+        beyond = maximum(memo.tokens - self._length(memo), 0)
+        trimmed: int = where(state.two_pass, beyond, 0)
+        return trimmed
 
     def _length(self, drafted: Drafted) -> int:
         # Rounding in a mean of ones must not cost a token.

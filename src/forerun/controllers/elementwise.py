@@ -11,16 +11,14 @@ replay every leaf has one more axis, the last: the prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from forerun.types import IntArray
 
 _Array = np.ndarray
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
@@ -81,31 +79,9 @@ def picked(values: tuple[Any, ...], index: Any) -> Any:
     return np.array(values)[index] if isinstance(index, _Array) else values[index]
 
 
-def entry(table: Any, place: Any) -> Any:
-    """One entry of a table `(size,)`, or one per request of `(size, prompts)`."""
-    return table[at(place)] if isinstance(place, _Array) else table.item(place)
-
-
-def at(place: Any) -> Any:
-    """The index of that entry."""
-    return (place, np.arange(len(place))) if isinstance(place, _Array) else place
-
-
 def entries(table: Any) -> Any:
     """A view of a table whose entries are read and written by that index."""
     return table.data if table.ndim == 1 else table  # of one request: Python's own numbers
-
-
-def interpolated(table: list[float], place: Any, slope: float) -> Any:
-    """A table's entry at a place ≥ 0, linear between two of them and by the slope beyond."""
-    last = len(table) - 1
-    if isinstance(place, _Array):
-        beyond = np.maximum(place - last, 0)
-        return np.interp(place, np.arange(last + 1), table) + slope * beyond
-    if place >= last:
-        return table[last] + slope * (place - last)
-    whole = int(place)
-    return table[whole] + (table[whole + 1] - table[whole]) * (place - whole)
 
 
 def anywhere(condition: Any) -> bool:
@@ -118,14 +94,20 @@ def largest(x: Any) -> int:
     return int(x.max(initial=0) if isinstance(x, _Array) else x)
 
 
-def spread(tree: Any, prompts: int) -> Any:
-    """A tree of one request for as many as there are prompts."""
-    return mapped(lambda leaf: np.repeat(np.asarray(leaf)[..., None], prompts, axis=-1), tree)
+def column(tree: Any, prompt: int) -> Any:
+    """One request of a tree of many, in Python's own numbers."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, _Array):
+            return leaf
+        return leaf[..., prompt].copy() if leaf.ndim > 1 else leaf[prompt].item()
+
+    return mapped(one, tree)
 
 
-def filled(tree: Any, prompts: int) -> Any:
-    """A tree of so many requests whose leaves may be numbers that all of them share."""
-    return mapped(lambda leaf: leaf if isinstance(leaf, _Array) else np.full(prompts, leaf), tree)
+def stacked(trees: Sequence[Any]) -> Any:
+    """One tree of as many requests as there are trees of one, at least one."""
+    return mapped(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves], -1), *trees)
 
 
 def taken(tree: Any, index: IntArray) -> Any:
@@ -143,27 +125,6 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
     if not isinstance(condition, _Array):
         return yes if condition else no
     return mapped(lambda a, b: np.where(condition, a, b), yes, no)
-
-
-def remembered(function: _Function) -> _Function:
-    """A pure function that is often asked the same of one request; it has the newest results at
-    hand, but for those of arrays.
-
-    >>> asked = []
-    >>> double = remembered(lambda x: asked.append(x) or 2 * x)
-    >>> double(2), double(2), double(np.array([3])).tolist(), asked
-    (4, 4, [6], [2, array([3])])
-    """
-    known = lru_cache(64)(function)
-
-    @wraps(function)
-    def ask(*args: Any) -> Any:
-        try:
-            return known(*args)
-        except TypeError:  # arrays have no hash
-            return function(*args)
-
-    return ask  # type: ignore[return-value]
 
 
 def mapped(function: Callable[..., Any], *trees: Any) -> Any:

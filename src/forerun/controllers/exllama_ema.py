@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController
+from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import ceil, clip, where
-from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import Round
 
@@ -26,7 +25,7 @@ class ExLlamaEMAState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExLlamaEMA(LengthController):
+class ExLlamaEMA(LengthPolicy):
     """Follow the accepted tokens at once, up faster than down, and stop drafting where it is vain.
 
     Args:
@@ -66,12 +65,12 @@ class ExLlamaEMA(LengthController):
             require(value > 0, name, value, "above 0, or the average never moves")
         between("skip_ema", self.skip_ema, 0, 1000)
 
-    def start(self) -> ExLlamaEMAState:
+    def start(self, certain: bool = True, before: Any = None) -> ExLlamaEMAState:
         """The first average."""
         # A start below `skip_ema` rests like any other average: the first probe is due later.
         return ExLlamaEMAState(0, float(self.length), 0)
 
-    def limit(self, state: ExLlamaEMAState, costs: Costs) -> int:
+    def limit(self, state: ExLlamaEMAState) -> int:
         """γ = ⌈ema⌉; 0 or a probe while the average is low."""
         gamma = clip(ceil(state.ema), 1, self.high)
         due = state.rounds - state.tried >= self.probe_interval
@@ -79,7 +78,7 @@ class ExLlamaEMA(LengthController):
         limit: int = where(state.ema < self.skip_ema, resting, gamma)
         return limit
 
-    def observe(self, state: ExLlamaEMAState, costs: Costs, round: Round) -> ExLlamaEMAState:
+    def observe(self, state: ExLlamaEMAState, round: Round) -> ExLlamaEMAState:
         """Move the average to what was accepted."""
         seen = round.accepted + round.full
         alpha = where(seen > state.ema, self.alpha_up, self.alpha_down)

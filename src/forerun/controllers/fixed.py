@@ -7,12 +7,11 @@ from typing import ClassVar
 
 from forerun.checks import whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController, State
-from forerun.costs import Costs
+from forerun.controllers.base import LengthPolicy, State
 
 
 @dataclass(frozen=True)
-class FixedLength(LengthController):
+class FixedLength(LengthPolicy):
     """Draft the same number of tokens in every round.
 
     Args:
@@ -22,7 +21,7 @@ class FixedLength(LengthController):
     Reference: Leviathan et al. 2023; Chen et al. 2023.
 
     >>> controller = FixedLength(3)
-    >>> controller.limit(controller.start(), Costs.synthetic(5))
+    >>> controller.limit(controller.start())
     3
     """
 
@@ -35,6 +34,6 @@ class FixedLength(LengthController):
     def __post_init__(self) -> None:
         whole("length", self.length)
 
-    def limit(self, state: State, costs: Costs) -> int:
+    def limit(self, state: State) -> int:
         """The fixed length."""
         return self.length

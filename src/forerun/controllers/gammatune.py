@@ -7,9 +7,8 @@ from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, choice, flag, whole
 from forerun.citations import bibtex
+from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import ceil, clip, maximum, where
-from forerun.controllers.persistent import Persistent
-from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import Round, Stop
 
@@ -55,16 +54,16 @@ class Window(Persistent):
         choice("expand", self.expand, EXPAND)
         flag("persistent", self.persistent)
 
-    def start(self) -> GammaTuneState:
+    def first(self) -> GammaTuneState:
         """The first window."""
         return GammaTuneState(float(self.length))
 
-    def limit(self, state: GammaTuneState, costs: Costs) -> int:
+    def limit(self, state: GammaTuneState) -> int:
         """γ = ⌈γ̄⌉, or what the last round reached for."""
         gamma: int = ceil(maximum(state.window, state.reach))
         return gamma
 
-    def observe(self, state: GammaTuneState, costs: Costs, round: Round) -> GammaTuneState:
+    def observe(self, state: GammaTuneState, round: Round) -> GammaTuneState:
         """Move the window towards what was accepted, by the rule in `GammaTune`."""
         full, learn = round.full, round.teaches
         if self.early_stop != "expand":

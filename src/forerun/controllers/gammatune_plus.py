@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from forerun.checks import between, flag
 from forerun.citations import bibtex
+from forerun.controllers.base import Threshold
 from forerun.controllers.gammatune import GammaTuneState, Window
-from forerun.controllers.threshold import Threshold
 
 
 @dataclass(frozen=True)

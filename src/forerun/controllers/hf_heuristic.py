@@ -7,9 +7,8 @@ from typing import ClassVar, NamedTuple
 
 from forerun.checks import flag, whole
 from forerun.citations import bibtex
+from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import maximum, minimum, where
-from forerun.controllers.persistent import Persistent
-from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import Round
 
@@ -61,15 +60,15 @@ class HFHeuristic(Persistent):
         require(inside, "length", self.length, f"between low={self.low} and high={self.high}")
         flag("persistent", self.persistent)
 
-    def start(self) -> HFHeuristicState:
+    def first(self) -> HFHeuristicState:
         """The first length."""
         return HFHeuristicState(self.length)
 
-    def limit(self, state: HFHeuristicState, costs: Costs) -> int:
+    def limit(self, state: HFHeuristicState) -> int:
         """γ."""
         return state.length
 
-    def observe(self, state: HFHeuristicState, costs: Costs, round: Round) -> HFHeuristicState:
+    def observe(self, state: HFHeuristicState, round: Round) -> HFHeuristicState:
         """Lengthen or shorten."""
         longer = minimum(state.length + self.up, self.high)
         shorter = maximum(state.length - self.down, self.low)

@@ -9,10 +9,8 @@ import numpy as np
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
+from forerun.controllers.base import Persistent, Threshold
 from forerun.controllers.elementwise import anywhere, largest, where
-from forerun.controllers.persistent import Persistent
-from forerun.controllers.threshold import Threshold
-from forerun.costs import Costs
 from forerun.types import BoolArray, FloatArray, Round
 
 MISS_WEIGHT = 3  # of a false negative against a false positive, as transformers sets it
@@ -66,14 +64,14 @@ class HFThreshold(Persistent, Threshold):
         whole("history", self.history, MORE_SAMPLES_THAN + 1)
         flag("persistent", self.persistent)
 
-    def start(self) -> HFThresholdState:
+    def first(self) -> HFThresholdState:
         """The first threshold and no samples."""
         kept = self.history if self.dynamic else 0
         return HFThresholdState(
             float(self.threshold), np.full(kept, -1.0), np.zeros(kept, dtype=bool)
         )
 
-    def limit(self, state: HFThresholdState, costs: Costs) -> int:
+    def limit(self, state: HFThresholdState) -> int:
         """The most tokens per round."""
         return self.length
 
@@ -81,7 +79,7 @@ class HFThreshold(Persistent, Threshold):
         """Whether the newest token was probable enough."""
         return signal >= state.threshold
 
-    def observe(self, state: HFThresholdState, costs: Costs, round: Round) -> HFThresholdState:
+    def observe(self, state: HFThresholdState, round: Round) -> HFThresholdState:
         """Extend the samples and move the threshold (dynamic form)."""
         judged = round.judged
         most = largest(judged)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController
+from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import maximum, minimum, picked, where
-from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import Round
 
@@ -31,7 +30,7 @@ class SGLangEMAState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SGLangEMA(LengthController):
+class SGLangEMA(LengthPolicy):
     """Move between a few lengths, slowly, so that one step more than accepted is drafted.
 
     Args:
@@ -88,7 +87,7 @@ class SGLangEMA(LengthController):
         """The largest candidate."""
         return self.steps[-1]
 
-    def start(self) -> SGLangEMAState:
+    def start(self, certain: bool = True, before: Any = None) -> SGLangEMAState:
         """The first tier."""
         steps = self.steps
         # Plain rounds do not move the average, so a start at 0 is that of its first probe, whose
@@ -97,12 +96,12 @@ class SGLangEMA(LengthController):
         warm = 0 if self.length else self.warmup_batches
         return SGLangEMAState(0, steps.index(self.length), float(first - 1), warm, warm)
 
-    def limit(self, state: SGLangEMAState, costs: Costs) -> int:
+    def limit(self, state: SGLangEMAState) -> int:
         """γ of the tier."""
         gamma: int = picked(self.steps, self._tier(state))
         return gamma
 
-    def observe(self, state: SGLangEMAState, costs: Costs, round: Round) -> SGLangEMAState:
+    def observe(self, state: SGLangEMAState, round: Round) -> SGLangEMAState:
         """Move the average, and the tier when it is time."""
         learn = round.teaches
         ema = state.ema + self.ema_alpha * (round.accepted - state.ema)

@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import State
+from forerun.controllers.base import State, Threshold
 from forerun.controllers.elementwise import maximum, sqrt
-from forerun.controllers.threshold import Threshold
-from forerun.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class SVIP(Threshold):
         whole("length", self.length)
         flag("keep", self.keep)
 
-    def limit(self, state: State, costs: Costs) -> int:
+    def limit(self, state: State) -> int:
         """The most tokens per round."""
         return self.length
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -76,6 +76,8 @@ class Guide(Protocol):
     Drafters that propose whole blocks need none of it; step by step, `stepping` uses it.
     """
 
+    clock: Callable[[], float]
+    """Seconds, as the engine takes them."""
     greedy: frozenset[str] | None
     """If `Step.best` is enough: the fields of `Signals` wanted with it. Else None."""
 

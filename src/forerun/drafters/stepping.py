@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -32,7 +31,7 @@ def step_by_step(
     ahead: list[list[int] | None] = [None if t is None else list(t) for t in texts]
     active = [row for row, text in enumerate(ahead) if text is not None]
     while active:
-        began = time.perf_counter()
+        began = guide.clock()
         step = stepper.step(ahead, guide.greedy)
         drawing = active
         if step.ended is not None:
@@ -42,7 +41,7 @@ def step_by_step(
             drawing = [row for row in active if step.ended[row] is None]
         if drawing:
             drawing = guide.choose(step, ahead, drawing, out)
-        seconds = time.perf_counter() - began
+        seconds = guide.clock() - began
         if catching_up:
             out.catch_up_seconds += seconds
         else:

@@ -1,41 +1,50 @@
-"""The first step of a round: let the drafter run ahead as far as each row's controller wants."""
+"""The first step of a round: let the drafter run ahead as far as each row's policy wants."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from forerun.controllers.fixed import FixedLength
+from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
-from forerun.engine.crew import Crew
 from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
+from forerun.engine.lengths import Lengths
 from forerun.engine.prediction import insert, prepend
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
+from forerun.governors.base import Seat
 from forerun.rules.base import sample
 from forerun.runtime.base import Best, best_of
 from forerun.signals import measure
-from forerun.types import Stop, Token
+from forerun.types import LIVE_SIGNALS, SIGNALS, Stop, Token
+
+MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
 
 
 class Guide:
-    """Sampling and the controllers' decisions, for the rows as they are; see `drafters.Guide`."""
+    """Sampling and the policies' decisions, for the rows as they are; see `drafters.Guide`."""
 
-    def __init__(self, rows: Sequence[Row], crew: Crew, sampler: Sampler) -> None:
-        self._rows, self._crew, self._sampler = rows, crew, sampler
+    def __init__(
+        self, rows: Sequence[Row], lengths: Lengths, sampler: Sampler, clock: Callable[[], float]
+    ) -> None:
+        self._rows, self._lengths, self._sampler, self.clock = rows, lengths, sampler, clock
         rules = [row.request.rule for row in rows]
         self._rule_signals = frozenset().union(*(rule.signals for rule in rules))
         self._ranks = max((rule.ranks for rule in rules), default=0)
         self.reads = bool(self._rule_signals or self._ranks)
         """Whether a rule reads more of the draft's distribution than its probabilities."""
-        self.greedy = crew.signals if sampler.trivial and not self.reads else None
+        self._signals = lengths.signals & MEASURED
+        self._ids = bool(lengths.signals - MEASURED)
+        self.greedy = self._signals if sampler.trivial and not self.reads else None
         self.foresees = not self.reads and any(row.place or row.prediction for row in rows)
         """Whether a request may know tokens ahead of the drafter: forced or predicted ones."""
         self.forced: dict[int, list[int]] = {}
         """Per row what its constraint forces, ahead of the drafter's tokens this round."""
         self.certain = sampler.all_certain
         """Whether every token is the arg-max of something."""
+        self.asks = lengths.stops_early
+        """Whether policies are shown what is drafted."""
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
@@ -46,7 +55,7 @@ class Guide:
         """
         best, logits = step.best, step.logits
         if logits is not None and self.certain and not self.reads:
-            best = best_of(self._shaped(logits, proposal, own=True), self._crew.signals)
+            best = best_of(self._shaped(logits, proposal, own=True), self._signals)
         elif best is None:
             assert logits is not None, "a step has logits or best tokens"
             best = self._draw(logits, texts, active, proposal)
@@ -57,9 +66,11 @@ class Guide:
                 continue
             text, token = texts[row], best.tokens[row][0]
             assert text is not None
-            before = text[-1] if len(text) > self._rows[row].prompt else -1
-            signals = {name: values[row][0] for name, values in best.signals.items()}
-            proposal.shown[row].append(Token(token, before, **signals))
+            shown = Token(**{name: values[row][0] for name, values in best.signals.items()})
+            if self._ids:
+                before = text[-1] if len(text) > self._rows[row].prompt else -1
+                shown = shown._replace(id=token, previous=before)
+            proposal.shown[row].append(shown)
             proposal.tokens[row].append(token)
             text.append(token)
             drawn.append(row)
@@ -68,8 +79,8 @@ class Guide:
     def _draw(
         self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
     ) -> Best:
-        """Per row a token under its sampling, and what controllers read of it; meaningless where a
-        row is not active."""
+        """Per row a token under its sampling, and what policies read of it; meaningless where a row
+        is not active."""
         sampler, rows = self._sampler, self._rows
         changed = self._shaped(logits, proposal)
         processed = sampler.sharpen(changed)[:, 0]
@@ -87,8 +98,8 @@ class Guide:
             uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
             picked = sample(processed.softmax(-1), uniforms)
             proposal.logits.append(processed)
-        # Controllers go by what the request draws from, rules by what both models say themselves.
-        measured = measure(changed[:, 0], picked, self._crew.signals)
+        # Policies go by what the request draws from, rules by what both models say themselves.
+        measured = measure(changed[:, 0], picked, self._signals)
         proposal.measured.append(measure(logits, picked, self._rule_signals))
         if self._ranks:
             ranks = min(self._ranks, logits.shape[-1])
@@ -105,37 +116,45 @@ class Guide:
 
     def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
         """Rows that draft on after their newest token; those that stop are told why."""
-        crew, going = self._crew, []
-        asked = crew.asks and bool(active)
+        going = []
+        asked = self.asks and bool(active)
         if asked:
             newest: list[Token | None] = [None] * len(self._rows)
             for row in active:
                 newest[row] = proposal.shown[row][-1]
-            go_on = crew.go(newest)
+            go_on = self._lengths.go(newest)
         for row in active:
-            tokens, goes_on = proposal.tokens[row], not asked or go_on[row]
+            tokens = proposal.tokens[row]
             ends = tokens[-1] in self._rows[row].eos
-            length, why = draft_stop(len(tokens), goes_on, crew.left_out[row], ends)
+            why = draft_stop(not asked or go_on[row], 0, ends)
             if why is not None:
                 proposal.stopped_by[row] = why
-                del tokens[length:]
-            elif length < most[row]:
+            elif len(tokens) < most[row]:
                 going.append(row)
         return going
 
 
 def draft(
     rows: Sequence[Row],
-    ready: Sequence[bool],
+    seats: Sequence[Seat | None],
     drafter: Drafter,
-    crew: Crew,
+    lengths: Lengths,
     guide: Guide,
-    timed: bool,
+    costs: Costs,
 ) -> Proposal:
-    """Draft for every row that is `ready`, as far as its room, controller and drafter let it.
+    """Draft for every row that has read its prompt, as far as its room, policy and drafter let it.
 
-    Every row's `stopped_by` is set. `timed`: whether the meter will be told of the round.
+    Every row's `stopped_by` is set.
+
+    Args:
+        rows: of the pass.
+        seats: per row what governors need to know; None of rows that decode nothing.
+        drafter: who runs ahead.
+        lengths: how far.
+        guide: for drafters that go token by token.
+        costs: of the pass.
     """
+    ready = [seat is not None for seat in seats]
     forced = _forced(rows, ready) if guide.foresees else {}
     predicted = _predictions(rows, ready) if guide.foresees else {}
     predicted = {i: tokens for i, tokens in predicted.items() if i not in forced}
@@ -146,9 +165,11 @@ def draft(
         max(row.room(drafter.limit) - len(forced.get(i, ())), 0) if on and i not in idle else 0
         for i, (row, on) in enumerate(zip(rows, ready, strict=True))
     ]
-    wanted = crew.limits([room > 0 for room in rooms], timed)
-    limits = [draft_limit(*pair) for pair in zip(wanted, rooms, strict=True)]
-    out = _draft(rows, limits, drafter, crew, guide)
+    able = [seat if room else None for seat, room in zip(seats, rooms, strict=True)]
+    limits = list(map(draft_limit, lengths.limits(costs, able), rooms))
+    out = _propose(rows, limits, drafter, guide)
+    if guide.asks:
+        _trim(out, lengths)
     insert(out, predicted)
     prepend(out, forced)
     _cut_disallowed(out, rows)
@@ -159,7 +180,7 @@ def _forced(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[int]]:
     """Tokens that constraints force next, by row; a request that is to run plainly has none."""
     out = {}
     for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
-        if row.place is None or not on or row.request.controller == FixedLength(0):
+        if row.place is None or not on or row.plain:
             continue
         if room := row.room(row.limit):
             out[i] = row.place.forced(row.context[row.prompt :])[:room]
@@ -187,42 +208,12 @@ def _predictions(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[i
     return {i: tokens for i, tokens in out.items() if tokens}
 
 
-def _draft(
-    rows: Sequence[Row],
-    limits: list[tuple[int, Stop]],
-    drafter: Drafter,
-    crew: Crew,
-    guide: Guide,
-) -> Proposal:
-    if not any(crew.previews):
-        return _propose(rows, limits, drafter, guide)
-    # A certain preview is the draft; one by coins only says how long the draft shall be.
-    keep = guide.certain
-    first = [
-        pair if keep or looks else (0, pair[1])
-        for pair, looks in zip(limits, crew.previews, strict=True)
-    ]
-    out = _propose(rows, first, drafter, guide)
-    planned = crew.plan(out.shown)
-    for row, looks in enumerate(crew.previews):
-        # A draft that says nothing of its tokens is taken for sure, as by other controllers.
-        if not looks or (out.tokens[row] and not out.shown[row]):
-            continue
-        shorter = planned[row] < len(out.tokens[row])
-        why = Stop.CONFIDENCE if shorter else out.stopped_by[row] or Stop.LIMIT
-        limits[row] = min(planned[row], limits[row][0]), why
-        if keep:
-            del out.tokens[row][planned[row] :]
-            out.stopped_by[row] = why
-        else:
-            drafter.rollback(row, len(rows[row].context) - 1)  # the next step feeds the last token
-    if keep:
-        return out
-    anew = _propose(rows, limits, drafter, guide)
-    anew.steps, anew.first_seconds = anew.steps + out.steps, out.first_seconds
-    anew.catch_up_seconds += out.catch_up_seconds
-    anew.catch_up_tokens += out.catch_up_tokens
-    return anew
+def _trim(out: Proposal, lengths: Lengths) -> None:
+    """Leave out what policies do not want judged."""
+    for i, shown in enumerate(out.shown):
+        if shown and (count := lengths.trim(i)):
+            del out.tokens[i][max(len(out.tokens[i]) - count, 0) :]
+            out.stopped_by[i] = Stop.CONFIDENCE
 
 
 def _propose(

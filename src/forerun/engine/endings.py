@@ -28,23 +28,25 @@ def draft_limit(wanted: Any, room: Any) -> tuple[Any, Any]:
     return where(short, room, wanted), _why(short, Stop.BUDGET, Stop.LIMIT)
 
 
-def draft_stop(drafted: Any, goes_on: bool, left_out: Any, end_of_text: Any) -> tuple[Any, Any]:
-    """How many of the drafted tokens stay, and why drafting stops here; None if it goes on.
+def draft_stop(goes_on: Any, trimmed: Any, end_of_text: Any) -> Any:
+    """Why drafting stops behind a token; None (in arrays -1) if it goes on.
 
     Args:
-        drafted: tokens so far, the newest included.
-        goes_on: whether the row's controller wants another; for arrays, what all of them want.
-        left_out: how many of the newest are left out where it does not. Where tokens are sampled,
-            that is decided before anyone looks at which ones they are: keeping only some is a bias.
+        goes_on: whether the row's policy wants another token.
+        trimmed: how many of the newest are left out. Where tokens are sampled, that is decided
+            before anyone looks at which ones they are: keeping only some is a bias.
         end_of_text: whether the newest is an end-of-text token.
 
-    >>> draft_stop(3, goes_on=False, left_out=1, end_of_text=True)
-    (2, <Stop.CONFIDENCE: 1>)
+    >>> draft_stop(True, 0, True), draft_stop(False, 1, True)
+    (<Stop.END_OF_TEXT: 4>, <Stop.CONFIDENCE: 1>)
     """
-    if goes_on:
-        return drafted, _why(end_of_text, Stop.END_OF_TEXT, None)
-    ends = end_of_text > (left_out > 0)
-    return drafted - left_out, _why(ends, Stop.END_OF_TEXT, Stop.CONFIDENCE)
+    if isinstance(goes_on, np.ndarray):
+        ends = end_of_text & (np.asarray(trimmed) == 0)
+        stops = np.where(goes_on & (np.asarray(trimmed) == 0), -1, +Stop.CONFIDENCE)
+        return np.where(ends, +Stop.END_OF_TEXT, stops)
+    if end_of_text and not trimmed:
+        return Stop.END_OF_TEXT
+    return None if goes_on and not trimmed else Stop.CONFIDENCE
 
 
 def proposal_stop(drafted: Any, limit: Any, why: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import add, eq, sub
@@ -12,31 +11,31 @@ from typing import Any
 
 import torch
 
-from forerun.controllers.base import LengthController
+from forerun.controllers.base import Controller
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
 from forerun.engine.bans import bans, split_stops
 from forerun.engine.constraint import Place
-from forerun.engine.crew import Crew, Memory
 from forerun.engine.drafting import Guide, draft
 from forerun.engine.endings import reading
 from forerun.engine.judging import Judged, Judgements, compare, judge
-from forerun.engine.meter import SLOPE, Lap, Meter
+from forerun.engine.lengths import Lengths, Memory
+from forerun.engine.meter import Meter
 from forerun.engine.prediction import Prediction
 from forerun.engine.prefixes import Prefixes, Reuse
-from forerun.engine.reporting import NOTHING, Pass, event, round_of
+from forerun.engine.reporting import NOTHING, Pass, event, lap_of, round_of
 from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import SettingError, require
+from forerun.governors.base import SLOPE, Outcome, Seat
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import CHUNK, Executor, Pieces, Rows, best_of
 from forerun.runtime.threads import OneThread
-from forerun.types import CENSORING
-from forerun.types import Round as Outcome
+from forerun.types import CENSORING, Round
 
 NO_SIGNALS: frozenset[str] = frozenset()
 
@@ -51,7 +50,7 @@ class Engine:
         eos: the model's end-of-text ids.
         max_rows: requests decoded together; more wait their turn.
         memory: what controllers carry from request to request, to share it among engines.
-        meter: what rounds cost, likewise.
+        meter: what rounds cost, and the clock, likewise.
         prefixes: texts read before, likewise; None reads every text.
 
     Raises:
@@ -82,8 +81,8 @@ class Engine:
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
         self._meter = Meter.of(self.target, drafter) if meter is None else meter
-        self._ids = itertools.count()
-        self._crew = Crew(self._meter, self._memory)
+        self._ids, self._clock = itertools.count(), self._meter.clock
+        self._lengths = Lengths(self._memory, not self.drafter.has_distribution)
         self._inference = torch.inference_mode()  # made once: a round is short
         caches = self.target, *drafter.caches
         self._reuse = Reuse(prefixes, caches)
@@ -95,7 +94,7 @@ class Engine:
         self,
         request: Request | Sequence[int],
         sampling: Sampling | None = None,
-        controller: LengthController | None = None,
+        controller: Controller | None = None,
         rule: AcceptanceRule | None = None,
     ) -> int:
         """Queue a request; it joins between rounds. Returns its id.
@@ -136,7 +135,7 @@ class Engine:
             # every token shall be judged, the first one, too.
             rests_first=(request.stream and request.rule.has_bonus)
             or self.drafter.target is self.target,
-            submitted=time.perf_counter(),
+            submitted=self._clock(),
         )
         self._waiting.append(row)
         return row.id
@@ -207,23 +206,22 @@ class Engine:
         if not joining:
             return
         del self._waiting[: len(joining)]
-        for row in joining:
-            row.joined = bool(self._rows)
         self._rows.extend(joining)
         longest = max(row.sampling.max_new_tokens for row in joining)
-        room, began = longest + max(row.prompt for row in joining), time.perf_counter()
+        room, began = longest + max(row.prompt for row in joining), self._clock()
         sources = [row.request.source for row in joining if row.request.source is not None]
         read = {"sources": sources} if sources else {}
         self.target.join(len(joining), room, **read)
         self.drafter.join([row.context for row in joining], longest, **read)
         for row in joining:
-            row.encode = time.perf_counter() - began
+            row.encode = self._clock() - began
         for row in joining:
-            given, request = None, row.request
+            given, request = row.request.costs, row.request
             changing = not row.certain or not request.rule.lossless
-            if row.sampling.seed is not None and changing:  # the same seed, the same text
+            if given is None and row.sampling.seed is not None and changing:
+                # The same seed, the same text: neither the clock nor neighbours have a say.
                 given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
-            self._crew.join(row.request.controller, given, row.certain)
+            self._lengths.join(request.controller, row.certain, given)
         self._reuse.join(self._rows, len(joining))
         self._refresh()
 
@@ -234,13 +232,13 @@ class Engine:
         rows = [row for row, stays in enumerate(staying) if stays]
         self.target.keep(rows)
         self.drafter.keep(rows)
-        self._crew.keep(rows)
+        self._lengths.keep(rows)
         self._rows = [self._rows[row] for row in rows]
         self._refresh()
 
     def _drop_rows(self) -> None:
         self._rows = []
-        self._crew = Crew(self._meter, self._memory)
+        self._lengths = Lengths(self._memory, not self.drafter.has_distribution)
         self.target.keep([])
         self.drafter.keep([])
         self._refresh()
@@ -253,7 +251,7 @@ class Engine:
             [row.eos for row in rows],
             [row.noise for row in rows],
         )
-        self._guide = Guide(rows, self._crew, self._sampler)
+        self._guide = Guide(rows, self._lengths, self._sampler, self._clock)
         self._may_exclude = any(row.sampling.excludes for row in rows)
         self._scores = any(row.request.logprobs is not None for row in rows)
         self._compares = (
@@ -272,19 +270,22 @@ class Engine:
         upto = list(map(add, lengths, reading(unread, CHUNK)))
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         return Pass(
-            time.perf_counter(),
+            self._clock(),
             upto,
             list(map(eq, upto, texts)),
             max(unread) > 1,
             self.drafter.seconds,
             self.target.seconds,
             counters,
+            self._meter.costs(len(self._rows)),
         )
 
     def _draft(self, passed: Pass) -> Proposal:
-        proposal = draft(
-            self._rows, passed.ready, self.drafter, self._crew, self._guide, timed=not passed.read
-        )
+        seats = [
+            Seat(rides=not row.rounds, unread=self._unread(i), left=row.left) if ready else None
+            for i, (row, ready) in enumerate(zip(self._rows, passed.ready, strict=True))
+        ]
+        proposal = draft(self._rows, seats, self.drafter, self._lengths, self._guide, passed.costs)
         if not all(passed.ready):
             self.drafter.follow(
                 [
@@ -292,8 +293,13 @@ class Engine:
                     for row, n, ready in zip(self._rows, passed.upto, passed.ready, strict=True)
                 ]
             )
-        passed.drafting = time.perf_counter() - passed.began
+        passed.drafting = self._clock() - passed.began
         return proposal
+
+    def _unread(self, i: int) -> int:
+        """Tokens of a row that the drafter must read before it drafts."""
+        followed = [rows.lengths[i] for rows in self.drafter.caches]
+        return len(self._rows[i].context) - min(followed) if followed else 0
 
     def _verify(self, passed: Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""
@@ -311,7 +317,10 @@ class Engine:
         wanted = [
             len(tokens) + 1 if ready else 0 for tokens, ready in zip(fed, passed.ready, strict=True)
         ]
-        return self._judge(proposal, pieces, wanted)
+        began = self._clock()
+        judged = self._judge(proposal, pieces, wanted)
+        passed.verifying = self._clock() - began
+        return judged
 
     def _has_bonus(self, i: int, proposal: Proposal) -> bool:
         """Whether a row gets a token of the target's own if its draft is accepted whole."""
@@ -378,36 +387,29 @@ class Engine:
         return out
 
     def _observe(self, passed: Pass, proposal: Proposal, judged: Judgements) -> None:
-        """Tell the controllers what became of their rows, and the meter what it took."""
-        outcomes: list[Outcome | None] = [None] * len(self._rows)
+        """Tell policies and governors what became of their rows, and the meter what it took."""
+        seen: list[Round | None] = [None] * len(self._rows)
+        decoded = [kept for kept in judged.values() if isinstance(kept, Judged)]
         for i, kept in judged.items():
             if not isinstance(kept, Judged):
                 continue
             if i in proposal.predicted:  # says nothing of the drafter
                 self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
             elif kept.accepted >= (forced := proposal.forced.get(i, 0)):  # these say nothing either
-                drafted, shown = len(proposal.tokens[i]) - forced, proposal.shown[i]
-                outcomes[i] = Outcome(
-                    drafted, kept.accepted - forced, kept.accept_prob[forced:],
-                    proposal.stopped_by[i], shown, left_out=max(len(shown) - drafted, 0),
+                seen[i] = Round(
+                    len(proposal.tokens[i]) - forced, kept.accepted - forced,
+                    kept.accept_prob[forced:], proposal.stopped_by[i], proposal.shown[i],
                 )  # fmt: skip
-        self._crew.observe(outcomes)
-        if proposal.catch_up_tokens:
-            seconds, tokens = proposal.catch_up_seconds, proposal.catch_up_tokens
-            self._meter.caught_up(len(self._rows), seconds, tokens)
-        if not passed.read:
-            steps, reading = proposal.steps, proposal.catch_up_seconds
-            self._meter.tell(
-                Lap(
-                    rows=len(self._rows),
-                    width=max(map(len, proposal.tokens)),
-                    steps=steps,
-                    draft_seconds=passed.drafting - reading if steps else 0.0,
-                    first_step_seconds=proposal.first_seconds,
-                    verify_seconds=time.perf_counter() - passed.began - passed.drafting,
-                    catch_up_seconds=reading,
-                )
-            )
+        lap = lap_of(passed, proposal, self._clock())
+        outcome = Outcome(
+            [kept.accepted + (kept.following is not None) for kept in decoded],
+            [len(kept.accept_prob) for kept in decoded],
+            proposal.steps,
+            lap.seconds if self._meter.timed(lap.rows) and not passed.read else None,
+            proposal.catch_up_seconds,
+        )
+        self._lengths.observe(passed.costs, seen, proposal.shown, outcome)
+        self._meter.add(lap)
 
     def _report(
         self,
@@ -419,7 +421,7 @@ class Engine:
         """Let finished rows leave; one event per row that got on."""
         drafting = self.drafter.seconds - passed.drafter_before
         verifying = self.target.seconds - passed.target_before
-        now = time.perf_counter()
+        now = self._clock()
         seconds = drafting, verifying, now - passed.began - drafting - verifying
         events, staying = [], [True] * len(self._rows)
         for i, row in enumerate(self._rows):
@@ -434,7 +436,7 @@ class Engine:
                 row.rounds.append(round_of(row, i, passed, proposal, kept, count, seconds, counted))
                 row.first_token = row.first_token or now - row.submitted
             done = None
-            if (error := self._crew.failed.get(i)) is not None and not reason:
+            if (error := self._lengths.failed.get(i)) is not None and not reason:
                 reason, kept = "error", error
             if reason:
                 staying[i] = False
@@ -442,7 +444,6 @@ class Engine:
                 if reason != "error":
                     self._reuse.leave(row, i)
                     self.drafter.learn(row.context, row.prompt)
-                    self._meter.finished((row.prompt - row.cached) * row.joined, row.produced)
             events.append(event(row, proposal.tokens[i], before - count, before, done))
         self._keep(staying)
         return events

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from forerun.costs import Costs
 from forerun.drafters.base import Proposal
 from forerun.engine.judging import Judged
+from forerun.engine.meter import Lap
 from forerun.engine.results import Completion, Event, Round
 from forerun.engine.row import Row
 from forerun.types import Stop
@@ -29,7 +31,30 @@ class Pass:
     drafter_before: float
     target_before: float
     counters: list[dict[str, int]]
+    costs: Costs
+    """What it is expected to cost."""
     drafting: float = 0.0
+    """Seconds until the target's pass, and"""
+    verifying: float = 0.0
+    """of it."""
+
+
+def lap_of(passed: Pass, proposal: Proposal, now: float) -> Lap:
+    """The clock of a round that has just ended."""
+    rows, steps, reading = len(passed.upto), proposal.steps, proposal.catch_up_seconds
+    drafting = passed.drafting - reading if steps else 0.0
+    return Lap(
+        rows=rows,
+        width=passed.costs.width(list(map(len, proposal.tokens)), rows),
+        steps=steps,
+        draft_seconds=drafting,
+        first_step_seconds=proposal.first_seconds,
+        verify_seconds=passed.verifying,
+        other_seconds=now - passed.began - drafting - reading - passed.verifying,
+        reading_seconds=reading,
+        reading_tokens=proposal.catch_up_tokens,
+        reads=passed.read,
+    )
 
 
 def round_of(

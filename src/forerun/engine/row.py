@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from forerun.controllers.fixed import FixedLength
 from forerun.engine.bans import Bans
 from forerun.engine.constraint import Place
 from forerun.engine.noise import Noise, stream
@@ -48,8 +49,6 @@ class Row:
     ended_by: str | int | None = None
     cached: int = 0
     """Tokens of its prompt that were not read, for their columns were there."""
-    joined: bool = False
-    """Whether others ran when it came."""
     prefill: float = 0.0
     encode: float = 0.0
     """Seconds of joining, in which target and draft read its source and those beside it."""
@@ -86,6 +85,16 @@ class Row:
     def certain(self) -> bool:
         """Whether its tokens are what they are, however they are come by: nothing is tossed."""
         return self.sampling.greedy or self.noise is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is to be decoded without any draft, forced tokens included."""
+        return self.request.controller == FixedLength(0)
+
+    @property
+    def left(self) -> int:
+        """Most tokens that it may write yet."""
+        return self._full - len(self.context)
 
     @property
     def produced(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from forerun.controllers import LengthController
+from forerun.controllers import Controller
 from forerun.engine import Sampling
 from forerun.engine.noise import Noise
 from forerun.engine.sampling import Sampler
@@ -258,7 +258,7 @@ def audit(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling] | None = None,
     *,
-    controller: str | LengthController = "auto",
+    controller: str | Controller = "auto",
     rule: str | AcceptanceRule = "gumbel",
     batch_size: int = 1,
     peers: Sequence[Peer] = (),
@@ -342,7 +342,7 @@ class _Auditor:
     model: Model
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[Sampling]
-    controller: str | LengthController
+    controller: str | Controller
     rule: AcceptanceRule
     batch_size: int
     peers: Sequence[Peer]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.controllers import LengthController
+from forerun.controllers import Controller
 from forerun.engine import Completion, Sampling
 from forerun.errors import GenerationError
 from forerun.lab.audit import Difference, explain
@@ -97,7 +97,7 @@ def paired(
     samplings: Sequence[Sampling],
     shown: Sequence[Completion],
     *,
-    controller: str | LengthController = "auto",
+    controller: str | Controller = "auto",
     rule: str | AcceptanceRule = "gumbel",
     batch_size: int = 16,
     tell: Callable[[str], None] = lambda message: None,

@@ -98,6 +98,8 @@ class Executor(ABC):
     """Whether passes run on threads of their own. Torch's, which wait for more work busily after
     each operation that they share, would take their cores."""
 
+    packs: ClassVar[bool] = False
+    """Whether a pass takes the tokens of all rows packed: others pad rows to the longest."""
     levels: tuple[int, ...] = ()
     """Tokens, rising, up to which a pass of one row takes as long as one of so many; of others
     every token adds something."""

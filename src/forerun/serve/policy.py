@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import ForerunError
 from forerun.rules import RULES, AcceptanceRule
 from forerun.serve.config import ALL_RULES, Config
@@ -23,7 +23,7 @@ _XARGS = {"forerun_controller": "controller", "forerun_rule": "rule", "forerun_r
 class Policy:
     """How one request runs ahead, and how much it is told of that."""
 
-    controller: LengthController
+    controller: Controller
     rule: AcceptanceRule
     report: str = "none"
 

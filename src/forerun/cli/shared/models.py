@@ -13,7 +13,7 @@ from forerun.errors import ForerunWarning, SettingError, require
 
 if TYPE_CHECKING:
     from forerun import Model
-    from forerun.controllers import LengthController
+    from forerun.controllers import Controller
     from forerun.prompts import Prompt, Reader
     from forerun.rules import AcceptanceRule
     from forerun.settings import Settings
@@ -59,7 +59,7 @@ class Job:
     """A model, and how its prompts are run."""
 
     model: Model
-    controller: LengthController
+    controller: Controller
     rule: AcceptanceRule
     batch_size: int = 16
     about: dict[str, Any] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Models:
             job.about["chat"] = any(p.chat for p in ready)
             return job, ready
 
-    def _check(self, how: Settings | None) -> tuple[LengthController, AcceptanceRule]:
+    def _check(self, how: Settings | None) -> tuple[Controller, AcceptanceRule]:
         """Errors that need no model are raised before one is loaded."""
         from forerun.controllers import CONTROLLERS
         from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE
@@ -174,7 +174,7 @@ class Models:
     def _load(
         self,
         draft: str | None,
-        length: LengthController,
+        length: Controller,
         keep: AcceptanceRule,
         batch_size: int,
         remember: bool,

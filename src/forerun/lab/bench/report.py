@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from forerun.lab.bench.methods import PLAIN
-from forerun.lab.traces.replay import geometric
+from forerun.lab.traces.results import geometric
 
 SCHEMA = 1
 ALL = "all"

@@ -13,7 +13,8 @@ import numpy as np
 
 from forerun.checks import whole
 from forerun.lab.traces.costs import Cell, passes
-from forerun.lab.traces.replay import Rounds, replay
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import Rounds
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 

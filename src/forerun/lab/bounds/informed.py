@@ -44,7 +44,7 @@ GRID = (
             (4, 7, 12, 20), (0.1, 0.3), (0.1, 0.2, 0.3, 0.4, 0.6), ("true", "false")
         )
     ),
-    *(f"goodput(cost={cost},width_cost=0)" for cost in (2, 4, 8, 16, 32, 64)),
+    *(f"goodput(cost={cost},slope=0)" for cost in (2, 4, 8, 16, 32, 64)),
 )  # fmt: skip
 """Specs that are tuned over: settings of stopping rules that may win in some cell."""
 

@@ -11,7 +11,8 @@ from forerun.lab.bench.report import ALL
 from forerun.lab.bounds.bounds import best_fixed, oracle
 from forerun.lab.bounds.informed import informed
 from forerun.lab.traces.costs import Costs
-from forerun.lab.traces.replay import geometric, replay
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import geometric
 from forerun.lab.traces.trace import Trace
 
 

@@ -11,7 +11,7 @@ from forerun.engine import Sampling
 from forerun.errors import MissingExtraError, SettingError, require
 from forerun.lab.exits.exit_costs import ExitCosts, Timed, speculating, timed
 from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, total
-from forerun.lab.traces.replay import geometric
+from forerun.lab.traces.results import geometric
 from forerun.model import Model
 from forerun.runtime.base import Rows
 from forerun.runtime.layers import ExitHeads

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
 from forerun.checks import whole
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, Controller
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Guide, Proposal, Step, Texts
 from forerun.drafters.stepping import step_by_step
@@ -24,7 +24,7 @@ from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.lab.traces.replay import Replay, Rounds, Watch, costs_for
+from forerun.lab.traces.results import COUNTED, Replay, Rounds, Watch, costs_for
 from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
@@ -37,7 +37,7 @@ UNLIMITED = 1 << 30
 
 def replay_batches(
     trace: Trace,
-    controller: str | LengthController,
+    controller: str | Controller,
     costs: Costs | Callable[[int], Costs],
     rows: int,
     plain_seconds: FloatArray | None = None,
@@ -45,8 +45,8 @@ def replay_batches(
 ) -> Replay:
     """The prompts in the trace's order as requests to an engine that decodes `rows` together.
 
-    A prompt joins when another one leaves, and starts with the state its controller carries
-    over (`LengthController.carries`), as live.
+    A prompt joins when another one leaves, and starts from what its controller carries over, as
+    live.
 
     Args:
         trace: the texts.
@@ -68,10 +68,30 @@ def replay_batches(
         UnknownNameError, SettingError: as `replay`; rows below 1.
     """
     whole("rows", rows, 1)
-    made = CONTROLLERS.make(controller)
+    made, order = CONTROLLERS.make(controller), np.arange(trace.prompts)
     if plain_seconds is None:
-        plain_seconds = _Replayed(trace, CONTROLLERS.make("fixed(0)"), costs, rows).serve().seconds
-    return replace(_Replayed(trace, made, costs, rows, watch).serve(), plain_seconds=plain_seconds)
+        plain = _Replayed(trace, CONTROLLERS.make("fixed(0)"), _meter(costs), rows)
+        plain_seconds = plain.serve(order).seconds
+    meter = _meter(lambda size: costs_for(made, costs if isinstance(costs, Costs) else costs(size)))
+    done = _Replayed(trace, made, meter, rows, watch).serve(order)
+    return replace(done, plain_seconds=plain_seconds)
+
+
+def serve_alone(
+    trace: Trace, controller: Controller, cell: Costs, order: IntArray, watch: Watch | None = None
+) -> Replay:
+    """Streams of requests that are served one at a time; `order` and results `(streams, n)`."""
+    streams = []
+    for prompts in order:
+        meter = _meter(costs_for(controller, cell))
+        streams.append(_Replayed(trace, controller, meter, 1, watch).serve(prompts))
+    plain = cell.plain * trace.sizes[order].astype(np.float64)
+    both = {f.name: np.stack([getattr(one, f.name) for one in streams]) for f in fields(Replay)}
+    return Replay(**{**both, "plain_seconds": plain})
+
+
+def _meter(costs: Costs | Callable[[int], Costs]) -> Meter:
+    return Meter.given(costs)
 
 
 class _NoModel(Executor):
@@ -91,14 +111,20 @@ class _NoModel(Executor):
 
 
 class _Recorded(Drafter):
-    """Drafts the recorded tokens. Rows join in the trace's order."""
+    """Drafts the recorded tokens. Rows join in the order of `prompts`."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._next = itertools.count()
-        self._prompts: list[int] = []
+        self.prompts: list[int] = []
+        self._places: list[int] = []
         self._begins: list[int] = []
-        self.steps = np.zeros(trace.prompts, np.int64)
+        self.steps = np.zeros(0, np.int64)
+        """`(places,)` steps so far."""
+
+    def serve(self, prompts: Sequence[int]) -> None:
+        """Numbers of the prompts to come."""
+        self.prompts, self._next = list(prompts), itertools.count()
+        self.steps = np.zeros(len(self.prompts), np.int64)
 
     def join(
         self,
@@ -106,10 +132,10 @@ class _Recorded(Drafter):
         room: int,
         sources: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._prompts.extend(next(self._next) for _ in prompts)
+        self._places.extend(next(self._next) for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._prompts = [self._prompts[row] for row in rows]
+        self._places = [self._places[row] for row in rows]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
         self._begins = [len(text or ()) for text in texts]
@@ -124,12 +150,13 @@ class _Recorded(Drafter):
         for row, text in enumerate(texts):
             if text is None:
                 continue
-            prompt, begin = self._prompts[row], self._begins[row]
+            place, begin = self._places[row], self._begins[row]
+            prompt = self.prompts[place]
             position = prompt, begin - int(trace.prompt_tokens[prompt]), len(text) - begin
             tokens[row] = [int(trace.draft_tokens[position])]
             for name in names:
                 signals[name][row] = [float(trace.signals[name][position])]
-            self.steps[prompt] += 1
+            self.steps[place] += 1
         return Step(best=Best(tokens, signals, [[True]] * len(texts)))
 
 
@@ -149,45 +176,46 @@ class _Text(Row):
 
 
 class _Replayed(Engine):
-    """An engine whose models are a trace; a request's id is the number of its prompt."""
+    """An engine whose models are a trace; a request's id is its place in the order."""
 
     drafter: _Recorded
 
     def __init__(
-        self,
-        trace: Trace,
-        controller: LengthController,
-        costs: Costs | Callable[[int], Costs],
-        rows: int,
+        self, trace: Trace, controller: Controller, meter: Meter, rows: int,
         watch: Watch | None = None,
-    ) -> None:
-        self._trace, self._watch = trace, watch
-        prob = trace.accept_prob
-        self._sampled = [bool(np.any((p > 0) & (p < 1))) for p in prob]
-        sums, seconds = np.zeros((5, trace.prompts), np.int64), np.zeros((2, trace.prompts))
-        rounds, drafted, accepted, steps, capped = sums
-        self._sums = Replay(rounds, drafted, accepted, trace.sizes, steps, capped, *seconds)
-        of = (lambda _: costs) if isinstance(costs, Costs) else costs
-        meter = Meter.given(lambda rows: costs_for(controller, of(rows)))
+    ) -> None:  # fmt: skip
+        self._trace, self._controller, self._watch = trace, controller, watch
         super().__init__(_NoModel(), _Recorded(trace), max_rows=rows, meter=meter)
-        self._waiting.extend(self._text(prompt, controller) for prompt in range(trace.prompts))
 
-    def serve(self) -> Replay:
-        """Run until all requests are done; `plain_seconds` stay 0."""
+    def serve(self, order: Sequence[int] | IntArray) -> Replay:
+        """Run the prompts until all requests are done; `plain_seconds` stay 0."""
+        prompts = [int(prompt) for prompt in order]
+        self.drafter.serve(prompts)
+        counts = dict.fromkeys(COUNTED)
+        for name in counts:
+            counts[name] = np.zeros(len(prompts), np.int64)
+        none = np.zeros(len(prompts))
+        self._sums = Replay(
+            committed=self._trace.sizes[prompts], seconds=none.copy(), plain_seconds=none, **counts
+        )
+        self._waiting.extend(self._text(place, prompt) for place, prompt in enumerate(prompts))
         for _ in self.run():
             pass
         return self._sums
 
-    def _text(self, prompt: int, controller: LengthController) -> Row:
+    def _text(self, place: int, prompt: int) -> Row:
         trace = self._trace
         context = [0] * int(trace.prompt_tokens[prompt])  # a trace does not hold them
         ends: IntArray = trace.ends[prompt, : int(trace.sizes[prompt])]
         positions = np.flatnonzero(ends <= trace.depth)
         eos = trace.draft_tokens[prompt, positions, ends[positions] - 1]
-        sampling = Sampling(max_new_tokens=int(trace.budgets[prompt]))
+        sampling, prob = (
+            Sampling(max_new_tokens=int(trace.budgets[prompt])),
+            trace.accept_prob[prompt],
+        )
         return _Text(
-            id=prompt,
-            request=Request(context, sampling, controller, RULES.make("standard")),
+            id=place,
+            request=Request(context, sampling, self._controller, RULES.make("standard")),
             context=context,
             prompt=len(context),
             eos=frozenset(eos.tolist()),
@@ -199,13 +227,8 @@ class _Replayed(Engine):
             rests_first=False,
             submitted=0.0,
             size=int(trace.sizes[prompt]),
-            sampled=self._sampled[prompt],
+            sampled=bool(np.any((prob > 0) & (prob < 1))),
         )
-
-    def _refresh(self) -> None:
-        super()._refresh()
-        # The trace's tokens are looked up like greedy ones, but a sampled preview is drawn anew.
-        self._guide.certain = not any(self._sampled[row.id] for row in self._rows)
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         self.target.feed(pieces, wanted)
@@ -213,11 +236,12 @@ class _Replayed(Engine):
         for i, row in enumerate(self._rows):
             if not wanted[i]:
                 continue
+            prompt = self.drafter.prompts[row.id]
             at, drafted = row.produced, len(proposal.tokens[i])
-            accepted = min(drafted, int(trace.matches[row.id, at]))
+            accepted = min(drafted, int(trace.matches[prompt, at]))
             # Beyond the end of the text it is not read.
-            following = int(trace.tokens[row.id, min(at + accepted, trace.tokens.shape[1] - 1)])
-            prob = trace.accept_prob[row.id, at, :drafted].tolist()
+            following = int(trace.tokens[prompt, min(at + accepted, trace.tokens.shape[1] - 1)])
+            prob = trace.accept_prob[prompt, at, :drafted].tolist()
             out[i] = Judged(accepted, following, prob)
         self._add(proposal, out)
         return out
@@ -225,14 +249,15 @@ class _Replayed(Engine):
     def _add(self, proposal: Proposal, judged: Judgements) -> None:
         """Count a round, and share its seconds."""
         rows, sums = [self._rows[i] for i in judged], self._sums
-        prompt = np.array([row.id for row in rows], dtype=np.int64)
+        place = np.array([row.id for row in rows], dtype=np.int64)
         drafted = np.array([len(proposal.tokens[i]) for i in judged], dtype=np.int64)
-        accepted = np.minimum(drafted, self._trace.matches[prompt, [r.produced for r in rows]])
+        accepted = np.array([judged[i].accepted for i in judged], dtype=np.int64)
         stopped = np.array([int(proposal.stopped_by[i] or 0) for i in judged], dtype=np.int64)
-        width = max(map(len, proposal.tokens))
-        took = self._meter.costs(len(self._rows)).round_seconds(proposal.steps, width + 1)
+        costs = self._meter.costs(len(self._rows))
+        width = costs.width(list(map(len, proposal.tokens)), len(self._rows))
+        took = costs.round_seconds(proposal.steps, width)
         seconds = np.full(len(rows), took / max(len(rows), 1))
-        steps = self.drafter.steps[prompt] - sums.steps[prompt]
+        steps = self.drafter.steps[place] - sums.steps[place]
         for total, value in (
             (sums.rounds, 1),
             (sums.drafted, drafted),
@@ -241,9 +266,10 @@ class _Replayed(Engine):
             (sums.capped, stopped == Stop.EXHAUSTED),
             (sums.seconds, seconds),
         ):
-            total[prompt] += value
+            total[place] += value
         if self._watch is not None and rows:
             at = np.array([row.produced for row in rows], dtype=np.int64)
+            prompt = np.array(self.drafter.prompts, dtype=np.int64)[place]
             self._watch(Rounds(prompt, at, drafted, accepted, steps, stopped, seconds))
 
     def _complete(

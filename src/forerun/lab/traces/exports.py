@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import UnknownNameError
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.spaces import Real, Space, Tokens
@@ -145,11 +145,11 @@ def llama_cpp(job: Job) -> Export:
         "the probability among the draft's ten likeliest tokens, so its threshold is a little laxer"
     )
 
-    def make(values: Mapping[str, Any]) -> LengthController:
+    def make(values: Mapping[str, Any]) -> Controller:
         # A window held at one length, and the unsure token left out: what its draft loop does.
         n = values["length"]
         cut = {"threshold": values["threshold"], "keep": False}
-        controller: LengthController = CONTROLLERS.make(
+        controller: Controller = CONTROLLERS.make(
             Spec("gammatune+", (), {"length": n, "low": n, "high": n, **cut})
         )
         return controller
@@ -198,7 +198,7 @@ def _search(
     job: Job,
     spec: Spec,
     space: Space,
-    make: Callable[[Mapping[str, Any]], LengthController] | None = None,
+    make: Callable[[Mapping[str, Any]], Controller] | None = None,
 ) -> SearchResult:
     return search(
         spec, job.trace, job.cell, budget=job.budget, seed=job.seed, space=space, make=make

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, Controller
 from forerun.lab.bounds.bounds import oracle
 from forerun.lab.bounds.informed import informed
 from forerun.lab.traces.costs import Cell, CostTable
-from forerun.lab.traces.replay import Replay, geometric, replay, summarise
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import Replay, geometric, summarise
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
@@ -37,7 +38,7 @@ def bounds(trace: Trace, cell: Cell, tell: Callable[[str], None]) -> dict[str, F
     return {"oracle": best, "informed": informed(trace, cell).seconds}
 
 
-Run = Callable[[LengthController], Replay]
+Run = Callable[[Controller], Replay]
 """Replays one controller over a trace."""
 
 
@@ -61,7 +62,7 @@ def result(
     trace: Trace,
     run: Run,
     spec: str,
-    controller: LengthController,
+    controller: Controller,
     limits: Mapping[str, FloatArray],
     shared: int = 1,
 ) -> Result:

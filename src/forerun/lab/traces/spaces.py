@@ -79,7 +79,7 @@ Space = Mapping[str, Integer | Real | Choice]
 
 _SWITCH = Choice((False, True))
 _ETA, _DELTA = Real(0.02, 1), Real(0, 12)
-COSTS: Space = {"cost": Real(1, 100, log=True), "width_cost": Real(0, 0.5)}
+COSTS: Space = {"cost": Real(1, 100, log=True), "slope": Real(0, 0.5)}
 """Costs of a draft step and of a wider pass, as settings of controllers."""
 _LADDERS = Choice(("1,3,5,7", "0,1,3,5,7", "1,2,3,5,8,12", "0,1,2,3,5,8,13,20", "1,5,9,13,17"))
 SPACES: Mapping[str, Space] = {
@@ -94,14 +94,15 @@ SPACES: Mapping[str, Space] = {
         "early_stop": Choice(("expand", "update", "skip")), "threshold": Real(0, 1),
         "keep": _SWITCH,
     },
-    "goodput": {
-        **COSTS, "high": Tokens(4, 32), "acceptance": Real(0, 1), "damping": Real(1, 1000, True),
-        "window": Real(5, 1000, True),
+    "goodput": {**COSTS, "high": Tokens(4, 32)},
+    "survival": {"threshold": Real(0, 1), "length": Tokens(1, 32)},
+    "calibrated": {
+        "threshold": Real(0, 1), "high": Tokens(4, 32), "acceptance": Real(0, 1),
+        "damping": Real(1, 1000, True), "window": Real(5, 1000, True),
     },
     "bandit": {
         "policy": Choice(("ucb", "thompson")), "reward": Choice(("throughput", "blend")),
-        "low": Tokens(1, 4), "high": Tokens(4, 32), "step": Integer(1, 6), "explore": Real(0, 1),
-        **COSTS,
+        "low": Tokens(1, 4), "high": Tokens(4, 32), "stride": Integer(1, 6), "explore": Real(0, 1),
     },
     "svip": {"threshold": Real(0.01, 1.5), "length": Tokens(1, 40), "keep": _SWITCH},
     "adaedl": {

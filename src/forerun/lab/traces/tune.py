@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from forerun.checks import whole
-from forerun.controllers import CONTROLLERS, LengthController
+from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import MissingExtraError, SettingError, require
 from forerun.lab.traces.costs import Cell
-from forerun.lab.traces.replay import geometric, replay
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import geometric
 from forerun.lab.traces.spaces import COSTS, SPACES, Space
 from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
@@ -134,7 +135,7 @@ def search(
     budget: int,
     seed: int = 0,
     space: Space | None = None,
-    make: Callable[[Mapping[str, Any]], LengthController] | None = None,
+    make: Callable[[Mapping[str, Any]], Controller] | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
     """Search one controller's parameters; an interrupt ends it early, with the best so far.
@@ -155,14 +156,14 @@ def search(
         space = {k: v for k, v in SPACES.get(spec.name, {}).items() if k not in set_by_user}
     if make is None:
 
-        def make(values: Mapping[str, Any]) -> LengthController:
+        def make(values: Mapping[str, Any]) -> Controller:
             chosen = Spec(spec.name, (), {**set_by_user, **values})
             return CONTROLLERS.make(chosen)
 
     scores: dict[str, float] = {}
     default = CONTROLLERS.text(start)
 
-    def score(controller: LengthController) -> float:
+    def score(controller: Controller) -> float:
         text = CONTROLLERS.text(controller)
         if text not in scores:
             scores[text] = speed(trace, controller, cell)
@@ -221,7 +222,7 @@ def _sampled(
     optuna = _optuna()
     if count and COSTS.keys() <= space.keys():
         slope = float(cell.verify_seconds(2) - cell.verify_seconds(1)) / cell.plain
-        costs = {"cost": round(cell.ratio, 3), "width_cost": round(max(slope, 0), 4)}
+        costs = {"cost": round(cell.ratio, 3), "slope": round(max(slope, 0), 4)}
         yield costs, _ignored
         count -= 1
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
@@ -247,7 +248,7 @@ def _optuna() -> Any:
     return optuna
 
 
-def speed(trace: Trace, controller: str | LengthController, cell: Cell) -> float:
+def speed(trace: Trace, controller: str | Controller, cell: Cell) -> float:
     """The geometric mean over prompts of the speed-up."""
     return float(np.exp(np.log(replay(trace, controller, cell).speedup).mean()))
 

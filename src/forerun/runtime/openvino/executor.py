@@ -66,6 +66,7 @@ class OpenVINOExecutor(Executor):
 
     copies = True
     own_threads = True
+    packs = True
 
     def __init__(
         self,

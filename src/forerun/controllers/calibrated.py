@@ -1,4 +1,4 @@
-"""`goodput`: draft on while the next token is expected to pay for itself."""
+"""`calibrated`: acceptance forecast from probabilities that are calibrated to it online."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import LengthController
+from forerun.controllers.base import Chance, Forecaster, Outlook
 from forerun.controllers.elementwise import (
     clip,
     entries,
@@ -20,7 +20,6 @@ from forerun.controllers.elementwise import (
     sigmoid,
     where,
 )
-from forerun.costs import Costs
 from forerun.errors import require
 from forerun.types import FloatArray, Round, Token
 
@@ -28,7 +27,7 @@ EDGE = sigmoid(6.0)
 """Probabilities above it, and below one less it, count as it."""
 
 
-class GoodputState(NamedTuple):
+class CalibratedState(NamedTuple):
     """State of `Goodput`: two estimates of acceptance, and what each has seen (fading)."""
 
     slope: float
@@ -56,91 +55,75 @@ class Drafted(NamedTuple):
     """n, how many."""
     survival: float
     """`a_n`; beyond `high` tokens that of the last of them."""
-    expected: float
-    """`1 + Σ_{j≤n} a_j`."""
 
 
 @dataclass(frozen=True)
-class Goodput(LengthController):
-    """Stop at the length with the most tokens per time, by learned acceptance and given costs.
+class Calibrated(Forecaster):
+    """Forecast by the draft's top probability, calibrated to what is accepted (vLLM).
 
     Args:
-        cost: c, one target pass over one draft step, > 0 (ours: 4.2, measured for the shipped
-            pair, `benchmarks/results/overhead.md`).
-        width_cost: v, what each further token to verify adds to a target pass, in target passes,
-            ≥ 0 (ours).
-        high: the most tokens per round, ≥ 1 (ours).
+        high: positions that are calibrated, ≥ 1; for its own word the most tokens per round (ours).
         acceptance: α₀, in [0, 1] (ours; vLLM starts every `p̂` at σ(1.5) = 0.82).
         damping: κ, weight of the starting values in observations, > 0 (vLLM: a Newton step is
             shortened by n/(n + 50)).
         window: rounds over which what was seen fades, ≥ 1 (vLLM fits to the last 100 steps).
+        threshold: for its own word, in [0, 1]; see `survival`.
 
-    Reference: Liu et al. 2024, "TurboSpec" (goodput as the objective); Cheng et al. 2026,
-    "DSpark", §3.2 and Algorithm 1 (survival, cost table, stop at the first that gains nothing);
-    `OnlineAcceptanceEstimator` in vLLM (`p̂`, from its "adaptive verification").
+    Reference: `OnlineAcceptanceEstimator` in vLLM (`p̂`, from its "adaptive verification"); Cheng et
+    al. 2026, "DSpark", §3.2 (survival).
     """
 
-    cost: float = 4.2
-    width_cost: float = 0.02
     high: int = 20
     acceptance: float = 0.8
     damping: float = 50
     window: float = 100
+    threshold: float = 0.4
 
-    summary: ClassVar[str] = "draft on while expected tokens per time rise, calibrated online"
-    paper: ClassVar[str] = "Liu et al. 2024 (TurboSpec); Cheng et al. 2026 (DSpark)"
-    bibtex: ClassVar[str] = bibtex("turbospec2024", "dspark2026")
+    summary: ClassVar[str] = "stop when a rejection is likely, by probabilities calibrated online"
+    paper: ClassVar[str] = "vLLM 2026; Cheng et al. 2026 (DSpark)"
+    bibtex: ClassVar[str] = bibtex("dspark2026")
 
     def __post_init__(self) -> None:
-        between("cost", self.cost, 0, 1e9)
-        require(self.cost > 0, "cost", self.cost, "above 0: a draft step costs something")
-        between("width_cost", self.width_cost, 0, 1000)
         whole("high", self.high, 1)
         between("acceptance", self.acceptance, 0, 1)
         between("damping", self.damping, 0, 1e9)
         require(self.damping > 0, "damping", self.damping, "above 0, or nothing holds the start")
         between("window", self.window, 1, 1e9)
+        between("threshold", self.threshold, 0, 1)
 
-    @property
-    def signals(self) -> frozenset[str]:
+    def signals(self, certain: bool) -> frozenset[str]:
         """The probability of the most likely token."""
         return frozenset({"top1"})
 
-    @property
-    def asks(self) -> bool:
-        """Always."""
-        return True
-
-    def start(self) -> GoodputState:
+    def start(self, certain: bool = True, before: Any = None) -> CalibratedState:
         """`p̂ = max_v draft(v)`, and nothing seen."""
         zeros = np.zeros(self.high)
-        return GoodputState(1.0, zeros, 0.0, zeros, zeros, 0.0, 0.0, 0)
+        return CalibratedState(1.0, zeros, 0.0, zeros, zeros, 0.0, 0.0, 0)
 
-    def limit(self, state: GoodputState, costs: Costs) -> int:
+    def limit(self, state: CalibratedState) -> int:
         """The most tokens per round."""
         return self.high
 
-    def fold(self, state: GoodputState, memo: Drafted | None, token: Token) -> Drafted:
-        """Survival of the drafted tokens and the sum of survivals, with one more."""
-        count, survival, expected = memo or Drafted(0, 1.0, 1.0)
+    def outlook(self, state: CalibratedState) -> Outlook:
+        """The mean acceptance."""
+        mean = self._mean(state)
+        return Outlook(mean, mean)
+
+    def forecast(
+        self, state: CalibratedState, memo: Drafted | None, token: Token
+    ) -> tuple[Chance, Drafted]:
+        """Survival of the drafted tokens; the next one is like the mean."""
+        count, survival = memo or Drafted(0, 1.0)
+        mean = self._mean(state)
         if count < self.high:
             survival = survival * (
-                self._mean(state)
+                mean
                 if token.top1 is None
                 else sigmoid(state.slope * log_odds(token.top1) + state.bias[count])
             )
-            expected = expected + survival
-        return Drafted(count + 1, survival, expected)
+        return Chance(survival, mean), Drafted(count + 1, survival)
 
-    def keep_going(self, state: GoodputState, costs: Costs, memo: Drafted) -> bool:
-        """Whether another token is expected to raise the tokens per time."""
-        step = 1 / self.cost + self.width_cost
-        # Θ(n + 1) > Θ(n), both multiplied by their times.
-        gain = memo.survival * self._mean(state) * (1 + memo.tokens * step)
-        better: bool = gain > memo.expected * step
-        return better
-
-    def observe(self, state: GoodputState, costs: Costs, round: Round) -> GoodputState:
+    def observe(self, state: CalibratedState, round: Round) -> CalibratedState:
         """Fade what was seen, add this round, and take one Newton step."""
         judged = minimum(round.judged, self.high)
         accepted = minimum(round.accepted, judged)
@@ -184,7 +167,7 @@ class Goodput(LengthController):
             deepest=deepest,
         )
 
-    def _mean(self, state: GoodputState) -> float:
+    def _mean(self, state: CalibratedState) -> float:
         """α, the mean acceptance."""
         return (self.damping * self.acceptance + state.hits) / (self.damping + state.tries)
 

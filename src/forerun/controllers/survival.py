@@ -1,0 +1,191 @@
+"""`survival`: how likely drafted tokens, and the next one, are to be kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from forerun.checks import between, whole
+from forerun.citations import bibtex
+from forerun.controllers.base import Chance, Forecaster, Outlook
+from forerun.controllers.elementwise import (
+    clip,
+    largest,
+    minimum,
+    select,
+    sigmoid,
+    where,
+)
+from forerun.types import Round, Token
+
+
+class LogOdds(NamedTuple):
+    """Log-odds of being kept, linear in what the draft's distribution says."""
+
+    constant: float
+    """Of a drafted token,"""
+    per_margin: float
+    """per logit of its margin, and"""
+    per_chosen: float
+    """per unit of its probability."""
+    first: float
+    """Of a round's first token before it is drafted."""
+    next_constant: float
+    """Of a later one,"""
+    per_newest: float
+    """and per logit of the newest margin."""
+
+    def drafted(self, token: Token, margin: float) -> float:
+        """Of a drafted token; its probability counts where coins decide it."""
+        z = self.constant + self.per_margin * margin
+        return z if token.chosen is None else z + self.per_chosen * token.chosen
+
+
+GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.35)
+"""Where no coins decide; `python -m benchmarks.auto_prior` made both."""
+SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)
+"""Where coins do."""
+MOST_MARGIN = 8.0
+"""Logits beyond which a margin says nothing more."""
+TYPICAL_MARGIN = 4.0
+"""Mean margin of drafts, for what is expected before anything is drafted."""
+PRIOR_WEIGHT = 4.0
+"""Weight of a request's constant 0 in `Σ w`, `w` the variance of a judged token's chance."""
+FADE = 0.98
+"""Share of what was seen that still counts a round later."""
+MOST_SHIFT = 4.0
+"""Bound on a request's constant, either way."""
+CARRIED = 0.5
+"""Share of it that the next request starts from."""
+BLIND = (0.8, 2.0), (3.4, 4.0)
+"""First tokens of rounds, and later ones, kept and judged, that a draft without signals starts
+from."""
+
+
+class SurvivalState(NamedTuple):
+    """State of `Survival`."""
+
+    certain: bool = True
+    """Whether no coins decide what is kept: which of the priors is the request's."""
+    shift: float = 0.0
+    """The request's own constant, of drafted tokens and of the next one."""
+    weight: float = 0.0
+    """`Σ w` it was learned from, fading."""
+    counts: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Of drafts without signals first tokens kept and judged, later ones likewise, fading."""
+
+
+class Drafted(NamedTuple):
+    """Of a round so far."""
+
+    tokens: int
+    survival: float
+    """Chance that all of them are kept."""
+
+
+@dataclass(frozen=True)
+class Survival(Forecaster):
+    """Read the draft's confidence, corrected by what is kept; without signals, count by depth.
+
+    Args:
+        threshold: for its own word, in [0, 1]; without a governor a draft stops where the chance
+            that all of it is kept falls below (ours: 0.4).
+        length: for its own word, the most tokens per round, ≥ 0 (ours).
+
+    Reference: ours; the stopping rule is that of Huang et al. 2024, SpecDec++.
+    """
+
+    threshold: float = 0.4
+    length: int = 24
+
+    summary: ClassVar[str] = "stop when a rejection is likely, by confidence and what was kept"
+    paper: ClassVar[str] = "Huang et al. 2024 (SpecDec++)"
+    bibtex: ClassVar[str] = bibtex("specdecpp2024")
+
+    def __post_init__(self) -> None:
+        between("threshold", self.threshold, 0, 1)
+        whole("length", self.length)
+
+    def signals(self, certain: bool) -> frozenset[str]:
+        """The margin, and by coins the probability of the drafted token."""
+        return frozenset({"logit_margin"} if certain else {"logit_margin", "chosen"})
+
+    def start(self, certain: bool = True, before: Any = None) -> SurvivalState:
+        """From a share of what the request before has learned."""
+        if before is None:
+            return SurvivalState(certain)
+        counts = tuple(CARRIED * count for count in before.counts)
+        return SurvivalState(certain, CARRIED * before.shift, 0.0, counts)  # type: ignore[arg-type]
+
+    def limit(self, state: SurvivalState) -> int:
+        """The most tokens per round."""
+        return self.length
+
+    def outlook(self, state: SurvivalState) -> Outlook:
+        """Of a typical draft."""
+        by, shift = self._prior(state), state.shift
+        blind, (first, later) = state.counts[1] > 0, _counted(state)
+        margin = by.next_constant + by.per_newest * TYPICAL_MARGIN
+        return Outlook(
+            where(blind, first, sigmoid(by.first + shift)),
+            where(blind, later, sigmoid(margin + shift)),
+        )
+
+    def forecast(
+        self, state: SurvivalState, memo: Drafted | None, token: Token
+    ) -> tuple[Chance, Drafted]:
+        """By the token's margin, or by its depth if it has none."""
+        tokens, survival = memo or Drafted(0, 1.0)
+        if token.logit_margin is None:
+            first, later = _counted(state)
+            kept, following = (later if tokens else first), later
+        else:
+            by, margin = self._prior(state), minimum(token.logit_margin, MOST_MARGIN)
+            kept = sigmoid(by.drafted(token, margin) + state.shift)
+            following = sigmoid(by.next_constant + by.per_newest * margin + state.shift)
+        survival = survival * kept
+        return Chance(survival, following), Drafted(tokens + 1, survival)
+
+    def observe(self, state: SurvivalState, round: Round) -> SurvivalState:
+        """A Newton step of ridge logistic regression on the constant, from the judged tokens."""
+        count = round.judged
+        most = largest(count)
+        if not most:
+            return state
+        if not round.shows("logit_margin"):
+            return state._replace(
+                counts=select(count > 0, _judged(state, round, most), state.counts)
+            )
+        by, weight, miss = self._prior(state), FADE * state.weight, 0.0
+        guess: float = by.first
+        for i in range(most):
+            inside, hit, chance = i < count, round.accept_prob[i], sigmoid(guess + state.shift)
+            weight = weight + inside * chance * (1 - chance)
+            miss = miss + inside * (hit - chance)
+            margin = minimum(round.tokens[i].logit_margin, MOST_MARGIN)
+            guess = by.next_constant + by.per_newest * margin
+        shift = clip(state.shift + miss / (weight + PRIOR_WEIGHT), -MOST_SHIFT, MOST_SHIFT)
+        learned = state._replace(shift=shift, weight=weight)
+        after: SurvivalState = select(count > 0, learned, state)
+        return after
+
+    def _prior(self, state: SurvivalState) -> LogOdds:
+        by: LogOdds = select(state.certain, GREEDY, SAMPLED)
+        return by
+
+
+def _counted(state: SurvivalState) -> tuple[float, float]:
+    """Chances of a first token and of later ones, of drafts without signals."""
+    first, judged, later, later_judged = state.counts
+    (kept, tries), (later_kept, later_tries) = BLIND
+    return (first + kept) / (judged + tries), (later + later_kept) / (later_judged + later_tries)
+
+
+def _judged(state: SurvivalState, round: Round, most: int) -> tuple[float, float, float, float]:
+    """These counts with one more round."""
+    counts = [FADE * count for count in state.counts]
+    for i in range(most):
+        inside = where(i < round.judged, 1.0, 0.0)
+        counts[2 * (i > 0)] = counts[2 * (i > 0)] + inside * round.accept_prob[i]
+        counts[2 * (i > 0) + 1] = counts[2 * (i > 0) + 1] + inside
+    return tuple(counts)  # type: ignore[return-value]

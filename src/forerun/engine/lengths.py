@@ -1,0 +1,258 @@
+"""How far the rows of a pass draft: by each row's own policy, or a governor of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.controllers.base import Controller, Forecaster, LengthPolicy
+from forerun.costs import Costs
+from forerun.governors.base import Governor, Outcome, Plan, Seat
+from forerun.types import DRAWN, Round, Token
+
+Memory = dict[Any, Any]
+"""Per controller the newest state of a request that left, and per governor its pace."""
+
+
+@dataclass
+class _Row:
+    """What decides for one row."""
+
+    controller: Controller
+    policy: LengthPolicy
+    state: Any
+    signals: frozenset[str]
+    """What its policy is shown."""
+    certain: bool
+    given: Costs | None
+    """Costs to decide by, if it decides for itself."""
+    group: _Group | None
+    memo: Any = None
+
+    @property
+    def most_trimmed(self) -> int:
+        """How many of the newest tokens may be left out. Where coins decide them, keeping some
+        because of what they are is a bias: there it is the newest alone, if all that the policy is
+        shown of it was known before it was drawn."""
+        return 1 << 30 if self.certain else int(not self.signals & DRAWN)
+
+
+@dataclass
+class _Group:
+    """Rows whose tokens one governor weighs."""
+
+    governor: Governor
+    pace: Any
+    rows: list[int] = field(default_factory=list)
+    plan: Plan | None = None
+    seats: list[int] = field(default_factory=list)
+    """Rows of the plan."""
+
+
+class Lengths:
+    """Asks each row's policy, and the governors of rows that have one.
+
+    An exception of anybody's policy ends its row's drafting and is kept in `failed`.
+
+    Args:
+        memory: of requests before; kept up to date.
+        blind: whether the drafter says nothing of its tokens, and proposes them at once.
+    """
+
+    def __init__(self, memory: Memory, blind: bool = False) -> None:
+        self._memory, self._blind = memory, blind
+        self._rows: list[_Row] = []
+        self._groups: list[_Group] = []
+        self.failed: dict[int, Exception] = {}
+        """By row, since the rows last changed."""
+        self._changed()
+
+    def join(self, controller: Controller, certain: bool, given: Costs | None = None) -> None:
+        """Add a row at the end.
+
+        Args:
+            controller: of the request.
+            certain: whether no coins are tossed over its tokens.
+            given: costs to decide by, for a request that must not depend on the clock, on earlier
+                requests or on its neighbours.
+        """
+        governor = controller if isinstance(controller, Governor) else None
+        policy = controller.policy if governor else controller
+        assert isinstance(policy, LengthPolicy), "a request is checked when it is submitted"
+        given = given or (governor.given if governor else None)
+        before = None if given else self._memory.get(controller)
+        state = policy.start(certain, before)
+        group = None
+        if governor is not None:
+            group = self._group(governor, given is not None)
+            group.rows.append(len(self._rows))
+            group.pace = governor.join(group.pace, 1 / len(group.rows))
+        signals = policy.signals(certain)
+        self._rows.append(_Row(controller, policy, state, signals, certain, given, group))
+        self._changed()
+
+    def _group(self, governor: Governor, alone: bool) -> _Group:
+        """The group of a governor, a new one for a row that decides for itself."""
+        for group in self._groups:
+            if group.governor == governor and not alone and self._rows[group.rows[0]].given is None:
+                return group
+        before = None if alone else self._memory.get(("pace", governor))
+        self._groups.append(_Group(governor, governor.start() if before is None else before))
+        return self._groups[-1]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        for i, row in enumerate(self._rows):
+            if i not in rows and i not in self.failed and row.given is None:
+                self._memory[row.controller] = row.state
+                if row.group is not None:
+                    self._memory["pace", row.group.governor] = row.group.pace
+        self._rows = [self._rows[row] for row in rows]
+        self.failed = {new: self.failed[old] for new, old in enumerate(rows) if old in self.failed}
+        for group in self._groups:
+            group.rows = [i for i, row in enumerate(self._rows) if row.group is group]
+        self._groups = [group for group in self._groups if group.rows]
+        self._changed()
+
+    def _changed(self) -> None:
+        self.signals: frozenset[str] = frozenset().union(*(row.signals for row in self._rows))
+        """Everything that any row's policy is shown."""
+        self._hidden = [dict.fromkeys(self.signals - row.signals) for row in self._rows]
+        self.stops_early = any(row.policy.stops_early for row in self._rows)
+        """Whether any may end a draft early."""
+
+    def limits(self, costs: Costs, able: Sequence[Seat | None]) -> list[int]:
+        """Most tokens to draft per row; begins a round.
+
+        Args:
+            costs: of a pass of these rows.
+            able: per row what a governor needs to know but for its outlook; None of rows that
+                cannot draft.
+        """
+        limits = [0] * len(self._rows)
+        for i, row in enumerate(self._rows):
+            row.memo = None
+            if able[i] is not None and row.group is None:
+                limits[i] = self._asked(i, row.policy.limit, row.state) or 0
+        paid = max(limits, default=0)
+        for group in self._groups:
+            alone = self._rows[group.rows[0]].given
+            seats = [(i, self._seat(i, able[i])) for i in group.rows if able[i] is not None]
+            good = [(i, seat) for i, seat in seats if seat is not None]
+            group.seats, group.plan = [i for i, _ in good], None
+            if good:
+                where = (alone, 1, 0) if alone else (costs, len(self._rows), paid)
+                price, rows, width = where
+                group.plan = group.governor.open(
+                    group.pace, price, [seat for _, seat in good], rows, width
+                )
+                for i, most in zip(group.seats, group.plan.most, strict=True):
+                    limits[i] = most
+        return limits
+
+    def _seat(self, i: int, seat: Seat | None) -> Seat | None:
+        row = self._rows[i]
+        assert isinstance(row.policy, Forecaster)
+        outlook = self._asked(i, row.policy.outlook, row.state)
+        if outlook is None or seat is None:
+            return None
+        return seat._replace(outlook=outlook, trims=row.certain, blind=self._blind)
+
+    def go(self, tokens: Sequence[Token | None]) -> list[bool]:
+        """Whether each row drafts another token.
+
+        Args:
+            tokens: per row the newest one, None where it no longer drafts.
+        """
+        out = [False] * len(tokens)
+        for i, row in enumerate(self._rows):
+            token = tokens[i]
+            if token is not None and row.group is None:
+                out[i] = not row.policy.stops_early or self._stepped(i, row, token)
+        for group in self._groups:
+            if group.plan is None or not any(tokens[i] is not None for i in group.seats):
+                continue
+            chances = [self._chance(i, tokens[i]) for i in group.seats]
+            for i, goes in zip(group.seats, group.plan.go(chances), strict=True):
+                out[i] = goes
+        return out
+
+    def _stepped(self, i: int, row: _Row, token: Token) -> bool:
+        answer = self._asked(i, row.policy.step, row.state, row.memo, self._shown(i, token))
+        if answer is None:
+            return False
+        goes, row.memo = answer
+        return bool(goes)
+
+    def _chance(self, i: int, token: Token | None) -> Any:
+        if token is None:
+            return None
+        row = self._rows[i]
+        assert isinstance(row.policy, Forecaster)
+        answer = self._asked(i, row.policy.forecast, row.state, row.memo, self._shown(i, token))
+        if answer is None:
+            return None
+        chance, row.memo = answer
+        return chance
+
+    def _shown(self, i: int, token: Token) -> Token:
+        """What a row's policy may see of a token."""
+        hidden = self._hidden[i]
+        return token._replace(**hidden) if hidden else token
+
+    def trim(self, i: int) -> int:
+        """How many of its newest tokens a row that has ended leaves out."""
+        row = self._rows[i]
+        if row.group is not None:
+            plan = row.group.plan
+            return plan.trim(row.group.seats.index(i)) if row.certain and plan is not None else 0
+        if not row.policy.stops_early:
+            return 0
+        count = int(self._asked(i, row.policy.trim, row.state, row.memo) or 0)
+        return min(count, row.most_trimmed)
+
+    def observe(
+        self,
+        costs: Costs,
+        rounds: Sequence[Round | None],
+        drafted: Sequence[Sequence[Token]],
+        outcome: Outcome,
+    ) -> None:
+        """What became of every row's draft.
+
+        Args:
+            costs: of the pass.
+            rounds: None of a row that only read its prompt, or was drafted for by others.
+            drafted: what was shown of each row's tokens, those left out included.
+            outcome: of the pass.
+        """
+        for i, (row, seen) in enumerate(zip(self._rows, rounds, strict=True)):
+            if seen is None or i in self.failed:
+                continue
+            if seen.drafted:
+                by = row.given or costs
+                shown = [self._shown(i, token) for token in seen.tokens[: seen.drafted]]
+                took = by.round_seconds(seen.drafted, seen.drafted + 1) / by.plain
+                seen = seen._replace(tokens=shown, took=took)
+            state = self._asked(i, row.policy.observe, row.state, seen)
+            row.state = row.state if state is None else state
+        for group in self._groups:
+            first, given, own = group.rows[0], self._rows[group.rows[0]].given, outcome
+            if given:  # neither the clock nor neighbours have a say
+                seen = rounds[first]
+                if seen is None:
+                    continue
+                own = Outcome([seen.accepted + 1], [seen.drafted], len(drafted[first]))
+            if own.committed:
+                group.pace = group.governor.observe(group.pace, given or costs, group.plan, own)
+
+    def _asked(self, i: int, question: Callable[..., Any], *about: Any) -> Any:
+        """A policy's answer; None if it fails, as from then on."""
+        if i in self.failed:
+            return None
+        try:
+            return question(*about)
+        except Exception as error:  # of anybody's policy
+            self.failed[i] = error
+            return None

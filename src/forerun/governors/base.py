@@ -1,0 +1,127 @@
+"""The contract of a governor: the rows of one pass, and the only reader of costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+from forerun.checks import between, whole
+from forerun.controllers.base import Chance, Controller, Forecaster, Outlook
+from forerun.costs import Costs
+from forerun.errors import require
+
+SLOPE = 0.02
+"""What a further token adds to a target pass, if `cost` is given and `slope` is not."""
+
+
+class Seat(NamedTuple):
+    """A row of the pass that may draft."""
+
+    trims: bool = True
+    """Whether drafted tokens may be left out of the target's pass: no coins decide them."""
+    blind: bool = False
+    """Whether its drafter says nothing of its tokens, and proposes them at once."""
+    rides: bool = False
+    """Whether the pass reads its prompt, so that tokens to judge add next to nothing."""
+    unread: int = 0
+    """Tokens of its prompt that the drafter must read first."""
+    left: int = 1 << 30
+    """Most tokens that it may write yet."""
+    outlook: Outlook = Outlook(0.0, 0.0)
+    """What its policy expects."""
+
+
+class Outcome(NamedTuple):
+    """What became of a pass; lists are by row that decoded."""
+
+    committed: Sequence[int]
+    """Tokens that it got."""
+    judged: Sequence[int]
+    """Drafted tokens that the target judged."""
+    steps: int
+    """Draft steps of the pass."""
+    seconds: float | None = None
+    """By the clock, but for reading; None where prompts were read, or there is no clock."""
+    reading: float = 0.0
+    """Seconds in which the drafter read prompts."""
+
+
+class Plan(ABC):
+    """What a governor decides in one round."""
+
+    most: list[int]
+    """Per seat the most tokens to draft; 0 is plain decoding."""
+
+    @abstractmethod
+    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
+        """Per seat whether to draft another token, told the chances behind its newest one.
+
+        Args:
+            chances: None of seats that no longer draft.
+        """
+
+    def trim(self, seat: int) -> int:
+        """How many of the newest tokens of a seat that `trims` to leave out, when it has ended."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Governor(Controller, ABC):
+    """Decides for the rows that share a pass, by what a policy forecasts for each.
+
+    Subclasses are frozen dataclasses. What outlives a round is in the *pace*, a `NamedTuple` that
+    the engine keeps; a `Plan` lives for one round. Everything is in Python's own numbers.
+    """
+
+    policy: Forecaster
+    cost: float | None = None
+    slope: float | None = None
+    high: int = 32
+
+    name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.policy, Forecaster)
+        require(good, "policy", self.policy, "one that forecasts, like survival")
+        if self.cost is not None:
+            between("cost", self.cost, 0, 1e9)
+            require(self.cost > 0, "cost", self.cost, "above 0: a draft step costs something")
+        if self.slope is not None:
+            between("slope", self.slope, 0, 1000)
+        whole("high", self.high, 1)
+
+    @cached_property
+    def given(self) -> Costs | None:
+        """Costs to decide by instead of the measured ones. A request then decides for itself, and
+        nothing is carried to the next."""
+        if self.cost is None:
+            return None
+        return Costs.synthetic(self.cost, SLOPE if self.slope is None else self.slope)
+
+    def start(self) -> Any:
+        """The pace of an engine that begins."""
+        return ()
+
+    def join(self, pace: Any, share: float) -> Any:
+        """The pace when a request joins, and is this share of the rows of the pass."""
+        return pace
+
+    @abstractmethod
+    def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> Plan:
+        """Begin a round.
+
+        Args:
+            pace: of the rows.
+            costs: of a pass of all rows.
+            seats: the rows that may draft, at least one.
+            rows: all that share the pass.
+            paid: most tokens that other rows draft in any case, in steps and a width that cost
+                these rows nothing.
+        """
+
+    def observe(self, pace: Any, costs: Costs, plan: Plan | None, outcome: Outcome) -> Any:
+        """The pace after a round; `plan` is None if no row could draft."""
+        return pace

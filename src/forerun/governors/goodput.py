@@ -1,0 +1,72 @@
+"""`goodput`: draft on while expected tokens per time rise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from forerun.citations import bibtex
+from forerun.controllers.base import Chance, Forecaster
+from forerun.controllers.calibrated import Calibrated
+from forerun.costs import Costs
+from forerun.governors.base import Governor, Plan, Seat
+
+
+@dataclass(frozen=True)
+class Goodput(Governor):
+    """Stop each row at the length with the most tokens per time.
+
+    Args:
+        policy: what forecasts acceptance (`calibrated`; `survival` does, too).
+        cost: c, one target pass over one draft step, > 0, or none to go by what is measured. Given,
+            nothing is carried from one request to the next.
+        slope: v, what each further token to verify adds to a target pass, in target passes, ≥ 0
+            (0.02 if `cost` is given, ours).
+        high: the most tokens per round, ≥ 1 (ours).
+
+    Reference: Liu et al. 2024, "TurboSpec" (goodput as the objective); Cheng et al. 2026, "DSpark",
+    Algorithm 1 (cost table, stop at the first that gains nothing).
+    """
+
+    policy: Forecaster = field(default_factory=Calibrated)
+    high: int = 20
+
+    summary: ClassVar[str] = "draft on while expected tokens per time rise, calibrated online"
+    paper: ClassVar[str] = "Liu et al. 2024 (TurboSpec); Cheng et al. 2026 (DSpark)"
+    bibtex: ClassVar[str] = bibtex("turbospec2024", "dspark2026")
+
+    def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> _Rising:
+        """Every row may draft, up to `high`."""
+        return _Rising(costs, seats, self.high)
+
+
+class _Rising(Plan):
+    """The lengths at which Θ still rises, each seat by itself."""
+
+    def __init__(self, costs: Costs, seats: Sequence[Seat], high: int) -> None:
+        self._seconds, self._tokens = costs.seconds, 0
+        self._expected = [1.0] * len(seats)
+        self.most = [self._before(seat, high) if seat.blind else high for seat in seats]
+
+    def _before(self, seat: Seat, high: int) -> int:
+        """The length where nothing is seen of a draft until it is judged."""
+        tokens, expected, kept = 1, 1 + seat.outlook.first, seat.outlook.first
+        while tokens < high and self._rises(tokens, expected, kept := kept * seat.outlook.later):
+            tokens, expected = tokens + 1, expected + kept
+        return tokens
+
+    def _rises(self, tokens: int, expected: float, gain: float) -> bool:
+        """Whether Θ(n + 1) > Θ(n), both multiplied by their times."""
+        return (expected + gain) * self._seconds(tokens) > expected * self._seconds(tokens + 1)
+
+    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
+        """Of each seat whether one more token raises its tokens per time."""
+        self._tokens += 1
+        out = [False] * len(chances)
+        for seat, chance in enumerate(chances):
+            if chance is not None:
+                self._expected[seat] += chance.kept
+                gain = chance.kept * chance.next
+                out[seat] = self._rises(self._tokens, self._expected[seat], gain)
+        return out

@@ -1,0 +1,226 @@
+"""`auto`: draft on while the next token is worth more than its time, within a budget of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from forerun.controllers.base import Chance, Forecaster
+from forerun.controllers.survival import Survival
+from forerun.costs import Costs
+from forerun.governors.base import Governor, Outcome, Plan, Seat
+
+RESERVE = 16.0
+"""Plain rounds that speculation may lose over all requests, and most that is saved up for it."""
+BUDGET = 2.0
+"""Plain rounds that it may lose in a request before it has gained any."""
+INTEREST = 0.01
+"""ε: share of every committed token that is added to both."""
+MOST_BOOKED = 1.3
+"""Times what the costs say that a round is booked at, at most: the clock has outliers."""
+MOST_LOSS = 1.0
+"""Plain rounds that one round takes from the budget of its requests, at most: what a draft may lose
+was weighed by its chances before."""
+PRIOR = 4.0
+"""Plain rounds that a request's own rate is added to."""
+FADE = 0.95
+"""Share of its rate that still counts a round later."""
+CARRIED = 0.5
+"""Share of it that the next request starts from."""
+
+
+class Pace(NamedTuple):
+    """What the rows of a pass have gained and lost, in plain rounds and tokens of a row."""
+
+    reserve: float = RESERVE
+    """What may be lost yet over all requests; the draft's reading of prompts is taken from it."""
+    budget: float = BUDGET
+    """What may be lost yet in the requests that run."""
+    tokens: float = 0.0
+    """Tokens committed, fading, and"""
+    time: float = 0.0
+    """the time they took."""
+
+    @property
+    def rate(self) -> float:
+        """λ: tokens per time, that of plain decoding at least."""
+        return max((PRIOR + self.tokens) / (PRIOR + self.time), 1.0)
+
+
+@dataclass(frozen=True)
+class Renewal(Governor):
+    """Draft another token while it is expected to commit more than its time does elsewhere.
+
+    Args:
+        policy: what forecasts acceptance.
+        cost: c, one target pass over one draft step, > 0, or none to go by what is measured (the
+            default). Given, nothing is carried from one request to the next and each decides for
+            itself, which makes sampled texts repeatable.
+        slope: v, what each further token to judge adds to a target pass, in target passes, ≥ 0, if
+            `cost` is given (0.02).
+        high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
+
+    Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
+    Dinkelbach 1967, "On Nonlinear Fractional Programming".
+    """
+
+    policy: Forecaster = field(default_factory=Survival)
+
+    summary: ClassVar[str] = "draft on while the next token is worth more than its time"
+    paper: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+
+    def start(self) -> Pace:
+        """A full reserve."""
+        return Pace()
+
+    def join(self, pace: Pace, share: float) -> Pace:
+        """A request brings a budget of its own, and its rate is not known."""
+        kept = 1 - share * (1 - CARRIED)
+        budget = (1 - share) * pace.budget + share * BUDGET
+        return pace._replace(budget=budget, tokens=kept * pace.tokens, time=kept * pace.time)
+
+    def open(
+        self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
+    ) -> _Weighed:
+        """Draft where what may be lost pays for a look at a token."""
+        plan = _Weighed(pace, costs, seats, rows, paid, self.high)
+        if costs.retime == "plain" or not plan.begins(seats):
+            return plan
+        plan.most = [
+            self._blind(pace, costs, seat, rows, paid) if seat.blind else self.high
+            for seat in seats
+        ]
+        return plan
+
+    def _blind(self, pace: Pace, costs: Costs, seat: Seat, rows: int, paid: int) -> int:
+        """The length of a draft that is not seen until it is judged: of one that would go as is
+        expected, as far as it pays, or a token to learn from."""
+        plan = _Weighed(pace, costs, [seat._replace(trims=True)], rows, paid, self.high)
+        tokens, kept = 1, seat.outlook.first
+        while tokens < self.high and plan.go([Chance(kept, seat.outlook.later)])[0]:
+            tokens, kept = tokens + 1, kept * seat.outlook.later
+        return max(tokens - plan.trim(0), 1)
+
+    def observe(self, pace: Pace, costs: Costs, plan: Plan | None, outcome: Outcome) -> Pace:
+        """Book what the round gained or lost, and the interest."""
+        rows = max(len(outcome.committed), 1)
+        tokens, plain = sum(outcome.committed) / rows, costs.plain
+        time, gain = 1.0, INTEREST * tokens
+        if outcome.steps or any(outcome.judged):
+            width = costs.width(outcome.judged, rows)
+            seconds = costs.round_seconds(outcome.steps, width)
+            if outcome.seconds is not None:
+                seconds = min(outcome.seconds, MOST_BOOKED * seconds)
+            time = seconds / plain
+            gain += tokens - time
+        return Pace(
+            min(pace.reserve + gain - outcome.reading / plain, RESERVE),
+            min(max(pace.budget + max(gain, -MOST_LOSS), 0.0), RESERVE),
+            FADE * pace.tokens + tokens,
+            FADE * pace.time + time,
+        )
+
+
+class _Weighed(Plan):
+    """One round: a row's gain is a chance; the price of a second is λ, of all rows it holds up."""
+
+    def __init__(
+        self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int, high: int
+    ) -> None:
+        self._costs, self._rows, self._paid, self._high = costs, rows, paid, high
+        self._price = pace.rate * rows / costs.plain
+        self._budget = min(pace.reserve, pace.budget) * costs.plain
+        self._reserve = pace.reserve * costs.plain
+        self._rides = costs.prefill and any(seat.rides for seat in seats)
+        self._apart = costs.packed and rows > 1
+        """Whether each row's tokens make the pass wider by themselves."""
+        judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
+        may = (rows == 1 or self._apart) and not judged
+        self._trims = [seat.trims and may for seat in seats]
+        self._surplus = [0.0] * len(seats)
+        """Per seat the tokens by which judging its whole draft beats judging the best beginning."""
+        self._trimmed = [0] * len(seats)
+        self._tokens = 0
+        self.most = [0] * len(seats)
+
+    def begins(self, seats: Sequence[Seat]) -> bool:
+        """Whether the budget pays for a look at a token, and the reserve for what the drafter must
+        read for it, of texts that are long enough to earn it."""
+        costs = self._costs
+        unread = sum(seat.unread for seat in seats) * costs.reading
+        if unread > self._reserve or unread > costs.plain * max(seat.left for seat in seats):
+            return False
+        look = 0.0 if self._paid else costs.draft_seconds(1)
+        if not self._rides:
+            seen = all(self._trims) and not any(seat.blind for seat in seats)
+            look += costs.cold if seen else self._added(1) * (len(seats) if self._apart else 1)
+        return look <= self._budget
+
+    def _added(self, tokens: int) -> float:
+        """Seconds by which the n-th token of a row makes the pass longer."""
+        if tokens <= self._paid and not self._apart:
+            return 0.0
+        judging = self._costs.judging
+        if self._rides:
+            return self._costs.widening
+        return judging[min(tokens, len(judging)) - 1] / (self._rows if self._apart else 1)
+
+    def _step(self, tokens: int, rows: int) -> float:
+        """Seconds of a draft step behind so many tokens, and of judging what it drafts in rows."""
+        step = self._costs.draft if tokens >= self._paid else 0.0
+        return step + self._added(tokens + 1) * (rows if self._apart else 1)
+
+    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
+        """The seats that want another token, if that is worth its time to them in sum."""
+        self._tokens += 1
+        here, following = (self._price * self._added(self._tokens + n) for n in (0, 1))
+        wanting, surplus, kept = [], 0.0, 0.0
+        for seat, chance in enumerate(chances):
+            if chance is None:
+                continue
+            own = 0.0
+            if self._trims[seat]:
+                own = self._surplus[seat] + chance.kept - here
+                self._trimmed[seat] = self._trimmed[seat] + 1 if own < 0 else 0
+                own = self._surplus[seat] = min(own, 0.0)
+            if not self._apart or own + chance.kept * chance.next > following:
+                wanting.append(seat)
+                surplus, kept = surplus + own, kept + chance.kept
+        out = [False] * len(chances)
+        going = [chance for seat in wanting if (chance := chances[seat]) is not None]
+        if going and self._pays(surplus, going) and self._affordable(kept, len(going)):
+            for seat in wanting:
+                out[seat] = True
+        return out
+
+    def _pays(self, surplus: float, going: Sequence[Chance]) -> bool:
+        """Whether the next token is worth its time; if it pays for a level of the pass, with as
+        many of those behind it as is best."""
+        tokens, rows, levels = self._tokens, len(going), len(self._costs.rounds)
+        gains = [chance.kept * chance.next for chance in going]
+        worth = surplus + sum(gains) - self._price * self._step(tokens, rows)
+        while worth <= 0 and tokens < self._high:
+            tokens += 1
+            gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
+            more = sum(gains) - self._price * self._step(tokens, rows)
+            if tokens >= levels and more <= 0:
+                return False
+            worth += more
+        return worth > 0
+
+    def _affordable(self, kept: float, rows: int) -> bool:
+        """Whether the budget pays for what another token may lose, by how likely that is."""
+        costs, tokens = self._costs, self._tokens + 1
+        loss = costs.draft_seconds(tokens) if tokens > self._paid else 0.0
+        if self._rides:
+            loss += tokens * costs.widening
+        elif tokens > self._paid:
+            width = costs.width([tokens] * rows, self._rows)
+            loss += costs.verify_seconds(width) - costs.verify[0][1]
+        return (1 - kept / rows) * loss <= self._budget
+
+    def trim(self, seat: int) -> int:
+        """Those that are not worth their place in the target's pass."""
+        return self._trimmed[seat]

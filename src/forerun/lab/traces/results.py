@@ -1,0 +1,137 @@
+"""What a replay counts of each prompt, and in sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from forerun.controllers.base import Controller, LengthPolicy
+from forerun.costs import Costs
+from forerun.errors import require
+from forerun.lab.traces.trace import Trace
+from forerun.types import FloatArray, IntArray
+
+RESAMPLES = 2000  # bootstrap samples of an interval
+COUNTED = ("rounds", "drafted", "accepted", "steps", "capped")
+"""Fields of a `Replay` that are counted round by round."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Counts and seconds of each prompt; all arrays `(prompts,)`."""
+
+    rounds: IntArray
+    drafted: IntArray
+    """Tokens put before the target."""
+    accepted: IntArray
+    committed: IntArray
+    """Tokens of the text."""
+    steps: IntArray
+    """Tokens the drafter was stepped for: those drafted, those trimmed."""
+    capped: IntArray
+    """Rounds whose draft went on to the trace's depth and would have gone beyond. Where there are
+    none, the replay is that of the live engine; elsewhere it is that of an engine whose drafter
+    has nothing more to propose."""
+    seconds: FloatArray
+    plain_seconds: FloatArray
+    """Of plain decoding."""
+
+    @property
+    def speedup(self) -> FloatArray:
+        """Plain seconds over seconds."""
+        return self.plain_seconds / self.seconds
+
+    @property
+    def wasted(self) -> IntArray:
+        """Drafted tokens that were not accepted."""
+        return self.drafted - self.accepted
+
+    def take(self, index: Any) -> Replay:
+        """A selection of the prompts: numbers, a mask or a slice."""
+        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """One round of every prompt that is still running; all arrays `(rows,)`."""
+
+    prompt: IntArray
+    """Its number in the trace."""
+    at: IntArray
+    """Tokens of its text before the round."""
+    drafted: IntArray
+    accepted: IntArray
+    steps: IntArray
+    stopped_by: IntArray
+    """Values of `Stop`."""
+    seconds: FloatArray
+
+
+Watch = Callable[[Rounds], None]
+
+
+def costs_for(controller: Controller, cell: Costs) -> Costs:
+    """What rounds cost under a controller: one that is shown drafted tokens pays for it."""
+    asks = not isinstance(controller, LengthPolicy) or controller.stops_early
+    return cell.asked if asks else cell
+
+
+def geometric(ratios: ArrayLike, seed: int = 0) -> dict[str, float]:
+    """Geometric mean of `(n,)` paired ratios, n ≥ 1, with a 95 % bootstrap interval over prompts.
+
+    >>> cell = geometric([1.0, 2.0, 4.0])
+    >>> round(cell["mean"], 12), cell["n"]
+    (2.0, 3)
+    """
+    logs = np.log(np.asarray(ratios, dtype=float))
+    low, high = np.quantile(logs[_draws(len(logs), seed)].mean(1), [0.025, 0.975])
+    mean, low, high = (float(np.exp(value)) for value in (logs.mean(), low, high))
+    return {"mean": mean, "low": low, "high": high, "n": len(logs)}
+
+
+def rate(tokens: ArrayLike, seconds: ArrayLike, seed: int = 0) -> dict[str, float]:
+    """All tokens over all seconds, both `(n,)`, with a 95 % bootstrap interval over prompts.
+
+    >>> rate([10, 20], [1.0, 2.0])["mean"]
+    10.0
+    """
+    top, bottom = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
+    index = _draws(len(top), seed)
+    low, high = np.quantile(top[index].sum(1) / bottom[index].sum(1), [0.025, 0.975])
+    mean = float(top.sum() / bottom.sum())
+    return {"mean": mean, "low": float(low), "high": float(high), "n": len(top)}
+
+
+def summarise(trace: Trace, result: Replay, batch: int = 1) -> dict[str, dict[str, Any]]:
+    """Totals and figures with intervals of a `replay`: of ``"all"`` prompts and of each family.
+
+    Args:
+        trace: the texts.
+        result: their replay.
+        batch: rows that share the seconds (`Cell.batch`); tokens per second are those of all.
+    """
+    families = np.array(trace.families)
+    groups = {"all": np.ones(trace.prompts, dtype=bool)}
+    groups |= {name: families == name for name in dict.fromkeys(trace.families)}
+    out: dict[str, dict[str, Any]] = {}
+    for name, chosen in groups.items():
+        group = result.take(chosen)
+        out[name] = {
+            "prompts": len(group.rounds),
+            "tokens": int(group.committed.sum()),
+            "speedup": geometric(group.speedup),
+            "tokens_per_second": rate(group.committed * batch, group.seconds),
+            **{key: int(getattr(group, key).sum()) for key in (*COUNTED, "wasted")},
+            "seconds": float(group.seconds.sum()),
+            "plain_seconds": float(group.plain_seconds.sum()),
+        }
+    return out
+
+
+def _draws(size: int, seed: int) -> IntArray:
+    require(size >= 1, "prompts", size, "at least one")
+    return np.random.default_rng(seed).integers(0, size, (RESAMPLES, size))

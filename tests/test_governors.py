@@ -1,0 +1,189 @@
+"""Governors weigh what policies forecast against costs, and lose no more than they may."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.controllers import CONTROLLERS
+from forerun.controllers.base import Chance, Outlook
+from forerun.costs import Costs
+from forerun.governors import Outcome, Seat
+from forerun.governors.renewal import BUDGET, INTEREST, MOST_LOSS, RESERVE, Pace, Renewal
+from forerun.lab.traces.replay import replay, stream
+from made_traces import trace_of
+
+COSTS = Costs.synthetic(5, 0.02)
+SPECS = ["auto", "auto(calibrated)", "goodput", "goodput(survival)", "auto(cost=4,high=3)"]
+HOPE = Outlook(0.6, 0.8)
+
+
+def make(spec):
+    return CONTROLLERS.make(spec)
+
+
+def drafted(governor, chances, costs=COSTS, pace=None, **seat):
+    """Tokens that a row alone drafts whose tokens have these chances, and how many are trimmed."""
+    pace = governor.start() if pace is None else pace
+    plan = governor.open(pace, costs, [Seat(outlook=HOPE, **seat)], 1, 0)
+    if not plan.most[0]:
+        return 0, 0
+    for n, chance in enumerate(chances, 1):
+        if n == plan.most[0] or not plan.go([Chance(*chance)])[0]:
+            return n, plan.trim(0)
+    raise AssertionError("more chances")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_governor_is_settings(spec):
+    governor = make(spec)
+    assert pickle.loads(pickle.dumps(governor)) == governor
+    assert hash(governor) == hash(make(spec))
+    assert make(CONTROLLERS.text(governor)) == governor
+    pace = governor.join(governor.start(), 1.0)
+    plan = governor.open(pace, COSTS, [Seat(outlook=HOPE)] * 2, 3, 0)
+    assert len(plan.most) == 2
+    assert all(0 < most <= governor.high for most in plan.most)
+    assert plan.go([None, Chance(0.99, 0.99)])[0] is False
+    assert plan.go([None, Chance(0.01, 0.01)]) == [False, False]
+    after = governor.observe(pace, COSTS, plan, Outcome([2, 1, 1], [2, 1, 0], 2))
+    assert type(after) is type(pace)
+
+
+def test_the_rule_by_hand():
+    """Draft on while `S·ŝ > λ·(d + v)`: at c = 5, v = 0.02 a token costs 0.22 plain tokens."""
+    high = [(0.9, 0.9), (0.7, 0.5), (0.5, 0.4)]
+    assert drafted(Renewal(), high, trims=False) == (3, 0)  # 0.81, 0.35 > 0.22 ≥ 0.2
+    dear = Pace(tokens=30.0, time=10.0)  # λ is 34/14: a token costs 0.53
+    assert drafted(Renewal(), high, pace=dear, trims=False) == (2, 0)
+    assert drafted(Renewal(), [(0.2, 0.5)], trims=False) == (1, 0)
+
+
+def test_tokens_that_do_not_pay_their_place_are_left_out():
+    slow = Costs.synthetic(10, 0.4)  # to judge one takes 0.4 plain tokens
+    assert drafted(Renewal(), [(0.3, 0.5)], slow) == (1, 1)
+    assert drafted(Renewal(), [(0.9, 0.9), (0.3, 0.1)], slow) == (2, 1)
+    assert drafted(Renewal(), [(0.9, 0.9), (0.3, 0.1)], slow, trims=False) == (2, 0)
+
+
+def test_a_token_that_pays_for_a_level_is_weighed_with_those_behind_it():
+    levels = Costs(
+        0.05, ((1, 1.0), (2, 1.0), (4, 1.0), (5, 1.9), (8, 1.9), (9, 3.0)), levels=(4, 8)
+    )
+    sure = [(0.98**n, 0.98) for n in range(1, 9)]
+    assert drafted(Renewal(), sure, levels)[0] == 7
+    unsure = [(0.9, 0.9), (0.8, 0.6), (0.5, 0.3)]
+    assert drafted(Renewal(), unsure, levels)[0] == 3
+
+
+def test_a_blind_draft_is_as_long_as_pays():
+    for first, later, lengths in ((0.9, 0.95, range(6, 20)), (0.5, 0.5, range(1, 4))):
+        seat = Seat(blind=True, outlook=Outlook(first, later))
+        (most,) = Renewal().open(Pace(), COSTS, [seat], 1, 0).most
+        assert most in lengths
+
+
+def test_a_draft_that_rides_with_the_prompt_costs_its_steps():
+    riding = replace(Costs.synthetic(10, 0.0), verify=((1, 1.0), (2, 3.0), (3, 3.0)), prefill=True)
+    chances = [(0.8, 0.5), (0.4, 0.2)]
+    assert drafted(Renewal(), chances, riding, rides=True) == (2, 0)
+    assert drafted(Renewal(), chances, riding) == (1, 1)
+
+
+# --- the budget ---------------------------------------------------------------------------------
+
+
+def book(pace, tokens, **how):
+    given = {"judged": [1], "steps": 1, **how}
+    return Renewal().observe(pace, COSTS, None, Outcome([tokens], **given))
+
+
+def test_what_is_booked_by_hand():
+    lost = book(Pace(), 1)  # 1.22 plain rounds for a token
+    assert lost.budget == pytest.approx(BUDGET - 0.22 + INTEREST)
+    assert lost.reserve == pytest.approx(RESERVE - 0.22 + INTEREST)
+    won = book(Pace(), 2, seconds=1.1)
+    assert won.budget == pytest.approx(BUDGET + 2 - 1.1 + 2 * INTEREST)
+    slow = book(Pace(), 1, seconds=50.0)  # the clock has outliers
+    assert slow.reserve == pytest.approx(RESERVE + 1 - 1.3 * 1.22 + INTEREST)
+    reading = book(Pace(), 2, reading=3.0)
+    assert reading.budget == book(Pace(), 2).budget
+    assert reading.reserve == pytest.approx(RESERVE + 2 - 1.22 + 2 * INTEREST - 3.0)
+    long = book(Pace(), 1, judged=[20], steps=20)
+    assert long.budget == pytest.approx(BUDGET - MOST_LOSS)
+    assert book(Pace(budget=0.1), 1, judged=[20], steps=20).budget == 0
+    plain = book(Pace(), 1, judged=[0], steps=0)
+    assert plain.budget == pytest.approx(BUDGET + INTEREST)
+
+
+def test_without_a_budget_nothing_is_drafted_until_interest_has_paid_for_a_look():
+    pace, rounds = Pace(budget=0.0), 0
+    while drafted(Renewal(), [(0.1, 0.1)], pace=pace) == (0, 0):
+        pace, rounds = book(pace, 1, judged=[0], steps=0), rounds + 1
+    assert rounds == pytest.approx(0.2 / INTEREST, abs=1)
+    assert drafted(Renewal(), [(0.9, 0.9)], pace=Pace(reserve=0.1)) == (0, 0)
+
+
+def test_a_bet_is_weighed_by_how_likely_it_is_lost():
+    few = Pace(budget=0.3)
+    sure = [(0.99**n, 0.99) for n in range(1, 40)]
+    assert drafted(Renewal(), sure, pace=few)[0] > 5
+    assert drafted(Renewal(), [(0.5, 0.9), (0.45, 0.9), (0.4, 0.9)], pace=few)[0] == 2
+
+
+def test_requests_bring_budgets_of_their_own_and_share_the_reserve():
+    governor = Renewal()
+    used = Pace(reserve=3.0, budget=0.0, tokens=40.0, time=10.0)
+    alone = governor.join(used, 1.0)
+    assert (alone.reserve, alone.budget) == (3.0, BUDGET)
+    assert governor.join(used, 0.25).budget == BUDGET / 4
+    assert 1 <= alone.rate < used.rate
+
+
+@pytest.mark.parametrize("cost", [0.8, 2, 5, 20])
+def test_no_traffic_loses_more_than_the_reserve_and_the_interest(cost):
+    """Whatever is kept: nothing, a little, or in phases; as the costs say, which are true here."""
+    rng = np.random.default_rng(3)
+    phase = np.where((np.arange(300) // 60) % 2 == 0, 0.9, 0.02)
+    for hits in (np.zeros((6, 300)), rng.random((6, 300)) < 0.05, rng.random((6, 300)) < phase):
+        done = stream(trace_of(hits), "auto", Costs.synthetic(cost, 0.05), np.arange(6))
+        lost = done.seconds.sum() - done.plain_seconds.sum()
+        # The last bet may be lost beyond what was left.
+        assert lost <= RESERVE + 0.011 * done.committed.sum() + 4
+        if not np.any(hits):
+            assert (done.seconds - done.plain_seconds).max() < BUDGET + 2 * MOST_LOSS + 0.011 * 300
+
+
+def test_where_drafts_are_kept_it_is_near_the_best_fixed_length():
+    rng = np.random.default_rng(0)
+    for chance in (0.8, 0.95):
+        hits = rng.random((12, 300)) < chance
+        trace = trace_of(hits, 24)
+        for cost in (5, 20):
+            costs = Costs.synthetic(cost, 0.02)
+            best = max(replay(trace, f"fixed({n})", costs).speedup.mean() for n in (2, 4, 8, 16))
+            assert stream(trace, "auto", costs, np.arange(12)).speedup.mean() > 0.85 * best
+
+
+def test_rows_of_packed_passes_decide_each_for_itself():
+    packed = Costs(0.05, ((1, 1.0), (2, 1.4), (3, 1.8)), batch=4, packed=True)
+    plan = Renewal().open(Pace(), packed, [Seat(outlook=HOPE)] * 4, 4, 0)
+    likely, unlikely = Chance(0.95, 0.95), Chance(0.1, 0.1)
+    assert plan.go([likely, unlikely, likely, unlikely]) == [True, False, True, False]
+    assert [plan.trim(i) for i in range(4)] == [0, 1, 0, 1]
+    padded = replace(packed, packed=False)
+    plan = Renewal().open(Pace(), padded, [Seat(outlook=HOPE)] * 4, 4, 0)
+    assert plan.go([likely] * 4) == [True] * 4
+    few = Renewal().open(Pace(), padded, [Seat(outlook=HOPE)] * 4, 4, 0)
+    assert few.go([likely, unlikely, unlikely, unlikely]) == [False] * 4
+
+
+def test_a_kind_of_pass_that_was_not_timed_for_long_is_taken_now():
+    plain = replace(COSTS, retime="plain")
+    assert drafted(Renewal(), [(0.9, 0.9)], plain) == (0, 0)
+    judged = replace(Costs.synthetic(10, 0.4), retime="judged")
+    assert drafted(Renewal(), [(0.3, 0.5)], judged) == (1, 0)
+    assert drafted(Renewal(), [(0.3, 0.5)], judged, pace=Pace(budget=0.2)) == (1, 1)
