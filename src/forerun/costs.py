@@ -126,7 +126,7 @@ class Costs:
         """
         return steps * self.draft + (steps > 0) * self.first
 
-    def round_seconds(self, steps: int, width: int) -> float:
+    def round_seconds(self, steps: int, width: float) -> float:
         """Seconds of a round of so many draft steps and a target pass fed `width` tokens."""
         seconds: float = self.draft_seconds(steps) + self.cold * (steps > 0 and width == 1)
         return seconds + self.verify_seconds(width) + self.fixed

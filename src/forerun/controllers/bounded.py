@@ -51,4 +51,4 @@ class Bounded(Wrapper):
         limit = self.inner.limit(state)
         if self.high is not None:
             limit = minimum(limit, self.high)
-        return maximum(limit, self.low)  # type: ignore[no-any-return]
+        return maximum(limit, self.low)

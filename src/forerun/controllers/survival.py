@@ -115,7 +115,7 @@ class Survival(Forecaster):
         if before is None:
             return SurvivalState(certain)
         counts = tuple(CARRIED * count for count in before.counts)
-        return SurvivalState(certain, CARRIED * before.shift, 0.0, counts)  # type: ignore[arg-type]
+        return SurvivalState(certain, CARRIED * before.shift, 0.0, counts)
 
     def limit(self, state: SurvivalState) -> int:
         """The most tokens per round."""

@@ -78,7 +78,7 @@ class Lengths:
                 requests or on its neighbours.
         """
         governor = controller if isinstance(controller, Governor) else None
-        policy = controller.policy if governor else controller
+        policy = governor.policy if governor else controller
         assert isinstance(policy, LengthPolicy), "a request is checked when it is submitted"
         given = given or (governor.given if governor else None)
         before = None if given else self._memory.get(controller)

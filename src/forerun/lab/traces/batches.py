@@ -191,9 +191,7 @@ class _Replayed(Engine):
         """Run the prompts until all requests are done; `plain_seconds` stay 0."""
         prompts = [int(prompt) for prompt in order]
         self.drafter.serve(prompts)
-        counts = dict.fromkeys(COUNTED)
-        for name in counts:
-            counts[name] = np.zeros(len(prompts), np.int64)
+        counts = {name: np.zeros(len(prompts), np.int64) for name in COUNTED}
         none = np.zeros(len(prompts))
         self._sums = Replay(
             committed=self._trace.sizes[prompts], seconds=none.copy(), plain_seconds=none, **counts
@@ -243,10 +241,10 @@ class _Replayed(Engine):
             following = int(trace.tokens[prompt, min(at + accepted, trace.tokens.shape[1] - 1)])
             prob = trace.accept_prob[prompt, at, :drafted].tolist()
             out[i] = Judged(accepted, following, prob)
-        self._add(proposal, out)
+        self._add(proposal, {i: kept for i, kept in out.items() if isinstance(kept, Judged)})
         return out
 
-    def _add(self, proposal: Proposal, judged: Judgements) -> None:
+    def _add(self, proposal: Proposal, judged: dict[int, Judged]) -> None:
         """Count a round, and share its seconds."""
         rows, sums = [self._rows[i] for i in judged], self._sums
         place = np.array([row.id for row in rows], dtype=np.int64)

@@ -132,7 +132,7 @@ def _serve(
             index = np.arange(len(row))
             index[new] = len(row) + np.arange(len(new))
             certain = texts.certain[prompt]
-            begun = [controller.start(bool(certain[i]), column(state, i)) for i in new]
+            begun = [controller.start(bool(certain[i]), column(state, i)) for i in new.tolist()]
             state = taken(joined(state, stacked(begun)), index)
     sizes = trace.sizes[order]
     plain = cell.plain * sizes.astype(np.float64)
@@ -221,8 +221,8 @@ class _Texts:
                 index = np.flatnonzero(active)
                 part, active, here = part[index], active[index], here[index]
                 state, memo = taken(state, index), taken(memo, index)
-            goes, memo = policy.step(state, memo, self.token(here, depth))
-            goes, depth = np.broadcast_to(goes, part.shape), depth + 1
+            goes_on, memo = policy.step(state, memo, self.token(here, depth))
+            goes, depth = np.broadcast_to(goes_on, part.shape), depth + 1
             over = active & (~goes | (steps[part] == depth))
             if over.any():
                 end = part[over]
