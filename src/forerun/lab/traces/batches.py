@@ -7,7 +7,7 @@ Who joins and leaves when, how far the rows draft together and where they rest i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -70,10 +70,10 @@ def replay_batches(
     whole("rows", rows, 1)
     made, order = CONTROLLERS.make(controller), np.arange(trace.prompts)
     if plain_seconds is None:
-        plain = _Replayed(trace, CONTROLLERS.make("fixed(0)"), _meter(costs), rows)
+        plain = Replayed(trace, CONTROLLERS.make("fixed(0)"), _meter(costs), rows)
         plain_seconds = plain.serve(order).seconds
     meter = _meter(lambda size: costs_for(made, costs if isinstance(costs, Costs) else costs(size)))
-    done = _Replayed(trace, made, meter, rows, watch).serve(order)
+    done = Replayed(trace, made, meter, rows, watch).serve(order)
     return replace(done, plain_seconds=plain_seconds)
 
 
@@ -84,7 +84,7 @@ def serve_alone(
     streams = []
     for prompts in order:
         meter = _meter(costs_for(controller, cell))
-        streams.append(_Replayed(trace, controller, meter, 1, watch).serve(prompts))
+        streams.append(Replayed(trace, controller, meter, 1, watch).serve(prompts))
     plain = cell.plain * trace.sizes[order].astype(np.float64)
     both = {f.name: np.stack([getattr(one, f.name) for one in streams]) for f in fields(Replay)}
     return Replay(**{**both, "plain_seconds": plain})
@@ -94,29 +94,31 @@ def _meter(costs: Costs | Callable[[int], Costs]) -> Meter:
     return Meter.given(costs)
 
 
-class _NoModel(Executor):
+class NoModel(Executor):
     """A model without logits: rows only count the tokens it would have read."""
 
     facts = Facts(vocab_size=1, limit=UNLIMITED)
     device = torch.device("cpu")
 
     def reserve(self, rows: int, columns: int) -> None:
-        pass
+        """Nothing to do."""
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        pass
+        """Nothing to do."""
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """No logits."""
         return torch.empty((len(pieces), 0, 1))
 
 
-class _Recorded(Drafter):
+class Recorded(Drafter):
     """Drafts the recorded tokens. Rows join in the order of `prompts`."""
 
     def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+        self.trace = trace
         self.prompts: list[int] = []
-        self._places: list[int] = []
+        self.places: list[int] = []
+        """Per row its place in the order."""
         self._begins: list[int] = []
         self.steps = np.zeros(0, np.int64)
         """`(places,)` steps so far."""
@@ -132,25 +134,32 @@ class _Recorded(Drafter):
         room: int,
         sources: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._places.extend(next(self._next) for _ in prompts)
+        """The prompts that come next."""
+        self.places.extend(next(self._next) for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._places = [self._places[row] for row in rows]
+        """Reorder."""
+        self.places = [self.places[row] for row in rows]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
-        self._begins = [len(text or ()) for text in texts]
-        depth = self._trace.depth  # beyond it there is nothing to propose
+        """The recorded run of each."""
+        self.begin(texts)
+        depth = self.trace.depth  # beyond it there is nothing to propose
         return step_by_step(self, texts, [min(n, depth) for n in most], guide)
+
+    def begin(self, texts: Texts) -> None:
+        """Where each row's draft begins."""
+        self._begins = [len(text or ()) for text in texts]
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """The recorded tokens; those of rows without a text are fillers."""
-        trace, names = self._trace, sorted((greedy or frozenset()) & frozenset(SIGNALS))
+        trace, names = self.trace, sorted((greedy or frozenset()) & frozenset(SIGNALS))
         tokens = [[0]] * len(texts)
         signals = {name: [[0.0]] * len(texts) for name in names}
         for row, text in enumerate(texts):
             if text is None:
                 continue
-            place, begin = self._places[row], self._begins[row]
+            place, begin = self.places[row], self._begins[row]
             prompt = self.prompts[place]
             position = prompt, begin - int(trace.prompt_tokens[prompt]), len(text) - begin
             tokens[row] = [int(trace.draft_tokens[position])]
@@ -175,20 +184,27 @@ class _Text(Row):
         return "eos" if self.produced >= self.size else None
 
 
-class _Replayed(Engine):
+class Replayed(Engine):
     """An engine whose models are a trace; a request's id is its place in the order."""
 
-    drafter: _Recorded
+    drafter: Recorded
 
     def __init__(
         self, trace: Trace, controller: Controller, meter: Meter, rows: int,
-        watch: Watch | None = None,
+        watch: Watch | None = None, models: tuple[NoModel, Recorded] | None = None,
     ) -> None:  # fmt: skip
         self._trace, self._controller, self._watch = trace, controller, watch
-        super().__init__(_NoModel(), _Recorded(trace), max_rows=rows, meter=meter)
+        target, drafter = models or (NoModel(), Recorded(trace))
+        super().__init__(target, drafter, max_rows=rows, meter=meter)
 
     def serve(self, order: Sequence[int] | IntArray) -> Replay:
         """Run the prompts until all requests are done; `plain_seconds` stay 0."""
+        for _ in self.requests(order):
+            pass
+        return self._sums
+
+    def requests(self, order: Sequence[int] | IntArray) -> Iterator[Event]:
+        """The events of all requests, whose ids are their places."""
         prompts = [int(prompt) for prompt in order]
         self.drafter.serve(prompts)
         counts = {name: np.zeros(len(prompts), np.int64) for name in COUNTED}
@@ -197,9 +213,7 @@ class _Replayed(Engine):
             committed=self._trace.sizes[prompts], seconds=none.copy(), plain_seconds=none, **counts
         )
         self._waiting.extend(self._text(place, prompt) for place, prompt in enumerate(prompts))
-        for _ in self.run():
-            pass
-        return self._sums
+        return self.run()
 
     def _text(self, place: int, prompt: int) -> Row:
         trace = self._trace

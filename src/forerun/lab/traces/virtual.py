@@ -1,0 +1,191 @@
+"""The real engine, governor and meter over a trace, under a clock that is made up.
+
+Whether text ever arrives slower than plainly depends on noise and on passes that are slow at first,
+which no replay at fixed costs shows, and no wall clock shows twice alike.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forerun.checks import choice
+from forerun.controllers import CONTROLLERS, Controller
+from forerun.costs import Costs
+from forerun.drafters.base import Guide, Proposal, Step, Texts
+from forerun.drafters.stepping import step_by_step
+from forerun.engine.meter import Meter
+from forerun.lab.traces.batches import NoModel, Recorded, Replayed
+from forerun.lab.traces.results import costs_for
+from forerun.lab.traces.trace import Trace
+from forerun.runtime.base import Pieces
+from forerun.types import FloatArray, IntArray
+
+KINDS = ("noise", "cold")
+NOISE = 0.08
+"""Standard deviation of the logarithm of what a pass takes."""
+SLOW, SLOWEST = 0.01, (2.0, 5.0)
+"""Share of passes that are slow besides, and how many times."""
+COLD, WARM_AFTER = 3.0, 40.0
+"""How much more the first pass of a kind takes, and passes until most of that is gone."""
+READING = 0.2, 0.009
+"""What the draft's reading of a prompt takes, and more for each token, in plain passes."""
+PREFILL = 0.03
+"""What each token of a prompt adds to the target's pass that reads it, in plain passes."""
+
+
+class Clock:
+    """Seconds that only pass when a model runs.
+
+    Args:
+        costs: true ones.
+        kind: "noise", or "cold" for noise and passes of a kind that are slow at first.
+        seed: of the noise.
+    """
+
+    def __init__(self, costs: Costs, kind: str, seed: int) -> None:
+        choice("clock", kind, KINDS)
+        self.costs, self.now = costs, 0.0
+        self._cold, self._random = kind == "cold", random.Random(seed)
+        self._seen: Counter[Hashable] = Counter()
+        mean = math.exp(NOISE**2 / 2) * (1 + SLOW * (sum(SLOWEST) / 2 - 1))
+        self._scale = 1 / mean
+
+    def __call__(self) -> float:
+        """Now."""
+        return self.now
+
+    def spend(self, kind: Hashable, seconds: float) -> None:
+        """A pass of a kind, which takes these seconds on a quiet, warm machine."""
+        factor = self._scale * math.exp(self._random.gauss(0, NOISE))
+        if self._random.random() < SLOW:
+            factor *= self._random.uniform(*SLOWEST)
+        if self._cold:
+            factor *= 1 + COLD * math.exp(-self._seen[kind] / WARM_AFTER)
+        self._seen[kind] += 1
+        self.now += seconds * factor
+
+
+class _Target(NoModel):
+    """Takes the time of its passes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.behind_a_draft = False
+
+    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+        """A pass of so many tokens."""
+        costs, clock = self._clock.costs, self._clock
+        unread = sum(len(p) - n for p, n in zip(pieces, wanted, strict=True) if len(p) > n)
+        drafted = [max(n - 1, 0) for n in wanted]
+        width = costs.width(drafted, len(pieces))
+        level = next((level for level in costs.levels if level >= width), math.ceil(width))
+        seconds = costs.verify_seconds(width) + costs.fixed + PREFILL * costs.plain * unread
+        if self.behind_a_draft and width == 1:
+            seconds += costs.cold
+        self.behind_a_draft = False
+        clock.spend(("pass", level), seconds)
+        return super().run(starts, pieces, wanted)
+
+
+class _Drafter(Recorded):
+    """Takes the time of its steps, and of reading a prompt when it first drafts for it."""
+
+    def __init__(self, trace: Trace, clock: Clock, target: _Target) -> None:
+        super().__init__(trace)
+        self._clock, self._target, self._read = clock, target, set[int]()
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """The recorded run, behind what must be read."""
+        costs, clock = self._clock.costs, self._clock
+        places = [p for p, text in zip(self.places, texts, strict=True) if text is not None]
+        unread = [len(text or ()) for p, text in zip(self.places, texts, strict=True)
+                  if text is not None and p not in self._read]  # fmt: skip
+        self._read.update(places)
+        if unread:
+            began = clock.now
+            clock.spend("reading", (READING[0] + READING[1] * sum(unread)) * costs.plain)
+            reading = clock.now - began
+        self._target.behind_a_draft, self._first = True, not unread
+        self.begin(texts)
+        depth = self.trace.depth
+        out = step_by_step(self, texts, [min(n, depth) for n in most], guide, bool(unread))
+        if unread:
+            out.catch_up_seconds += reading
+            out.catch_up_tokens = sum(unread)
+        return out
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """A draft step."""
+        costs = self._clock.costs
+        self._clock.spend("step", costs.draft + costs.first * self._first)
+        self._first = False
+        return super().step(texts, greedy)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Requests of one engine, one after another; arrays `(n,)` in their order."""
+
+    seconds: FloatArray
+    plain: FloatArray
+    """Of plain decoding under a noise of its own."""
+    again: FloatArray
+    """Of plain decoding under another: what a ratio is that nothing made slower."""
+
+    @property
+    def total(self) -> float:
+        """All plain seconds over all seconds."""
+        return float(self.plain.sum() / self.seconds.sum())
+
+    def quantiles(self, seconds: FloatArray) -> dict[str, float]:
+        """Of plain seconds over these, prompt by prompt."""
+        ratio = self.plain / seconds
+        low = {"min": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5}
+        out = {name: float(np.quantile(ratio, at)) for name, at in low.items()}
+        return out | {"below 0.98": float((ratio < 0.98).mean())}
+
+
+def timed(
+    trace: Trace, controller: str | Controller, costs: Costs, order: IntArray, kind: str, seed: int
+) -> Timed:
+    """Serve the prompts one at a time under a made-up clock.
+
+    Args:
+        trace: the texts.
+        controller: a spec or an object.
+        costs: true ones; the meter starts from their passes, as from those of a load.
+        order: `(n,)` numbers of prompts, which may repeat.
+        kind: see `Clock`.
+        seed: of the noise.
+
+    Raises:
+        UnknownNameError, SettingError: the controller, or the kind of clock.
+    """
+    made = CONTROLLERS.make(controller)
+
+    def run(controller: Controller, seed: int) -> FloatArray:
+        clock = Clock(costs_for(controller, costs), kind, seed)
+        true = clock.costs
+        widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
+        passes = tuple((n, true.verify_seconds(n)) for n in widths)
+        meter = Meter(true.ratio, passes, ((1, true.draft),), true.levels)
+        meter.clock = clock
+        target = _Target(clock)
+        models = target, _Drafter(trace, clock, target)
+        engine = Replayed(trace, controller, meter, 1, models=models)
+        spent, before = np.zeros(len(order)), 0.0
+        for event in engine.requests(order):
+            spent[event.request] += clock.now - before
+            before = clock.now
+        return spent
+
+    plain = CONTROLLERS.make("fixed(0)")
+    both = run(plain, seed + 1_000_003), run(plain, seed + 2_000_003)
+    return Timed(run(made, seed), *both)
