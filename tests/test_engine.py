@@ -402,7 +402,8 @@ def test_a_seed_makes_sampled_text_repeatable_whatever_came_before() -> None:
     for _ in range(3):
         run(None)
         assert run(7) == first
-    assert set(memory) == {CONTROLLERS.make("auto")}
+    auto = CONTROLLERS.make("auto")
+    assert set(memory) == {auto, ("pace", auto)}
 
 
 def test_requests_with_their_own_controller_rule_and_sampling_share_a_batch() -> None:
