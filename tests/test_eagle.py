@@ -98,6 +98,8 @@ def test_the_draft_is_the_formulas_distribution(runtime: str, tmp_path: Path) ->
     drafter = Eagle(saved(tmp_path)).build(rows, None)
     assert isinstance(drafter, EagleDrafter)
     own = dict(head().state_dict())
+    if runtime == "openvino":
+        assert drafter.rows.executor.levels, "graphs for so many tokens, which a step is fast by"
     loose = 0.03 if runtime == "openvino" else 1e-4  # 8 bits
     rows.join(3, 40)
     drafter.join(contexts, 40)

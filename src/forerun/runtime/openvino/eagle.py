@@ -54,6 +54,8 @@ def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecuto
     graph: ov.Model = convert(_Step(head, calls), example, calls)
     name(graph, (*INPUTS, GIVEN), "logits", calls)
     graph.outputs[1].get_tensor().set_names({STATES})
+    graph.inputs[len(INPUTS)].get_node().set_partial_shape(ov.PartialShape([-1, 1, width]))
+    graph.validate_nodes_and_infer_types()
     compress(graph)
     facts = replace(facts, executor="openvino", precision="int8")
     made = OpenVINOExecutor(attach(graph), facts, target.threads)
