@@ -158,7 +158,9 @@ def _is_residual(node: ov.Node) -> bool:
     *first, width = node.get_output_partial_shape(0)
     if width.is_dynamic or width.get_length() == 1:  # a norm's variance
         return False
-    if len([size for size in first if size.is_dynamic or size.get_length() != 1]) > 1:
+    if any(size.is_static and size.get_length() != 1 for size in first):
+        return False  # heads
+    if len(first) > 2 and sum(size.is_dynamic for size in first) > 1:
         return False  # tokens and heads
     return not any(_is_constant(port.get_node()) for port in node.input_values())
 
