@@ -573,3 +573,48 @@ def test_runtimes_write_the_same_text(generate):
     unknown = generate("Hello", "--runtime", "opnvino")
     assert unknown.code == 2
     assert "unknown runtime 'opnvino'; did you mean 'openvino'?" in unknown.err
+
+
+@pytest.fixture(scope="module")
+def damaged(pair, tmp_path_factory):
+    """The target with one row of its embedding that is no number."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("damaged") / "target"
+    shutil.copytree(pair.target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors["model.embed_tokens.weight"][ord("a") - 33] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return ["--target", str(folder), "--draft", "none", "--device", "cpu", "--runtime", "torch"]
+
+
+def test_a_damaged_model_gives_the_reason_and_rc_1(forerun, damaged):
+    text = forerun("generate", "abc", *damaged)
+    assert text.code == 1
+    assert "the target's logits are no numbers" in text.err
+    document = forerun("generate", "abc", "--json", *damaged)
+    assert document.code == 1
+    assert json.loads(document.out)["complete"] is False
+
+
+def test_a_file_has_one_writer(generate, tmp_path):
+    from forerun.cli.shared.faces import only_writer
+
+    path = tmp_path / "out.jsonl"
+    with path.open("a") as mine:
+        only_writer(mine)
+        second = generate("a", "--jsonl", "-o", str(path), "--max-new-tokens", "2")
+    assert second.code == 2
+    assert f"process {os.getpid()} writes" in second.err
+    assert generate("a", "--jsonl", "-o", str(path), "--max-new-tokens", "2").code == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_named(generate, monkeypatch):
+    monkeypatch.setattr("forerun.cli.shared.faces._completed", lambda path, keys: set())
+    done = generate("a", "--jsonl", "-o", "/dev/full", "--max-new-tokens", "2")
+    assert done.code != 0
+    assert "/dev/full" in done.err

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from forerun.lab.paired import PairedRuns
     from forerun.prompts import Prompt
 
+SHOWN = 3
+"""Failures that are told of."""
 HEAD = b'{"schema": 1, "index": '
 """The beginning of every line of `Lines`."""
 
@@ -111,7 +115,7 @@ class Document(Face):
         settings = self.job.about | {"sampling": [asdict(p.sampling) for p in self.prompts]}
         document = {
             "schema": SCHEMA,
-            "complete": len(done) == len(self.prompts),
+            "complete": len(done) == len(self.prompts) and all(c.error is None for _, c in done),
             "completions": [{**self.prompts[i].to_json(), **c.to_json()} for i, c in done],
             "compare": None if result is None else result.to_json(),
             "settings": settings,
@@ -244,13 +248,19 @@ class Lines(Face):
             note(stderr(), f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
         self._bar = PromptBar(len(prompts), len(kept))
         self._file = sys.stdout if output is None else open(output, "a", encoding="utf-8")  # noqa: SIM115
+        if output is not None:
+            only_writer(self._file)
 
     def finished(self, place: int, completion: Completion) -> None:
         """Write its line; the completion is not kept."""
         prompt = self.prompts[place]
         value = {"schema": SCHEMA, **prompt.to_json(), "key": self._keys[prompt.index]}
         value = finite(value | completion.to_json())
-        print(json.dumps(value, ensure_ascii=False, allow_nan=False), file=self._file, flush=True)
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        try:
+            print(line, file=self._file, flush=True)
+        except OSError as error:  # of a full disk, say, Python does not tell which file it is on
+            raise OSError(error.errno, error.strerror, self._output) from error
         self._tally.add(completion)
         self._bar.advance(completion.stats.tokens_per_second)
 
@@ -258,7 +268,8 @@ class Lines(Face):
         """Close the file."""
         self._bar.stop()
         if self._output is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take was told
+                self._file.close()
 
     def interrupted(self) -> None:
         """Say how to go on."""
@@ -281,6 +292,7 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
         compare: also run plain decoding.
     """
     began, last, stopping = time.perf_counter(), -1, False
+    failures: dict[int, str] = {}
     stream = job.model.stream(
         [p.ids for p in face.prompts],
         controller=job.controller,
@@ -295,6 +307,8 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
             with closing(stream), held() as interrupt:  # type: ignore[type-var]
                 for event in stream if face.prompts else ():
                     face.event(event.request, event)
+                    if event.completion is not None and event.completion.error is not None:
+                        failures[event.request] = event.completion.error
                     # Within a round the requests' numbers rise.
                     if stopping and event.request <= last:
                         break
@@ -308,6 +322,15 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
         face.failed()
         raise
     face.end(time.perf_counter() - began)
+    if failures:
+        face.compared(None)
+        several = len(face.prompts) > 1
+        lines = [
+            f"prompt {face.prompts[place].index + 1}: {reason}" if several else reason
+            for place, reason in sorted(failures.items())
+        ]
+        left_out = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        raise typer.Exit(fail("; ".join(lines[:SHOWN]) + left_out, 1))
     compared = _compared(job, face) if compare else None
     face.compared(compared)
     if compared is not None and compared.bug:
@@ -323,6 +346,29 @@ def _compared(job: Job, face: Face) -> PairedRuns:
     with status("comparing") as tell:
         shown = [face.done[i] for i in range(len(face.prompts))]
         return paired(job.model, ids, samplings, shown, **how, tell=tell)
+
+
+def only_writer(file: IO[str]) -> None:
+    """Keep a file that is written to oneself, until it is closed.
+
+    Raises:
+        SettingError: another process writes to it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        inode, who = str(os.fstat(file.fileno()).st_ino), "another process"
+        with contextlib.suppress(OSError, IndexError):
+            for held_lock in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
+                kind, _, _, process, place = held_lock.split()[1:6]
+                if kind == "FLOCK" and place.rpartition(":")[2] == inode:
+                    who = f"process {process}"
+        file.close()
+        raise SettingError(f"{who} writes {file.name} just now; name another file") from None
 
 
 def warm_up(job: Job, prompt: Prompt) -> None:
