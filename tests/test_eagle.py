@@ -147,6 +147,26 @@ def test_greedy_text_is_plain(runtime: str, eight: bool, tmp_path: Path) -> None
             assert sum(c.stats.drafted for c in done) > 60
 
 
+@pytest.mark.parametrize("name", ["norm.weight", "fuse.weight", "embedding.weight"])
+def test_a_head_that_says_no_numbers_changes_no_text(name: str, tmp_path: Path) -> None:
+    """A file of such a head is refused; one that comes to it later is not believed."""
+    model, prompts = build("llama"), texts(5, 1, 9)
+    rows = torch_rows(model)
+    how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
+    plain = Model(rows, DRAFTERS.make("none").build(None, None)).generate(prompts, **how)
+    drafter = Eagle(saved(tmp_path / "good")).build(rows, None)
+    assert isinstance(drafter, EagleDrafter)
+    dict(drafter._head.named_parameters())[name].data[:7] = torch.nan
+    fast = Model(rows, drafter)
+    assert [c.tokens for c in fast.generate(prompts, **how)] == [c.tokens for c in plain]
+    done = fast.generate(prompts, temperature=0.8, seed=5, **how)
+    assert all(c.error is None for c in done)
+    tensors: Tensors = {**drafter._head.state_dict(), "tokens": TOKENS}
+    save_draft(tmp_path, About("eagle", None, {"depths": DEPTHS}), tensors)
+    with pytest.raises(ModelError, match=f"{name} holds NaN or infinity; train it again"):
+        Eagle(str(tmp_path)).build(rows, None)
+
+
 def test_a_warm_prefix_has_the_heads_keys(tmp_path: Path) -> None:
     from forerun.engine.prefixes import Prefixes
 

@@ -126,6 +126,11 @@ def load_draft(
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(f"cannot read the weights in {str(folder)!r}: {reason}") from error
+    if damaged := [n for n, t in tensors.items() if not bool(t.isfinite().all())]:
+        raise ModelError(
+            f"the draft in {str(folder)!r} is damaged: {damaged[0]} holds NaN or infinity; train "
+            "it again"
+        )
     tokens = tensors.get(TOKENS)
     good = tokens is None or (len(tokens) and 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab_size)
     own = {name: tuple(t.shape) for name, t in tensors.items() if name != TOKENS}
