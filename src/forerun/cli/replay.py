@@ -50,6 +50,15 @@ def replay(
             "that sees only what a controller sees.",
         ),
     ] = False,
+    clock: Annotated[
+        str | None,
+        option(
+            "KIND",
+            "Run the real engine, governor and meter under a made-up clock, noise or cold (noise, "
+            "and passes that are slow at first), and compare with plain decoding under another.",
+        ),
+    ] = None,
+    seed: Annotated[int, option("N", "Of the clock's noise and the order of the prompts.")] = 0,
     output: Annotated[
         str | None,
         options.output("CSV", "Also save a table, a row per controller and family."),
@@ -74,6 +83,11 @@ def replay(
     cell, synthetic = costs_table.at(batch, context), "synthetic" in costs_table.about
     texts = _of(Trace.read(trace), family or [])
     warn_of_mixed_models(texts.about, costs_table.about)
+    if clock is not None:
+        if bounds or batch > 1:
+            raise SettingError("a clock is of texts served one by one; leave out --batch, --bounds")
+        _timed(texts, cell, controllers, clock, seed, as_json)
+        return
     limits = {}
     if bounds:
         with status("reading") as tell:
@@ -113,6 +127,33 @@ def warn_of_mixed_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> 
                 f"the trace is of the {role} {recorded.get('name')} and the costs are of "
                 f"{measured.get('name')}: the figures hold for no pair of models",
             )
+
+
+def _timed(
+    trace: Trace, cell: Cell, controllers: Mapping[str, Any], clock: str, seed: int, as_json: bool
+) -> None:
+    """Ratios to plain decoding, prompt by prompt, under a made-up clock."""
+    from forerun.lab.traces.virtual import in_order, timed
+
+    rows, order = {}, in_order(trace, seed)
+    with progress("replaying", len(controllers)) as tell:
+        for spec, made in controllers.items():
+            done = timed(trace, made, cell, order, clock, seed)
+            rows[spec] = {"total": done.total, **done.quantiles(done.seconds)}
+            rows["plain"] = {
+                "total": float(done.plain.sum() / done.again.sum()),
+                **done.quantiles(done.again),
+            }
+            tell("replaying", len(rows) - 1)
+    if as_json:
+        print_json({"clock": clock, "seed": seed, "ratios": rows})
+        return
+    heads = list(rows["plain"])
+    shown = table("controller", right=heads, no_wrap=True)
+    for spec, row in rows.items():
+        shown.add_row(spec, *(f"{row[head]:.3f}" for head in heads))
+    stdout().print(shown)
+    note(stdout(), "\nplain seconds over seconds; plain is plain decoding under other noise")
 
 
 def _registered() -> list[str]:

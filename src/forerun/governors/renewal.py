@@ -18,7 +18,8 @@ BUDGET = 2.0
 INTEREST = 0.01
 """ε: share of every committed token that is added to both."""
 MOST_BOOKED = 1.3
-"""Times what the costs say that a round is booked at, at most: the clock has outliers."""
+"""Times what the costs say that a request is charged for a round, at most: the clock has outliers,
+which only the reserve pays for in full."""
 MOST_LOSS = 1.0
 """Plain rounds that one round takes from the budget of its requests, at most: what a draft may lose
 was weighed by its chances before."""
@@ -107,17 +108,18 @@ class Renewal(Governor):
         """Book what the round gained or lost, and the interest."""
         rows = max(len(outcome.committed), 1)
         tokens, plain = sum(outcome.committed) / rows, costs.plain
-        time, gain = 1.0, INTEREST * tokens
+        time = took = 1.0
         if outcome.steps or any(outcome.judged):
             width = costs.width(outcome.judged, rows)
-            seconds = costs.round_seconds(outcome.steps, width)
+            time = took = costs.round_seconds(outcome.steps, width) / plain
             if outcome.seconds is not None:
-                seconds = min(outcome.seconds, MOST_BOOKED * seconds)
-            time = seconds / plain
-            gain += tokens - time
+                took = outcome.seconds / plain
+                time = min(took, MOST_BOOKED * time)
+        balance = INTEREST * tokens + tokens - took - outcome.reading / plain
+        gain = max(INTEREST * tokens + tokens - time, -MOST_LOSS)
         return Pace(
-            min(pace.reserve + gain - outcome.reading / plain, RESERVE),
-            min(max(pace.budget + max(gain, -MOST_LOSS), 0.0), RESERVE),
+            min(pace.reserve + balance, RESERVE),
+            min(max(pace.budget + gain, 0.0), RESERVE),
             FADE * pace.tokens + tokens,
             FADE * pace.time + time,
         )

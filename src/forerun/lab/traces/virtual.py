@@ -152,6 +152,11 @@ class Timed:
         return out | {"below 0.98": float((ratio < 0.98).mean())}
 
 
+def in_order(trace: Trace, seed: int) -> IntArray:
+    """Numbers of all prompts, in a random order."""
+    return np.random.default_rng(seed).permutation(trace.prompts)
+
+
 def timed(
     trace: Trace, controller: str | Controller, costs: Costs, order: IntArray, kind: str, seed: int
 ) -> Timed:
