@@ -18,7 +18,7 @@ from benchmarks.quality import bar
 from forerun import zoo
 from forerun.costs import Costs
 from forerun.lab.traces.replay import replay
-from forerun.zoo.promptset import Prompt
+from forerun.zoo.promptset import ShippedPrompt
 
 FULL = "cm-asd"
 ONE = {
@@ -50,7 +50,7 @@ class Batch:
 
     family: str
     seed: int
-    prompts: list[Prompt]
+    prompts: list[ShippedPrompt]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _beam(model: forerun.Model, texts: Sequence[str], limit: int, penalty: float
     return Run([tokenizer.decode(k) for k in kept], seconds, counts)
 
 
-def quality(family: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> float | None:
+def quality(family: str, prompts: Sequence[ShippedPrompt], texts: Sequence[str]) -> float | None:
     """BLEU or the share of right answers in percent; None for stories."""
     if family == "stories":
         return None

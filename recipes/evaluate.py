@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forerun.zoo.promptset import DRAFT, TARGET, Prompt, families, prompts
+from forerun.zoo.promptset import DRAFT, TARGET, ShippedPrompt, families, prompts
 from forerun.zoo.scoring import score, verdicts
 from recipes.distill import complete
 
@@ -25,7 +25,9 @@ def load(folder: Path, device: str = "cpu") -> Any:
 
 
 @torch.no_grad()
-def nats_per_token(model: Any, tokenizer: Any, items: Sequence[Prompt]) -> list[tuple[float, int]]:
+def nats_per_token(
+    model: Any, tokenizer: Any, items: Sequence[ShippedPrompt]
+) -> list[tuple[float, int]]:
     """Per prompt: summed negative log-likelihood of the answer's tokens, and their number."""
     device = next(model.parameters()).device
     results = []
@@ -42,7 +44,7 @@ def nats_per_token(model: Any, tokenizer: Any, items: Sequence[Prompt]) -> list[
     return results
 
 
-def perplexity(model: Any, tokenizer: Any, items: Sequence[Prompt] | None = None) -> float:
+def perplexity(model: Any, tokenizer: Any, items: Sequence[ShippedPrompt] | None = None) -> float:
     """Perplexity per token of the answers given their prompts (default: stories, test)."""
     results = nats_per_token(model, tokenizer, items or prompts("stories"))
     return math.exp(sum(nll for nll, _ in results) / sum(count for _, count in results))
@@ -150,7 +152,7 @@ def bootstrap(
 def _interval(
     family: str,
     metric: str,
-    items: Sequence[Prompt],
+    items: Sequence[ShippedPrompt],
     outputs: Sequence[str],
 ) -> tuple[float, float]:
     if metric.startswith(("exact", "accuracy", "holds")):
@@ -169,7 +171,7 @@ def _interval(
 
 
 def _quality(
-    family: str, model: Any, tokenizer: Any, items: list[Prompt], outputs: list[list[int]]
+    family: str, model: Any, tokenizer: Any, items: list[ShippedPrompt], outputs: list[list[int]]
 ) -> dict[str, Any]:
     texts = [tokenizer.decode(out, skip_special_tokens=True) for out in outputs]
     results: dict[str, Any] = {}
@@ -228,7 +230,7 @@ def evaluate(
 
 
 def _family(
-    family: str, items: list[Prompt], models: dict[str, Any], tokenizer: Any
+    family: str, items: list[ShippedPrompt], models: dict[str, Any], tokenizer: Any
 ) -> dict[str, Any]:
     """The entry of one family."""
     ids = [tokenizer(p.prompt)["input_ids"] for p in items]
@@ -276,7 +278,7 @@ def _acceptance(models: dict[str, Any], texts: list[list[int]], sizes: list[int]
 
 
 def _sampled_acceptance(
-    models: dict[str, Any], ids: list[list[int]], first: Prompt
+    models: dict[str, Any], ids: list[list[int]], first: ShippedPrompt
 ) -> dict[str, Any]:
     """Acceptance at temperature 1, on texts the target samples for the first prompts."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ _CODE = re.compile(r"(?:__)?([a-z]{2,3}(?:_[A-Za-z]{2,4})?)(?:__)?")
 
 
 @dataclass(frozen=True)
-class Opening:
+class DecoderOpening:
     """What stands before an encoder-decoder model's own tokens."""
 
     prompt: tuple[int, ...]
@@ -27,7 +27,7 @@ def opening(
     tokenizer: Any,
     language: str | None = None,
     text: str | Sequence[int] | None = None,
-) -> Opening:
+) -> DecoderOpening:
     """The opening a user asks for.
 
     Args:
@@ -53,7 +53,7 @@ def opening(
         prompt += tokenizer(text_target=text, add_special_tokens=False)["input_ids"]
     elif text is not None:
         prompt += text
-    return Opening(tuple(prompt), tuple(source))
+    return DecoderOpening(tuple(prompt), tuple(source))
 
 
 def _language(tokenizer: Any, language: str) -> tuple[int, bool]:

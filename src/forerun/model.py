@@ -34,7 +34,7 @@ from forerun.errors import (
     UnknownNameError,
     require,
 )
-from forerun.languages import Opening, opening
+from forerun.languages import DecoderOpening, opening
 from forerun.prompts import Reader, answering, encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
@@ -72,7 +72,7 @@ class Model:
         self.drafter, self.tokenizer = drafter, tokenizer
         self.settings = settings or Settings()
         self.eos = _end_of_text(self.target, tokenizer)
-        self.opening = Opening(self.target.facts.start)
+        self.opening = DecoderOpening(self.target.facts.start)
         """With an encoder: what its texts begin with, where a call asks for nothing else."""
         self._memory: Memory = {}
         self.meter = Meter.of(self.target, drafter)
@@ -205,7 +205,7 @@ class Model:
 
     def open(
         self, language: str | None = None, decoder_prompt: str | Sequence[int] | None = None
-    ) -> Opening:
+    ) -> DecoderOpening:
         """What an encoder-decoder model's texts begin with; without arguments, `opening`.
 
         Args:
@@ -225,7 +225,7 @@ class Model:
         return opening(self.target.facts.start, self.tokenizer, language, decoder_prompt)
 
     def context(
-        self, ids: Sequence[int], begin: Opening | None = None
+        self, ids: Sequence[int], begin: DecoderOpening | None = None
     ) -> tuple[list[int], list[int] | None]:
         """A prompt's tokens as `Request` takes them: prompt, and source if there is an encoder."""
         if self.target.facts.source_limit is None:

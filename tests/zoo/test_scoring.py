@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from forerun.zoo import Prompt, prompts, score
+from forerun.zoo import ShippedPrompt, prompts, score
 from forerun.zoo.scoring import BOYS, GIRLS, holds
 
 
-def item(family: str, answer: str, **more: object) -> Prompt:
-    return Prompt(family, "test", "x", "p", answer, 8, **more)  # type: ignore[arg-type]
+def item(family: str, answer: str, **more: object) -> ShippedPrompt:
+    return ShippedPrompt(family, "test", "x", "p", answer, 8, **more)  # type: ignore[arg-type]
 
 
 def test_exact_match_ignores_white_space_only() -> None:

@@ -66,7 +66,7 @@ def precision_audit(
         settings: how they were chosen, for the document.
         as_json: print one JSON document.
     """
-    from forerun.lab.precision import Text, compare, summary
+    from forerun.lab.precision import AuditedText, compare, summary
     from forerun.lab.provenance import versions
 
     exact, other = in_both(models, precision)
@@ -75,7 +75,7 @@ def precision_audit(
     run = compare(
         first.model, second.model, [row.ids for row in rows], [row.sampling for row in rows]
     )
-    texts: list[Text] = []
+    texts: list[AuditedText] = []
     with progress("comparing", len(rows), "texts") as tell:
         for text in run:
             texts.append(text)

@@ -158,7 +158,7 @@ class Conversation:
 
         reader = Reader.of(self._job.model)
         [prompt] = reader.prepare([Prompt(list(self._opened))], self._sampling)
-        face = Answer(self._job, [replace(prompt, text="")], self._rounds, explain=False)
+        face = GrowingAnswer(self._job, [replace(prompt, text="")], self._rounds, explain=False)
         try:
             play(self._job, face)
         except KeyboardInterrupt:  # what was written stays said
@@ -169,7 +169,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text.removeprefix(self._lead)})
 
 
-class Answer(Growing):
+class GrowingAnswer(Growing):
     """One answer as it grows; what there is of it stays known when it is interrupted."""
 
     written = ""

@@ -131,7 +131,7 @@ def generate(
     if as_lines:
         face: faces.Face = faces.Lines(job, prompts, rounds, output)
     elif as_json:
-        face = faces.Document(job, prompts)
+        face = faces.JsonDocument(job, prompts)
     else:
         kind = faces.Growing if prompt_file is None else faces.Finished
         face = kind(job, prompts, rounds)

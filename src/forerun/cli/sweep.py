@@ -103,7 +103,7 @@ def specbound(
         "budget": budget,
         "seed": seed,
     }
-    run = _Run(job, exits, width=width, seed=seed)
+    run = _Sweep(job, exits, width=width, seed=seed)
     began = time.perf_counter()
     try:
         live = run.run(rows, budget, confirm)
@@ -131,7 +131,7 @@ def specbound(
         note(stderr(), f"saved to {output}")
 
 
-class _Run:
+class _Sweep:
     """Texts, costs, search and confirmation, under one bar.
 
     Args:

@@ -182,7 +182,7 @@ def quantile(ranked: Sequence[float], q: float) -> float:
     return ranked[low] + (ranked[high] - ranked[low]) * (position - low)
 
 
-class Text(NamedTuple):
+class DecodedText(NamedTuple):
     """Token ids of a prompt, of its output, and of what an encoder reads, if there is one."""
 
     prompt: list[int]
@@ -196,7 +196,7 @@ def _decode(
     sampling: Sampling | Sequence[Sampling] | None,
     batch_size: int,
     tell: Callable[[str, int], None],
-) -> list[Text]:
+) -> list[DecodedText]:
     """Greedy outputs, in the order of the prompts."""
     ids = [model.encode(prompt) for prompt in prompts]
     if sampling is None or isinstance(sampling, Sampling):
@@ -211,11 +211,11 @@ def _decode(
     out = []
     for given, i in zip(ids, sorted(outputs), strict=True):
         prompt, source = model.context(given)
-        out.append(Text(prompt, outputs[i], source))
+        out.append(DecodedText(prompt, outputs[i], source))
     return out
 
 
-def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
+def _batches(texts: list[DecodedText], size: int) -> Iterator[list[DecodedText]]:
     """Texts of like length together."""
     ranked = sorted(texts, key=lambda text: (len(text[1]), len(text[0])))
     for start in range(0, len(ranked), size):
@@ -223,7 +223,7 @@ def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
 
 
 @torch.inference_mode()
-def _of_target(target: Rows, texts: list[Text]) -> torch.Tensor:
+def _of_target(target: Rows, texts: list[DecodedText]) -> torch.Tensor:
     """Float64 entropies after the prompt and after each output token but the last, text by text."""
     pieces = [[text.prompt[-1], *text.output[:-1]] for text in texts]
     longest = max(map(len, pieces))
@@ -242,7 +242,7 @@ def _of_target(target: Rows, texts: list[Text]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
+def _of_draft(drafter: Any, texts: list[DecodedText]) -> torch.Tensor:
     """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
     longest = max(len(text.output) for text in texts)
     sources = _sources(texts)
@@ -268,7 +268,7 @@ def _of_draft(drafter: Any, texts: list[Text]) -> torch.Tensor:
     return torch.cat([entropies[row, : len(text.output)] for row, text in enumerate(texts)])
 
 
-def _sources(texts: list[Text]) -> list[list[int]] | None:
+def _sources(texts: list[DecodedText]) -> list[list[int]] | None:
     return [text.source for text in texts if text.source is not None] or None
 
 

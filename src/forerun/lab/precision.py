@@ -24,7 +24,7 @@ QUANTILES = {"median": 0.5, "p99": 0.99, "largest": 1.0}
 
 
 @dataclass(frozen=True)
-class Text:
+class AuditedText:
     """What became of one prompt."""
 
     prompt: int
@@ -44,7 +44,7 @@ def compare(
     other: Model,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling] | None = None,
-) -> Iterator[Text]:
+) -> Iterator[AuditedText]:
     """Write and read prompts in float32 and in another precision, one after the other, greedily.
 
     Args:
@@ -54,7 +54,7 @@ def compare(
         samplings: one per prompt, made greedy; None takes the default of 128 tokens.
 
     Yields:
-        One `Text` per prompt.
+        One `AuditedText` per prompt.
 
     Raises:
         PromptError: no prompts.
@@ -72,10 +72,10 @@ def compare(
         gaps = [gap for _, gap in best[0]]
         parted = [at for at, (a, b) in enumerate(zip(*best, strict=True)) if a[0] != b[0]]
         moved = (seen[0] - seen[1]).abs().amax(-1).tolist()
-        yield Text(i, first_difference(text, theirs), gaps, moved, parted)
+        yield AuditedText(i, first_difference(text, theirs), gaps, moved, parted)
 
 
-def summary(texts: Sequence[Text]) -> dict[str, Any]:
+def summary(texts: Sequence[AuditedText]) -> dict[str, Any]:
     """Counts, quantiles of how far logits moved, and gaps where another token was best."""
     moved = [x for text in texts for x in text.moved]
     parted = sorted(text.gaps[at] for text in texts for at in text.other)

@@ -33,7 +33,7 @@ would flatter every method.
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ShippedPrompt:
     """A held-out prompt; the expected text is ``prompt + answer``."""
 
     family: str
@@ -91,7 +91,7 @@ def long_families() -> tuple[str, ...]:
     return ("tales", "tours", "revision")
 
 
-def prompts(family: str, split: str = "test", limit: int | None = None) -> list[Prompt]:
+def prompts(family: str, split: str = "test", limit: int | None = None) -> list[ShippedPrompt]:
     """The shipped prompts of a family, in file order; ``split`` is ``"test"`` or ``"val"``."""
     known = (*families(), *long_families(), SOURCES["digest"])
     if family not in known:
@@ -105,11 +105,13 @@ def prompts(family: str, split: str = "test", limit: int | None = None) -> list[
         record = json.loads(line)
         if record["split"] == split:
             record["references"] = tuple(record.get("references", ()))
-            chosen.append(Prompt(**record))
+            chosen.append(ShippedPrompt(**record))
     return chosen if limit is None else chosen[:limit]
 
 
-def sources(split: str = "test", limit: int | None = None, family: str = "sources") -> list[Prompt]:
+def sources(
+    split: str = "test", limit: int | None = None, family: str = "sources"
+) -> list[ShippedPrompt]:
     """Texts for a model with an encoder, of a family of `SOURCES`.
 
     "sources": the English sentences of the translation prompts alone; "digest": passages.

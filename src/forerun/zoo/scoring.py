@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from forerun.zoo.promptset import Prompt, families, long_families
+from forerun.zoo.promptset import ShippedPrompt, families, long_families
 
 
 def _words(text: str) -> list[str]:
@@ -34,12 +34,14 @@ def matches(family: str, answer: str, output: str) -> bool:
     return holds(answer, output) if family == "tales" else answer.split() == output.split()
 
 
-def verdicts(family: str, prompts: Sequence[Prompt], outputs: Sequence[str]) -> list[bool]:
+def verdicts(family: str, prompts: Sequence[ShippedPrompt], outputs: Sequence[str]) -> list[bool]:
     """Whether each output is right; see `matches`."""
     return [matches(family, p.answer, output) for p, output in zip(prompts, outputs, strict=True)]
 
 
-def score(family: str, prompts: Sequence[Prompt], outputs: Sequence[str]) -> dict[str, float]:
+def score(
+    family: str, prompts: Sequence[ShippedPrompt], outputs: Sequence[str]
+) -> dict[str, float]:
     """Metrics of the outputs (continuations without the prompt, in the order of ``prompts``).
 
     All: ``n``. translation: ``bleu`` in percent. arithmetic: ``accuracy`` and one

@@ -94,7 +94,7 @@ class Face:
         """Everything is done, and compared with plain decoding if that was wanted."""
 
 
-class Document(Face):
+class JsonDocument(Face):
     """One JSON document; interrupted, with what is complete."""
 
     def interrupted(self) -> None:

@@ -32,7 +32,7 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainingTexts:
     """Either texts to read, or prompts for the target to continue."""
 
     texts: list[str] | None = None
@@ -40,7 +40,7 @@ class Source:
     """Gives the prompts from the first one on; there may be no end of them."""
 
 
-def open_source(data: str) -> Source:
+def open_source(data: str) -> TrainingTexts:
     """The source that `--data` names, checked before a model is loaded.
 
     Raises:
@@ -54,21 +54,21 @@ def open_source(data: str) -> Source:
         )
     if is_shipped(data):
         shipped = find_prompts(data, "val", penalised=False)
-        return Source(prompts=lambda: shipped)
+        return TrainingTexts(prompts=lambda: shipped)
     path = Path(data).expanduser()
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
         if not files:
             raise SettingError(f"no .txt files in {data}; give a text file, a folder of them, or "
                                "a .jsonl file of prompts")  # fmt: skip
-        return Source(texts=[_read(file) for file in files])
+        return TrainingTexts(texts=[_read(file) for file in files])
     if path.suffix.lower() in (".jsonl", ".json"):
         texts = _json_texts(path)
         if texts is not None:
-            return Source(texts=texts)
+            return TrainingTexts(texts=texts)
         prompts = read_file(str(path))
-        return Source(prompts=lambda: prompts)
-    return Source(texts=[_read(path)])
+        return TrainingTexts(prompts=lambda: prompts)
+    return TrainingTexts(texts=[_read(path)])
 
 
 def _read(path: Path) -> str:
@@ -100,7 +100,7 @@ def _json_texts(path: Path) -> list[str] | None:
 
 
 def read_documents(
-    source: Source,
+    source: TrainingTexts,
     job: Job,
     folder: Path,
     *,
