@@ -613,8 +613,7 @@ def test_a_file_has_one_writer(generate, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_is_named(generate, monkeypatch):
-    monkeypatch.setattr("forerun.cli.shared.faces._completed", lambda path, keys: set())
+def test_a_full_disk_is_named(generate):
     done = generate("a", "--jsonl", "-o", "/dev/full", "--max-new-tokens", "2")
     assert done.code != 0
     assert "/dev/full" in done.err

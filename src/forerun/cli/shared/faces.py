@@ -436,7 +436,7 @@ def _completed(path: Path, keys: Sequence[str]) -> set[int]:
     Raises:
         SettingError: it holds something else, or completions of other requests.
     """
-    if not path.exists():
+    if not path.is_file():  # a device, like /dev/full, holds nothing or goes on for ever
         return set()
     completed, size = set(), 0
     with path.open("r+b") as file:
