@@ -53,7 +53,7 @@ class Head(nn.Module):
         table = table @ basis.T
         table = table * (0.6 / table.norm(dim=1).mean())
         self.embedding = nn.Parameter(torch.cat([table, table.mean(0, keepdim=True)]))
-        layers: dict[str, nn.Module] = {
+        layers = {
             "fuse": nn.Linear(len(DEPTHS) * HIDDEN, width, bias=False),
             "input": nn.Linear(2 * width, width, bias=False),
             "qkv": nn.Linear(width, 3 * width, bias=False),
@@ -146,7 +146,9 @@ class Head(nn.Module):
 
     def save(self, folder: Path, trained: dict[str, Any]) -> None:
         """As `forerun` reads it."""
-        weights = {f"{name}.weight": layer.weight for name, layer in self.layers.items()}
+        weights: dict[str, Any] = {
+            f"{name}.weight": layer.weight for name, layer in self.layers.items()
+        }
         weights |= {f"{name}.weight": value for name, value in self.norms.items()}
         weights["embedding.weight"] = self.embedding
         halves = {n: w.detach().to(torch.float16).cpu().contiguous() for n, w in weights.items()}

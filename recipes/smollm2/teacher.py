@@ -112,8 +112,9 @@ class Teacher:
         """Answers, greedy and sampled in turn, prompts in random order, until the time is over."""
         room = -(-(max(map(len, prompts)) + MOST) // 64) * 64
         shape = self.rows, PAIRS, room, WIDTH
-        blank = {"device": self.device, "dtype": self.dtype}
-        cache = [(torch.zeros(shape, **blank), torch.zeros(shape, **blank)) for _ in self.layers]
+        blank = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        cache = [(blank.clone(), blank.clone()) for _ in self.layers]
+        del blank
         step, began = _Step(self, cache), time.time()
         for turn in range(1 << 20):
             order = rng.permutation(len(prompts))

@@ -31,8 +31,8 @@ def info(
         from forerun.runtime.preview import preview
         from forerun.zoo import locate
 
-        for line in preview(locate(target)).lines():
-            console.print(line, soft_wrap=True, highlight=False)
+        for fact in preview(locate(target)).lines():
+            console.print(fact, soft_wrap=True, highlight=False)
         return
     assert name is not None
     cards = find(name)

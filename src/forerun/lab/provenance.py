@@ -60,8 +60,8 @@ def identity(runtime: Rows) -> dict[str, Any]:
     name = runtime.facts.name
     if name.endswith(".gguf"):
         with Path(name).open("rb") as file:
-            digest = file_digest(file, "sha256").hexdigest()
-        return {"name": Path(name).name, "sha256": digest, "hashed": "weights"}
+            whole = file_digest(file, "sha256").hexdigest()
+        return {"name": Path(name).name, "sha256": whole, "hashed": "weights"}
     folder = _folder(name)
     shipped = folder is not None and folder in (zoo.TARGET, zoo.DRAFT)
     shown = "shipped" if shipped else (Path(name).name if Path(name).is_dir() else name)

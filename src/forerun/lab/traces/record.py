@@ -281,7 +281,7 @@ def _text(model: Model, task: Task, done: Completion, depth: int, rule: Acceptan
     # A stream of its own beside the one the text was sampled with.
     random = np.random.default_rng([stream(done.seed, prompt, source), 1])
     coins = random.random((len(done.tokens) + 1, depth + 1))
-    stops = split_stops(sampling.stop, model.tokenizer)[1].keys()
+    stops = frozenset(split_stops(sampling.stop, model.tokenizer)[1])
     ends = stops | (frozenset() if sampling.ignore_eos else eos)
     noise = Noise.of(sampling, prompt, source, done.seed) if rule.gumbel_max else None
     return _Text(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
