@@ -115,5 +115,6 @@ def save_folders(path: Path) -> Folders:
                 torch.nn.init.normal_(weight, std=0.25)
         export_model(model.float(), tokenizer, path / name)
     other = build_decoder("llama", vocab_size=len(tokenizer))
+    other.generation_config.eos_token_id = other.config.eos_token_id = tokenizer.eos_token_id
     export_model(other, tokenizer, path / "decoder")
     return Folders(*(str(path / name) for name in ("target", "draft", "decoder")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,7 @@ class Greedy:
     """The least a guide does: the arg-max, until the limit."""
 
     greedy: frozenset[str] | None = None
+    clock = staticmethod(time.perf_counter)
 
     def choose(self, step: Any, texts: Any, active: Any, proposal: Proposal) -> list[int]:
         drawn = []

@@ -633,11 +633,12 @@ def test_signals_know_the_penalties() -> None:
     seen: list[Token] = []
 
     class Hearing(FixedLength):
-        signals = frozenset({"top1", "chosen"})
+        def signals(self, certain: bool) -> frozenset[str]:
+            return frozenset({"top1", "chosen", "id", "previous"})
 
-        def observe(self, state: Any, costs: Costs, round: Round) -> Any:
+        def observe(self, state: Any, round: Round) -> Any:
             seen.extend(round.tokens)
-            return super().observe(state, costs, round)
+            return super().observe(state, round)
 
     run = engine(target=ScriptedModel(table), draft=ScriptedModel(table))
     run([0], max_new_tokens=3, controller=Hearing(2), logit_bias={2: -100.0})

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.cli.shared.catalog import Card
 from forerun.errors import SettingError, UnknownNameError
 from forerun.rules import RULES, AcceptanceRule, sample
 from forerun.rules.standard import Standard
@@ -183,7 +184,7 @@ def test_is_a_frozen_dataclass_with_its_card(name):
     assert len(cls.summary) < 80
     assert cls.bibtex.startswith("@") if cls.paper else name in ("budget", "no-bonus")
     for part in ("Helps", "Hurts", "Rule", *(["Reference"] if cls.paper else [])):
-        assert part in cls.__doc__
+        assert part in Card("rules", name, cls).doc, part
     for f in fields(cls):
         assert f"{f.name}:" in cls.__doc__, f"{name} does not document {f.name}"
 

@@ -273,7 +273,8 @@ def test_layer_passes_of_one_round() -> None:
 def test_a_difficult_token_costs_what_plain_decoding_costs() -> None:
     model, prompts = calm(), texts(7)
     fast = specbound(model, threshold=1.01, depth=3)
-    (done,) = fast.generate(prompts, max_new_tokens=10, ignore_eos=True)
+    how: dict[str, Any] = {"controller": "fixed(9)", "max_new_tokens": 10, "ignore_eos": True}
+    (done,) = fast.generate(prompts, **how)
     work = layers_of(fast.target).work
     # The first has no draft, and the tenth no budget for one.
     assert done.stats.stopped_by == {"budget": 2, "difficult": 8}

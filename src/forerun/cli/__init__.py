@@ -21,7 +21,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "generate": ("generate:generate", "Write text with a model that runs ahead of itself."),
         "chat": ("chat:chat", "Talk to a model that runs ahead of itself."),
         "serve": ("serve:serve", "Serve a model over HTTP."),
-        "demo": ("demo:demo", "Speculative against plain decoding on three shipped prompts."),
+        "demo": ("demo:demo", "Speculative against plain decoding on three prompts."),
         "list": ("listing:show", "List what is available, one line each."),
         "info": ("info:info", "Show the full card of a part."),
         "cite": ("cite:cite", "Print BibTeX of the papers behind parts."),

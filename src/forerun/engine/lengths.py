@@ -128,14 +128,16 @@ class Lengths:
         Args:
             costs: of a pass of these rows.
             able: per row what a governor needs to know but for its outlook; None of rows that
-                cannot draft.
+                cannot draft. A policy without a governor says its limit in any case.
         """
         limits = [0] * len(self._rows)
         for i, row in enumerate(self._rows):
             row.memo = None
-            if able[i] is not None and row.group is None:
+            if row.group is None:
                 limits[i] = self._asked(i, row.policy.limit, row.state) or 0
-        paid = max(limits, default=0)
+        paid = max(
+            (most for most, seat in zip(limits, able, strict=True) if seat is not None), default=0
+        )
         for group in self._groups:
             alone = self._rows[group.rows[0]].given
             seats = [(i, self._seat(i, able[i])) for i in group.rows if able[i] is not None]
