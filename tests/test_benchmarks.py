@@ -43,7 +43,7 @@ def model() -> Any:
         "gammatune", "gammatune(literal=true)", "gammatune+(threshold=0.5)",
         "gammatune+(threshold=0.6,keep=false,early_stop=skip)",
         "cm-asd(high=8)", "cm-asd(high=8,two_pass=true)", "svip", "adaedl", "exllama-ema",
-        "sglang-ema", "goodput", "bandit", "bandit(policy=thompson)",
+        "sglang-ema", "goodput(cost=4)", "bandit", "bandit(policy=thompson)",
     ],
 )  # fmt: skip
 def test_replay_equals_the_live_engine(model: Any, spec: str) -> None:

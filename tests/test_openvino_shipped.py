@@ -106,7 +106,7 @@ def test_early_exits_write_torchs_text(
 def test_a_stored_graph_starts_without_what_compiles_torch_models(pair: Any) -> None:
     """Imports are most of the time to the first token; nearly a half of them are not needed."""
     lines = [
-        "import sys, forerun, forerun.prompts as prompts",
+        "import sys, forerun, forerun.zoo, forerun.prompts as prompts",
         "prompts.Reader.open(forerun.zoo.TARGET)",
         "model = forerun.load(runtime='openvino')",
         "assert len(model.generate('Once', max_new_tokens=2).tokens) == 2",

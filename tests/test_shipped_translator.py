@@ -189,7 +189,7 @@ def test_a_block_is_paid_with_its_first_token(monkeypatch: pytest.MonkeyPatch) -
         return feed(self, *how)
 
     monkeypatch.setattr(type(model.drafter.rows), "feed", slow)
-    monkeypatch.setattr(model.meter, "tell", laps.append)
+    monkeypatch.setattr(model.meter, "add", laps.append)
     model.generate(sources("translator", 1)[0], controller="fixed(4)", max_new_tokens=20)
     drafting = [lap for lap in laps if lap.steps]
     assert max(lap.steps for lap in drafting) == 4

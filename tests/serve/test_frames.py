@@ -26,7 +26,7 @@ def made(chat: bool, usage: tuple[bool, bool], copies: int = 1) -> Answer:
     )
     plan = SimpleNamespace(
         request=request, chat=chat, usage=usage, top=None, rounds=False, copies=copies,
-        prompts=[[1, 2]], jobs=[None] * copies, echo=False,
+        prompts=[[1, 2]], jobs=[None] * copies, echo=False, opens_turn=False,
     )  # fmt: skip
     return Answer(plan, SimpleNamespace(name='the "model"'), SimpleNamespace())
 

@@ -343,4 +343,4 @@ def test_a_structure_shorter_than_asked_for_is_the_clients_error(shipped):
     body = {"prompt": "Say:", "guided_choice": ["yes"], "min_tokens": 9, "max_tokens": 12}
     done = shipped.post("/v1/completions", **body)
     assert done.status_code == 400
-    assert "min_new_tokens and the constraint leave no token" in done.json()["error"]["message"]
+    assert "and the constraint leave no token to choose" in done.json()["error"]["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -117,7 +118,7 @@ def audit(
     how = Settings(controller, rule)
     job, rows = models.open(chosen, common, how, batch_size, chat=chat)
     for row in rows if peer else ():
-        lab.check_common(row.sampling)
+        lab.check_common(replace(row.sampling, temperature=0.0))  # as it is audited then
     with ExitStack() as stack:
         peers = _peers(stack, job, models) if peer else []
         run = lab.audit(
