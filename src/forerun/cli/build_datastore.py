@@ -33,6 +33,9 @@ def build_datastore(
     The tokenizer is that of the target; use it as --draft "rest('FILE')".
     """
     require(tokens >= 1, "tokens", tokens, "≥ 1")
+    folder = Path(output).parent
+    if not folder.is_dir():
+        raise SettingError(f"{output}: there is no folder {folder}; make it, or name another file")
 
     from forerun.cli.shared.training_texts import open_source
 
