@@ -93,7 +93,8 @@ def test_bench_with_beam_search(forerun, models, prompts, tmp_path):
                    "--controllers", "fixed(2)", "--peers", "transformers-beam(3),transformers",
                    "-o", str(tmp_path / "out"))  # fmt: skip
     assert done.code == 0, done.err
-    assert "transformers-beam" in done.out
+    assert "transformers-beam(be" in done.out  # the name goes on in the next line
+    assert "ams=3)" in done.out
 
 
 def test_early_exits_are_refused(forerun, folders, tmp_path):
