@@ -42,7 +42,6 @@ def test_rounds() -> None:
     assert costs.draft_seconds(0) == 0
     assert costs.draft_seconds(np.array([0, 1, 3])) == pytest.approx([0, 0.12, 0.32])
     assert costs.round_seconds(3, 2) == pytest.approx(0.32 + 1.1 + 0.05)
-    assert costs.one == pytest.approx(0.12 + 1.1 + 0.05)
     cold = replace(costs, cold=0.3)
     assert cold.round_seconds(1, 1) == pytest.approx(costs.round_seconds(1, 1) + 0.3)
     assert cold.round_seconds(0, 1) == costs.round_seconds(0, 1)
@@ -72,14 +71,14 @@ def test_levels_of_passes(tmp_path: Any) -> None:
 
 
 def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:
-    Costs((Cell(0.1, ((1, 1.0),), catch_up=0.5),)).write(tmp_path / "costs.json")
+    Costs((Cell(0.1, ((1, 1.0),), reading=0.5),)).write(tmp_path / "costs.json")
     (cell,) = json.loads((tmp_path / "costs.json").read_text())["cells"]
     names = {
         "draft", "verify", "fixed", "batch", "context", "first", "levels", "cold", "asking",
         "ratio", "spread",
     }  # fmt: skip
     assert cell.keys() == names
-    assert Costs.read(tmp_path / "costs.json").at().catch_up == 0
+    assert Costs.read(tmp_path / "costs.json").at().reading == 0
 
 
 def test_plain_and_ratio() -> None:

@@ -210,7 +210,7 @@ def test_what_cannot_be_served_is_refused_at_the_door(
 class Unlucky(FixedLength):
     """A policy that breaks once it has learned something."""
 
-    def observe(self, state: Any, costs: Any, round: Any) -> Any:
+    def observe(self, state: Any, round: Any) -> Any:
         raise ValueError("no such thing")
 
 

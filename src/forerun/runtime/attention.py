@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 FOLDED = "forerun_folded"
 """Name of `folded_attention` in transformers' registry."""
@@ -49,6 +47,9 @@ def folded_attention(
     Returns:
         `(n, width, heads, dim)`, and None for the weights.
     """
+    # Imported when models are: what transformers' attentions import takes longer than a start.
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
     own = dropout or more.get("softcap") is not None or more.get("position_bias") is not None
     if attention_mask is None or groups == 1 or own:
@@ -70,11 +71,12 @@ def folded_mask(mask: torch.Tensor, groups: int) -> torch.Tensor:
     return mask.repeat(1, 1, groups, 1) if groups > 1 else mask
 
 
-AttentionInterface.register(FOLDED, folded_attention)
-
-
 def groups_of(model: Any) -> int:
     """Queries that share keys and values, where the model's attention can be folded; else 1."""
+    from transformers import AttentionInterface
+
+    if FOLDED not in AttentionInterface():
+        AttentionInterface.register(FOLDED, folded_attention)
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", 1)
     pairs = getattr(config, "num_key_value_heads", None) or heads
