@@ -66,6 +66,20 @@ def test_names_say_what_a_thing_is():
     assert weak == set()
 
 
+def test_docstrings_of_methods_say_more_than_their_names():
+    """Four words or fewer are no sentence: leave them out, or say what a reader needs."""
+    short = set()
+    for file in ROOT.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for name, node in functions(tree):
+            text = ast.get_docstring(node) or "`"
+            alone = len(node.body) == 1  # a protocol's: it is the body
+            if "." in name and len(text.split()) <= 4 and "`" not in text and not alone:
+                short.add(f"{file.relative_to(ROOT)}:{name}")
+    shown = ("serve/app.py", "serve/protocol.py")  # OpenAPI's descriptions
+    assert {name for name in short if not name.startswith(shown)} == set()
+
+
 def modules() -> dict[str, Path]:
     """Every module of the package and its file."""
     return {

@@ -104,7 +104,6 @@ def render(
 
 
 def _write(tokenizer: Any, given: Any, answer: bool = False, resume: bool = False) -> str:
-    """A conversation as text."""
     from jinja2 import TemplateError
 
     given = dict(given)

@@ -55,7 +55,6 @@ class Confidence:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The signals that count."""
         signals = {field for name, field in PARTS.items() if getattr(self, name) > 0}
         if self.softmax and not self.normalized:
             signals.add("top1")

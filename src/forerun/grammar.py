@@ -69,7 +69,6 @@ class Matcher:
         return done
 
     def rollback(self, count: int) -> None:
-        """Take tokens back."""
         self._matcher.rollback(count)
         self._check()
 

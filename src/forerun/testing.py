@@ -57,7 +57,6 @@ class ScriptedModel(Executor):
 
     @property
     def vocab_size(self) -> int:
-        """Length of the logits."""
         return self.facts.vocab_size
 
     def _logits(self, context: tuple[int, ...]) -> torch.Tensor:
@@ -67,7 +66,6 @@ class ScriptedModel(Executor):
         """Nothing to do."""
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
         self._grow(max(rows, default=-1) + 1)
         self.history = [self.history[r][:n] for r, n in zip(rows, lengths, strict=True)]
         if self.facts.source_limit is not None:
@@ -84,7 +82,6 @@ class ScriptedModel(Executor):
         return Columns((torch.tensor([self.history[row][first:last]]).unsqueeze(-1),), last - first)
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        """Hold them."""
         self._grow(row + 1)
         self.history[row][first:] = columns.states[0].flatten().tolist()
 

@@ -153,7 +153,6 @@ class Draft:
     as the rule asked for (`AcceptanceRule.ranks`), None if nobody did."""
 
     def take(self, rows: Sequence[int]) -> Draft:
-        """Some rows only."""
         index = list(rows)
         return Draft(
             self.tokens[index],
@@ -180,7 +179,6 @@ class Target:
     """`(rows, 2)` float64, on the CPU: the request's summed drift so far and its tokens so far."""
 
     def take(self, rows: Sequence[int]) -> Target:
-        """Some rows only."""
         index = list(rows)
         return Target(
             self.logits[index],

@@ -96,7 +96,6 @@ class Root(TyperGroup):
         self.commands: Any = LazyCommands()
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """A section per panel."""
         for panel, commands in COMMANDS.items():
             with formatter.section(panel):
                 formatter.write_dl([(name, line) for name, (_, line) in commands.items()])

@@ -120,7 +120,6 @@ def _check_draft(models: Models) -> None:
 
 
 def _show(result: Calibration) -> None:
-    """The summary, for people."""
     console = stdout()
     steps = result.target.steps
     texts = f"{result.prompts:,} prompt{'s' if result.prompts > 1 else ''}"

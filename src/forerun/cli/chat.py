@@ -94,7 +94,6 @@ class Conversation:
         _keep_prefixes(job)
 
     def run(self) -> None:
-        """Until the user leaves."""
         shown = ", ".join(f"{k} {v:g}" for k, v in self._sampling.items())
         note(stderr(), legend())
         note(stderr(), f"{shown}; {HELP}")
@@ -175,7 +174,6 @@ class GrowingAnswer(Growing):
     written = ""
 
     def event(self, place: int, event: Event) -> None:
-        """Write what a round added."""
         self.written += "".join(piece.text for piece in event.pieces)
         super().event(place, event)
 

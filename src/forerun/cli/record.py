@@ -127,7 +127,6 @@ def _record(
 
 
 def _show(trace: Trace, output: str) -> None:
-    """The summary, for people."""
     from forerun.lab.traces.trace_report import families
 
     accepted = ("first drafted kept", f"of {trace.depth} drafted kept")

@@ -192,7 +192,6 @@ class _Sweep:
 def _show(
     search: Search, live: list[Confirmed], untuned: Setting | None, exits: str | None
 ) -> None:
-    """The summary, for people."""
     from forerun.lab.exits.sweep_report import SHOWN
 
     console = stdout()

@@ -148,7 +148,6 @@ def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _show(verdict: Verdict, cell: Cell) -> None:
-    """The report, for people."""
     console, split, choice = stdout(), verdict.split, verdict.choice
     note(
         console,

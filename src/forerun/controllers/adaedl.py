@@ -64,11 +64,9 @@ class AdaEDL(Threshold):
         flag("keep", self.keep)
 
     def start(self, certain: bool = True, before: Any = None) -> AdaEDLState:
-        """λ and α."""
         return AdaEDLState(float(self.threshold), float(self.target))
 
     def limit(self, state: AdaEDLState) -> int:
-        """The most tokens per round."""
         return self.length
 
     def sure(self, state: AdaEDLState, signal: float) -> bool:

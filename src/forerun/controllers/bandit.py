@@ -78,11 +78,9 @@ class Bandit(LengthPolicy):
 
     @cached_property
     def arms(self) -> tuple[int, ...]:
-        """The lengths, ascending."""
         return tuple(range(self.low, self.high + 1, self.stride))
 
     def start(self, certain: bool = True, before: Any = None) -> BanditState:
-        """Nothing was played."""
         arms = len(self.arms)
         return BanditState(0, np.zeros(arms, dtype=np.int64), np.zeros(arms), 1.0)
 
@@ -107,7 +105,6 @@ class Bandit(LengthPolicy):
         return arm
 
     def observe(self, state: BanditState, round: Round) -> BanditState:
-        """Credit the arm that was played."""
         played = np.equal.outer(np.arange(len(self.arms)), self._arm(state)) & round.teaches
         reward = where(played, self._reward(round.drafted, round.accepted, round.took), 0.0)
         most = state.most

@@ -167,7 +167,6 @@ class Threshold(LengthPolicy):
         """Whether the signal is good enough."""
 
     def signals(self, certain: bool) -> frozenset[str]:
-        """The one signal."""
         return frozenset({self.signal})
 
     def step(self, state: Any, memo: Memo, token: Token) -> tuple[bool, Memo]:
@@ -189,29 +188,22 @@ class Wrapper(LengthPolicy):
 
     @property
     def stops_early(self) -> bool:  # type: ignore[override]
-        """As the inner policy."""
         return self.inner.stops_early
 
     def signals(self, certain: bool) -> frozenset[str]:
-        """As the inner policy."""
         return self.inner.signals(certain)
 
     def start(self, certain: bool = True, before: Any = None) -> State:
-        """As the inner policy."""
         return self.inner.start(certain, before)
 
     def limit(self, state: Any) -> int:
-        """As the inner policy."""
         return self.inner.limit(state)
 
     def step(self, state: Any, memo: Memo, token: Token) -> tuple[bool, Memo]:
-        """As the inner policy."""
         return self.inner.step(state, memo, token)
 
     def trim(self, state: Any, memo: Memo) -> int:
-        """As the inner policy."""
         return self.inner.trim(state, memo)
 
     def observe(self, state: Any, round: Round) -> State:
-        """As the inner policy."""
         return self.inner.observe(state, round)

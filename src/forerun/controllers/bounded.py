@@ -47,7 +47,6 @@ class Bounded(Wrapper):
             require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
 
     def limit(self, state: Any) -> int:
-        """The inner length, clipped."""
         limit = self.inner.limit(state)
         if self.high is not None:
             limit = minimum(limit, self.high)

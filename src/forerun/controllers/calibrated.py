@@ -101,11 +101,9 @@ class Calibrated(Forecaster):
         return CalibratedState(1.0, zeros, 0.0, zeros, zeros, 0.0, 0.0, 0)
 
     def limit(self, state: CalibratedState) -> int:
-        """The most tokens per round."""
         return self.high
 
     def outlook(self, state: CalibratedState) -> Outlook:
-        """The mean acceptance."""
         mean = self._mean(state)
         return Outlook(mean, mean)
 
@@ -168,7 +166,6 @@ class Calibrated(Forecaster):
         )
 
     def _mean(self, state: CalibratedState) -> float:
-        """α, the mean acceptance."""
         return (self.damping * self.acceptance + state.hits) / (self.damping + state.tries)
 
 

@@ -74,15 +74,12 @@ class CMASD(Confidence, LengthPolicy):
         flag("two_pass", self.two_pass)
 
     def signals(self, certain: bool) -> frozenset[str]:
-        """What the confidence is made of."""
         return self.reads
 
     def start(self, certain: bool = True, before: Any = None) -> CMASDState:
-        """The form that runs."""
         return CMASDState(self.two_pass and certain)
 
     def limit(self, state: CMASDState) -> int:
-        """k_max."""
         return self.high
 
     def step(

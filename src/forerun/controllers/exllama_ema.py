@@ -66,7 +66,6 @@ class ExLlamaEMA(LengthPolicy):
         between("skip_ema", self.skip_ema, 0, 1000)
 
     def start(self, certain: bool = True, before: Any = None) -> ExLlamaEMAState:
-        """The first average."""
         # A start below `skip_ema` rests like any other average: the first probe is due later.
         return ExLlamaEMAState(0, float(self.length), 0)
 

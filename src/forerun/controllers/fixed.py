@@ -35,5 +35,4 @@ class FixedLength(LengthPolicy):
         whole("length", self.length)
 
     def limit(self, state: State) -> int:
-        """The fixed length."""
         return self.length

@@ -55,7 +55,6 @@ class Window(Persistent):
         flag("persistent", self.persistent)
 
     def first(self) -> GammaTuneState:
-        """The first window."""
         return GammaTuneState(float(self.length))
 
     def limit(self, state: GammaTuneState) -> int:

@@ -61,15 +61,12 @@ class HFHeuristic(Persistent):
         flag("persistent", self.persistent)
 
     def first(self) -> HFHeuristicState:
-        """The first length."""
         return HFHeuristicState(self.length)
 
     def limit(self, state: HFHeuristicState) -> int:
-        """γ."""
         return state.length
 
     def observe(self, state: HFHeuristicState, round: Round) -> HFHeuristicState:
-        """Lengthen or shorten."""
         longer = minimum(state.length + self.up, self.high)
         shorter = maximum(state.length - self.down, self.low)
         length = where(round.full, longer, shorter)

@@ -65,14 +65,12 @@ class HFThreshold(Persistent, Threshold):
         flag("persistent", self.persistent)
 
     def first(self) -> HFThresholdState:
-        """The first threshold and no samples."""
         kept = self.history if self.dynamic else 0
         return HFThresholdState(
             float(self.threshold), np.full(kept, -1.0), np.zeros(kept, dtype=bool)
         )
 
     def limit(self, state: HFThresholdState) -> int:
-        """The most tokens per round."""
         return self.length
 
     def sure(self, state: HFThresholdState, signal: float) -> bool:

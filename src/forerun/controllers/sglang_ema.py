@@ -79,16 +79,13 @@ class SGLangEMA(LengthPolicy):
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The candidates, rising."""
         return tuple(int(step) for step in self.candidate_steps.split(","))
 
     @property
     def high(self) -> int:
-        """The largest candidate."""
         return self.steps[-1]
 
     def start(self, certain: bool = True, before: Any = None) -> SGLangEMAState:
-        """The first tier."""
         steps = self.steps
         # Plain rounds do not move the average, so a start at 0 is that of its first probe, whose
         # warm-up the plain rounds have served.
@@ -97,7 +94,6 @@ class SGLangEMA(LengthPolicy):
         return SGLangEMAState(0, steps.index(self.length), float(first - 1), warm, warm)
 
     def limit(self, state: SGLangEMAState) -> int:
-        """γ of the tier."""
         gamma: int = picked(self.steps, self._tier(state))
         return gamma
 

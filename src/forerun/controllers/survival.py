@@ -118,11 +118,9 @@ class Survival(Forecaster):
         return SurvivalState(certain, CARRIED * before.shift, 0.0, counts)
 
     def limit(self, state: SurvivalState) -> int:
-        """The most tokens per round."""
         return self.length
 
     def outlook(self, state: SurvivalState) -> Outlook:
-        """Of a typical draft."""
         by, shift = self._prior(state), state.shift
         blind, (first, later) = state.counts[1] > 0, _counted(state)
         margin = by.next_constant + by.per_newest * TYPICAL_MARGIN

@@ -47,7 +47,6 @@ class SVIP(Threshold):
         flag("keep", self.keep)
 
     def limit(self, state: State) -> int:
-        """The most tokens per round."""
         return self.length
 
     def sure(self, state: State, signal: float) -> bool:

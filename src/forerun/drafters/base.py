@@ -53,7 +53,6 @@ class Proposal:
 
     @classmethod
     def none(cls, rows: int) -> Proposal:
-        """Nothing for anyone."""
         return cls([[] for _ in range(rows)], [None] * rows, [[] for _ in range(rows)])
 
 

@@ -53,16 +53,13 @@ class BlockDrafter(Drafter):
         self._answers.extend([None] * len(prompts))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Reorder."""
         self.rows.keep(rows)
         self._answers = [self._answers[row] for row in rows]
 
     def rollback(self, row: int, length: int) -> None:
-        """Move the row's length."""
         self.rows.rollback(row, length)
 
     def follow(self, texts: Texts) -> None:
-        """Read along with the target."""
         while True:
             lengths = self.rows.lengths
             pieces = [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]

@@ -79,7 +79,6 @@ class Datastore:
 
     @property
     def highest(self) -> int:
-        """The highest token id."""
         return int(self.tokens[self.tokens != _END].max())
 
     def find(self, run: Sequence[int]) -> NDArray[np.int64]:

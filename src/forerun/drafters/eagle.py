@@ -76,7 +76,6 @@ class EagleDrafter(Drafter):
         self.rows.join(len(prompts), max(map(len, prompts)) + room)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Reorder."""
         self._restore()
         self.rows.keep(rows)
 

@@ -185,5 +185,4 @@ class Lookahead(DrafterSpec):
         flag("lookahead fill", self.fill)
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
-        """The drafter."""
         return LookaheadDrafter(self.width, self.n, self.text, self.fill)

@@ -38,7 +38,6 @@ class LookupDrafter(Drafter):
         self._sources.extend(list(source) for source in sources or [()] * len(prompts))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Reorder."""
         index = self._index  # a row that is kept twice gets an index of its own
         self._index = [
             dict(index[row]) if row in rows[:i] else index[row] for i, row in enumerate(rows)
@@ -47,7 +46,6 @@ class LookupDrafter(Drafter):
         self._sources = [self._sources[row] for row in rows]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
-        """What followed the longest match."""
         out = Proposal.none(len(texts))
         for row, text in enumerate(texts):
             if text is None:
@@ -104,5 +102,4 @@ class Lookup(DrafterSpec):
         require(1 <= self.least <= self.n, "lookup least", self.least, f"between 1 and n={self.n}")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
-        """The drafter."""
         return LookupDrafter(self.n, self.least)

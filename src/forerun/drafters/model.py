@@ -62,11 +62,9 @@ class ModelDrafter(Drafter):
         return [[i if i < known else STAND_IN for i in source[:limit]] for source in sources]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Reorder the cache."""
         self.rows.keep(rows)
 
     def rollback(self, row: int, length: int) -> None:
-        """Move the row's length."""
         self.rows.rollback(row, length)
 
     def follow(self, texts: Texts) -> None:

@@ -13,7 +13,6 @@ class NullDrafter(Drafter):
     """Never proposes anything, so every round is one plain decoding step."""
 
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
-        """Nothing, for every row."""
         return Proposal.none(len(texts))
 
 
@@ -28,5 +27,4 @@ class NoDraft(DrafterSpec):
     paper: ClassVar[str] = ""
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
-        """The drafter."""
         return NullDrafter()

@@ -72,7 +72,6 @@ class SpecBoundDrafter(Drafter):
         return self.executor.draft_seconds
 
     def counters(self, row: int) -> Mapping[str, int]:
-        """Layer passes and exit projections."""
         passes, exits = self.executor.counts[row] if row < len(self.executor.counts) else (0, 0)
         return {"layer_passes": passes, "exit_projections": exits}
 

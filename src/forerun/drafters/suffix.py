@@ -121,7 +121,6 @@ class SuffixDrafter(Drafter):
         self._rows.extend(Occurrences(source) for source in sources or [()] * len(prompts))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Reorder."""
         old = self._rows
         self._rows = [
             old[row].copy() if row in rows[:i] else old[row] for i, row in enumerate(rows)
@@ -136,7 +135,6 @@ class SuffixDrafter(Drafter):
         return step_by_step(self, texts, most, guide)
 
     def learn(self, text: Sequence[int], prompt: int) -> None:
-        """Pass it on."""
         if self._learn is not None:
             self._learn(text, prompt)
 
@@ -213,5 +211,4 @@ class Suffix(DrafterSpec):
         between("suffix least", self.least, 0, 1)
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
-        """The drafter."""
         return SuffixDrafter(self.n, self.least)

@@ -70,7 +70,6 @@ class Place:
         return len(draft)
 
     def forced(self, output: Sequence[int]) -> list[int]:
-        """Tokens that must follow."""
         try:
             return list(self._matcher.forced()) if self._follow(output) else []
         except Exception as error:

@@ -93,7 +93,6 @@ class Meter:
 
     @classmethod
     def of(cls, target: Rows, drafter: Drafter) -> Meter:
-        """One for these."""
         executor, caches = target.executor, drafter.caches
         draft = caches[0].executor.timed if len(caches) == 1 else ()
         return cls(drafter.ratio(target), executor.timed, draft, executor.levels, executor.packs)
@@ -119,7 +118,6 @@ class Meter:
         return self._given is None and self._samples(rows).low("plain") is not None
 
     def add(self, lap: Lap) -> None:
-        """Learn from a round."""
         if self._given is not None or lap.verify_seconds <= 0:
             return
         if lap.reading_tokens and lap.reading_seconds:
@@ -143,7 +141,6 @@ class Meter:
         return next((level for level in self._levels if level >= tokens), tokens)
 
     def _summed(self, samples: _Samples) -> Costs:
-        """The costs in force."""
         rows, low = samples.rows, samples.low
 
         def loaded(width: float) -> float:
@@ -221,7 +218,6 @@ class _Samples:
         return "judged" if self._rounds - self._judged_at > STALE else ""
 
     def add(self, lap: Lap) -> None:
-        """One more round."""
         self._rounds += 1
         level = self._level(self.rows, lap.width)
         judged, before = lap.width > 1, self.stale

@@ -93,7 +93,6 @@ class Prefixes:
             self._evict()
 
     def clear(self) -> None:
-        """Forget all texts."""
         self.nbytes, self._root = 0, _Node([], None)
         self._order.clear()
 
@@ -182,7 +181,6 @@ class Reuse:
                 rows[i].cached = self._caches[0].lengths[i]
 
     def leave(self, row: Row, i: int) -> None:
-        """A row is done."""
         if self._prefixes is None or row.request.source is not None:
             return
         try:

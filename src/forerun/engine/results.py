@@ -42,7 +42,6 @@ class Logprob(NamedTuple):
     """The most likely token ids there with theirs, best first, as many as were asked for."""
 
     def to_json(self) -> dict[str, Any]:
-        """The documented fields."""
         top = [{"token": token, "logprob": logprob} for token, logprob in self.top]
         return {"logprob": self.logprob, "top": top}
 
@@ -54,12 +53,10 @@ class _Counted:
 
     @property
     def layer_passes(self) -> int | None:
-        """That counter, or None."""
         return self.counters.get("layer_passes")
 
     @property
     def exit_projections(self) -> int | None:
-        """That counter, or None."""
         return self.counters.get("exit_projections")
 
     def _exits_json(self) -> dict[str, int | None]:

@@ -78,7 +78,6 @@ class Row:
 
     @cached_property
     def random(self) -> np.random.Generator:
-        """Its coins."""
         return np.random.default_rng(stream(self.seed, self.request.prompt, self.request.source))
 
     @property
@@ -98,7 +97,6 @@ class Row:
 
     @property
     def produced(self) -> int:
-        """Tokens committed so far."""
         return len(self.context) - self.prompt
 
     def room(self, drafter_limit: int) -> int:
@@ -168,7 +166,6 @@ class Row:
         return self._pieces
 
     def complete(self, reason: FinishReason, error: Exception | None = None) -> Completion:
-        """The finished generation."""
         total = time.perf_counter() - self.submitted
         tokens = self.context[self.prompt :]
         source = self.request.source

@@ -271,5 +271,4 @@ def _numbers(values: Collection[int], device: torch.device) -> torch.Tensor:
 
 
 def _single(logits: torch.Tensor) -> torch.Tensor:
-    """At least single precision."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

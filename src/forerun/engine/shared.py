@@ -48,7 +48,6 @@ class Turns:
         self.leave()
 
     def leave(self) -> None:
-        """Pass it on."""
         with self._guard:
             if self._queue:
                 self._queue.popleft().release()
@@ -159,7 +158,6 @@ class SharedEngine:
         return self._kind[0] is kind[0] and self._kind[1] == kind[1]
 
     def _advance(self) -> None:
-        """One round for everybody."""
         self._drop()
         if not self._streams:
             return

@@ -73,7 +73,6 @@ class Renewal(Governor):
     bibtex: ClassVar[str] = ""
 
     def start(self) -> Pace:
-        """A full reserve."""
         return Pace()
 
     def join(self, pace: Pace, share: float) -> Pace:

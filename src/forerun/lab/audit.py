@@ -68,7 +68,6 @@ class Difference:
 
     @property
     def reason(self) -> str:
-        """The figures that decided."""
         if None in self.tokens:
             return "one ends where the other goes on"
         if self.spread > self.ceiling:

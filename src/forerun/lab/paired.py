@@ -57,7 +57,6 @@ class PairedRuns:
 
     @property
     def speedup(self) -> float:
-        """Median over the pairs."""
         return statistics.median(self.ratios)
 
     @property
@@ -71,7 +70,6 @@ class PairedRuns:
         return any(not d.near_tie for d in self.differences.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The documented shape."""
         return {
             "identical": self.identical,
             "must_match": self.must_match,

@@ -198,20 +198,16 @@ class WrappedRule(PositionRule):
 
     @property
     def signals(self) -> frozenset[str]:
-        """What the inner rule reads."""
         return self.rule.signals
 
     @property
     def ranks(self) -> int:
-        """What the inner rule reads."""
         return self.rule.ranks
 
     @property
     def has_bonus(self) -> bool:
-        """As the inner rule."""
         return self.rule.has_bonus
 
     def weigh(self, odds: Odds) -> Weighed:
-        """As the inner rule."""
         assert isinstance(self.rule, PositionRule)
         return self.rule.weigh(odds)

@@ -54,11 +54,9 @@ class CMASD(Confidence, PositionRule):
 
     @property
     def signals(self) -> frozenset[str]:
-        """What the confidence is made of."""
         return self.reads
 
     def weigh(self, odds: Odds) -> Weighed:
-        """0 or 1."""
         sure = self.score(**odds.draft.signals).to(odds.dtype)
         lenient = sure if self.mode == "prose" else 1 - sure
         return within(odds, self.top, (self.tau + self.gamma * lenient).unsqueeze(-1))

@@ -46,7 +46,6 @@ class EARS(PositionRule):
         flag("excluded", self.excluded)
 
     def weigh(self, odds: Odds) -> Weighed:
-        """`min(1, target/draft + tol)`."""
         residual = self.correction == "residual"
         if self.beta == 0 and residual:
             return Weighed(odds.ratio)

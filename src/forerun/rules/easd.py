@@ -75,12 +75,10 @@ class EASD(PositionRule):
 
     @property
     def has_bonus(self) -> bool:
-        """Unless it is off."""
         return self.bonus != "off"
 
     @property
     def signals(self) -> frozenset[str]:
-        """The draft's entropy."""
         return frozenset({"entropy"} if self.draft_entropy and not self.processed else ())
 
     @property

@@ -25,5 +25,4 @@ class NoBonus(WrappedRule):
 
     @property
     def has_bonus(self) -> bool:
-        """No."""
         return False

@@ -57,7 +57,6 @@ class Odds:
 
     @property
     def width(self) -> int:
-        """K."""
         return self.draft.tokens.shape[1]
 
     @cached_property

@@ -38,7 +38,6 @@ class SpecVerification(PositionRule):
         between("tau", self.tau, 0, 100)
 
     def weigh(self, odds: Odds) -> Weighed:
-        """0 or 1."""
         return within(odds, self.top, torch.tensor(self.tau, dtype=odds.dtype))
 
 

@@ -28,7 +28,6 @@ class Standard(PositionRule):
     matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:
-        """`min(1, target/draft)`."""
         return Weighed(odds.ratio)
 
     def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:

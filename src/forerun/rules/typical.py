@@ -38,6 +38,5 @@ class Typical(PositionRule):
         between("delta", self.delta, 0, 1)
 
     def weigh(self, odds: Odds) -> Weighed:
-        """0 or 1."""
         threshold = (self.delta * torch.exp(-odds.target_entropy)).clamp(max=self.epsilon)
         return odds.replaced(lambda view: (view.target > threshold).to(odds.dtype))

@@ -75,7 +75,6 @@ class Columns:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(states.nbytes for states in self.states)
 
     def part(self, first: int, last: int) -> Columns:

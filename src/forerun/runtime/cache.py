@@ -139,5 +139,4 @@ class RowCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(t.nbytes for pair in self._store.values() for t in pair)

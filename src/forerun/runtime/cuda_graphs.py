@@ -129,7 +129,6 @@ class CudaGraphExecutor(Executor):
             self.timed = tuple((width, self._seconds(width)) for width in WIDTHS)
 
     def module(self) -> Any:
-        """The model."""
         return self.model
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -138,16 +137,13 @@ class CudaGraphExecutor(Executor):
             self._captured.clear()
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Reorder the cache."""
         self.reserve(max(len(rows), 1), max(lengths, default=0))
         self.cache.keep(rows, max(lengths, default=0))
 
     def copy_out(self, row: int, first: int, last: int) -> Columns:
-        """Out of the cache."""
         return Columns(self.cache.copy_out(row, first, last), last - first)
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        """Into the cache."""
         self.reserve(row + 1, first + columns.count)
         self.cache.copy_in(row, first, columns.states)
 

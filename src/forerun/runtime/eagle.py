@@ -32,7 +32,6 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the last dimension."""
         return rms(x) * self.weight
 
 
@@ -152,23 +151,18 @@ class HeadExecutor(Executor):
         self.states = States((1,), len(head.norm.weight))
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow the cache."""
         self.cache.reserve(rows, columns)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Reorder the cache."""
         self.cache.keep(rows, max(lengths, default=0))
 
     def copy_out(self, row: int, first: int, last: int) -> Columns:
-        """Out of the cache."""
         return Columns(self.cache.copy_out(row, first, last), last - first)
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        """Into the cache."""
         self.cache.copy_in(row, first, columns.states)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
-        """One padded pass."""
         rows = [row for row, piece in enumerate(pieces) if piece]
         counts = [len(pieces[row]) for row in rows]
         out = torch.zeros(

@@ -32,7 +32,6 @@ class OwnCache(RowCache):
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0, whatever it holds."""
         return 0
 
 
@@ -80,7 +79,6 @@ class EncoderDecoderExecutor(Executor):
             probe_sources(Rows(self), model)
 
     def module(self) -> Any:
-        """The model."""
         return self.model
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -88,7 +86,6 @@ class EncoderDecoderExecutor(Executor):
         self.cache.reserve(rows, columns)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Reorder both caches."""
         self.cache.keep(rows, max(lengths, default=0))
         self.sources.keep(rows)
         self._across = None

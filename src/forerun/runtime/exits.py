@@ -37,7 +37,6 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Positions × layers altogether."""
         return self.draft_passes + self.verify_passes
 
 
@@ -222,7 +221,6 @@ class LayersExecutor(TorchExecutor):
         return out
 
     def _room(self, wanted: Sequence[int]) -> torch.Tensor:
-        """Room for logits."""
         return self._states.new_zeros(len(wanted), max(wanted, default=0), self.facts.vocab_size)
 
     def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:

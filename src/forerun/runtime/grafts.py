@@ -39,7 +39,6 @@ class Extended(torch.nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The table's."""
         return self.table.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

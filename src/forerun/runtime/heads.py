@@ -147,7 +147,6 @@ class FullHeads(TrainedHeads):
 
     @classmethod
     def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
-        """The LM head's."""
         return {"weight": (vocab, width), "bias": (vocab,)}
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -209,7 +209,6 @@ class _Nothing(torch.nn.Module):
     """A part of a layer that adds nothing to its residual stream."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """0."""
         return hidden.new_zeros(())
 
 

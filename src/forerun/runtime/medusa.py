@@ -39,12 +39,10 @@ class MedusaHeads:
 
     @property
     def count(self) -> int:
-        """Heads K."""
         return sum(name.endswith(UNEMBEDDING) for name in self.weights)
 
     @property
     def layers(self) -> int:
-        """Blocks of each head."""
         return sum(name.startswith("0.") for name in self.weights) - 1
 
     def logits(self, head: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,6 @@ class Table(Placement):
     def placed(
         self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Replace what the module looks up."""
         # Padding may point past the end.
         with self.looked_up(queries.clamp(max=self.limit - 1)):
             yield additive(hidden, self._dtype)[:, None]

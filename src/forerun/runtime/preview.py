@@ -37,7 +37,6 @@ class Preview:
     """What `auto` would run it with on a CPU, in which precision."""
 
     def lines(self) -> Iterator[str]:
-        """For people."""
         yield f"{self.name}: {self.kind}, {self.weights / 1e6:,.0f} million weights"
         yield f"files: {self.precision}, {self.nbytes / 1e6:,.0f} MB"
         cache = (

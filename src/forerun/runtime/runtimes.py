@@ -60,7 +60,6 @@ class TorchRuntime(RuntimeSpec):
     summary: ClassVar[str] = "PyTorch, the model as it is; every device, dtype and drafter"
 
     def load(self, source: Source) -> Rows:
-        """Load it."""
         model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
         try:
             run_once(pack(model))
@@ -115,7 +114,6 @@ class CompiledRuntime(RuntimeSpec):
     summary: ClassVar[str] = "replaced by cudagraphs(compile=true)"
 
     def load(self, source: Source) -> Rows:
-        """Say what to use."""
         raise SettingError(
             "runtime compiled is cudagraphs(compile=true), on an NVIDIA GPU; on a CPU use openvino "
             "or torch"

@@ -154,7 +154,6 @@ class SourceCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(t.nbytes for pair in self._store for t in pair)
 
     @torch.inference_mode()

@@ -57,7 +57,6 @@ class TorchExecutor(Executor):
             probe(Rows(self), model)
 
     def module(self) -> Any:
-        """The model."""
         return self.model
 
     def tap(self, depths: Sequence[int]) -> States:
@@ -73,15 +72,12 @@ class TorchExecutor(Executor):
         self.cache.reserve(rows, columns)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Reorder the cache."""
         self.cache.keep(rows, max(lengths, default=0))
 
     def copy_out(self, row: int, first: int, last: int) -> Columns:
-        """Out of the cache."""
         return Columns(self.cache.copy_out(row, first, last), last - first)
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        """Into the cache."""
         self.cache.copy_in(row, first, columns.states)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:

@@ -244,7 +244,6 @@ class Answer:
     # --- about it ---------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
-        """Counts so far."""
         wrote = sum(c.tokens for c in self.choices)
         out = reports.usage(self._plan.prompts, wrote, self._cached())
         if self._plan.request.prediction is not None:

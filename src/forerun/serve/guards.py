@@ -48,7 +48,6 @@ class Guard:
         self._hosts = {h.lower() for h in (*LOOPBACK, config.host, *config.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, then pass on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -175,7 +175,6 @@ class Metrics:
             self.per_token.observe((stats.seconds - stats.first_token_seconds) / later)
 
     def text(self, worker: Worker) -> bytes:
-        """The exposition."""
         self.running.set(worker.running)
         self.waiting.set(worker.waiting)
         self.cache.set(worker.memory.share)

@@ -99,7 +99,6 @@ class Planner:
         self.policies = Policies(config)
 
     def completion(self, request: CompletionRequest, constraint: Constraint | None) -> Plan:
-        """Read a completion request."""
         ignored = request.ignored()
         given: Sequence[Any] = request.prompt
         if isinstance(given, str) or isinstance(given[0], int):
@@ -113,7 +112,6 @@ class Planner:
         return self._plan(request, prompts, wanted, request.logprobs, ignored, constraint)
 
     def chat(self, request: ChatRequest, constraint: Constraint | None) -> Plan:
-        """Read a chat request."""
         ignored = request.ignored()
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")

@@ -28,7 +28,6 @@ class Policy:
     report: str = "none"
 
     def to_json(self) -> dict[str, Any]:
-        """As reported."""
         return {
             "controller": CONTROLLERS.text(self.controller),
             "rule": RULES.text(self.rule),

@@ -55,12 +55,10 @@ class Listener(uvicorn.Server):
         self._events: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until told to stop."""
         self._events = asyncio.get_running_loop()
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal to stop."""
         if self._draining is not None or self._events is None:
             self.should_exit = True
             self.force_exit = sig == signal.SIGINT
@@ -68,7 +66,6 @@ class Listener(uvicorn.Server):
         self._events.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Begin to leave."""
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
 

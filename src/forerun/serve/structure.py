@@ -40,7 +40,6 @@ class Structures:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-constraints")
 
     def close(self) -> None:
-        """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def of(self, request: Generation) -> Constraint | None:

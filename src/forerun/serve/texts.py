@@ -42,7 +42,6 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def close(self) -> None:
-        """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def encode(self, text: str, special: bool = True) -> list[int]:

@@ -202,7 +202,6 @@ class Training(ABC, Generic[T]):
 
     @property
     def batch(self) -> int:
-        """Texts per step."""
         assert self.settings.batch is not None
         return self.settings.batch
 

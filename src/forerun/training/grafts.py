@@ -105,7 +105,6 @@ class GraftTrainer(Training[Text]):
         return _Batch(known, read, ids, taught, there.to(device), list(map(len, fed)))
 
     def _loss(self, batch: _Batch, rng: random.Random) -> torch.Tensor:
-        """Forward KL per place."""
         if self._block == 1:
             logits = self._say(batch, batch.fed, None)
             return divergence(logits[batch.scored], batch.taught[batch.scored])

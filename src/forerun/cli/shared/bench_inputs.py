@@ -112,7 +112,6 @@ class Compared:
         return cls(lengths, keeps, peers, heat)
 
     def to_json(self) -> dict[str, Any]:
-        """The specs, as text."""
         peers = list(dict.fromkeys(command.label for command in self.peers))
         return {"controllers": self.controllers, "rules": self.rules, "peers": peers}
 

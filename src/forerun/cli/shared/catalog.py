@@ -54,7 +54,6 @@ class Card:
 
     @property
     def paper(self) -> str:
-        """Short citation, or nothing."""
         return str(getattr(self.cls, "paper", ""))
 
     @property
@@ -91,7 +90,6 @@ class Card:
 
     @property
     def bibtex(self) -> str:
-        """BibTeX entries, or nothing."""
         own = getattr(self.cls, "bibtex", None)
         if own is None and self.kind == "drafters":
             return "\n".join(BIBTEX[k] for k in _DRAFTER_PAPERS.get(self.name, ()))

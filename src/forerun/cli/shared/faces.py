@@ -81,7 +81,6 @@ class Face:
         """No more events come, perhaps because of an interrupt."""
 
     def interrupted(self) -> None:
-        """Say what is complete."""
         note_interrupted(len(self.done), len(self.prompts))
 
     def failed(self) -> None:
@@ -98,17 +97,14 @@ class JsonDocument(Face):
     """One JSON document; interrupted, with what is complete."""
 
     def interrupted(self) -> None:
-        """Print what there is."""
         self.compared(None)
         super().interrupted()
 
     def failed(self) -> None:
-        """Print what there is, if anything."""
         if self.done:
             self.compared(None)
 
     def compared(self, result: PairedRuns | None) -> None:
-        """Print all of it."""
         from forerun.lab.provenance import versions
 
         done = sorted(self.done.items())
@@ -139,7 +135,6 @@ class Terminal(Face):
         self._out = stdout()
 
     def end(self, seconds: float) -> None:
-        """Print legend and summary."""
         if self._explain:
             if self._out.is_terminal:
                 stderr().print()
@@ -148,7 +143,6 @@ class Terminal(Face):
         Tally.of(self.done.values()).show(seconds if self.wall else None, self.job)
 
     def compared(self, result: PairedRuns | None) -> None:
-        """Print the comparison."""
         if result is not None:
             show_comparison(result)
 
@@ -169,13 +163,11 @@ class Growing(Terminal):
             self._writer.write(self.prompts[0].text, "dim")
 
     def event(self, place: int, event: Event) -> None:
-        """Write what a round added."""
         if self.rounds is None:
             self._write(event.pieces)
         super().event(place, event)
 
     def close(self) -> None:
-        """End the line."""
         if self.rounds is not None and self.done:
             self._begin()
             self._write(self.done[0].pieces)
@@ -265,19 +257,16 @@ class Lines(Face):
         self._bar.advance(completion.stats.tokens_per_second)
 
     def close(self) -> None:
-        """Close the file."""
         self._bar.stop()
         if self._output is not None:
             with contextlib.suppress(OSError):  # what a full disk did not take was told
                 self._file.close()
 
     def interrupted(self) -> None:
-        """Say how to go on."""
         hint = "" if self._output is None else "; the same command goes on from here"
         note_interrupted(self._kept + self._tally.prompts, len(self._keys), hint)
 
     def end(self, seconds: float) -> None:
-        """Print the summary."""
         self._tally.show(seconds, self.job)
 
 
@@ -394,7 +383,6 @@ class RoundView:
         self._count = 0
 
     def add(self, event: Event, request: int | None = None) -> None:
-        """Show one round."""
         self._count += 1
         r = event.round
         ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)

@@ -30,11 +30,9 @@ class Held:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal came."""
         return self.number is not None
 
     def catch(self, number: int, frame: object = None) -> None:
-        """Handle a signal."""
         if self.requested:
             self.before[number](number, frame)
         self.number = number

@@ -48,7 +48,6 @@ class ChatByDefault(Chat):
 
     @property
     def wrap(self) -> bool | None:
-        """None: as the model says."""
         if self.raw and super().wrap:
             raise SettingError("--raw leaves the chat template out; leave --chat and --system out")
         return False if self.raw else super().wrap or None

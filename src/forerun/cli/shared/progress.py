@@ -89,9 +89,7 @@ class PromptBar:
         self._bar.start()
 
     def advance(self, tokens_per_second: float) -> None:
-        """One more is done."""
         self._bar.update(self._task, advance=1, speed=f"{tokens_per_second:.0f} tokens/s")
 
     def stop(self) -> None:
-        """Remove the bar."""
         self._bar.stop()

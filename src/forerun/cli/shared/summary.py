@@ -48,14 +48,12 @@ class Tally:
 
     @classmethod
     def of(cls, completions: Iterable[Completion]) -> Tally:
-        """The sums of these."""
         tally = cls()
         for completion in completions:
             tally.add(completion)
         return tally
 
     def add(self, completion: Completion) -> None:
-        """One more."""
         stats = completion.stats
         self.prompts += 1
         self.tokens += stats.tokens

@@ -94,7 +94,6 @@ class Ours:
 
     @property
     def kind(self) -> Kind:
-        """Plain decoding or ours."""
         return "plain" if self.controller is None else "forerun"
 
     @property
@@ -132,7 +131,6 @@ class Ours:
         )
 
     def about(self) -> dict[str, Any]:
-        """Name, kind and settings."""
         from forerun.controllers import CONTROLLERS
         from forerun.rules import RULES
 
@@ -159,11 +157,9 @@ class Theirs:
 
     @property
     def name(self) -> str:
-        """The peer's."""
         return self.peer.name
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Continue these prompts together."""
         limits = [p.sampling.max_new_tokens for p in prompts]
         penalty = prompts[0].sampling.repetition_penalty
         out = self.peer.generate([p.ids for p in prompts], max(limits), penalty)

@@ -239,7 +239,6 @@ class PipedPeer(Peer):
             raise PeerError(f"it answered {str(answer)[:100]}") from error
 
     def close(self) -> None:
-        """End the process."""
         pipes: list[IO[str] | None] = [self._stderr]
         if self._process is not None:
             self._process.terminate()

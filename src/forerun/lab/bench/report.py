@@ -155,7 +155,6 @@ class Change:
         return "faster" if judged["low"] > 1 else "slower"
 
     def to_json(self) -> dict[str, Any]:
-        """As a document."""
         return {**vars(self), "verdict": self.verdict}
 
 
@@ -230,7 +229,6 @@ def _groups(document: Document) -> dict[tuple[Any, ...], dict[str, Sample]]:
 
 
 def _pace(sample: Sample) -> float:
-    """Seconds per token."""
     return sample["seconds"] / max(sum(sample["tokens"]), 1)
 
 

@@ -50,7 +50,6 @@ class Texts:
 
     @property
     def depth(self) -> int:
-        """K of the trace."""
         return self.raw.shape[1]
 
 

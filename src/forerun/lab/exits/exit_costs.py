@@ -62,7 +62,6 @@ class ExitCosts:
         }
 
     def seconds(self, counts: Counts) -> float:
-        """All of them."""
         return sum(self.parts(counts).values())
 
     def to_json(self) -> dict[str, Any]:
@@ -228,7 +227,6 @@ class Timed:
 
     @property
     def rounds(self) -> list[Round]:
-        """The rounds' counts."""
         return self.completion.rounds
 
     @property

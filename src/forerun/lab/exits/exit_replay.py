@@ -122,7 +122,6 @@ class Counts:
 
     @property
     def rounds(self) -> int:
-        """Rounds counted."""
         return sum(self.verified)
 
     def work(self) -> Work:

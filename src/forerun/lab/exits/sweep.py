@@ -62,7 +62,6 @@ class Search:
         return self.scores[setting]
 
     def counts(self, setting: Setting) -> Counts:
-        """Of all texts together."""
         every = (total(self.exits, number, setting) for number in range(len(self.exits.texts)))
         return sum(every, Counts.none(setting.width))
 
@@ -192,7 +191,6 @@ class Confirmed:
     """Texts that equal plain decoding's."""
 
     def to_json(self, exits: str | None = None) -> dict[str, Any]:
-        """All of it."""
         return {
             "draft": self.setting.spec(exits),
             "predicted": round(self.predicted, 4),

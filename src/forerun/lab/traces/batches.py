@@ -107,7 +107,6 @@ class NoModel(Executor):
         """Nothing to do."""
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
-        """No logits."""
         return torch.empty((len(pieces), 0, 1))
 
 
@@ -134,15 +133,12 @@ class Recorded(Drafter):
         room: int,
         sources: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """The prompts that come next."""
         self.places.extend(next(self._next) for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Reorder."""
         self.places = [self.places[row] for row in rows]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
-        """The recorded run of each."""
         self.begin(texts)
         depth = self.trace.depth  # beyond it there is nothing to propose
         return step_by_step(self, texts, [min(n, depth) for n in most], guide)

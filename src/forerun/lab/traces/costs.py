@@ -81,7 +81,6 @@ class CostTable:
         return {"schema": SCHEMA, "cells": cells, "about": self.about}
 
     def write(self, path: str | Path) -> None:
-        """Save as JSON."""
         text = json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False, indent=2)
         Path(path).write_text(text + "\n", encoding="utf-8")
 

@@ -42,7 +42,6 @@ class Replay:
 
     @property
     def speedup(self) -> FloatArray:
-        """Plain seconds over seconds."""
         return self.plain_seconds / self.seconds
 
     @property

@@ -29,12 +29,10 @@ class Tokens(Integer):
     """Tokens of a draft, at most the depth of a trace: longer drafts replay alike."""
 
     def suggest(self, trial: Any, name: str, depth: int) -> int:
-        """A value of an optuna trial."""
         low, high = self._ends(depth)
         return int(trial.suggest_int(name, low, high))
 
     def values(self, depth: int) -> list[Any] | None:
-        """All of them."""
         low, high = self._ends(depth)
         return list(range(low, high + 1))
 
@@ -70,7 +68,6 @@ class Choice:
         return trial.suggest_categorical(name, self.choices)
 
     def values(self, depth: int) -> list[Any] | None:
-        """All of them."""
         return list(self.choices)
 
 

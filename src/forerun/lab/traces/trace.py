@@ -70,7 +70,6 @@ class Trace:
 
     @property
     def prompts(self) -> int:
-        """How many texts."""
         return len(self.sizes)
 
     @property

@@ -58,7 +58,6 @@ class Clock:
         self._scale = 1 / mean
 
     def __call__(self) -> float:
-        """Now."""
         return self.now
 
     def spend(self, kind: Hashable, seconds: float) -> None:
@@ -80,7 +79,6 @@ class _Target(NoModel):
         self.behind_a_draft = False
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
-        """A pass of so many tokens."""
         costs, clock = self._clock.costs, self._clock
         unread = sum(len(p) - n for p, n in zip(pieces, wanted, strict=True) if len(p) > n)
         drafted = [max(n - 1, 0) for n in wanted]
@@ -122,7 +120,6 @@ class _Drafter(Recorded):
         return out
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """A draft step."""
         costs = self._clock.costs
         self._clock.spend("step", costs.draft + costs.first * self._first)
         self._first = False

@@ -24,7 +24,6 @@ class Blocks:
 
     @property
     def free(self) -> int:
-        """Blocks no row has."""
         return len(self._free)
 
     def grow(self, total: int) -> None:

@@ -57,7 +57,6 @@ def graph_of(file: GGUF) -> ov.Model:
 
 
 def _read(file: GGUF) -> ov.Model:
-    """The reader's own graph."""
     try:
         reader = FrontEndManager().load_by_framework("gguf")
     except RuntimeError as error:

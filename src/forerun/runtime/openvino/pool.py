@@ -37,7 +37,6 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(tensor.get_byte_size() for tensor in self._tensors)
 
     @property

@@ -39,7 +39,6 @@ class Reference:
     """After one more token of the joined row and of the first one."""
 
     def arrays(self) -> tuple[NDArray[np.float32], ...]:
-        """The fields in order."""
         return self.first, self.second, self.joined, self.after
 
 

@@ -39,7 +39,6 @@ class Request:
         """The one number of `max_context_len`."""
 
     def infer(self) -> None:
-        """Run."""
         self._request.start_async()
         self._request.wait()
 

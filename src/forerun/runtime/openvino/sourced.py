@@ -58,7 +58,6 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         self.sources = Pool(ports, FIRST_BLOCKS, lambda pools: self._forms.bind(pools, SOURCE))
 
     def module(self) -> Any:
-        """The model."""
         return self.model
 
     def beside(self, model: Any) -> Executor:
