@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from forerun.costs import Costs
@@ -97,14 +99,18 @@ def test_the_arm_that_was_not_chosen_is_timed_anew():
     assert meter.costs(1).retime == "judged"
 
 
-def test_a_pass_that_reads_a_prompt_is_none():
+def test_a_pass_that_reads_a_prompt_is_no_sample_but_says_what_reading_takes():
     meter = Meter(3.0, LOADED, ((1, 0.1),), LEVELS)
     before = meter.costs(1)
-    fed(meter, *[lap(plain=9.0, reads=True)] * 20)
+    assert before.prefill is None, "as long as none was timed"
+    fed(meter, *[lap(2, wide=9.0, read_tokens=100)] * 20)
     assert meter.costs(1) == before
-    fed(meter, *[lap(reads=True, reading_seconds=0.6, reading_tokens=100)] * 3)
-    assert meter.costs(1).reading == 0.0, "as long as no round was timed"
-    assert fed(meter, lap()).costs(1).reading == pytest.approx(0.006)
+    fed(meter, *[lap(plain=3.0, read_tokens=100)] * 3)
+    assert meter.costs(1) == replace(before, prefill=0.02)
+    drafted = lap(1, step=0.1, wide=3.5, read_tokens=100)
+    assert meter.comparable(drafted) == pytest.approx(0.1 + 3.5 - 2.0)
+    fed(meter, *[lap(read_tokens=1, reading_seconds=0.6, reading_tokens=100)] * 3)
+    assert meter.costs(1).reading == pytest.approx(0.006)
 
 
 def test_given_costs_never_change():

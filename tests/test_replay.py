@@ -176,7 +176,7 @@ def test_every_controller_is_replayed() -> None:
         Costs.synthetic(2.5, slope=0.15),
         Costs.synthetic(1.1, slope=0.3),
         Costs(0.1, ((1, 1.0), (2, 2.0), (4, 2.2)), 0.1, cold=0.2),
-        Costs(0.1, ((1, 1.0), (2, 2.0), (4, 2.2)), 0.1, cold=0.2, prefill=True),
+        Costs(0.1, ((1, 1.0), (2, 2.0), (4, 2.2)), 0.1, cold=0.2, prefill=0.1),
     ],
 )
 def test_auto_is_followed_at_any_costs(scripted: Any, cell: Costs) -> None:

@@ -63,9 +63,9 @@ class Costs:
     reading: float = 0.0
     """What the drafter takes for each token of a prompt that it must read first. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
-    prefill: bool = False
-    """Whether a request's first pass reads its prompt, so that tokens to judge add little to it.
-    Only a `Meter` says so."""
+    prefill: float | None = None
+    """What the target takes for each token of a prompt that it reads in a pass. Tokens to judge add
+    little to such a pass. Only a `Meter` knows it; None elsewhere, and before it was timed."""
     packed: bool = False
     """Whether a pass takes the tokens of all its rows packed, so that its width is their mean, and
     not the longest."""

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.controllers.elementwise import where
 from forerun.types import Round, Token
+
+
+def mechanism(value: Any, off: Any) -> Any:
+    """A field of a controller that does nothing at `off`; see `forerun ablate`."""
+    return field(default=value, metadata={"off": off})
+
 
 State = tuple[Any, ...]
 """What a policy knows of a request: a (named) tuple of numbers, of tuples of numbers, or of numpy

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.controllers.base import Chance, Forecaster, Outlook
+from forerun.controllers.base import Chance, Forecaster, Outlook, mechanism
 from forerun.controllers.elementwise import (
-    clip,
     largest,
     minimum,
     select,
@@ -47,16 +46,6 @@ SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)
 """Where coins do."""
 MOST_MARGIN = 8.0
 """Logits beyond which a margin says nothing more."""
-TYPICAL_MARGIN = 4.0
-"""Mean margin of drafts, for what is expected before anything is drafted."""
-PRIOR_WEIGHT = 4.0
-"""Weight of a request's constant 0 in `Σ w`, `w` the variance of a judged token's chance."""
-FADE = 0.98
-"""Share of what was seen that still counts a round later."""
-MOST_SHIFT = 4.0
-"""Bound on a request's constant, either way."""
-CARRIED = 0.5
-"""Share of it that the next request starts from."""
 BLIND = (0.8, 2.0), (3.4, 4.0)
 """First tokens of rounds, and later ones, kept and judged, that a draft without signals starts
 from."""
@@ -91,12 +80,20 @@ class Survival(Forecaster):
         threshold: for its own word, in [0, 1]; without a governor a draft stops where the chance
             that all of it is kept falls below (ours: 0.4).
         length: for its own word, the most tokens per round, ≥ 0 (ours).
+        weight: of a constant of 0, in `Σ w`, `w` the variance of a judged token's chance, > 0.
+        fade: share of what was seen that still counts a round later, in [0, 1].
+        carried: share of what a request learned that the next one starts from, in [0, 1].
+        newest: whether the next token's chance follows the newest one's margin.
 
     Reference: ours; the stopping rule is that of Huang et al. 2024, SpecDec++.
     """
 
     threshold: float = 0.4
     length: int = 24
+    weight: float = mechanism(4.0, off=1e9)
+    fade: float = mechanism(0.98, off=1.0)
+    carried: float = mechanism(0.5, off=0.0)
+    newest: bool = mechanism(True, off=False)
 
     summary: ClassVar[str] = "stop when a rejection is likely, by confidence and what was kept"
     paper: ClassVar[str] = "Huang et al. 2024 (SpecDec++)"
@@ -105,6 +102,9 @@ class Survival(Forecaster):
     def __post_init__(self) -> None:
         between("threshold", self.threshold, 0, 1)
         whole("length", self.length)
+        between("weight", self.weight, 0, 1e9)
+        between("fade", self.fade, 0, 1)
+        between("carried", self.carried, 0, 1)
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The margin, and by coins the probability of the drafted token."""
@@ -114,20 +114,15 @@ class Survival(Forecaster):
         """From a share of what the request before has learned."""
         if before is None:
             return SurvivalState(certain)
-        counts = tuple(CARRIED * count for count in before.counts)
-        return SurvivalState(certain, CARRIED * before.shift, 0.0, counts)
+        counts = tuple(self.carried * count for count in before.counts)
+        return SurvivalState(certain, self.carried * before.shift, 0.0, counts)
 
     def limit(self, state: SurvivalState) -> int:
         return self.length
 
     def outlook(self, state: SurvivalState) -> Outlook:
-        by, shift = self._prior(state), state.shift
-        blind, (first, later) = state.counts[1] > 0, _counted(state)
-        margin = by.next_constant + by.per_newest * TYPICAL_MARGIN
-        return Outlook(
-            where(blind, first, sigmoid(by.first + shift)),
-            where(blind, later, sigmoid(margin + shift)),
-        )
+        """By what was kept of drafts without signals, the only ones that are not looked at."""
+        return Outlook(*_counted(state))
 
     def forecast(
         self, state: SurvivalState, memo: Drafted | None, token: Token
@@ -140,7 +135,9 @@ class Survival(Forecaster):
         else:
             by, margin = self._prior(state), minimum(token.logit_margin, MOST_MARGIN)
             kept = sigmoid(by.drafted(token, margin) + state.shift)
-            following = sigmoid(by.next_constant + by.per_newest * margin + state.shift)
+            following = sigmoid(
+                by.next_constant + by.per_newest * (margin if self.newest else 4.0) + state.shift
+            )
         survival = survival * kept
         return Chance(survival, following), Drafted(tokens + 1, survival)
 
@@ -152,20 +149,31 @@ class Survival(Forecaster):
             return state
         if not round.shows("logit_margin"):
             return state._replace(
-                counts=select(count > 0, _judged(state, round, most), state.counts)
+                counts=select(count > 0, self._judged(state, round, most), state.counts)
             )
-        by, weight, miss = self._prior(state), FADE * state.weight, 0.0
+        by, weight, miss = self._prior(state), self.fade * state.weight, 0.0
         guess: float = by.first
         for i in range(most):
             inside, hit, chance = i < count, round.accept_prob[i], sigmoid(guess + state.shift)
             weight = weight + inside * chance * (1 - chance)
             miss = miss + inside * (hit - chance)
             margin = minimum(round.tokens[i].logit_margin, MOST_MARGIN)
-            guess = by.next_constant + by.per_newest * margin
-        shift = clip(state.shift + miss / (weight + PRIOR_WEIGHT), -MOST_SHIFT, MOST_SHIFT)
+            guess = by.next_constant + by.per_newest * (margin if self.newest else 4.0)
+        shift = state.shift + miss / (weight + self.weight)
         learned = state._replace(shift=shift, weight=weight)
         after: SurvivalState = select(count > 0, learned, state)
         return after
+
+    def _judged(
+        self, state: SurvivalState, round: Round, most: int
+    ) -> tuple[float, float, float, float]:
+        """The counts with one more round."""
+        counts = [self.fade * count for count in state.counts]
+        for i in range(most):
+            inside = where(i < round.judged, 1.0, 0.0)
+            counts[2 * (i > 0)] = counts[2 * (i > 0)] + inside * round.accept_prob[i]
+            counts[2 * (i > 0) + 1] = counts[2 * (i > 0) + 1] + inside
+        return tuple(counts)  # type: ignore[return-value]
 
     def _prior(self, state: SurvivalState) -> LogOdds:
         by: LogOdds = select(state.certain, GREEDY, SAMPLED)
@@ -177,13 +185,3 @@ def _counted(state: SurvivalState) -> tuple[float, float]:
     first, judged, later, later_judged = state.counts
     (kept, tries), (later_kept, later_tries) = BLIND
     return (first + kept) / (judged + tries), (later + later_kept) / (later_judged + later_tries)
-
-
-def _judged(state: SurvivalState, round: Round, most: int) -> tuple[float, float, float, float]:
-    """These counts with one more round."""
-    counts = [FADE * count for count in state.counts]
-    for i in range(most):
-        inside = where(i < round.judged, 1.0, 0.0)
-        counts[2 * (i > 0)] = counts[2 * (i > 0)] + inside * round.accept_prob[i]
-        counts[2 * (i > 0) + 1] = counts[2 * (i > 0) + 1] + inside
-    return tuple(counts)  # type: ignore[return-value]

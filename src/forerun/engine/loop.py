@@ -269,11 +269,12 @@ class Engine:
             unread[row] = 0
         upto = list(map(add, lengths, reading(unread, CHUNK)))
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
+        ready = list(map(eq, upto, texts))
         return Pass(
             self._clock(),
             upto,
-            list(map(eq, upto, texts)),
-            max(unread) > 1,
+            ready,
+            sum(upto) - sum(lengths) - sum(ready),
             self.drafter.seconds,
             self.target.seconds,
             counters,
@@ -405,7 +406,7 @@ class Engine:
             [kept.accepted + (kept.following is not None) for kept in decoded],
             [len(kept.accept_prob) for kept in decoded],
             proposal.steps,
-            lap.seconds if self._meter.timed(lap.rows) and not passed.read else None,
+            self._meter.comparable(lap),
             proposal.catch_up_seconds,
         )
         self._lengths.observe(passed.costs, seen, proposal.shown, outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import ceil
 from typing import NamedTuple
 
@@ -48,8 +48,8 @@ class Lap(NamedTuple):
     """Of reading prompts by the drafter, and"""
     reading_tokens: int = 0
     """how many tokens that were."""
-    reads: bool = False
-    """Whether the target's pass read a prompt."""
+    read_tokens: int = 0
+    """Tokens of prompts that the target's pass read besides."""
 
     @property
     def seconds(self) -> float:
@@ -90,6 +90,7 @@ class Meter:
         self.clock: Callable[[], float] = time.perf_counter
         """Seconds; a made-up clock in the lab."""
         self._reading: deque[float] = deque(maxlen=SAMPLES)
+        self._prefill: deque[float] = deque(maxlen=SAMPLES)
 
     @classmethod
     def of(cls, target: Rows, drafter: Drafter) -> Meter:
@@ -117,13 +118,24 @@ class Meter:
         """Whether seconds of the clock compare with the costs: a plain pass was timed."""
         return self._given is None and self._samples(rows).low("plain") is not None
 
+    def comparable(self, lap: Lap) -> float | None:
+        """Seconds of a round to compare with the costs: without what it takes the target to read
+        prompts; None before a plain pass was timed."""
+        if not self.timed(lap.rows):
+            return None
+        return lap.seconds - lap.read_tokens * (_low(self._prefill) or 0.0)
+
     def add(self, lap: Lap) -> None:
         if self._given is not None or lap.verify_seconds <= 0:
             return
         if lap.reading_tokens and lap.reading_seconds:
             self._reading.append(lap.reading_seconds / lap.reading_tokens)
-        if not lap.reads:
+        if not lap.read_tokens:
             self._samples(lap.rows).add(lap)
+        elif lap.width == 1 and self.timed(lap.rows):
+            more = lap.verify_seconds - self.costs(lap.rows).verify[0][1]
+            self._prefill.append(max(more, 0.0) / lap.read_tokens)
+            self._samples(lap.rows).costs = None
 
     def _samples(self, rows: int) -> _Samples:
         samples = self._sizes.get(rows)
@@ -171,10 +183,8 @@ class Meter:
             first=max(first - step, 0.0) if first is not None else 0.0,
             levels=self._levels if rows == 1 else (),
             cold=max(behind - plain, -step) if behind is not None else 0.0,
-            reading=sorted(self._reading)[int(LOW * (len(self._reading) - 1))]
-            if self._reading
-            else 0.0,
-            prefill=True,
+            reading=_low(self._reading) or 0.0,
+            prefill=_low(self._prefill),
             packed=self._packed,
             retime=samples.stale,
         )
@@ -205,8 +215,7 @@ class _Samples:
 
     def low(self, kind: str | int) -> float | None:
         """The low quantile; None without samples."""
-        values = self._of.get(kind)
-        return sorted(values)[int(LOW * (len(values) - 1))] if values else None
+        return _low(self._of.get(kind, ()))
 
     @property
     def stale(self) -> str:
@@ -249,3 +258,7 @@ class _Samples:
     def _add(self, kind: str | int, seconds: float) -> None:
         self._of.setdefault(kind, deque(maxlen=SAMPLES)).append(seconds)
         self.costs = None
+
+
+def _low(values: Collection[float]) -> float | None:
+    return sorted(values)[int(LOW * (len(values) - 1))] if values else None

@@ -26,8 +26,8 @@ class Pass:
     """Tokens of each row's context that are covered afterwards, its draft left out."""
     ready: list[bool]
     """Whether that is all of it: then something is committed."""
-    read: bool
-    """Whether any row reads a prompt."""
+    read_tokens: int
+    """Tokens of prompts that it reads, but for each row's newest."""
     drafter_before: float
     target_before: float
     counters: list[dict[str, int]]
@@ -53,7 +53,7 @@ def lap_of(passed: Pass, proposal: Proposal, now: float) -> Lap:
         other_seconds=now - passed.began - drafting - reading - passed.verifying,
         reading_seconds=reading,
         reading_tokens=proposal.catch_up_tokens,
-        reads=passed.read,
+        read_tokens=passed.read_tokens,
     )
 
 

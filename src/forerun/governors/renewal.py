@@ -6,47 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from forerun.controllers.base import Chance, Forecaster
+from forerun.controllers.base import Chance, Forecaster, mechanism
 from forerun.controllers.survival import Survival
 from forerun.costs import Costs
 from forerun.governors.base import Governor, Outcome, Plan, Seat
-
-RESERVE = 16.0
-"""Plain rounds that speculation may lose over all requests, and most that is saved up for it."""
-BUDGET = 2.0
-"""Plain rounds that it may lose in a request before it has gained any."""
-INTEREST = 0.01
-"""ε: share of every committed token that is added to both."""
-MOST_BOOKED = 1.3
-"""Times what the costs say that a request is charged for a round, at most: the clock has outliers,
-which only the reserve pays for in full."""
-MOST_LOSS = 1.0
-"""Plain rounds that one round takes from the budget of its requests, at most: what a draft may lose
-was weighed by its chances before."""
-PRIOR = 4.0
-"""Plain rounds that a request's own rate is added to."""
-FADE = 0.95
-"""Share of its rate that still counts a round later."""
-CARRIED = 0.5
-"""Share of it that the next request starts from."""
 
 
 class Pace(NamedTuple):
     """What the rows of a pass have gained and lost, in plain rounds and tokens of a row."""
 
-    reserve: float = RESERVE
+    reserve: float
     """What may be lost yet over all requests; the draft's reading of prompts is taken from it."""
-    budget: float = BUDGET
+    budget: float
     """What may be lost yet in the requests that run."""
     tokens: float = 0.0
-    """Tokens committed, fading, and"""
+    """Tokens committed in the requests that run, less what came before, and"""
     time: float = 0.0
-    """the time they took."""
-
-    @property
-    def rate(self) -> float:
-        """λ: tokens per time, that of plain decoding at least."""
-        return max((PRIOR + self.tokens) / (PRIOR + self.time), 1.0)
+    """the time that takes by the costs."""
 
 
 @dataclass(frozen=True)
@@ -61,31 +37,45 @@ class Renewal(Governor):
         slope: v, what each further token to judge adds to a target pass, in target passes, ≥ 0, if
             `cost` is given (0.02).
         high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
+        interest: ε, share of every committed token that speculation may lose, ≥ 0.
+        reserve: plain rounds that it may lose besides over all requests, ≥ 0, and most that is
+            saved up for it.
+        budget: plain rounds that it may lose in a request before it has gained any, ≥ 0.
+        most: plain rounds that one round takes from that budget at most, ≥ 0: what a draft may lose
+            was weighed by its chances before, and the clock has outliers. The reserve pays in full.
+        prior: plain rounds that a request's own rate is added to, > 0.
+        carried: share of that rate that the next request starts from, in [0, 1].
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
     """
 
     policy: Forecaster = field(default_factory=Survival)
+    interest: float = mechanism(0.01, off=0.0)
+    reserve: float = mechanism(16.0, off=1e9)
+    budget: float = mechanism(2.0, off=1e9)
+    most: float = mechanism(1.0, off=1e9)
+    prior: float = mechanism(4.0, off=1e9)
+    carried: float = mechanism(0.5, off=0.0)
 
     summary: ClassVar[str] = "draft on while the next token is worth more than its time"
     paper: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
 
     def start(self) -> Pace:
-        return Pace()
+        return Pace(self.reserve, self.budget)
 
     def join(self, pace: Pace, share: float) -> Pace:
         """A request brings a budget of its own, and its rate is not known."""
-        kept = 1 - share * (1 - CARRIED)
-        budget = (1 - share) * pace.budget + share * BUDGET
+        kept = 1 - share * (1 - self.carried)
+        budget = (1 - share) * pace.budget + share * self.budget
         return pace._replace(budget=budget, tokens=kept * pace.tokens, time=kept * pace.time)
 
     def open(
         self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
     ) -> _Weighed:
         """Draft where what may be lost pays for a look at a token."""
-        plan = _Weighed(pace, costs, seats, rows, paid, self.high)
+        plan = _Weighed(self.rate(pace), pace, costs, seats, rows, paid)
         if costs.retime == "plain" or not plan.begins(seats):
             return plan
         plan.most = [
@@ -97,7 +87,7 @@ class Renewal(Governor):
     def _blind(self, pace: Pace, costs: Costs, seat: Seat, rows: int, paid: int) -> int:
         """The length of a draft that is not seen until it is judged: of one that would go as is
         expected, as far as it pays, or a token to learn from."""
-        plan = _Weighed(pace, costs, [seat._replace(trims=True)], rows, paid, self.high)
+        plan = _Weighed(self.rate(pace), pace, costs, [seat._replace(trims=True)], rows, paid)
         tokens, kept = 1, seat.outlook.first
         while tokens < self.high and plan.go([Chance(kept, seat.outlook.later)])[0]:
             tokens, kept = tokens + 1, kept * seat.outlook.later
@@ -113,28 +103,30 @@ class Renewal(Governor):
             time = took = costs.round_seconds(outcome.steps, width) / plain
             if outcome.seconds is not None:
                 took = outcome.seconds / plain
-                time = min(took, MOST_BOOKED * time)
-        balance = INTEREST * tokens + tokens - took - outcome.reading / plain
-        gain = max(INTEREST * tokens + tokens - time, -MOST_LOSS)
+        gain = (1 + self.interest) * tokens - took
         return Pace(
-            min(pace.reserve + balance, RESERVE),
-            min(max(pace.budget + gain, 0.0), RESERVE),
-            FADE * pace.tokens + tokens,
-            FADE * pace.time + time,
+            min(pace.reserve + gain - outcome.reading / plain, self.reserve),
+            min(max(pace.budget + max(gain, -self.most), 0.0), self.reserve),
+            pace.tokens + tokens,
+            pace.time + time,
         )
+
+    def rate(self, pace: Pace) -> float:
+        """λ: tokens per time, that of plain decoding at least."""
+        return max((self.prior + pace.tokens) / (self.prior + pace.time), 1.0)
 
 
 class _Weighed(Plan):
     """One round: a row's gain is a chance; the price of a second is λ, of all rows it holds up."""
 
     def __init__(
-        self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int, high: int
+        self, price: float, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
     ) -> None:
-        self._costs, self._rows, self._paid, self._high = costs, rows, paid, high
-        self._price = pace.rate * rows / costs.plain
+        self._costs, self._rows, self._paid = costs, rows, paid
+        self._price = price * rows / costs.plain
         self._budget = min(pace.reserve, pace.budget) * costs.plain
         self._reserve = pace.reserve * costs.plain
-        self._rides = costs.prefill and any(seat.rides for seat in seats)
+        self._rides = costs.prefill is not None and any(seat.rides for seat in seats)
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""
         judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
@@ -202,13 +194,11 @@ class _Weighed(Plan):
         tokens, rows, levels = self._tokens, len(going), len(self._costs.rounds)
         gains = [chance.kept * chance.next for chance in going]
         worth = surplus + sum(gains) - self._price * self._step(tokens, rows)
-        while worth <= 0 and tokens < self._high:
-            tokens += 1
+        for n in range(tokens + 1, levels + 1):
+            if worth > 0:
+                break
             gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
-            more = sum(gains) - self._price * self._step(tokens, rows)
-            if tokens >= levels and more <= 0:
-                return False
-            worth += more
+            worth += sum(gains) - self._price * self._step(n, rows)
         return worth > 0
 
     def _affordable(self, kept: float, rows: int) -> bool:

@@ -87,7 +87,7 @@ def geometric(ratios: ArrayLike, seed: int = 0) -> dict[str, float]:
     (2.0, 3)
     """
     logs = np.log(np.asarray(ratios, dtype=float))
-    low, high = np.quantile(logs[_draws(len(logs), seed)].mean(1), [0.025, 0.975])
+    low, high = np.quantile(logs[draws(len(logs), seed)].mean(1), [0.025, 0.975])
     mean, low, high = (float(np.exp(value)) for value in (logs.mean(), low, high))
     return {"mean": mean, "low": low, "high": high, "n": len(logs)}
 
@@ -99,7 +99,7 @@ def rate(tokens: ArrayLike, seconds: ArrayLike, seed: int = 0) -> dict[str, floa
     10.0
     """
     top, bottom = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
-    index = _draws(len(top), seed)
+    index = draws(len(top), seed)
     low, high = np.quantile(top[index].sum(1) / bottom[index].sum(1), [0.025, 0.975])
     mean = float(top.sum() / bottom.sum())
     return {"mean": mean, "low": float(low), "high": float(high), "n": len(top)}
@@ -131,6 +131,7 @@ def summarise(trace: Trace, result: Replay, batch: int = 1) -> dict[str, dict[st
     return out
 
 
-def _draws(size: int, seed: int) -> IntArray:
+def draws(size: int, seed: int) -> IntArray:
+    """`(RESAMPLES, size)` bootstrap samples of numbers below `size`."""
     require(size >= 1, "prompts", size, "at least one")
     return np.random.default_rng(seed).integers(0, size, (RESAMPLES, size))

@@ -171,23 +171,28 @@ def timed(
         UnknownNameError, SettingError: the controller, or the kind of clock.
     """
     made = CONTROLLERS.make(controller)
+    clock = Clock(costs_for(made, costs), kind, seed)
+    true, target = clock.costs, _Target(clock)
+    widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
+    passes = tuple((n, true.verify_seconds(n)) for n in widths)
+    meter = Meter(true.ratio, passes, ((1, true.draft),), true.levels)
+    meter.clock = clock
+    engine = Replayed(trace, made, meter, 1, models=(target, _Drafter(trace, clock, target)))
+    spent, before = np.zeros(len(order)), 0.0
+    for event in engine.requests(order):
+        spent[event.request] += clock.now - before
+        before = clock.now
+    clocks = (Clock(costs, kind, seed + other) for other in (1_000_003, 2_000_003))
+    return Timed(spent, *(_plainly(trace, clock, order) for clock in clocks))
 
-    def run(controller: Controller, seed: int) -> FloatArray:
-        clock = Clock(costs_for(controller, costs), kind, seed)
-        true = clock.costs
-        widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
-        passes = tuple((n, true.verify_seconds(n)) for n in widths)
-        meter = Meter(true.ratio, passes, ((1, true.draft),), true.levels)
-        meter.clock = clock
-        target = _Target(clock)
-        models = target, _Drafter(trace, clock, target)
-        engine = Replayed(trace, controller, meter, 1, models=models)
-        spent, before = np.zeros(len(order)), 0.0
-        for event in engine.requests(order):
-            spent[event.request] += clock.now - before
-            before = clock.now
-        return spent
 
-    plain = CONTROLLERS.make("fixed(0)")
-    both = run(plain, seed + 1_000_003), run(plain, seed + 2_000_003)
-    return Timed(run(made, seed), *both)
+def _plainly(trace: Trace, clock: Clock, order: IntArray) -> FloatArray:
+    """Seconds of plain decoding: a pass that reads the prompt, and one for every further token."""
+    target, out = _Target(clock), np.zeros(len(order))
+    for place, prompt in enumerate(order.tolist()):
+        before = clock.now
+        target.run([0], [[0] * int(trace.prompt_tokens[prompt])], [1])
+        for _ in range(int(trace.sizes[prompt]) - 1):
+            target.run([0], [[0]], [1])
+        out[place] = clock.now - before
+    return out
