@@ -35,7 +35,7 @@ def test_what_is_spent_on_a_useless_draft_is_saved_without_interest():
     assert useless["prior"]["change"] == 0, "a rate of its own never comes to be"
 
 
-@pytest.mark.parametrize("spec, words", [("auto", "speed-up"), ("fixed(3)", "no mechanisms")])
+@pytest.mark.parametrize(("spec", "words"), [("auto", "speed-up"), ("fixed(3)", "no mechanisms")])
 def test_command(tmp_path, spec, words):
     random_trace(4, 20).write(tmp_path / "t.parquet")
     how = ["ablate", spec, str(tmp_path / "t.parquet"), "--costs", "c=4", "--costs", "c=9"]

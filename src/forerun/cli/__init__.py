@@ -34,7 +34,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "Measure a draft step, target passes by width.",
         ),
         "replay": ("replay:replay", "Predict speed, rounds and drafted tokens of controllers."),
-        "ablate": ("ablate:ablate", "What each mechanism of a controller is worth on a trace."),
+        "ablate": ("ablate:ablate", "Replay a controller without each of its mechanisms."),
         "tune": ("tune:tune", "Search the parameters of controllers on a trace."),
         "sweep": ("sweep:app", "Tune a drafter's settings for your model."),
         "calibrate": ("calibrate:app", "Measure the settings a method needs for your models."),
