@@ -343,9 +343,8 @@ def ours(model: forerun.Model, task: Task, controller: str | None = None, **samp
 def _work(work: Any) -> tuple[int, ...]:
     if work is None:
         return ()
-    return (
-        work.draft_calls + work.verify_calls, work.passes, work.projections, work.exit_projections
-    )  # fmt: skip
+    layers = ("draft", "verify")
+    return work.calls(*layers), work.passes(*layers), work.passes("project"), work.passes("exit")
 
 
 def peer(model: forerun.Model, task: Task, layer: int | None) -> Run:

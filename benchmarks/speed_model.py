@@ -101,11 +101,11 @@ class Shape:
         """Time of counted work at batch 1, in layers.
 
         Args:
-            calls: layers run, however many tokens at once (`Work.draft_calls + verify_calls`).
+            calls: layers run, however many tokens at once (`Work.calls`).
             passes: tokens × layers (`Work.passes`).
             rounds: verifications, one projection call each.
-            projections: tokens × projections of the last layer (`Work.projections`).
-            exits: projections at exits (`Work.exit_projections`).
+            projections: tokens × projections of the last layer (`Work.passes("project")`).
+            exits: projections at exits (`Work.passes("exit")`).
         """
         run = calls + self.widening * (passes - calls)
         calls_projected = rounds + self.widening * (projections - rounds)

@@ -105,9 +105,11 @@ def test_every_layer_runs_once_per_token() -> None:
     fast = kangaroo(MODEL, threshold=0.2)
     done = fast.generate(texts(7, 5), controller="fixed(9)", max_new_tokens=14, ignore_eos=True)
     work = layers_of(fast.target).work
-    assert work.passes == LAYERS * sum(c.stats.drafted + c.stats.rounds for c in done)
-    assert sum(c.stats.exit_projections or 0 for c in done) == work.exit_projections
-    assert work.exit_projections == sum(c.stats.drafted for c in done)
+    assert work.passes("draft", "verify") == LAYERS * sum(
+        c.stats.drafted + c.stats.rounds for c in done
+    )
+    assert sum(c.stats.exit_projections or 0 for c in done) == work.passes("exit")
+    assert work.passes("exit") == sum(c.stats.drafted for c in done)
 
 
 def test_the_second_early_exit() -> None:
@@ -283,8 +285,8 @@ def test_deferred_layers_run_with_those_of_later_tokens() -> None:
     work = layers_of(fast.target).work
     assert max(r.drafted for r in done.rounds) == 4
     # Of every round the last token fed starts at the embedding, and takes the rest along from 2 on.
-    assert work.draft_calls == 2 * done.stats.drafted
-    assert work.verify_calls == 8 * done.stats.rounds
+    assert work.calls("draft") == 2 * done.stats.drafted
+    assert work.calls("verify") == 8 * done.stats.rounds
 
 
 def test_adadecode_without_trained_heads_says_what_it_needs() -> None:

@@ -84,8 +84,8 @@ def test_an_exit_model_with_nothing_pending_is_a_row_model(family: str) -> None:
         assert torch.equal(ours.feed(pieces, wanted), plain.feed(pieces, wanted))
     assert ours.lengths == plain.lengths
     executor = layers_of(ours)
-    assert executor.work.passes == executor.access.layers * (3 + 3)
-    assert executor.work.projections == 3 + 3
+    assert executor.work.passes("draft", "verify") == executor.access.layers * (3 + 3)
+    assert executor.work.passes("project") == 3 + 3
 
 
 def test_the_logit_lens_is_the_models_own_norm_and_unembedding() -> None:

@@ -147,7 +147,7 @@ def test_greedy_equals_plain_whatever_the_exits(
     done: dict[int, Any] = {}
     while len(done) < len(prompts):
         fed = 0
-        before = layers_of(rows).work.passes
+        before = layers_of(rows).work.passes("draft", "verify")
         for event in made.step():
             contexts[event.request] += [p.token for p in event.pieces]
             ended = event.round.stopped_by not in CENSORING or not event.round.drafted
@@ -157,7 +157,7 @@ def test_greedy_equals_plain_whatever_the_exits(
             if event.completion:
                 done[event.request] = event.completion
         # Every token that was fed passed each layer once, wherever it had exited.
-        assert layers_of(rows).work.passes - before == LAYERS * fed
+        assert layers_of(rows).work.passes("draft", "verify") - before == LAYERS * fed
         alive = [contexts[i] for i in order if i not in done][: len(rows.lengths)]
         check_cache(rows, alive)
         assert not any(layers_of(rows).pending)
@@ -201,7 +201,7 @@ def test_states_keys_and_logits_equal_a_plain_forward(data: st.DataObject) -> No
     token, depth = st.integers(3, VOCAB - 1), st.integers(1, LAYERS)
     for _ in range(data.draw(st.integers(1, 3))):
         drafts: list[list[int]] = [[] for _ in contexts]
-        before, needed = layers_of(rows).work.passes, 0
+        before, needed = layers_of(rows).work.passes("draft", "verify"), 0
         climbing = list(range(len(contexts)))
         for _ in range(data.draw(st.integers(0, 4))):
             climbing = [r for r in climbing if data.draw(st.booleans())]
@@ -219,13 +219,15 @@ def test_states_keys_and_logits_equal_a_plain_forward(data: st.DataObject) -> No
                 assert depths[-1] == min(exits[row], LAYERS - 1)
                 drafts[row].append(data.draw(token))
         pending = sum(sum(d) for d in layers_of(rows).pending)
-        assert layers_of(rows).work.passes - before == pending  # nothing was run twice
+        assert (
+            layers_of(rows).work.passes("draft", "verify") - before == pending
+        )  # nothing was run twice
         pieces = [[c[-1], *d] for c, d in zip(contexts, drafts, strict=True)]
         for row, piece in enumerate(pieces):  # a controller may drop the last drafted tokens
             del piece[1 + data.draw(st.integers(0, len(piece) - 1)) :]
             needed += LAYERS * len(piece) + sum(layers_of(rows).pending[row][len(piece) :])
         logits = rows.feed(pieces)
-        assert layers_of(rows).work.passes - before == needed
+        assert layers_of(rows).work.passes("draft", "verify") - before == needed
         for row, piece in enumerate(pieces):
             wanted = forward(model, contexts[row][:-1] + piece).logits[0, -len(piece) :]
             close(logits[row, : len(piece)], wanted)
@@ -259,14 +261,14 @@ def test_layer_passes_of_one_round() -> None:
         context = [*context, token]
     assert layers_of(rows).pending == [[6, 6, 6, 2]]
     # Layers 3-4 ran for the first two together, 5-6 for the first three.
-    assert layers_of(rows).work.draft_calls == 2 + 4 + 6 + 2
-    assert layers_of(rows).work.draft_passes == 6 + 6 + 6 + 2
+    assert layers_of(rows).work.calls("draft") == 2 + 4 + 6 + 2
+    assert layers_of(rows).work.passes("draft") == 6 + 6 + 6 + 2
     rows.feed([context[rows.lengths[0] :]])
     # The last drafted token starts at the embedding; from layer 3 on it takes the fourth along, and
     # from layer 7 on all.
-    assert layers_of(rows).work.verify_calls == 8
-    assert layers_of(rows).work.passes == 5 * 8
-    assert layers_of(rows).work.projections == 5
+    assert layers_of(rows).work.calls("verify") == 8
+    assert layers_of(rows).work.passes("draft", "verify") == 5 * 8
+    assert layers_of(rows).work.passes("project") == 5
     assert rows.lengths == [10]
 
 
@@ -278,8 +280,8 @@ def test_a_difficult_token_costs_what_plain_decoding_costs() -> None:
     work = layers_of(fast.target).work
     # The first has no draft, and the tenth no budget for one.
     assert done.stats.stopped_by == {"budget": 2, "difficult": 8}
-    assert work.passes == work.draft_calls + work.verify_calls == LAYERS * 10
-    assert (work.draft_passes, work.exit_projections, work.projections) == (8 * 3, 8 * 2, 10)
+    assert work.passes("draft", "verify") == work.calls("draft", "verify") == LAYERS * 10
+    assert (work.passes("draft"), work.passes("exit"), work.passes("project")) == (8 * 3, 8 * 2, 10)
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.3, 1.01])
@@ -289,8 +291,8 @@ def test_statistics_count_layer_passes_of_each_request(threshold: float) -> None
     how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
     together = fast.generate(texts(7, 5, 9), **how)
     work = layers_of(fast.target).work
-    assert sum(c.stats.layer_passes or 0 for c in together) == work.passes
-    assert sum(c.stats.exit_projections or 0 for c in together) == work.exit_projections
+    assert sum(c.stats.layer_passes or 0 for c in together) == work.passes("draft", "verify")
+    assert sum(c.stats.exit_projections or 0 for c in together) == work.passes("exit")
     for prompt, done in zip(texts(7, 5, 9), together, strict=True):
         stats = fast.generate([prompt], **how)[0].stats
         assert stats.layer_passes == done.stats.layer_passes
@@ -312,8 +314,8 @@ def test_without_a_depth_bound_no_token_is_difficult() -> None:
     # One plain token, two full rounds; drafted tokens are the target's own, and judged by it again.
     assert [(r.drafted, r.accepted) for r in done.rounds] == [(0, 0), (4, 4), (4, 4)]
     assert set(done.stats.stopped_by) == {"budget", "exhausted"}
-    assert work.passes == work.draft_calls + work.verify_calls == LAYERS * 11
-    assert (work.exit_projections, work.projections) == (8, 8 + 11)
+    assert work.passes("draft", "verify") == work.calls("draft", "verify") == LAYERS * 11
+    assert (work.passes("exit"), work.passes("project")) == (8, 8 + 11)
     assert [c.tokens for c in (done,)] == plainly(calm(), prompts, max_new_tokens=11)
 
 
@@ -323,7 +325,7 @@ def test_a_round_without_bonus_feeds_no_more_than_was_drafted() -> None:
     fast = specbound(calm(), **settings, bonus=False)
     (done,) = fast.generate(prompts, **how)
     assert [r.committed for r in done.rounds] == [1, 4, 4, 3, 1]
-    assert layers_of(fast.target).work.passes == LAYERS * 13
+    assert layers_of(fast.target).work.passes("draft", "verify") == LAYERS * 13
     assert [done.tokens] == plainly(calm(), prompts, max_new_tokens=13)
     assert specbound(calm(), **settings).generate(prompts, **how)[0].stats.rounds == 4
     # A controller that ends a draft counts on the target's own token behind it.
@@ -685,18 +687,18 @@ def test_settings_out_of_range(spec: str, message: str) -> None:
     ],
 )
 def test_exit_layers_of_twelve(how: dict[str, Any], layers: tuple[int, ...]) -> None:
-    assert SpecBound(**how)._exits(12, tuple(range(1, 12))) == tuple(sorted(layers))
+    assert SpecBound(**how).exit_layers(12, tuple(range(1, 12))) == tuple(sorted(layers))
 
 
 def test_exit_layers_that_are_not_there() -> None:
     with pytest.raises(SettingError, match=r"depth must be between 1 and the target's 5 layers"):
-        SpecBound(depth=6)._exits(5, (1, 2, 3, 4))
+        SpecBound(depth=6).exit_layers(5, (1, 2, 3, 4))
     with pytest.raises(SettingError, match=r"no exit head at layers \[9\]"):
-        SpecBound(layers="2,9")._exits(5, (1, 2, 3, 4))
+        SpecBound(layers="2,9").exit_layers(5, (1, 2, 3, 4))
     with pytest.raises(SettingError, match="no exit layer up to depth 2; raise depth"):
-        SpecBound(layers="3", depth=2)._exits(5, (1, 2, 3, 4))
-    assert SpecBound()._exits(1, ()) == (1,)
-    assert SpecBound(exits="somewhere")._exits(12, (1, 3, 5, 7)) == (1, 3, 5)
+        SpecBound(layers="3", depth=2).exit_layers(5, (1, 2, 3, 4))
+    assert SpecBound().exit_layers(1, ()) == (1,)
+    assert SpecBound(exits="somewhere").exit_layers(12, (1, 3, 5, 7)) == (1, 3, 5)
 
 
 def test_loading_by_name(tmp_path: Any) -> None:

@@ -47,16 +47,20 @@ def test_layers_of_rounds_that_all_exit_at_the_depth_bound(width: int) -> None:
     work = layers_of(fast.target).work
     full = [r for r in done.rounds if r.drafted == width]
     rest = [r for r in done.rounds if r.drafted < width]  # the budget cut them
-    calls = work.draft_calls + work.verify_calls
+    calls = work.calls("draft", "verify")
     wanted = sum(LAYERS * round_passes(width, depth, LAYERS) + depth for _ in full)
     for r in rest:
         wanted += LAYERS * round_passes(r.drafted, depth, LAYERS) + depth if r.drafted else LAYERS
     assert calls == wanted
     shape = Shape(LAYERS, projection=1.5, exit_projection=0.25)
     cost = shape.layers_of(
-        calls, work.passes, len(done.rounds), work.projections, work.exit_projections
+        calls,
+        work.passes("draft", "verify"),
+        len(done.rounds),
+        work.passes("project"),
+        work.passes("exit"),
     )
-    assert cost == calls + 1.5 * len(done.rounds) + 0.25 * work.exit_projections
+    assert cost == calls + 1.5 * len(done.rounds) + 0.25 * work.passes("exit")
 
 
 def test_what_tokens_that_share_a_layer_cost() -> None:

@@ -17,7 +17,7 @@ from forerun.engine import Sampling
 from forerun.errors import SettingError
 from forerun.lab.exits import sweep
 from forerun.lab.exits.exit_costs import ExitCosts, _fit, measure
-from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay, total
+from forerun.lab.exits.exit_replay import ANNEALS, Exits, OwnText, Setting, replay, total
 from forerun.lab.exits.sweep import Search, untuned
 from forerun.model import Model
 from forerun.runtime import torch_rows
@@ -57,15 +57,15 @@ def light(access: LayerAccess) -> LightHeads:
     return LightHeads(access, own)
 
 
-def written(sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[Text]:
+def written(sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[OwnText]:
     plain = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
     plain.eos = eos
     return [
-        Text(p, plain.generate([p], sampling=sampling)[0].tokens, sampling, eos) for p in PROMPTS
+        OwnText(p, plain.generate([p], sampling=sampling)[0].tokens, sampling, eos) for p in PROMPTS
     ]
 
 
-def live(setting: Setting, text: Text, heads: Any = None) -> tuple[Work, list[tuple[int, int]]]:
+def live(setting: Setting, text: OwnText, heads: Any = None) -> tuple[Work, list[tuple[int, int]]]:
     """What decoding takes: the model's counters, and drafted and accepted of every round."""
     rows = exit_rows(MODEL)
     drafter = SpecBoundDrafter(
@@ -115,7 +115,7 @@ def test_every_round_and_every_counter_is_that_of_decoding(
     assert [(c.drafted, c.accepted) for c in replayed] == [
         (drafted, accepted) for drafted, accepted in rounds
     ]  # fmt: skip
-    assert total(recorded, text, setting).work() == work
+    assert total(recorded, text, setting) == work
 
 
 def test_trained_heads_that_know_some_tokens_only() -> None:
@@ -125,7 +125,7 @@ def test_trained_heads_that_know_some_tokens_only() -> None:
     recorded = Exits(rows, heads, heads.layers, written(SAMPLINGS[0]))
     for setting in (Setting((1, 4), 0.3, 0.5, 4), Setting((2,), 0.0, 0.0, 3)):
         for number, text in enumerate(recorded.texts):
-            assert total(recorded, number, setting).work() == live(setting, text, heads)[0]
+            assert total(recorded, number, setting) == live(setting, text, heads)[0]
 
 
 def test_a_prefix_is_run_once_whatever_asks_for_it(recorded: Exits) -> None:
@@ -153,7 +153,8 @@ def costs(**changed: Any) -> ExitCosts:
 
 
 def test_costs_weigh_counts() -> None:
-    counts = Counts([0, 6, 2], [0, 0, 4], [0, 0, 1], exits=3, gathers=2, steps=1)
+    counts = Work({("draft", 1): 6, ("draft", 2): 2, ("verify", 2): 4, ("project", 2): 1,
+                   ("exit", 1): 3, ("gather", 1): 2, ("step", 1): 1})  # fmt: skip
     made = replace(costs(gather=0.1, step=0.01, round=0.001), layer=[0.0, 1.0, 1.5])
     assert made.parts(counts) == pytest.approx(
         {
@@ -210,8 +211,6 @@ def test_sensitivity_changes_one_thing(recorded: Exits) -> None:
     assert dict(around["width"])[2] == search.score(of)
     assert [v for v, _ in around["layers"]] == ["+1", "-2", "+3", "-4", "+5"]
     assert dict(around["depth"])[1] == search.score(replace(of, layers=(1,)))
-    with pytest.raises(SettingError, match="no parameter 'colour'"):
-        search.changes(of, "colour")
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -256,5 +255,5 @@ def test_measured_and_confirmed_on_a_tiny_model() -> None:
         assert c.same == 2
         assert c.speedup["low"] <= c.speedup["mean"] <= c.speedup["high"]
     for c in live_:
-        rounds = search.counts(c.setting).rounds
+        rounds = search.work(c.setting).calls("project")
         assert c.per_round == pytest.approx(sum(len(t.output) for t in made) / rounds)

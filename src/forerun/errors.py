@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 
 class ForerunError(Exception):
@@ -80,6 +82,18 @@ class MissingExtraError(ForerunError, ImportError):
     def of(cls, package: str, extra: str) -> MissingExtraError:
         """Say which extra brings `package`."""
         return cls(f"{package} is not installed; install it with: pip install 'forerun[{extra}]'")
+
+
+def optional(package: str, extra: str) -> Any:
+    """The module of an optional dependency, like "optuna" of the extra "lab".
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise MissingExtraError.of(package.partition(".")[0], extra) from error
 
 
 def require(condition: bool, name: str, value: object, wanted: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,12 +18,7 @@ from forerun.errors import SettingError, require
 from forerun.requests import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from forerun.cli.shared.models import Job
-    from forerun.lab.exits.exit_replay import Setting, Text
-    from forerun.lab.exits.sweep import Confirmed, Search
-    from forerun.prompts import Prompt
+    from forerun.lab.exits.sweep import Confirmed, Sweep
 
 OF_FILE, OF_FAMILY = 30, 5
 """Prompts by default."""
@@ -88,11 +82,11 @@ def specbound(
     most = (OF_FAMILY if is_shipped(source) else OF_FILE) if limit is None else limit
     requested = seeded(find_prompts(source, "val", most, max_new_tokens), seed)
 
-    from forerun.lab.exits import sweep, sweep_report
+    from forerun.errors import optional
+    from forerun.lab.exits.sweep import Sweep
     from forerun.runtime.heads import keep_settings
 
-    sweep.load_optuna()
-
+    optional("optuna", "lab")
     job, rows = models.alone.open(requested, sampling)
     about: dict[str, Any] = {
         **{name: job.about[name] for name in ("target", "device", "dtype")},
@@ -103,98 +97,37 @@ def specbound(
         "budget": budget,
         "seed": seed,
     }
-    run = _Sweep(job, exits, width=width, seed=seed)
+    sweep = Sweep(job.model, exits, width=width, seed=seed)
     began = time.perf_counter()
     try:
-        live = run.run(rows, budget, confirm)
+        with progress("writing", len(rows)) as tell:
+            live = sweep.run(rows, budget, confirm, tell)
     except KeyboardInterrupt:
-        if run.search is not None and run.search.scores and output is not None:
-            so_far = run.search.best()
-            predicted = {"complete": False, "predicted": run.search.score(so_far)}
-            sweep_report.save(output, so_far, run.named, about | predicted)
+        if sweep.search is not None and sweep.search.scores and output is not None:
+            so_far = sweep.search.best()
+            predicted = {"complete": False, "predicted": sweep.search.score(so_far)}
+            sweep.save(output, so_far, about | predicted)
             note(stderr(), f"interrupted; the best settings so far are in {output}")
         raise
-    search = run.search
-    assert search is not None
-    used = len(search.exits.texts)
-    about |= {"seconds": round(time.perf_counter() - began, 1), "prompts_used": used}
-    document = sweep_report.document(search, run.best, live, run.untuned, run.named, about)
+    about |= {"seconds": round(time.perf_counter() - began, 1), "prompts_used": len(rows)}
+    document = sweep.document(live, about)
     if output is not None:
-        sweep_report.save(output, live[0].setting, run.named, document["about"])
+        sweep.save(output, live[0].setting, document["about"])
     if keep:
         keep_settings(str(exits), live[0].setting.settings())
     if as_json:
         print_json(document)
         return
-    _show(search, live, run.untuned, run.named)
+    _show(sweep, live)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
 
-class _Sweep:
-    """Texts, costs, search and confirmation, under one bar.
+def _show(sweep: Sweep, live: list[Confirmed]) -> None:
+    from forerun.lab.exits.sweep import SHOWN
 
-    Args:
-        job: the target.
-        exits: exit heads, if they were named.
-        width: most drafted tokens that are tried.
-        seed: of the search, and of sampled text.
-    """
-
-    def __init__(self, job: Job, exits: str | None, *, width: int, seed: int) -> None:
-        from forerun.runtime.drafts import own_draft
-        from forerun.runtime.exits import exit_rows, layers_of
-        from forerun.runtime.heads import load_heads
-        from forerun.runtime.layers import LogitLens
-
-        trained = own_draft(job.model.target.facts.name, "exits") if exits is None else exits
-        self.named = exits or (None if trained else "")
-        """The target's own heads need no naming; that none are used must be written."""
-        self._job, self._width, self._seed = job, width, seed
-        self._model: Any = job.model.target.executor.module()
-        self._fast, self._trained = exit_rows(self._model), bool(trained)
-        access = layers_of(self._fast).access
-        self._heads: Any = load_heads(trained, access) if trained else LogitLens(access)
-        self.search: Search | None = None
-        self.best: Any = None
-        self.untuned: Setting | None = None
-
-    def run(self, rows: Sequence[Prompt], budget: int, confirm: int) -> list[Confirmed]:
-        """Search and time; the settings timed, the fastest first."""
-        from forerun.lab.exits import sweep
-        from forerun.lab.exits.exit_costs import measure
-        from forerun.lab.exits.exit_replay import Exits
-        from forerun.runtime.exits import exit_rows, layers_of
-
-        model, heads = self._job.model, self._heads
-        layers = sweep.candidates(tuple(heads.layers))
-        with progress("writing", len(rows)) as tell:
-            texts: list[Text] = []
-            for text in sweep.written(model, ((row.ids, row.sampling) for row in rows)):
-                texts.append(text)
-                tell("writing", len(texts))
-            advance = partial(tell, "timing")
-            costs = measure(model, self._fast, heads, layers, texts, self._width, advance)
-            counted = Exits(exit_rows(self._model), heads, layers, texts)
-            self.search = search = sweep.Search(counted, costs, self._width)
-            self.best = search.run(budget, self._seed, partial(tell, "searching"))
-            chosen = search.top(confirm)
-            depth = layers_of(self._fast).access.layers
-            self.untuned = sweep.untuned(tuple(heads.layers), depth, self._trained)
-            if self.untuned is not None and set(self.untuned.layers) <= set(layers):
-                search.score(self.untuned)
-                if self.untuned not in chosen:
-                    chosen.append(self.untuned)
-            advance = partial(tell, "confirming")
-            return sweep.confirm(model, self._fast, heads, search, chosen, advance)
-
-
-def _show(
-    search: Search, live: list[Confirmed], untuned: Setting | None, exits: str | None
-) -> None:
-    from forerun.lab.exits.sweep_report import SHOWN
-
-    console = stdout()
+    console, search, exits = stdout(), sweep.search, sweep.exits
+    assert search is not None
     note(
         console,
         f"{len(search.exits.texts):,} texts, {len(search.scores):,} settings, "
@@ -207,7 +140,7 @@ def _show(
     for setting in [*listed, *(s for s in timed if s not in listed)]:
         done = timed.get(setting)
         shown.add_row(
-            ",".join(map(str, setting.layers)) + (" (untuned)" if setting == untuned else ""),
+            ",".join(map(str, setting.layers)) + (" (untuned)" if setting == sweep.untuned else ""),
             f"{setting.threshold:.2f}",
             f"{setting.anneal:g}",
             str(setting.width),
@@ -223,7 +156,7 @@ def _show(
         if name == "threshold":
             values = values[:: max(1, len(values) // 10)]
         note(console, f"{name:<10}" + "  ".join(f"{value} {score:.2f}" for value, score in values))
-    parts = search.costs.parts(search.counts(best.setting))
+    parts = search.costs.parts(search.work(best.setting))
     total = sum(parts.values())
     shares = ", ".join(f"{name} {seconds / total * 100:.0f} %" for name, seconds in parts.items())
     note(console, f"\nwhere time goes: {shares}; {best.per_round:.2f} tokens per round")

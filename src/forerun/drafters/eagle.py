@@ -12,7 +12,7 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import CHUNK, Best, Rows
-from forerun.runtime.drafts import TOKENS, draft_folder, load_draft
+from forerun.runtime.drafts import TOKENS, draft_folder, load_draft, spread
 from forerun.runtime.eagle import (
     KIND,
     EagleHead,
@@ -109,9 +109,7 @@ class EagleDrafter(Drafter):
                                   best.sound))  # fmt: skip
         else:
             logits = self.rows.feed(pieces, wanted)[:, 0]
-            wide = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
-            wide[:, self._tokens] = logits
-            step = Step(wide)
+            step = Step(spread(logits, self._tokens, self.target.vocab_size))
         for row, n in enumerate(self.rows.lengths):
             if pieces[row]:
                 self._newest[row] = self._outputs.read(row, n - 1, n)

@@ -14,7 +14,7 @@ from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, T
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import draft_folder
+from forerun.runtime.drafts import draft_folder, spread
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import KIND, MedusaHeads, load_medusa
 
@@ -61,15 +61,10 @@ class MedusaDrafter(Drafter):
         began = time.perf_counter()
         where = list(states)
         logits = self._heads.logits(head, torch.stack(list(states.values())))
-        tokens, vocab = self._heads.tokens, self.target.vocab_size
-        if tokens is None and len(where) == rows:
-            out = logits
-        elif tokens is None:
-            out = logits.new_zeros(rows, vocab)
-            out[where] = logits
-        else:
-            out = logits.new_full((rows, vocab), -torch.inf)
-            out[torch.tensor(where, device=logits.device).unsqueeze(1), tokens] = logits
+        out = spread(logits, self._heads.tokens, self.target.vocab_size)
+        if len(where) < rows:
+            asked, out = out, out.new_zeros(rows, self.target.vocab_size)
+            out[where] = asked
         self.seconds += time.perf_counter() - began
         return out
 

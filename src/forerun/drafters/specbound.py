@@ -16,7 +16,7 @@ from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
 from forerun.registry import parse
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import own_draft
+from forerun.runtime.drafts import own_draft, spread
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.runtime.load import load_model
@@ -115,18 +115,13 @@ class SpecBoundDrafter(Drafter):
     def _spread(
         self, left: Sequence[tuple[list[int], torch.Tensor]], rows: int
     ) -> torch.Tensor | None:
-        """`(rows, V)` logits of the rows that left; −inf for tokens that the heads cannot say."""
-        if not left:
-            return None
+        """`(rows, V)` logits of the rows that left."""
         vocab = self.rows.vocab_size
-        if len(left[0][0]) == rows and left[0][1].shape[-1] == vocab:  # all, at the same exit
-            return left[0][1]
-        out, tokens = left[0][1].new_zeros(rows, vocab), self.heads.tokens
-        for here, logits in left:
-            if tokens is not None and logits.shape[-1] < vocab:
-                narrow = logits
-                logits = narrow.new_full((len(here), vocab), -torch.inf)
-                logits[:, tokens] = narrow
+        wide = [(here, spread(logits, self.heads.tokens, vocab)) for here, logits in left]
+        if not wide or len(wide[0][0]) == rows:  # none, or all at the same exit
+            return wide[0][1] if wide else None
+        out = wide[0][1].new_zeros(rows, vocab)
+        for here, logits in wide:
             out[here] = logits
         return out
 
@@ -211,7 +206,7 @@ class SpecBound(DrafterSpec):
         chosen = self
         if exits:
             chosen = replace(self, exits=exits)._tuned(getattr(heads, "tuned", {}))
-        layers = chosen._exits(layers_of(rows).access.layers, tuple(heads.layers))
+        layers = chosen.exit_layers(layers_of(rows).access.layers, tuple(heads.layers))
         threshold, anneal, width = (
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
@@ -230,7 +225,7 @@ class SpecBound(DrafterSpec):
         except (SettingError, TypeError) as error:
             raise SettingError(f"the settings kept in {self.exits!r} are wrong: {error}") from error
 
-    def _exits(self, layers: int, heads: tuple[int, ...]) -> tuple[int, ...]:
+    def exit_layers(self, layers: int, heads: tuple[int, ...]) -> tuple[int, ...]:
         """Exit layers in use for a target of so many layers with heads at `heads`."""
         depth = max(1, layers // 2) if self.depth is None else self.depth
         require(

@@ -161,6 +161,15 @@ def fill(own: Mapping[str, torch.Tensor], folder: str | Path, kind: str, model: 
             own[name].copy_(value)
 
 
+def spread(logits: torch.Tensor, tokens: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """`(n, V)` logits from `(n, k)` of the tokens `(k,)` that a draft knows, −inf for others."""
+    if logits.shape[-1] == vocab_size:
+        return logits
+    out = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    out[..., tokens] = logits
+    return out
+
+
 def rounded(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Tensors with the matrices among them in 8 bits, symmetrically, with a scale per output."""
     out: Tensors = {}

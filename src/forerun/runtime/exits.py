@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,26 +19,22 @@ Leave = Callable[[int, list[int], torch.Tensor], list[bool]]
 """`(depth, rows, hidden (n, H) of each row's newest token)` to which of the rows leave there."""
 
 
-@dataclass
-class Work:
-    """Work of decoding, prompts left out. Plain decoding: L passes, 1 projection per token."""
+class Work(Counter[tuple[str, int]]):
+    """What decoding ran, prompts left out, by part and by the positions it was run for at once.
 
-    draft_passes: int = 0
-    """Positions × layers run while drafting."""
-    verify_passes: int = 0
-    """Positions × layers run while verifying: what drafting had left to do."""
-    draft_calls: int = 0
-    """Layers run while drafting, however many positions at once: how often weights were read."""
-    verify_calls: int = 0
-    """Layers run while verifying."""
-    exit_projections: int = 0
-    """Hidden states of shallow layers turned into logits."""
-    projections: int = 0
-    """Hidden states of the last layer turned into logits."""
+    Parts are layers in "draft" and in "verify" (what drafting had left to do), "exit" and "project"
+    (hidden states of shallow layers, and of the last one, turned into logits), "gather" (a batch
+    put together for some layers) and "step" (tokens that began to climb). A token decoded plainly
+    is L times ("verify", 1) and once ("project", 1).
+    """
 
-    @property
-    def passes(self) -> int:
-        return self.draft_passes + self.verify_passes
+    def calls(self, *parts: str) -> int:
+        """How often these parts ran, for however many positions: how often weights were read."""
+        return sum(count for (part, _), count in self.items() if part in parts)
+
+    def passes(self, *parts: str) -> int:
+        """Positions that these parts ran for, each as often as it was among them."""
+        return sum(count * size for (part, size), count in self.items() if part in parts)
 
 
 @dataclass
@@ -155,9 +152,10 @@ class LayersExecutor(TorchExecutor):
         rows = [row for row, context in enumerate(contexts) if context is not None]
         pieces = [list((contexts[row] or ())[starts[row] :]) for row in rows]
         self._take(rows, pieces, fresh=1)
+        self.work["step", len(rows)] += 1
         at = 0
         for depth in depths if rows else ():
-            self._sweep(rows, at, depth, drafting=True)
+            self._sweep(rows, at, depth, "draft")
             at, batch = depth, self._batch
             assert batch is not None
             assert [span[0] for span in batch.spans] == rows
@@ -166,10 +164,10 @@ class LayersExecutor(TorchExecutor):
                 newest = shown[:, -1]
             else:
                 newest = torch.stack([shown[i, count - 1] for i, count in enumerate(counts)])
-            if depth < self.access.layers:
-                self._count(rows, exits=1)
-            else:
-                self.work.projections += len(rows)
+            shallow = depth < self.access.layers
+            self.work["exit" if shallow else "project", len(rows)] += 1
+            for row in rows:
+                self._count(row, exits=int(shallow))
             gone = leave(depth, rows, newest)
             rows = [row for row, exits in zip(rows, gone, strict=True) if not exits]
             if not rows:
@@ -183,15 +181,19 @@ class LayersExecutor(TorchExecutor):
         """
         self._starts = starts
         self._grow(len(starts))
-        self.work.projections += sum(wanted)
+        if counted := sum(wanted):
+            self.work["project", counted] += 1
         if not any(row.tokens for row in self._pending):
             for row, count in enumerate(wanted):
-                self._count([row], verify=self.access.layers * count)
-            self.work.verify_calls += self.access.layers * any(wanted)
+                self._count(row, self.access.layers * count)
+            if counted:
+                self.work["verify", counted] += self.access.layers
             return self._whole(starts, pieces, wanted)
         self._take(list(range(len(pieces))), [list(piece) for piece in pieces])
         rows = [row for row, pending in enumerate(self._pending) if pending.tokens]
-        self._sweep(rows, 0, self.access.layers, drafting=False)
+        # Tokens whose logits are not wanted are a prompt's; they are not counted.
+        uncounted = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
+        self._sweep(rows, 0, self.access.layers, "verify", uncounted)
         if rows:
             spans = [(row, 0, len(self._pending[row].tokens)) for row in rows]
             logits = self._judged(self._gather(spans, self.access.layers), pieces, wanted)
@@ -200,8 +202,6 @@ class LayersExecutor(TorchExecutor):
         self._batch = None
         for row in rows:
             self._pending[row].cut(0)
-            # Tokens whose logits are not wanted are a prompt's; they are not counted.
-            self._count([row], verify=self.access.layers * (wanted[row] - len(pieces[row])))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return logits
@@ -246,10 +246,13 @@ class LayersExecutor(TorchExecutor):
             held.tokens += piece[common:]
             held.depths += [0] * (len(piece) - common)
 
-    def _sweep(self, rows: list[int], first: int, last: int, drafting: bool) -> None:
+    def _sweep(
+        self, rows: list[int], first: int, last: int, part: str, uncounted: Sequence[int] = ()
+    ) -> None:
         """Take all pending tokens of these rows that lie between the depths to depth `last`.
 
         Tokens lie at different depths; the deeper ones wait until the others have reached them.
+        `uncounted` is how many of each row's do not belong to the `part` of the work.
         """
         at = first
         while at < last:
@@ -263,30 +266,28 @@ class LayersExecutor(TorchExecutor):
             if spans:
                 batch = self._gather(spans, at)
                 batch.hidden = self._through(batch, at, until)
-                layers = until - at
+                layers, positions = until - at, 0
                 for row, begin, count in spans:
                     depths = self._pending[row].depths
                     depths[begin:] = [until] * (len(depths) - begin)
-                    passes = count * layers
-                    self._count([row], **{"draft" if drafting else "verify": passes})
-                self.work.draft_calls += layers * drafting
-                self.work.verify_calls += layers * (not drafting)
+                    counted = count - (uncounted[row] if uncounted else 0)
+                    self._count(row, counted * layers)
+                    positions += counted
+                if positions:
+                    self.work[part, positions] += layers
             at = until
 
-    def _count(self, rows: list[int], draft: int = 0, verify: int = 0, exits: int = 0) -> None:
-        """Add passes and projections of each of these rows."""
-        for row in rows:
-            passes, projections = self.counts[row]
-            self.counts[row] = passes + draft + verify, projections + exits
-        self.work.draft_passes += draft * len(rows)
-        self.work.verify_passes += verify * len(rows)
-        self.work.exit_projections += exits * len(rows)
+    def _count(self, row: int, passes: int = 0, exits: int = 0) -> None:
+        """Add to what is reported of a row."""
+        before = self.counts[row]
+        self.counts[row] = before[0] + passes, before[1] + exits
 
     def _gather(self, spans: list[Span], depth: int) -> Batch:
         """The batch of these tokens at `depth`: the one under way if it is the same, else new."""
         if self._batch is not None and self._batch.spans == spans:
             return self._batch
         self._store()
+        self.work["gather", 1] += 1
         rows, begins, counts = ([span[i] for span in spans] for i in range(3))
         width = max(counts)
         self._reserve(max(begins) + width)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import torch
 
 from forerun.drafters.specbound import SpecBoundDrafter
-from forerun.engine import Completion, Round, Sampling
+from forerun.engine import Completion, Sampling
 from forerun.errors import PromptError
-from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, replay
+from forerun.lab.exits.exit_replay import ANNEALS, OwnText, Setting
 from forerun.model import Model
 from forerun.runtime.base import Rows
 from forerun.runtime.cache import RowCache
-from forerun.runtime.exits import exit_rows, layers_of
+from forerun.runtime.exits import Work, layers_of
 from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
 
@@ -49,20 +49,28 @@ class ExitCosts:
     plain: float
     """One token of plain decoding."""
 
-    def parts(self, counts: Counts) -> dict[str, float]:
+    def parts(self, work: Work) -> dict[str, float]:
         """Seconds by part of the work."""
+        layers = {
+            part: sum(self.layer[size] * n for (name, size), n in work.items() if name == part)
+            for part in ("draft", "verify")
+        }
+        projected = (
+            self.project[size] * n for (name, size), n in work.items() if name == "project"
+        )
         return {
-            "shallow layers": _weigh(self.layer, counts.draft_calls),
-            "exit heads": self.exit * counts.exits,
-            "remaining layers": _weigh(self.layer, counts.verify_calls),
-            "last projection": _weigh(self.project, counts.verified),
-            "everything else": self.gather * counts.gathers
-            + self.step * counts.steps
-            + self.round * counts.rounds,
+            "shallow layers": layers["draft"],
+            "exit heads": self.exit * work.passes("exit"),
+            "remaining layers": layers["verify"],
+            "last projection": sum(projected),
+            "everything else": self.gather * work.calls("gather")
+            + self.step * work.passes("step")
+            + self.round * work.calls("project"),
         }
 
-    def seconds(self, counts: Counts) -> float:
-        return sum(self.parts(counts).values())
+    def seconds(self, work: Work) -> float:
+        """Of all parts together."""
+        return sum(self.parts(work).values())
 
     def to_json(self) -> dict[str, Any]:
         """All fields; times in milliseconds."""
@@ -72,10 +80,6 @@ class ExitCosts:
             else round(value * 1e3, 4)
             for name, value in asdict(self).items()
         }
-
-
-def _weigh(costs: list[float], calls: list[int]) -> float:
-    return sum(cost * count for cost, count in zip(costs, calls, strict=False))
 
 
 def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) -> Model:
@@ -100,7 +104,7 @@ def measure(
     rows: Rows,
     heads: ExitHeads,
     layers: Sequence[int],
-    texts: Sequence[Text],
+    texts: Sequence[OwnText],
     width: int,
     tell: Callable[[int, int], None] | None = None,
 ) -> ExitCosts:
@@ -121,7 +125,7 @@ def measure(
         rows, heads, layers, width, min(max(context, 1), rows.limit - width - 2), tell
     )
     rough = ExitCosts(layer, project, exit_, 0.0, 0.0, 0.0, 0.0)
-    return _live_costs(model, rows, heads, layers, sample, width, rough)
+    return _with_rounds(model, rows, heads, layers, sample, width, rough)
 
 
 def _pieces(
@@ -178,36 +182,26 @@ def _pieces(
     return middle(0), middle(1), float(np.median([f[2] for f in timings]))
 
 
-def _live_costs(
+def _with_rounds(
     model: Model,
     rows: Rows,
     heads: ExitHeads,
     layers: Sequence[int],
-    texts: Sequence[Text],
+    texts: Sequence[OwnText],
     width: int,
     rough: ExitCosts,
 ) -> ExitCosts:
-    """The costs of rounds beyond the pieces, from rounds whose counts are known."""
-    again = []
-    for text in texts:
-        sampling = replace(text.sampling, max_new_tokens=min(LIVE_TOKENS, len(text.output)))
-        output = timed(model, text, None, sampling).completion.tokens
-        again.append(Text(text.prompt, output, sampling, text.eos))
-    exits = Exits(exit_rows(rows.executor.module()), heads, tuple(layers), again)
+    """The costs of rounds beyond the pieces, from live rounds and what they ran."""
     beyond: list[tuple[list[float], float]] = []
     alone: list[float] = []
-    for number, text in enumerate(again):
+    for text in texts:
+        sampling = replace(text.sampling, max_new_tokens=min(LIVE_TOKENS, len(text.output)))
         for setting in _varied(layers, width):
-            spec = speculating(model, rows, heads, setting)
-            done = timed(spec, text, setting)
-            pairs = zip(replay(exits, number, setting), done.rounds, done.times, strict=False)
-            for turn, (counts, round_, seconds) in enumerate(pairs):
-                if (counts.drafted, counts.accepted) != (round_.drafted, round_.accepted):
-                    break  # roundings led elsewhere
-                if turn:
-                    row = [float(counts.gathers), float(counts.steps), 1.0]
-                    beyond.append((row, seconds - rough.seconds(counts)))
-            alone += timed(model, text, None).times[1:]
+            done = timed(speculating(model, rows, heads, setting), text, setting, sampling)
+            for work, seconds in [*zip(done.work, done.times, strict=True)][1:]:
+                row = [float(work.calls("gather")), float(work.passes("step")), 1.0]
+                beyond.append((row, seconds - rough.seconds(work)))
+        alone += timed(model, text, None, sampling).times[1:]
     if not beyond or not alone:
         raise PromptError("the texts are too short to time; give more prompts or more tokens")
     gather, step, every = _fit(beyond)
@@ -216,32 +210,30 @@ def _live_costs(
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One generation."""
+class TimedText:
+    """One generation; of each round, the first of which includes reading the prompt:"""
 
     completion: Completion
     times: list[float]
-    """Seconds of each round; the first one includes reading the prompt."""
+    """Seconds."""
     wall: list[float]
     """The same in wall time."""
-
-    @property
-    def rounds(self) -> list[Round]:
-        return self.completion.rounds
+    work: list[Work]
+    """What it ran, if the model drafts for itself."""
 
     @property
     def pace(self) -> tuple[float, float] | None:
         """Seconds per token after the first round, also by the wall; None: there was no other."""
-        tokens = sum(r.committed for r in self.rounds[1:])
+        tokens = sum(r.committed for r in self.completion.rounds[1:])
         return (sum(self.times[1:]) / tokens, sum(self.wall[1:]) / tokens) if tokens else None
 
 
 def timed(
-    model: Model, text: Text, setting: Setting | None, sampling: Sampling | None = None
-) -> Timed:
+    model: Model, text: OwnText, setting: Setting | None, sampling: Sampling | None = None
+) -> TimedText:
     """Decode a prompt with a model made by `speculating`, or plainly without a setting."""
-    clock = _clock(model.target.device)
-    times, wall = [clock()], [time.perf_counter()]
+    clock, counted = _clock(model.target.device), getattr(model.target.executor, "work", Work())
+    times, wall, work = [clock()], [time.perf_counter()], [Work(counted)]
     completion = None
     for event in model.stream(
         [text.prompt],
@@ -251,9 +243,11 @@ def timed(
     ):
         times.append(clock())
         wall.append(time.perf_counter())
+        work.append(Work(counted))
         completion = event.completion
     assert completion is not None
-    return Timed(completion, np.diff(times).tolist(), np.diff(wall).tolist())
+    rounds = [Work(after - before) for before, after in pairwise(work)]
+    return TimedText(completion, np.diff(times).tolist(), np.diff(wall).tolist(), rounds)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

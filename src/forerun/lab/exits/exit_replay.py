@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from forerun.engine.sampling import Sampler
 from forerun.errors import SettingError
 from forerun.registry import Spec
 from forerun.runtime.base import Rows
+from forerun.runtime.drafts import spread
 from forerun.runtime.exits import Work, layers_of
 from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
@@ -74,7 +75,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Text:
+class OwnText:
     """A prompt and the target's output."""
 
     prompt: list[int]
@@ -84,8 +85,7 @@ class Text:
     """Tokens that end a draft."""
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Outputs of the exits after one prefix."""
 
     tokens: list[int]
@@ -94,67 +94,13 @@ class Output:
     """`(exit layers, anneals)` float32 annealed top-1 probabilities."""
 
 
-@dataclass
-class Counts:
-    """Work of one or more rounds. Lists are indexed by positions at once, from 0 on."""
+class ExitRound(NamedTuple):
+    """One round, and what it runs."""
 
-    draft_calls: list[int]
-    """Layers run while drafting."""
-    verify_calls: list[int]
-    """Layers run while verifying."""
-    verified: list[int]
-    """Rounds by the positions that were verified: drafted tokens, and mostly one more."""
-    exits: int = 0
-    """Exit heads run."""
-    gathers: int = 0
-    """Batches put together for some layers."""
-    steps: int = 0
-    """Tokens that climbed: drafted ones and difficult ones."""
-    drafted: int = 0
-    accepted: int = 0
-    committed: int = 0
-
-    @classmethod
-    def none(cls, width: int) -> Counts:
-        """No work, for drafts of at most `width` tokens."""
-        empty = [0] * (width + 2)
-        return cls(empty[:], empty[:], empty[:])
-
-    @property
-    def rounds(self) -> int:
-        return sum(self.verified)
-
-    def work(self) -> Work:
-        """The same as a `LayersExecutor` counts it."""
-
-        def passes(calls: list[int]) -> int:
-            return sum(width * count for width, count in enumerate(calls))
-
-        return Work(
-            draft_passes=passes(self.draft_calls),
-            verify_passes=passes(self.verify_calls),
-            draft_calls=sum(self.draft_calls),
-            verify_calls=sum(self.verify_calls),
-            exit_projections=self.exits,
-            projections=passes(self.verified),
-        )
-
-    def __add__(self, other: Counts) -> Counts:
-        def added(mine: list[int], theirs: list[int]) -> list[int]:
-            longer, shorter = sorted((mine, theirs), key=len, reverse=True)
-            return [n + (shorter[i] if i < len(shorter) else 0) for i, n in enumerate(longer)]
-
-        return Counts(
-            added(self.draft_calls, other.draft_calls),
-            added(self.verify_calls, other.verify_calls),
-            added(self.verified, other.verified),
-            self.exits + other.exits,
-            self.gathers + other.gathers,
-            self.steps + other.steps,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.committed + other.committed,
-        )
+    work: Work
+    drafted: int
+    accepted: int
+    committed: int
 
 
 @dataclass
@@ -176,10 +122,10 @@ class Exits:
     rows: Rows
     heads: ExitHeads
     layers: tuple[int, ...]
-    texts: Sequence[Text]
-    prefixes: int = field(default=0, init=False)
-    """Prefixes that were run."""
-    _memo: dict[tuple[int, int, tuple[int, ...]], Output] = field(default_factory=dict, init=False)
+    texts: Sequence[OwnText]
+    _outputs: dict[tuple[int, int, tuple[int, ...]], Output] = field(
+        default_factory=dict, init=False
+    )
 
     def __post_init__(self) -> None:
         if self.rows.lengths:
@@ -188,16 +134,20 @@ class Exits:
             group = self.texts[first : first + JOINED]
             self.rows.read([t.prompt for t in group], max(len(t.output) for t in group) + 1)
 
+    @property
+    def prefixes(self) -> int:
+        """Prefixes that were run."""
+        return len(self._outputs)
+
     def after(self, text: int, position: int, wrong: tuple[int, ...] = ()) -> Output:
         """Outputs after `position` tokens of a text's output and the tokens `wrong`."""
         key = (text, position, wrong)
-        outputs = self._memo.get(key)
-        if outputs is None:
-            outputs = self._memo[key] = self._ask(*key)
-        return outputs
+        if key not in self._outputs:
+            self._outputs[key] = self._run(*key)
+        return self._outputs[key]
 
     @torch.inference_mode()
-    def _ask(self, text: int, position: int, wrong: tuple[int, ...]) -> Output:
+    def _run(self, text: int, position: int, wrong: tuple[int, ...]) -> Output:
         """Take one token up through all exit layers; earlier ones mostly stand there already."""
         of = self.texts[text]
         context = [*of.prompt, *of.output[:position], *wrong]
@@ -210,20 +160,12 @@ class Exits:
             return [False]
 
         layers_of(self.rows).climb(self.rows.lengths, contexts, self.layers, stay)
-        self.prefixes += 1
         logits = torch.cat(exit_logits)
-        tokens = self._processed(of, context, self._spread(logits)).argmax(-1)
+        whole = spread(logits, self.heads.tokens, self.rows.vocab_size)
+        tokens = self._processed(of, context, whole).argmax(-1)
         return Output(tokens.tolist(), self._sure(logits))
 
-    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """`(n, V)` logits: −inf for tokens outside the heads' vocabulary."""
-        if self.heads.tokens is None:
-            return logits
-        full = logits.new_full((len(logits), self.rows.vocab_size), -torch.inf)
-        full[:, self.heads.tokens] = logits
-        return full
-
-    def _processed(self, of: Text, context: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def _processed(self, of: OwnText, context: list[int], logits: torch.Tensor) -> torch.Tensor:
         """`(n, V)` logits as the engine processes them for the token after `context`."""
         count = len(logits)
         noises = [Noise.of(of.sampling, of.prompt)] * count
@@ -245,7 +187,7 @@ class Exits:
         return sure
 
 
-def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:
+def replay(exits: Exits, text: int, setting: Setting) -> Iterator[ExitRound]:
     """Round after round of decoding a text with a setting and its controller, on its own.
 
     Raises:
@@ -258,79 +200,83 @@ def replay(exits: Exits, text: int, setting: Setting) -> Iterator[Counts]:
         raise SettingError(f"{setting.spec()} cannot be replayed: {error}") from error
     position, end = 0, len(exits.texts[text].output)
     while position < end:
-        counts = _round(exits, text, position, setting, indices, anneal)
-        yield counts
-        position += counts.committed
+        done = _round(exits, text, position, setting, indices, anneal)
+        yield done
+        position += done.committed
 
 
-def total(exits: Exits, text: int, setting: Setting) -> Counts:
-    """All rounds of a text together."""
-    return sum(replay(exits, text, setting), Counts.none(setting.width))
+def total(exits: Exits, text: int, setting: Setting) -> Work:
+    """The work of all rounds of a text."""
+    work = Work()
+    for done in replay(exits, text, setting):
+        work.update(done.work)
+    return work
 
 
 def _round(
     exits: Exits, text: int, position: int, setting: Setting, indices: list[int], anneal: int
-) -> Counts:
+) -> ExitRound:
     """Draft and verify after `position` tokens of the output."""
-    of, counts = exits.texts[text], Counts.none(setting.width)
+    of, work = exits.texts[text], Work()
     budget = of.sampling.max_new_tokens - position - 1
     context = exits.rows.limit - 1 - len(of.prompt) - position
     # A text's first round comes without a draft: its pass reads the prompt.
     limit = max(0, min(setting.width, budget, context)) if position else 0
+    drafted = accepted = 0
     depths: list[int] = []
     wrong: tuple[int, ...] = ()
-    while counts.drafted < limit:
-        at = position + counts.accepted
+    while drafted < limit:
+        at = position + accepted
         outputs = exits.after(text, at, wrong)
         depths.append(0)
-        counts.steps += 1
-        exit_ = _climb(counts, depths, setting, outputs.sure[indices, anneal])
+        exit_ = _climb(work, depths, setting, outputs.sure[indices, anneal])
         if exit_ is None:
             break
         token = outputs.tokens[indices[exit_]]
-        counts.drafted += 1
+        drafted += 1
         if not wrong and at < len(of.output) and token == of.output[at]:
-            counts.accepted += 1
+            accepted += 1
         else:
             wrong = (*wrong, token)
         if token in of.eos:
             break
     layers = layers_of(exits.rows).access.layers
-    span = None if depths else 1
-    own = setting.bonus or len(depths) > counts.drafted or not depths
-    depths += [0] * (counts.drafted + own - len(depths))
-    _sweep(counts, counts.verify_calls, depths, 0, layers, span)
-    counts.verified[len(depths)] += 1
-    counts.committed = counts.accepted + (own or counts.accepted < counts.drafted)
-    return counts
+    together = None if depths else 1
+    own = setting.bonus or len(depths) > drafted or not depths
+    depths += [0] * (drafted + own - len(depths))
+    _sweep(work, "verify", depths, 0, layers, together)
+    work["project", len(depths)] += 1
+    return ExitRound(work, drafted, accepted, accepted + (own or accepted < drafted))
 
 
-def _climb(counts: Counts, depths: list[int], setting: Setting, sure: FloatArray) -> int | None:
+def _climb(work: Work, depths: list[int], setting: Setting, sure: FloatArray) -> int | None:
     """Take the newest token up; which of the setting's exits it takes, None if it is difficult."""
-    at, span = 0, None
+    at, together = 0, None
+    work["step", 1] += 1
     for number, layer in enumerate(setting.layers):
-        span = _sweep(counts, counts.draft_calls, depths, at, layer, span)
+        together = _sweep(work, "draft", depths, at, layer, together)
         at = layer
-        counts.exits += 1
+        work["exit", 1] += 1
         if sure[number] >= setting.threshold:
             return number
     return None
 
 
 def _sweep(
-    counts: Counts, calls: list[int], depths: list[int], first: int, last: int, span: int | None
+    work: Work, part: str, depths: list[int], first: int, last: int, together: int | None
 ) -> int | None:
-    """Bring all tokens between two depths to `last`, as `LayersExecutor` does; counts into `calls`.
+    """Bring all tokens between two depths to `last`, as `LayersExecutor` does.
 
-    `span` is how many tokens are under way together, None at the start; so is the result.
+    `together` is how many tokens are under way together, None at the start; so is the result.
     """
     at = first
     while at < last:
         until = min([last, *(depth for depth in depths if depth > at)])
         if count := depths.count(at):
-            calls[count] += until - at
-            counts.gathers += count != span
+            work[part, count] += until - at
+            if count != together:
+                work["gather", 1] += 1
             depths[-count:] = [until] * count
-            span = count
+            together = count
         at = until
-    return span
+    return together

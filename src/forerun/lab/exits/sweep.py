@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
+from forerun.drafters.specbound import SpecBound
 from forerun.engine import Sampling
-from forerun.errors import MissingExtraError, SettingError, require
-from forerun.lab.exits.exit_costs import ExitCosts, Timed, speculating, timed
-from forerun.lab.exits.exit_replay import ANNEALS, Counts, Exits, Setting, Text, total
+from forerun.errors import SettingError, optional, require
+from forerun.lab.exits.exit_costs import ExitCosts, TimedText, measure, speculating, timed
+from forerun.lab.exits.exit_replay import ANNEALS, Exits, OwnText, Setting, total
+from forerun.lab.provenance import versions
 from forerun.lab.traces.results import geometric
 from forerun.model import Model
+from forerun.prompts import Prompt
 from forerun.runtime.base import Rows
-from forerun.runtime.layers import ExitHeads
+from forerun.runtime.drafts import own_draft
+from forerun.runtime.exits import Work, exit_rows, layers_of
+from forerun.runtime.heads import load_heads
+from forerun.runtime.layers import ExitHeads, LogitLens
 
+SCHEMA = 1
+SHOWN = 8
+"""Settings listed."""
 MOST_LAYERS = 12
 """Most exit layers that are tried; of more, evenly spaced ones."""
 WIDTH = 12
 """Most tokens per round that are tried."""
 GRID = tuple(round(0.05 * step, 2) for step in range(21))
 """Thresholds shown around the best setting."""
-CHANGED = ("anneal", "depth", "width", "layers", "bonus")
-"""What the local search changes beside the threshold."""
 POLISHED = 40
 """Most steps of the local search from the best trial."""
 
@@ -61,9 +72,12 @@ class Search:
             self.scores[setting] = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
         return self.scores[setting]
 
-    def counts(self, setting: Setting) -> Counts:
-        every = (total(self.exits, number, setting) for number in range(len(self.exits.texts)))
-        return sum(every, Counts.none(setting.width))
+    def work(self, setting: Setting) -> Work:
+        """Of all texts together."""
+        work = Work()
+        for number in range(len(self.exits.texts)):
+            work.update(total(self.exits, number, setting))
+        return work
 
     def best(self) -> Setting:
         """The best so far; the first one of equals."""
@@ -79,12 +93,8 @@ class Search:
     def run(
         self, budget: int, seed: int = 0, tell: Callable[[int, int], None] | None = None
     ) -> Setting:
-        """`budget` trials of optuna's TPE, then single changes of the best while they help.
-
-        Raises:
-            MissingExtraError: optuna is not installed.
-        """
-        optuna = load_optuna()
+        """`budget` trials of optuna's TPE, then single changes of the best while they help."""
+        optuna = optional("optuna", "lab")
         require(budget >= 1, "budget", budget, "≥ 1")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(
@@ -134,45 +144,34 @@ class Search:
     def _around(self, of: Setting) -> list[Setting]:
         """Settings that differ in one parameter."""
         near = {round(of.threshold + step / 100, 2) for step in (-10, -5, -2, -1, 1, 2, 5, 10)}
-        settings = [replace(of, threshold=t) for t in sorted(near) if 0 <= t <= 1]
-        return settings + [s for name in CHANGED for _, s in self.changes(of, name)]
+        changes = self.changes(of)
+        changes["threshold"] = [(t, replace(of, threshold=t)) for t in sorted(near) if 0 <= t <= 1]
+        return [setting for pairs in changes.values() for _, setting in pairs]
 
-    def changes(self, of: Setting, name: str) -> list[tuple[float | int | str, Setting]]:
-        """Values of one parameter with the rest as it is; of `layers`, each one left out or added.
-
-        Raises:
-            SettingError: no such parameter.
-        """
-        every = self.exits.layers
-        if name == "threshold":
-            return [(t, replace(of, threshold=t)) for t in sorted({*GRID, of.threshold})]
-        if name == "anneal":
-            return [(a, replace(of, anneal=a)) for a in ANNEALS]
-        if name == "width":
-            return [(w, replace(of, width=w)) for w in range(1, self.width + 1)]
-        if name == "bonus":
-            return [(b, replace(of, bonus=b)) for b in (True, False)]
-        if name == "depth":
-            return [
-                (d, replace(of, layers=(*(n for n in of.layers[:-1] if n < d), d))) for d in every
-            ]
-        if name == "layers":
-            out: list[tuple[float | int | str, Setting]] = []
-            for layer in every:
-                if layer not in of.layers:
-                    added = tuple(sorted((*of.layers, layer)))
-                    out.append((f"+{layer}", replace(of, layers=added)))
-                elif len(of.layers) > 1:
-                    removed = tuple(n for n in of.layers if n != layer)
-                    out.append((f"-{layer}", replace(of, layers=removed)))
-            return out
-        raise SettingError(f"no parameter {name!r}")
+    def changes(self, of: Setting) -> dict[str, list[tuple[float | int | str, Setting]]]:
+        """Values of each parameter with the rest as it is; of `layers`, each left out or added."""
+        every, used = self.exits.layers, of.layers
+        up_to = {d: (*(n for n in used[:-1] if n < d), d) for d in every}
+        toggled: dict[str, tuple[int, ...]] = {}
+        for layer in every:
+            if layer not in used:
+                toggled[f"+{layer}"] = tuple(sorted((*used, layer)))
+            elif len(used) > 1:
+                toggled[f"-{layer}"] = tuple(n for n in used if n != layer)
+        thresholds = sorted({*GRID, of.threshold})
+        return {
+            "threshold": [(t, replace(of, threshold=t)) for t in thresholds],
+            "anneal": [(a, replace(of, anneal=a)) for a in ANNEALS],
+            "depth": [(d, replace(of, layers=layers)) for d, layers in up_to.items()],
+            "width": [(w, replace(of, width=w)) for w in range(1, self.width + 1)],
+            "layers": [(name, replace(of, layers=layers)) for name, layers in toggled.items()],
+            "bonus": [(b, replace(of, bonus=b)) for b in (True, False)],
+        }
 
     def sensitivity(self, of: Setting) -> dict[str, list[tuple[float | int | str, float]]]:
         """Per parameter its values and the predicted speed-up, the others as they are."""
-        return {
-            n: [(v, self.score(s)) for v, s in self.changes(of, n)] for n in ("threshold", *CHANGED)
-        }
+        changes = self.changes(of).items()
+        return {name: [(value, self.score(s)) for value, s in pairs] for name, pairs in changes}
 
 
 @dataclass(frozen=True)
@@ -225,9 +224,9 @@ def confirm(
     texts = search.exits.texts
     methods = [None, *settings]
     models = [model, *(speculating(model, rows, heads, s) for s in settings)]
-    runs: list[list[Timed]] = []
+    runs: list[list[TimedText]] = []
     for number, text in enumerate(texts):
-        row: list[Timed | None] = [None] * len(methods)
+        row: list[TimedText | None] = [None] * len(methods)
         for step in range(len(methods)):
             at = (step + number) % len(methods)  # no method always follows the same one
             row[at] = timed(models[at], text, methods[at])
@@ -256,20 +255,18 @@ def confirm(
 
 
 def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None:
-    """The setting of `specbound` without arguments.
+    """The setting of `specbound` without arguments; None if it refuses.
 
     Args:
         layers: that have a head.
         depths: layers of the model.
         trained: whether the heads are.
-
-    Returns:
-        None if it refuses: no head is shallow enough.
     """
-    depth = max(1, depths // 2)
-    every = layers if trained else range(depth, 0, -2)
-    used = tuple(sorted(n for n in every if n <= depth and n in layers))
-    return Setting(used, 0.7, 0.5, 6) if used else None
+    try:
+        used = SpecBound(exits="trained" if trained else "").exit_layers(depths, tuple(layers))
+    except SettingError:  # no head is shallow enough
+        return None
+    return Setting(used, 0.7, 0.5, 6)
 
 
 def candidates(layers: Sequence[int]) -> tuple[int, ...]:
@@ -282,23 +279,115 @@ def candidates(layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(layers[every - 1 :: every])
 
 
-def load_optuna() -> Any:
-    """The module optuna.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        import optuna
-    except ImportError as error:
-        raise MissingExtraError.of("optuna", "lab") from error
-    return optuna
-
-
-def written(model: Model, prompts: Iterable[tuple[list[int], Sampling]]) -> Iterator[Text]:
+def written(model: Model, prompts: Iterable[tuple[list[int], Sampling]]) -> Iterator[OwnText]:
     """The model's own texts on prompts, given as token ids and sampling."""
     for ids, sampling in prompts:
         done = model.generate([ids], sampling=sampling, plain=True)[0]
         eos = model.eos if sampling.eos is None else frozenset(sampling.eos)
         sampling = replace(sampling, seed=done.seed)
-        yield Text(ids, done.tokens, sampling, frozenset() if sampling.ignore_eos else eos)
+        yield OwnText(ids, done.tokens, sampling, frozenset() if sampling.ignore_eos else eos)
+
+
+class Report(Protocol):
+    """Called with the name of a phase, what is done of it, and how much there is in all."""
+
+    def __call__(self, name: str, done: float, total: float | None = None) -> None:
+        """Take it."""
+
+
+class Sweep:
+    """The settings of `specbound` that suit a model and its exit heads.
+
+    Args:
+        model: decodes plainly, on torch.
+        exits: a folder of exit heads; None takes the target's own, if it has any; "" asks the
+            model's own head at every layer.
+        width: most drafted tokens per round that are tried.
+        seed: of the search.
+    """
+
+    def __init__(self, model: Model, exits: str | None, *, width: int = WIDTH, seed: int = 0):
+        trained = own_draft(model.target.facts.name, "exits") if exits is None else exits
+        self.exits = exits or (None if trained else "")
+        """As a spec names the heads: the target's own need none, but that none are used is said."""
+        self._model, self._width, self._seed = model, width, seed
+        self._module: Any = model.target.executor.module()
+        self._fast, self._trained = exit_rows(self._module), bool(trained)
+        self._access = layers_of(self._fast).access
+        self._heads: Any = load_heads(trained, self._access) if trained else LogitLens(self._access)
+        self.search: Search | None = None
+        """The settings scored; there once their costs are measured."""
+        self.best: Any = None
+        """The setting with the best prediction."""
+        self.untuned: Setting | None = None
+
+    def run(
+        self, prompts: Sequence[Prompt], budget: int, confirmed: int, tell: Report
+    ) -> list[Confirmed]:
+        """Write, time, search and confirm; the settings timed, the fastest first."""
+        model, heads = self._model, self._heads
+        layers = candidates(tuple(heads.layers))
+        texts: list[OwnText] = []
+        for text in written(model, ((row.ids, row.sampling) for row in prompts)):
+            texts.append(text)
+            tell("writing", len(texts))
+        advance = partial(tell, "timing")
+        costs = measure(model, self._fast, heads, layers, texts, self._width, advance)
+        exits = Exits(exit_rows(self._module), heads, layers, texts)
+        self.search = search = Search(exits, costs, self._width)
+        self.best = search.run(budget, self._seed, partial(tell, "searching"))
+        chosen = search.top(confirmed)
+        self.untuned = untuned(tuple(heads.layers), self._access.layers, self._trained)
+        if self.untuned is not None and set(self.untuned.layers) <= set(layers):
+            search.score(self.untuned)
+            if self.untuned not in chosen:
+                chosen.append(self.untuned)
+        return confirm(model, self._fast, heads, search, chosen, partial(tell, "confirming"))
+
+    def save(self, path: str, setting: Setting, about: Mapping[str, Any]) -> None:
+        """Write the settings file: for `generate`, on any machine."""
+        document: dict[str, Any] = {
+            "schema": SCHEMA,
+            "controller": setting.controller,
+            "rule": None,
+            "draft": setting.spec(None if self.exits else self.exits),
+        }
+        if self.exits:
+            document["exits"] = os.path.relpath(self.exits, Path(path).parent)
+        document["about"] = about
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def document(self, live: list[Confirmed], about: Mapping[str, Any]) -> dict[str, Any]:
+        """The document of `sweep specbound`: the fastest settings, and the effect of changes."""
+        search, fastest = self.search, live[0]
+        assert search is not None
+        parts = search.costs.parts(search.work(fastest.setting))
+        total = sum(parts.values())
+        return {
+            "schema": SCHEMA,
+            "draft": fastest.setting.spec(self.exits),
+            "controller": fastest.setting.controller,
+            "top": [
+                {"draft": setting.spec(self.exits), "predicted": round(search.score(setting), 4)}
+                for setting in search.top(SHOWN)
+            ],
+            "confirmed": [c.to_json(self.exits) for c in live],
+            "untuned": None if self.untuned is None else self.untuned.spec(self.exits),
+            "time": {name: round(seconds / total, 4) for name, seconds in parts.items()},
+            "sensitivity": {
+                name: [[value, round(score, 4)] for value, score in values]
+                for name, values in search.sensitivity(fastest.setting).items()
+            },
+            "costs_ms": search.costs.to_json(),
+            "tried": len(search.scores),
+            "prefixes": search.exits.prefixes,
+            "about": {
+                **about,
+                "settings": fastest.setting.settings(),
+                "speedup": fastest.speedup,
+                "predicted": round(fastest.predicted, 4),
+                "best_predicted": self.best.spec(self.exits),
+                "versions": versions(),
+            },
+        }

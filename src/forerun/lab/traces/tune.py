@@ -14,7 +14,7 @@ import numpy as np
 
 from forerun.checks import whole
 from forerun.controllers import CONTROLLERS, Controller
-from forerun.errors import MissingExtraError, SettingError, require
+from forerun.errors import SettingError, optional, require
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.results import geometric
@@ -219,7 +219,8 @@ def _sampled(
     space: Space, depth: int, cell: Cell, count: int, seed: int
 ) -> Iterator[tuple[dict[str, Any], Answer]]:
     """`count` values chosen by TPE; first, where costs are searched, the measured costs."""
-    optuna = _optuna()
+    optuna = optional("optuna", "lab")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     if count and COSTS.keys() <= space.keys():
         slope = float(cell.verify_seconds(2) - cell.verify_seconds(1)) / cell.plain
         costs = {"cost": round(cell.ratio, 3), "slope": round(max(slope, 0), 4)}
@@ -237,15 +238,6 @@ def _sampled(
                 study.tell(trial, value)
 
         yield values, answer
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise MissingExtraError.of("optuna", "lab") from error
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return optuna
 
 
 def speed(trace: Trace, controller: str | Controller, cell: Cell) -> float:
