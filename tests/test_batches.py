@@ -24,7 +24,7 @@ from forerun.lab.traces.results import Replay, Rounds
 from forerun.lab.traces.trace import Trace
 from forerun.runtime.base import CHUNK
 from forerun.testing import ScriptedModel
-from forerun.types import Round
+from forerun.types import RoundOutcome
 from test_engine import chaotic, noisy
 from test_replay import live, recorded
 
@@ -154,7 +154,7 @@ class Broken(FixedLength):
 
     summary: ClassVar[str] = ""
 
-    def observe(self, state: State, round: Round) -> State:
+    def observe(self, state: State, round: RoundOutcome) -> State:
         raise ZeroDivisionError("of a policy")
 
 

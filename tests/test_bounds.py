@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.shares import regret
 from forerun.errors import SettingError
 from forerun.lab.bounds import bounds
-from forerun.lab.bounds.acceptance import PAST, Acceptance, Past, Texts
+from forerun.lab.bounds.acceptance import PAST, Acceptance, Past, TracePositions
 from forerun.lab.bounds.bounds import (
     Bound,
     Clock,
@@ -294,7 +294,7 @@ def test_decisions_do_not_depend_on_what_is_not_yet_drafted():
         changed = {k: v.copy() for k, v in trace.signals.items()}
         for values in changed.values():
             values[..., depth:] = rng.random(values[..., depth:].shape)
-        other = model.prepare(Texts(Trace(**{**vars(trace), "signals": changed})))
+        other = model.prepare(TracePositions(Trace(**{**vars(trace), "signals": changed})))
         after = stopper.gain(other, index, past)
         np.testing.assert_allclose(after[:, : depth + 1], before[:, : depth + 1])
         if depth < 5:

@@ -23,7 +23,7 @@ from forerun.engine.results import Origin
 from forerun.errors import SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
-from forerun.types import Round
+from forerun.types import RoundOutcome
 
 V, EOS = 6, 5
 Moves = dict[int, dict[int, int]]
@@ -180,9 +180,9 @@ def _exact(how: dict[str, Any]) -> dict[tuple[int, ...], float]:
 class Noting(FixedLength):
     """Keeps what it is told."""
 
-    seen: list[Round] = field(default_factory=list, hash=False, compare=False)
+    seen: list[RoundOutcome] = field(default_factory=list, hash=False, compare=False)
 
-    def observe(self, state: Any, round: Round) -> Any:
+    def observe(self, state: Any, round: RoundOutcome) -> Any:
         self.seen.append(round)
         return state
 

@@ -18,7 +18,7 @@ from forerun.controllers.elementwise import column, joined, stacked, taken
 from forerun.controllers.hf_threshold import best_threshold
 from forerun.errors import SettingError, UnknownNameError
 from forerun.governors import Governor
-from forerun.types import CENSORING, DRAWN, Round, Stop, Token
+from forerun.types import CENSORING, DRAWN, RoundOutcome, Stop, Token
 
 CASES = {
     "auto": [
@@ -214,15 +214,15 @@ def token(prob) -> Token:
     return Token(which, which // 3, *signals)
 
 
-def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> Round:
+def outcome(drafted, accepted, stopped_by=Stop.LIMIT, probs=None) -> RoundOutcome:
     """A round from plain numbers."""
     probs = [0.5] * max(drafted, 1) if probs is None else probs
     tokens = [token(p) for p in probs]
     took = 1 + 0.2 * drafted
-    return Round(drafted, accepted, [1.0] * len(probs), int(stopped_by), tokens, took)
+    return RoundOutcome(drafted, accepted, [1.0] * len(probs), int(stopped_by), tokens, took)
 
 
-def random_rounds(rng, limit, stops=tuple(Stop)) -> Round:
+def random_rounds(rng, limit, stops=tuple(Stop)) -> RoundOutcome:
     """A round of as many requests as there are limits; arrays."""
     drafted = rng.integers(0, np.minimum(limit, K) + 1)
     accepted = np.where(rng.random(len(limit)) < 0.4, drafted, rng.integers(0, drafted + 1))
@@ -230,17 +230,17 @@ def random_rounds(rng, limit, stops=tuple(Stop)) -> Round:
     coins = np.where(rng.random(probs.shape) < 0.5, np.round(probs), probs)
     stopped = rng.choice([int(s) for s in stops], len(limit))
     tokens = [token(p) for p in probs]
-    return Round(drafted, accepted, list(coins), stopped, tokens, 1 + 0.2 * drafted)
+    return RoundOutcome(drafted, accepted, list(coins), stopped, tokens, 1 + 0.2 * drafted)
 
 
-def alone(rounds: Round, row: int) -> Round:
+def alone(rounds: RoundOutcome, row: int) -> RoundOutcome:
     """One request of a round of arrays."""
     drafted, accepted, stopped = (
         int(x[row]) for x in (rounds.drafted, rounds.accepted, rounds.stopped_by)
     )
     tokens = [column(t, row) for t in rounds.tokens]
     probs = [float(p[row]) for p in rounds.accept_prob]
-    return Round(drafted, accepted, probs, stopped, tokens, 1 + 0.2 * drafted)
+    return RoundOutcome(drafted, accepted, probs, stopped, tokens, 1 + 0.2 * drafted)
 
 
 def leaves(tree) -> list:
@@ -472,7 +472,7 @@ def test_learns_nothing_without_a_draft(spec, stop):
     for probs in ([], [0.0] * 3):
         seen = outcome(0, 0, stop, probs)
         assert_same(controller.observe(state, seen), state, but=COUNTERS)
-    assert_same(controller.observe(state, Round(0, 0, (), stop)), state, but=COUNTERS)
+    assert_same(controller.observe(state, RoundOutcome(0, 0, (), stop)), state, but=COUNTERS)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -483,7 +483,7 @@ def test_drafters_without_a_distribution(spec, tokens):
     if not isinstance(policy, Forecaster):  # these count
         assert asked(policy, state, [Token(1)]) == [True]
     for accepted in (0, 1, 2):
-        state = policy.observe(state, Round(2, accepted, [1.0, 1.0], 0, tokens))
+        state = policy.observe(state, RoundOutcome(2, accepted, [1.0, 1.0], 0, tokens))
     assert policy.limit(state) >= 0
     _, memo = policy.step(state, None, Token(1))
     assert policy.trim(state, memo) == 0

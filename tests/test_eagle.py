@@ -18,7 +18,7 @@ from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save
 from forerun.runtime.eagle import EPS, EagleHead
 from forerun.testing import ScriptedModel
 from forerun.training.eagle import EagleTrainer
-from forerun.training.fit import Document, Settings
+from forerun.training.fit import Document, TrainingSettings
 from sourced import build as build_encoder_decoder
 from test_states import RUNTIMES, alone
 from tiny import VOCAB, build, texts
@@ -203,7 +203,7 @@ def written(model: Any, count: int = 60) -> list[Document]:
 def taught() -> tuple[Any, EagleTrainer, list[Document]]:
     model = build("llama")
     documents = written(model)
-    settings = Settings("eagle", width=64, steps=100, batch=10, vocab=60, lr=0.01)
+    settings = TrainingSettings("eagle", width=64, steps=100, batch=10, vocab=60, lr=0.01)
     trainer = EagleTrainer(torch_rows(model), settings, documents)
     log = list(trainer.train(documents))
     assert log[-1]["loss"] < 0.75 * log[0]["loss"]
@@ -268,7 +268,7 @@ def test_rounds_are_counted_one_after_the_other() -> None:
 def test_a_run_cut_in_two_is_the_run_in_one_piece(tmp_path: Path) -> None:
     model = build("llama")
     documents = written(model, 8)
-    settings = Settings("eagle", (1, 3), width=64, steps=4, batch=3, vocab=30)
+    settings = TrainingSettings("eagle", (1, 3), width=64, steps=4, batch=3, vocab=30)
     whole, first, rest = (EagleTrainer(torch_rows(model), settings, documents) for _ in range(3))
     assert len(list(whole.train(documents))) == 4
     for record in first.train(documents):
@@ -286,9 +286,11 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(tmp_path: Path) -> None:
 
 def test_settings_that_a_head_cannot_have() -> None:
     with pytest.raises(SettingError, match="width must be a multiple of 64"):
-        Settings("eagle", width=100)
+        TrainingSettings("eagle", width=100)
     with pytest.raises(SettingError, match="depths must rise from 1 to at most the target's 3"):
-        EagleTrainer(torch_rows(build("llama")), Settings("eagle", (2, 4)), [Document([3, 4])])
+        EagleTrainer(
+            torch_rows(build("llama")), TrainingSettings("eagle", (2, 4)), [Document([3, 4])]
+        )
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:

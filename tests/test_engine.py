@@ -25,7 +25,7 @@ from forerun.errors import NumericalError, PromptError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows
 from forerun.testing import ScriptedModel, engine
-from forerun.types import Round, Stop, Token
+from forerun.types import RoundOutcome, Stop, Token
 
 SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
@@ -636,7 +636,7 @@ def test_signals_know_the_penalties() -> None:
         def signals(self, certain: bool) -> frozenset[str]:
             return frozenset({"top1", "chosen", "id", "previous"})
 
-        def observe(self, state: Any, round: Round) -> Any:
+        def observe(self, state: Any, round: RoundOutcome) -> Any:
             seen.extend(round.tokens)
             return super().observe(state, round)
 

@@ -26,7 +26,7 @@ from forerun.runtime.heads import (
 )
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.training.exits import ExitTrainer
-from forerun.training.fit import Document, Settings
+from forerun.training.fit import Document, TrainingSettings
 
 WIDTH = 32
 
@@ -181,7 +181,7 @@ def test_wrong_layers_are_refused(access):
 
 
 def exits(model: Any, texts: list[Document] = TEXTS, **how: Any) -> ExitTrainer:
-    return ExitTrainer(torch_rows(model), Settings("exits", (1, 2), **how), texts)
+    return ExitTrainer(torch_rows(model), TrainingSettings("exits", (1, 2), **how), texts)
 
 
 @pytest.mark.parametrize("how", [{}, {"rank": 4}, {"head": "full"}, {"vocab": 9},
@@ -277,7 +277,7 @@ def test_bad_settings_are_refused(model, how, what):
 )  # fmt: skip
 def test_layers_that_no_head_can_stand_on(model, layers, what):
     with pytest.raises(SettingError, match=what):
-        ExitTrainer(torch_rows(model), Settings("exits", layers), TEXTS)
+        ExitTrainer(torch_rows(model), TrainingSettings("exits", layers), TEXTS)
 
 
 def test_the_fingerprint_tells_models_apart(model):

@@ -12,7 +12,7 @@ from forerun.controllers.bandit import normal
 from forerun.controllers.elementwise import stacked
 from forerun.costs import Costs
 from forerun.governors import Seat
-from forerun.types import Round, Stop, Token
+from forerun.types import RoundOutcome, Stop, Token
 
 STEP = 1 / 4.2 + 0.02  # what a drafted token costs by default, in target passes
 
@@ -26,7 +26,7 @@ def make(spec):
 def seen(drafted, accepted, top1=None, stop=Stop.LIMIT):
     """A round; `top1` None is a drafter without a distribution."""
     tokens = [] if top1 is None else [Token(top1=float(p)) for p in top1]
-    return Round(drafted, accepted, [1.0] * drafted, int(stop), tokens, 1 + drafted * STEP)
+    return RoundOutcome(drafted, accepted, [1.0] * drafted, int(stop), tokens, 1 + drafted * STEP)
 
 
 def sigmoid(x):
@@ -197,7 +197,7 @@ def test_goodput_calibrates(slope, bias):
         accepted = hit.cumprod(0).sum(0)
         tokens = [Token(top1=p) for p in sigmoid(f)]
         full = np.full(rows, 3)
-        state = controller.observe(state, Round(full, accepted, hit, 0 * full, tokens))
+        state = controller.observe(state, RoundOutcome(full, accepted, hit, 0 * full, tokens))
     for f in (-1, 0.0, 1.0, 2.5):
         learned = sigmoid(state.slope * f + state.bias[0]).mean()
         assert abs(learned - sigmoid(slope * f + bias)) < 0.03

@@ -13,7 +13,7 @@ from forerun.costs import Costs
 from forerun.engine.lengths import Lengths
 from forerun.governors import Outcome, Seat
 from forerun.governors.renewal import Renewal
-from forerun.types import Round, Token
+from forerun.types import RoundOutcome, Token
 
 COSTS = Costs.synthetic(5, 0.02)
 SURE, UNSURE = (Token(logit_margin=m, chosen=p, top1=p) for m, p in ((9.0, 0.99), (0.1, 0.3)))
@@ -88,7 +88,7 @@ def test_a_policy_is_shown_what_it_declares():
 def test_states_follow_their_rows():
     lengths = lengths_of(*["hf-heuristic(length=4)"] * 3)
     lengths.limits(COSTS, [Seat()] * 3)
-    observe(lengths, [Round(4, n, [1.0] * 4, tokens=[SURE] * 4) for n in (4, 0, 4)])
+    observe(lengths, [RoundOutcome(4, n, [1.0] * 4, tokens=[SURE] * 4) for n in (4, 0, 4)])
     assert lengths.limits(COSTS, [Seat()] * 3) == [6, 3, 6]
     lengths.keep([2, 1])
     lengths.join(CONTROLLERS.make("hf-heuristic(length=4)"), True)
@@ -100,7 +100,9 @@ def test_the_newest_request_that_left_is_remembered():
     auto = CONTROLLERS.make("auto")
     lengths = lengths_of(auto, auto, memory=memory)
     lengths.limits(COSTS, [Seat()] * 2)
-    observe(lengths, [Round(4, n, [1.0] * n + [0.0] * (4 - n), 0, [SURE] * 4) for n in (0, 4)])
+    observe(
+        lengths, [RoundOutcome(4, n, [1.0] * n + [0.0] * (4 - n), 0, [SURE] * 4) for n in (0, 4)]
+    )
     lengths.keep([1])
     assert set(memory) == {auto, ("pace", auto)}
     first = memory[auto]
@@ -162,7 +164,7 @@ def test_what_is_wrong_with_one_row_ends_no_other(where, governed):
         assert answers[2]
         for i in range(3):
             lengths.trim(i)
-        observe(lengths, [Round(1, 1, [1.0], 0, [SURE])] * 3)
+        observe(lengths, [RoundOutcome(1, 1, [1.0], 0, [SURE])] * 3)
     assert list(lengths.failed) == [1]
     assert str(lengths.failed[1]) == f"no {where}"
     assert lengths.go([SURE] * 3)[1] is False

@@ -165,35 +165,6 @@ def test_results_of_benchmarks_are_figures_and_not_samples():
     assert sum(sizes) <= 1.5e6
 
 
-SHARED = {
-    "CMASD",
-    "Choice",
-    "Clock",
-    "Drafted",
-    "Facts",
-    "Guide",
-    "Job",
-    "Judged",
-    "Matcher",
-    "Part",
-    "Plan",
-    "Prediction",
-    "Request",
-    "Round",
-    "Settings",
-    "States",
-    "Text",
-    "Texts",
-    "Timed",
-    "Turns",
-    "Verdict",
-    "_Counted",
-    "_Row",
-    "_Text",
-}
-"""Class names that stand for two things; may only become fewer."""
-
-
 def test_a_class_name_stands_for_one_thing():
     names = [
         node.name
@@ -201,4 +172,4 @@ def test_a_class_name_stands_for_one_thing():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     ]
-    assert {name for name in names if names.count(name) > 1} <= SHARED
+    assert {name for name in names if names.count(name) > 1} == set()

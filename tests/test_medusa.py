@@ -22,7 +22,7 @@ from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import MedusaHeads, load_medusa, new_heads
 from forerun.runtime.packing import dense
 from forerun.testing import ScriptedModel
-from forerun.training.fit import Document, Settings
+from forerun.training.fit import Document, TrainingSettings
 from forerun.training.medusa import MedusaTrainer
 from sourced import build as build_encoder_decoder
 from tiny import CONFIGS, VOCAB, build, texts
@@ -138,7 +138,7 @@ def taught() -> tuple[Any, MedusaTrainer, list[Document]]:
     documents = written(model)
     trainer = MedusaTrainer(
         torch_rows(model),
-        Settings("medusa", width=3, steps=150, batch=16, lr=0.01, vocab=40),
+        TrainingSettings("medusa", width=3, steps=150, batch=16, lr=0.01, vocab=40),
         documents,
     )
     list(trainer.train(documents))
@@ -215,7 +215,7 @@ def test_sampled_text_is_distributed_as_the_targets(taught: Any) -> None:
 def test_a_run_cut_in_two_is_the_run_in_one_piece(tmp_path: Path) -> None:
     model = build("llama")
     documents = written(model, 8)
-    settings = Settings("medusa", width=2, steps=4, batch=3, vocab=20)
+    settings = TrainingSettings("medusa", width=2, steps=4, batch=3, vocab=20)
     whole, first, rest = (MedusaTrainer(torch_rows(model), settings, documents) for _ in range(3))
     assert len(list(whole.train(documents))) == 4
     for record in first.train(documents):
@@ -233,11 +233,11 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(tmp_path: Path) -> None:
 
 def test_texts_too_short_for_any_head_teach_nothing() -> None:
     model, short = build("llama"), [Document([5, 6])] * 4
-    trainer = MedusaTrainer(torch_rows(model), Settings("medusa", width=2, steps=2), short)
+    trainer = MedusaTrainer(torch_rows(model), TrainingSettings("medusa", width=2, steps=2), short)
     assert [record["loss"] for record in trainer.train(short)] == [0.0, 0.0]
     assert trainer.agreement(short) == {"top1": 0.0, "by_depth": [0.0, 0.0], "accepted": 0.0}
 
 
 def test_only_heads_have_a_vocabulary_of_their_own() -> None:
     with pytest.raises(SettingError, match="vocab must be 0 for a draft of kind shared"):
-        Settings("shared", vocab=5)
+        TrainingSettings("shared", vocab=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forerun.types import Round, Stop
+from forerun.types import RoundOutcome, Stop
 from test_controllers import ALL, NONE, goes, lengths, make, outcome
 
 
@@ -64,7 +64,7 @@ def test_adaedl_stops_each_row_by_its_own_threshold():
     controller = make("adaedl(threshold=0.5,epsilon=1,beta2=0.5)")
     # First: AR = (0.9 + 1)/2 = 0.95, 2 ≠ L: λ = 0.5 − 0.5·1 = 0. Second: AR = 0.45: λ = 1.
     for accepted, threshold in ((2, 0), (0, 1)):
-        state = controller.observe(controller.start(), Round(2, accepted, [1.0, 1.0]))
+        state = controller.observe(controller.start(), RoundOutcome(2, accepted, [1.0, 1.0]))
         np.testing.assert_allclose(state.threshold, threshold, atol=1e-15)
         assert goes(controller, state, entropy=[1.0]) is (threshold == 0)
 

@@ -22,7 +22,7 @@ from forerun.lab.traces.replay import replay, stream
 from forerun.lab.traces.results import Replay, Rounds, geometric, rate, summarise
 from forerun.lab.traces.trace import Trace, concatenate
 from forerun.testing import ScriptedModel
-from forerun.types import Round, Stop
+from forerun.types import RoundOutcome, Stop
 from made_traces import trace_of
 from test_engine import chaotic, noisy
 
@@ -100,7 +100,7 @@ def carries(spec: str) -> bool:
     controller = CONTROLLERS.make(spec)
     if isinstance(controller, Governor):
         return controller.given is None
-    last = controller.observe(controller.start(), Round(1, 0, [0.0], 0, [], 1.2))
+    last = controller.observe(controller.start(), RoundOutcome(1, 0, [0.0], 0, [], 1.2))
     later, fresh = controller.start(True, last), controller.start(True)
     return later is last or repr(later) != repr(fresh)
 

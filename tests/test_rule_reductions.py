@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forerun.confidence import Confidence
 from forerun.rules.budget import Budget
-from forerun.rules.cm_asd import CMASD
+from forerun.rules.cm_asd import CMASDRule
 from forerun.types import Draft, Target
 from rule_tools import (
     LAST,
@@ -383,7 +383,7 @@ def test_each_token_has_its_own_margin(mode):
     tokens = torch.tensor([[0, 0]])
     draft = Draft(tokens, torch.tensor([2]), **read(tokens, guess))
     target = Target(torch.tensor([[[0.0, 0.5, -1.0]] * 3]), torch.tensor([True]))
-    rule = CMASD(mode=mode, top=2, tau=0.0, gamma=0.7)
+    rule = CMASDRule(mode=mode, top=2, tau=0.0, gamma=0.7)
     verdict = rule.judge(draft, target, torch.zeros(1, 3).double())
     assert verdict.accept_prob.tolist() == ([[1, 0]] if mode == "prose" else [[0, 1]])
     assert verdict.drift.tolist() == verdict.accept_prob.tolist()

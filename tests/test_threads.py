@@ -16,7 +16,7 @@ import torch
 from forerun.controllers import CONTROLLERS
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Engine, Sampling
-from forerun.engine.shared import Turns
+from forerun.engine.shared import FairLock
 from forerun.errors import PromptError, SettingError
 from forerun.model import Model
 from forerun.rules import RULES
@@ -167,7 +167,7 @@ def test_rows_of_an_engine_of_ones_own_are_respected() -> None:
 
 
 def test_turns_are_passed_on_in_order() -> None:
-    turns, order, ready = Turns(), [], threading.Semaphore(0)
+    turns, order, ready = FairLock(), [], threading.Semaphore(0)
 
     def take(name: int) -> None:
         ready.release()

@@ -18,9 +18,9 @@ from forerun.controllers import CONTROLLERS
 from forerun.errors import MissingExtraError, SettingError, UnknownNameError
 from forerun.lab.traces import tune as lab
 from forerun.lab.traces.costs import Cell
-from forerun.lab.traces.exports import EXPORTS, Job, export
+from forerun.lab.traces.exports import EXPORTS, ExportJob, export
 from forerun.lab.traces.replay import replay
-from forerun.lab.traces.spaces import SPACES, Choice
+from forerun.lab.traces.spaces import SPACES, OneOf
 from forerun.lab.traces.tune import Tuned, disjoint, halves, judge, search, speed, tunable, tune
 from forerun.registry import Spec, parse
 from made_traces import periodic, random_trace, trace_of
@@ -119,14 +119,14 @@ def test_spaces_fit_their_controllers(name):
     assert set(space) <= known
     default = CONTROLLERS.make(name)
     for key, values in space.items():
-        if isinstance(values, Choice):
+        if isinstance(values, OneOf):
             assert getattr(default, key) in values.choices
         elif key not in ("length", "high"):  # of these the search stays below some defaults
             value = getattr(default, key)  # none: what is measured
             assert value is None or values.low <= value <= values.high
     for pick in (0, -1):
         ends = {
-            k: v.choices[pick] if isinstance(v, Choice) else (v.low, v.high)[pick]
+            k: v.choices[pick] if isinstance(v, OneOf) else (v.low, v.high)[pick]
             for k, v in space.items()
         }
         CONTROLLERS.make(Spec(name, (), ends))
@@ -257,7 +257,7 @@ def test_prompts_in_both_traces_are_refused():
     disjoint(trace, replace(trace, tokens=trace.tokens + 1))
 
 
-JOB = Job(
+JOB = ExportJob(
     periodic(4),
     Cell.synthetic(10),
     [

@@ -39,12 +39,12 @@ class Grammar:
     _start: Any
     _eos: tuple[int, ...]
 
-    def begin(self) -> Matcher:
+    def begin(self) -> GrammarMatcher:
         """At the beginning of a text."""
-        return Matcher(self._start.deep_copy(), self._eos)
+        return GrammarMatcher(self._start.deep_copy(), self._eos)
 
 
-class Matcher:
+class GrammarMatcher:
     """A text's place in a grammar; see `requests.Matcher`."""
 
     def __init__(self, matcher: Any, eos: Sequence[int]) -> None:

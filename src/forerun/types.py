@@ -87,7 +87,7 @@ class Token(NamedTuple):
     """Variance of the logits of all tokens that are possible, ≥ 0; not in traces."""
 
 
-class Round(NamedTuple):
+class RoundOutcome(NamedTuple):
     """What became of one round of one request, as a controller sees it.
 
     Numbers live; arrays `(prompts,)` in a replay, where a prompt takes part in depth i of

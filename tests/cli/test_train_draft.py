@@ -81,11 +81,14 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(kind, folders, pairs, tmp_path
 
     import forerun
     from forerun.cli.shared.training_texts import read_pairs
-    from forerun.training.fit import Settings
+    from forerun.training.fit import TrainingSettings
     from forerun.training.grafts import GraftTrainer
 
     model = forerun.load(folders.target, "none", device="cpu", dtype="float32")
-    texts, settings = read_pairs(Path(pairs), model), Settings(kind, width=3, steps=4, batch=3)
+    texts, settings = (
+        read_pairs(Path(pairs), model),
+        TrainingSettings(kind, width=3, steps=4, batch=3),
+    )
     whole, first, rest = (GraftTrainer(model.target, settings) for _ in range(3))
     assert len(list(whole.train(texts))) == 4
     for record in first.train(texts):
@@ -209,10 +212,10 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     from forerun.runtime.adapters import AdapterExecutor
     from forerun.runtime.base import Rows
     from forerun.training.adapters import AdapterTrainer
-    from forerun.training.fit import Document, Settings
+    from forerun.training.fit import Document, TrainingSettings
 
     model = forerun.load(folders.decoder, "none", device="cpu", dtype="float32")
-    trainer = AdapterTrainer(model.target, Settings("kangaroo", (2,), batch=2))
+    trainer = AdapterTrainer(model.target, TrainingSettings("kangaroo", (2,), batch=2))
     texts = [Document([5, 9, 7, 11, 6], 1), Document([8, 4, 30])]
     for _ in trainer.train(texts):
         if trainer.step == 3:

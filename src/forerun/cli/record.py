@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forerun.cli.shared.models import Job
-    from forerun.lab.traces.record import Part
+    from forerun.lab.traces.record import RecordedPart
     from forerun.lab.traces.trace import Trace
     from forerun.prompts import Prompt
 
@@ -103,7 +103,7 @@ def _record(
     from forerun.lab.traces.record import Task, finish, parts
 
     tasks = [Task(str(p.family), str(p.id), p.ids, p.sampling) for p in prompts]
-    done: list[Part] = []
+    done: list[RecordedPart] = []
 
     def save() -> Trace:
         trace = finish(job.model, tasks, done, job.batch_size, about)

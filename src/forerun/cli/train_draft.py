@@ -19,7 +19,7 @@ from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
     from forerun.cli.shared.models import Job
-    from forerun.training.fit import Settings
+    from forerun.training.fit import TrainingSettings
 
 SCHEMA = 1
 OWN = "own.jsonl"
@@ -131,7 +131,7 @@ def train_draft(
     It learns what the target says. Interrupted, the same command goes on; with a larger --steps,
     it trains longer.
     """
-    from forerun.training.fit import CHECKPOINT, Settings, trainer
+    from forerun.training.fit import CHECKPOINT, TrainingSettings, trainer
 
     require(held_out >= 1, "held-out", held_out, "≥ 1")
     require(own >= 0, "own", own, "≥ 0")
@@ -139,7 +139,7 @@ def train_draft(
     out = Path(output)
     if out.exists() and not out.is_dir():
         raise SettingError(f"{out} is a file; name a folder")
-    settings = Settings(
+    settings = TrainingSettings(
         which or kind or "shared", _listed(layers), width, steps, batch, lr,
         seed=seed, vocab=vocab, head=head, rank=rank, loss=loss,
     )  # fmt: skip
@@ -196,7 +196,9 @@ def _listed(layers: str | None) -> tuple[int, ...] | None:
         raise SettingError(f"--layers wants numbers like 2,4,6, got {layers!r}") from error
 
 
-def _check(settings: Settings, target: str | None, pairs: str | None, data: str | None) -> None:
+def _check(
+    settings: TrainingSettings, target: str | None, pairs: str | None, data: str | None
+) -> None:
     """Refuse texts that the kind of draft does not learn from."""
     if settings.on_encoder:
         if data is not None:

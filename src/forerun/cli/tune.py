@@ -21,7 +21,7 @@ from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
     from forerun.lab.traces.costs import Cell
-    from forerun.lab.traces.tune_report import Verdict
+    from forerun.lab.traces.tune_report import TuneVerdict
 
 
 def tune(
@@ -80,7 +80,7 @@ def tune(
 
     from forerun.lab.traces import tune_report as report
     from forerun.lab.traces.costs import Costs
-    from forerun.lab.traces.exports import Job
+    from forerun.lab.traces.exports import ExportJob
     from forerun.lab.traces.trace import Trace
     from forerun.lab.traces.tune import disjoint, halves
     from forerun.lab.traces.tune import tune as search
@@ -112,12 +112,12 @@ def tune(
         note(stderr(), "interrupted; this is the best so far")
 
     split = {"how": split_by, "searched": searched.prompts}
-    verdict = report.Verdict.of(tuned, judged_on, cell, split, not controller, seed)
+    verdict = report.TuneVerdict.of(tuned, judged_on, cell, split, not controller, seed)
     settings = report.settings(verdict.choice.spec, searched, about)
     if output is not None:
         settings.write(output)
     with status("searching what other engines can do") if exports else nullcontext():
-        written = report.write_exports(exports, Job(searched, cell, cells, budget, seed))
+        written = report.write_exports(exports, ExportJob(searched, cell, cells, budget, seed))
     if as_json:
         print_json(report.document(verdict, cell, settings, written))
     else:
@@ -147,7 +147,7 @@ def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _show(verdict: Verdict, cell: Cell) -> None:
+def _show(verdict: TuneVerdict, cell: Cell) -> None:
     console, split, choice = stdout(), verdict.split, verdict.choice
     note(
         console,

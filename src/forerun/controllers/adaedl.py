@@ -9,7 +9,7 @@ from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
 from forerun.controllers.base import Threshold
 from forerun.controllers.elementwise import clip, maximum, select, sqrt, where
-from forerun.types import Round
+from forerun.types import RoundOutcome
 
 
 class AdaEDLState(NamedTuple):
@@ -75,7 +75,7 @@ class AdaEDL(Threshold):
         high: bool = 1 - sqrt(maximum(self.factor * signal, 0.0)) >= state.threshold
         return high
 
-    def observe(self, state: AdaEDLState, round: Round) -> AdaEDLState:
+    def observe(self, state: AdaEDLState, round: RoundOutcome) -> AdaEDLState:
         """Move the threshold towards the wanted acceptance rate."""
         share = round.accepted / maximum(round.drafted, 1)
         rate = self.beta1 * state.rate + (1 - self.beta1) * share

@@ -14,7 +14,7 @@ from forerun.citations import bibtex
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import log, maximum, picked, sqrt, where
 from forerun.errors import require
-from forerun.types import FloatArray, IntArray, Round
+from forerun.types import FloatArray, IntArray, RoundOutcome
 
 POLICIES = ("ucb", "thompson")
 REWARDS = ("throughput", "accepted", "blend")
@@ -104,7 +104,7 @@ class Bandit(LengthPolicy):
         arm: int = score.argmax(0)
         return arm
 
-    def observe(self, state: BanditState, round: Round) -> BanditState:
+    def observe(self, state: BanditState, round: RoundOutcome) -> BanditState:
         played = np.equal.outer(np.arange(len(self.arms)), self._arm(state)) & round.teaches
         reward = where(played, self._reward(round.drafted, round.accepted, round.took), 0.0)
         most = state.most

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.controllers.elementwise import where
-from forerun.types import Round, Token
+from forerun.types import RoundOutcome, Token
 
 
 def mechanism(value: Any, off: Any) -> Any:
@@ -93,9 +93,9 @@ class LengthPolicy(Controller, ABC):
         """
         return 0
 
-    def observe(self, state: Any, round: Round) -> State:
+    def observe(self, state: Any, round: RoundOutcome) -> State:
         """The state after a round. Must not learn from rounds that are cut from outside
-        (`Round.teaches`)."""
+        (`RoundOutcome.teaches`)."""
         return state
 
 
@@ -212,5 +212,5 @@ class Wrapper(LengthPolicy):
     def trim(self, state: Any, memo: Memo) -> int:
         return self.inner.trim(state, memo)
 
-    def observe(self, state: Any, round: Round) -> State:
+    def observe(self, state: Any, round: RoundOutcome) -> State:
         return self.inner.observe(state, round)

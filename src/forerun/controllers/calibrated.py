@@ -21,7 +21,7 @@ from forerun.controllers.elementwise import (
     where,
 )
 from forerun.errors import require
-from forerun.types import FloatArray, Round, Token
+from forerun.types import FloatArray, RoundOutcome, Token
 
 EDGE = sigmoid(6.0)
 """Probabilities above it, and below one less it, count as it."""
@@ -48,7 +48,7 @@ class CalibratedState(NamedTuple):
     """Most positions of a round that were judged: nothing is known of those beyond."""
 
 
-class Drafted(NamedTuple):
+class CalibratedDraft(NamedTuple):
     """Of a round so far."""
 
     tokens: int
@@ -108,10 +108,10 @@ class Calibrated(Forecaster):
         return Outlook(mean, mean)
 
     def forecast(
-        self, state: CalibratedState, memo: Drafted | None, token: Token
-    ) -> tuple[Chance, Drafted]:
+        self, state: CalibratedState, memo: CalibratedDraft | None, token: Token
+    ) -> tuple[Chance, CalibratedDraft]:
         """Survival of the drafted tokens; the next one is like the mean."""
-        count, survival = memo or Drafted(0, 1.0)
+        count, survival = memo or CalibratedDraft(0, 1.0)
         mean = self._mean(state)
         if count < self.high:
             survival = survival * (
@@ -119,9 +119,9 @@ class Calibrated(Forecaster):
                 if token.top1 is None
                 else sigmoid(state.slope * log_odds(token.top1) + state.bias[count])
             )
-        return Chance(survival, mean), Drafted(count + 1, survival)
+        return Chance(survival, mean), CalibratedDraft(count + 1, survival)
 
-    def observe(self, state: CalibratedState, round: Round) -> CalibratedState:
+    def observe(self, state: CalibratedState, round: RoundOutcome) -> CalibratedState:
         """Fade what was seen, add this round, and take one Newton step."""
         judged = minimum(round.judged, self.high)
         accepted = minimum(round.accepted, judged)

@@ -21,7 +21,7 @@ class CMASDState(NamedTuple):
     """Whether the literal form runs."""
 
 
-class Drafted(NamedTuple):
+class CMASDDraft(NamedTuple):
     """Of a round so far."""
 
     tokens: int
@@ -83,18 +83,18 @@ class CMASD(Confidence, LengthPolicy):
         return self.high
 
     def step(
-        self, state: CMASDState, memo: Drafted | None, token: Token
-    ) -> tuple[bool, Drafted | None]:
+        self, state: CMASDState, memo: CMASDDraft | None, token: Token
+    ) -> tuple[bool, CMASDDraft | None]:
         """Whether fewer tokens are drafted than their mean confidence suggests; the literal form
         drafts them all. The memo is None without a distribution."""
         wanted = {name: getattr(token, name) for name in self.reads}
         if any(value is None for value in wanted.values()):
             return True, memo
-        count, total = memo or Drafted(0, 0.0)
-        memo = Drafted(count + 1, total + self.score(**wanted))
+        count, total = memo or CMASDDraft(0, 0.0)
+        memo = CMASDDraft(count + 1, total + self.score(**wanted))
         return state.two_pass | (memo.tokens < self._length(memo)), memo
 
-    def trim(self, state: CMASDState, memo: Drafted | None) -> int:
+    def trim(self, state: CMASDState, memo: CMASDDraft | None) -> int:
         """All beyond k of the tokens, in the literal form."""
         if memo is None:
             return 0
@@ -102,7 +102,7 @@ class CMASD(Confidence, LengthPolicy):
         trimmed: int = where(state.two_pass, beyond, 0)
         return trimmed
 
-    def _length(self, drafted: Drafted) -> int:
+    def _length(self, drafted: CMASDDraft) -> int:
         # Rounding in a mean of ones must not cost a token.
         wanted = floor(self.alpha * drafted.total / drafted.tokens * self.high + 1e-9)
         length: int = clip(wanted, self.low, self.high)

@@ -10,7 +10,7 @@ from forerun.citations import bibtex
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import ceil, clip, where
 from forerun.errors import require
-from forerun.types import Round
+from forerun.types import RoundOutcome
 
 
 class ExLlamaEMAState(NamedTuple):
@@ -77,7 +77,7 @@ class ExLlamaEMA(LengthPolicy):
         limit: int = where(state.ema < self.skip_ema, resting, gamma)
         return limit
 
-    def observe(self, state: ExLlamaEMAState, round: Round) -> ExLlamaEMAState:
+    def observe(self, state: ExLlamaEMAState, round: RoundOutcome) -> ExLlamaEMAState:
         """Move the average to what was accepted."""
         seen = round.accepted + round.full
         alpha = where(seen > state.ema, self.alpha_up, self.alpha_down)

@@ -10,7 +10,7 @@ from forerun.citations import bibtex
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import ceil, clip, maximum, where
 from forerun.errors import require
-from forerun.types import Round, Stop
+from forerun.types import RoundOutcome, Stop
 
 EARLY_STOP = ("update", "expand", "skip")
 EXPAND = ("average", "next")
@@ -62,7 +62,7 @@ class Window(Persistent):
         gamma: int = ceil(maximum(state.window, state.reach))
         return gamma
 
-    def observe(self, state: GammaTuneState, round: Round) -> GammaTuneState:
+    def observe(self, state: GammaTuneState, round: RoundOutcome) -> GammaTuneState:
         """Move the window towards what was accepted, by the rule in `GammaTune`."""
         full, learn = round.full, round.teaches
         if self.early_stop != "expand":

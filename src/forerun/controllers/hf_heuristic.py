@@ -10,7 +10,7 @@ from forerun.citations import bibtex
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import maximum, minimum, where
 from forerun.errors import require
-from forerun.types import Round
+from forerun.types import RoundOutcome
 
 
 class HFHeuristicState(NamedTuple):
@@ -66,7 +66,7 @@ class HFHeuristic(Persistent):
     def limit(self, state: HFHeuristicState) -> int:
         return state.length
 
-    def observe(self, state: HFHeuristicState, round: Round) -> HFHeuristicState:
+    def observe(self, state: HFHeuristicState, round: RoundOutcome) -> HFHeuristicState:
         longer = minimum(state.length + self.up, self.high)
         shorter = maximum(state.length - self.down, self.low)
         length = where(round.full, longer, shorter)

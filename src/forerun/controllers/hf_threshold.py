@@ -11,7 +11,7 @@ from forerun.checks import between, flag, whole
 from forerun.citations import bibtex
 from forerun.controllers.base import Persistent, Threshold
 from forerun.controllers.elementwise import anywhere, largest, where
-from forerun.types import BoolArray, FloatArray, Round
+from forerun.types import BoolArray, FloatArray, RoundOutcome
 
 MISS_WEIGHT = 3  # of a false negative against a false positive, as transformers sets it
 MORE_SAMPLES_THAN = 5
@@ -77,7 +77,7 @@ class HFThreshold(Persistent, Threshold):
         """Whether the newest token was probable enough."""
         return signal >= state.threshold
 
-    def observe(self, state: HFThresholdState, round: Round) -> HFThresholdState:
+    def observe(self, state: HFThresholdState, round: RoundOutcome) -> HFThresholdState:
         """Extend the samples and move the threshold (dynamic form)."""
         judged = round.judged
         most = largest(judged)

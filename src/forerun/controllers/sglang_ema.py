@@ -11,7 +11,7 @@ from forerun.citations import bibtex
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import maximum, minimum, picked, where
 from forerun.errors import require
-from forerun.types import Round
+from forerun.types import RoundOutcome
 
 
 class SGLangEMAState(NamedTuple):
@@ -97,7 +97,7 @@ class SGLangEMA(LengthPolicy):
         gamma: int = picked(self.steps, self._tier(state))
         return gamma
 
-    def observe(self, state: SGLangEMAState, round: Round) -> SGLangEMAState:
+    def observe(self, state: SGLangEMAState, round: RoundOutcome) -> SGLangEMAState:
         """Move the average, and the tier when it is time."""
         learn = round.teaches
         ema = state.ema + self.ema_alpha * (round.accepted - state.ema)

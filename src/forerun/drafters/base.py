@@ -69,7 +69,7 @@ class Step:
     must be decided before anyone knows which token would be drawn, or samples are biased."""
 
 
-class Guide(Protocol):
+class StepContext(Protocol):
     """What the engine lends to a drafter for a round: sampling, and the controllers' decisions.
 
     Drafters that propose whole blocks need none of it; step by step, `stepping` uses it.
@@ -128,7 +128,7 @@ class Drafter(ABC):
         return 100.0  # no model: next to nothing
 
     @abstractmethod
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Propose what comes next in each row.
 
         Args:

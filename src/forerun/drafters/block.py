@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import whole
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import require
 from forerun.runtime.base import CHUNK, Rows
@@ -67,7 +67,7 @@ class BlockDrafter(Drafter):
                 return
             self.rows.feed([piece[:CHUNK] for piece in pieces], [0] * len(pieces))
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """One pass for all places, then a token of each as far as the controllers want."""
         most = [min(n, self.width) for n in most]
         return step_by_step(_Columns(self, max(most)), texts, most, guide)

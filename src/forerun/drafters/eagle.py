@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import CHUNK, Best, Rows
@@ -88,7 +88,7 @@ class EagleDrafter(Drafter):
         lengths = self.target.lengths
         self._read([t and t[: n + 1] for t, n in zip(texts, lengths, strict=True)], leave=0)
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Read what was kept of the last draft, with the target's states, then draft on."""
         self._restore()
         self._newest.clear()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import between, flag, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.errors import SettingError, require
 from forerun.runtime.adapters import KIND, AdapterExecutor, adapter_rows
@@ -56,7 +56,7 @@ class KangarooDrafter(SpecBoundDrafter):
         """Layers of the target over those below the adapter, which counts as one."""
         return self.executor.access.layers / (self.layers[-1] + 1)
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Draft token by token, until one is unsure."""
         self._unsure.clear()
         return super().propose(texts, most, guide)

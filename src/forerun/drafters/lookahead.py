@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from forerun.checks import flag, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
 
 Run = tuple[int, ...]
 """Tokens that follow each other."""
@@ -16,7 +16,7 @@ STRIDE = 40503
 
 
 @dataclass
-class _Row:
+class _LookaheadRow:
     """What is known of one text."""
 
     pool: dict[int, Run] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, width: int, n: int, text: bool = True, fill: bool = True) -> None:
         self._width, self._n, self._text, self._fill = width, n, text, fill
-        self._rows: list[_Row] = []
+        self._rows: list[_LookaheadRow] = []
 
     def join(
         self,
@@ -56,7 +56,7 @@ class LookaheadDrafter(Drafter):
     ) -> None:
         """A pool per new row; with an encoder, the source's n-grams are in it like a prompt's."""
         for source in sources or [()] * len(prompts):
-            row = _Row()
+            row = _LookaheadRow()
             if self._text:
                 self._collect(row, source, 0)
             self._rows.append(row)
@@ -68,7 +68,7 @@ class LookaheadDrafter(Drafter):
             _copy(old[row]) if row in rows[:i] else old[row] for i, row in enumerate(rows)
         ]
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """N-grams of the pool as far as one begins where the last ends, then guesses."""
         out = Proposal.none(len(texts))
         for i, text in enumerate(texts):
@@ -99,7 +99,7 @@ class LookaheadDrafter(Drafter):
             for place in [place for place in row.guesses if place <= begin]:
                 del row.guesses[place]
 
-    def _draft(self, row: _Row, text: Sequence[int], most: int) -> list[int]:
+    def _draft(self, row: _LookaheadRow, text: Sequence[int], most: int) -> list[int]:
         if self._text:
             self._collect(row, text, row.covered)
             row.covered = max(row.covered, len(text))
@@ -116,15 +116,17 @@ class LookaheadDrafter(Drafter):
         del runs[most:]
         return [run[-1] for run in runs]
 
-    def _collect(self, row: _Row, text: Sequence[int], covered: int) -> None:
+    def _collect(self, row: _LookaheadRow, text: Sequence[int], covered: int) -> None:
         """The n-grams of a text that end beyond `covered`."""
         for end in range(max(covered + 1, self._n), len(text) + 1):
             row.pool[text[end - self._n]] = tuple(text[end - self._n + 1 : end])
 
 
-def _copy(row: _Row) -> _Row:
+def _copy(row: _LookaheadRow) -> _LookaheadRow:
     """One that can go on by itself."""
-    return _Row(dict(row.pool), dict(row.guesses), list(row.drafted), row.begin, row.covered)
+    return _LookaheadRow(
+        dict(row.pool), dict(row.guesses), list(row.drafted), row.begin, row.covered
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
 from forerun.errors import require
 
 
@@ -45,7 +45,7 @@ class LookupDrafter(Drafter):
         self._covered = [self._covered[row] for row in rows]
         self._sources = [self._sources[row] for row in rows]
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         out = Proposal.none(len(texts))
         for row, text in enumerate(texts):
             if text is None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import whole
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
@@ -42,7 +42,7 @@ class MedusaDrafter(Drafter):
         own = sum(t.numel() for n, t in self._heads.weights.items() if n.startswith("0."))
         return target.facts.weights / own if target.facts.weights else 5.0
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """A token of each head in turn, as far as the controllers want."""
         states: dict[int, torch.Tensor] = {}
         for row, text in enumerate(texts):

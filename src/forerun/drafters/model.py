@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ModelError, require
 from forerun.runtime.base import CHUNK, Executor, Rows
@@ -71,7 +71,7 @@ class ModelDrafter(Drafter):
         """Read along with the target, so that no row has all of its prompt to read at once."""
         self._read(texts, leave=0)
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Catch up with each text, then draft token by token."""
         began = guide.clock()
         lengths = self.rows.lengths

@@ -228,7 +228,7 @@ def _entries(packed: Column) -> dict[int, int]:
     return dict(zip(contexts.tolist(), values.tolist(), strict=True))
 
 
-class _Counted(NamedTuple):
+class _Counts(NamedTuple):
     """Contexts of one length, ascending, and their most frequent followers."""
 
     contexts: Column
@@ -261,7 +261,7 @@ def _columns(
         yield state >> shift, shorter >> shift, ids[places]
 
 
-def _most_frequent(contexts: Column, shorter: Column, tokens: Column) -> _Counted:
+def _most_frequent(contexts: Column, shorter: Column, tokens: Column) -> _Counts:
     """The most frequent follower of every context; of several, the lowest id."""
     pairs = contexts << np.uint64(TOKEN_BITS) | tokens
     _, index, counts = np.unique(pairs, return_index=True, return_counts=True)
@@ -271,17 +271,17 @@ def _most_frequent(contexts: Column, shorter: Column, tokens: Column) -> _Counte
     best = np.lexsort((-counts, group))[first]  # every group stays where it is
     hits = counts[best].astype(float)
     misses = np.add.reduceat(counts, first) - hits
-    return _Counted(contexts[best], shorter[best], tokens[best], hits, misses)
+    return _Counts(contexts[best], shorter[best], tokens[best], hits, misses)
 
 
-def _backed_off(longer: _Counted, shorter: _Counted, order: int) -> NDArray[np.float64]:
+def _backed_off(longer: _Counts, shorter: _Counts, order: int) -> NDArray[np.float64]:
     """How likely the next shorter contexts, of `order` tokens, take the longer ones' followers."""
     at = np.searchsorted(shorter.contexts, longer.shorter)
     likely = probability(order, shorter.hits[at], shorter.misses[at])
     return np.where(shorter.tokens[at] == longer.tokens, likely, OTHER * (1 - likely))
 
 
-def _packed(counted: _Counted) -> Column:
+def _packed(counted: _Counts) -> Column:
     """Whole entries; counts beyond what one holds are made smaller together."""
     scale = np.maximum(np.maximum(counted.hits, counted.misses) / MOST_COUNT, 1)
     out = counted.contexts

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
 
 
 class NullDrafter(Drafter):
     """Never proposes anything, so every round is one plain decoding step."""
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         return Proposal.none(len(texts))
 
 

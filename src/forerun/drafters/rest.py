@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from forerun.checks import whole
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
 from forerun.drafters.datastore import SORTED, Datastore
 from forerun.errors import ModelError, require
 
@@ -29,7 +29,7 @@ class RESTDrafter(Drafter):
     def __init__(self, store: Datastore, n: int, least: int, most: int) -> None:
         self._store, self._n, self._least, self._most = store, n, least, most
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """The most frequent continuation of the longest run that occurs."""
         out = Proposal.none(len(texts))
         for row, text in enumerate(texts):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import between, flag, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
 from forerun.registry import parse
@@ -79,7 +79,7 @@ class SpecBoundDrafter(Drafter):
         """Layers of the target over those a draft may reach."""
         return self.executor.access.layers / self.layers[-1]
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Draft token by token, each as deep as it needs."""
         return step_by_step(self, texts, most, guide)
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from forerun.drafters.base import Guide, Proposal, Step, Texts
+from forerun.drafters.base import Proposal, Step, StepContext, Texts
 
 
 class Stepper(Protocol):
     """Something that says what may come next."""
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """What follows each text; `greedy` as `Guide.greedy`. None texts get no answer."""
+        """What follows each text; `greedy` as `StepContext.greedy`. None texts get no answer."""
 
 
 def step_by_step(
-    stepper: Stepper, texts: Texts, most: Sequence[int], guide: Guide, catching_up: bool = False
+    stepper: Stepper,
+    texts: Texts,
+    most: Sequence[int],
+    guide: StepContext,
+    catching_up: bool = False,
 ) -> Proposal:
     """Draft for every row until its limit, its controller, the stepper or the text says stop.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.checks import between, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.ngrams import Guess, NGrams, follow
 from forerun.drafters.stepping import step_by_step
 from forerun.runtime.base import Best
@@ -126,7 +126,7 @@ class SuffixDrafter(Drafter):
             old[row].copy() if row in rows[:i] else old[row] for i, row in enumerate(rows)
         ]
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Token by token, as controllers want it."""
         for row, text in zip(self._rows, texts, strict=True):
             if text is not None:

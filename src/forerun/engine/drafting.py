@@ -22,7 +22,7 @@ from forerun.types import LIVE_SIGNALS, SIGNALS, Stop, Token
 MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
 
 
-class Guide:
+class RoundContext:
     """Sampling and the policies' decisions, for the rows as they are; see `drafters.Guide`."""
 
     def __init__(
@@ -139,7 +139,7 @@ def draft(
     seats: Sequence[Seat | None],
     drafter: Drafter,
     lengths: Lengths,
-    guide: Guide,
+    guide: RoundContext,
     costs: Costs,
 ) -> Proposal:
     """Draft for every row that has read its prompt, as far as its room, policy and drafter let it.
@@ -217,7 +217,7 @@ def _trim(out: Proposal, lengths: Lengths) -> None:
 
 
 def _propose(
-    rows: Sequence[Row], limits: Sequence[tuple[int, Stop]], drafter: Drafter, guide: Guide
+    rows: Sequence[Row], limits: Sequence[tuple[int, Stop]], drafter: Drafter, guide: RoundContext
 ) -> Proposal:
     """What the drafter proposes up to these limits, with a reason for every row's end."""
     most = [limit for limit, _ in limits]

@@ -19,7 +19,7 @@ from forerun.types import Draft, Target, Verdict
 
 
 @dataclass
-class Judged:
+class RowVerdict:
     """What is kept of one row's draft."""
 
     accepted: int
@@ -34,7 +34,7 @@ class Judged:
     """Why there is no token to follow."""
 
 
-Judgements = dict[int, Judged | Exception]
+Judgements = dict[int, RowVerdict | Exception]
 """Per row that was judged; what its rule raised, if it did."""
 
 
@@ -65,12 +65,14 @@ def compare(
             accepted += 1
         prob = [1.0] * accepted + [0.0] * (len(draft) - accepted)
         if accepted == known:
-            out[row] = Judged(accepted, None, prob)
+            out[row] = RowVerdict(accepted, None, prob)
         elif sound[accepted]:
-            out[row] = Judged(accepted, top[accepted], prob)
+            out[row] = RowVerdict(accepted, top[accepted], prob)
         else:
             excluded = logits is not None and bool(logits[row, accepted].amax().isfinite())
-            out[row] = Judged(accepted, None, prob, error=_unsound(rows[row], accepted, excluded))
+            out[row] = RowVerdict(
+                accepted, None, prob, error=_unsound(rows[row], accepted, excluded)
+            )
     return out
 
 
@@ -154,7 +156,7 @@ def _per_row(
         lost = None if drift is None or rows[row].request.rule.lossless else drift[i][:n]
         if lost is not None and bonus is not None:
             lost.append(bonus[i])
-        out[row] = Judged(kept, following[i], probs[i][:n], lost)
+        out[row] = RowVerdict(kept, following[i], probs[i][:n], lost)
         if kept == wanted[row]:
             out[row].following = None
         elif failed[i]:

@@ -9,7 +9,7 @@ from typing import Any
 from forerun.controllers.base import Controller, Forecaster, LengthPolicy
 from forerun.costs import Costs
 from forerun.governors.base import Governor, Outcome, Plan, Seat
-from forerun.types import DRAWN, Round, Token
+from forerun.types import DRAWN, RoundOutcome, Token
 
 Memory = dict[Any, Any]
 """Per controller the newest state of a request that left, and per governor its pace."""
@@ -217,7 +217,7 @@ class Lengths:
     def observe(
         self,
         costs: Costs,
-        rounds: Sequence[Round | None],
+        rounds: Sequence[RoundOutcome | None],
         drafted: Sequence[Sequence[Token]],
         outcome: Outcome,
     ) -> None:

@@ -17,12 +17,12 @@ from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
 from forerun.engine.bans import bans, split_stops
 from forerun.engine.constraint import Place
-from forerun.engine.drafting import Guide, draft
+from forerun.engine.drafting import RoundContext, draft
 from forerun.engine.endings import reading
-from forerun.engine.judging import Judged, Judgements, compare, judge
+from forerun.engine.judging import Judgements, RowVerdict, compare, judge
 from forerun.engine.lengths import Lengths, Memory
 from forerun.engine.meter import Meter
-from forerun.engine.prediction import Prediction
+from forerun.engine.prediction import PredictionCursor
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.reporting import NOTHING, Pass, event, lap_of, round_of
 from forerun.engine.results import Completion, Event, FinishReason
@@ -35,7 +35,7 @@ from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import CHUNK, Executor, Pieces, Rows, best_of
 from forerun.runtime.threads import OneThread
-from forerun.types import CENSORING, Round
+from forerun.types import CENSORING, RoundOutcome
 
 NO_SIGNALS: frozenset[str] = frozenset()
 
@@ -126,7 +126,7 @@ class Engine:
             stops=StopStrings(strings),
             stop_tokens=stop_tokens,
             bans=bans(how.bad_words, self.tokenizer, self.target.vocab_size),
-            prediction=Prediction(request.prediction) if request.prediction else None,
+            prediction=PredictionCursor(request.prediction) if request.prediction else None,
             place=None
             if how.constraint is None
             else Place(how.constraint, eos, self.target.vocab_size),
@@ -251,7 +251,7 @@ class Engine:
             [row.eos for row in rows],
             [row.noise for row in rows],
         )
-        self._guide = Guide(rows, self._lengths, self._sampler, self._clock)
+        self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock)
         self._may_exclude = any(row.sampling.excludes for row in rows)
         self._scores = any(row.request.logprobs is not None for row in rows)
         self._compares = (
@@ -389,15 +389,15 @@ class Engine:
 
     def _observe(self, passed: Pass, proposal: Proposal, judged: Judgements) -> None:
         """Tell policies and governors what became of their rows, and the meter what it took."""
-        seen: list[Round | None] = [None] * len(self._rows)
-        decoded = [kept for kept in judged.values() if isinstance(kept, Judged)]
+        seen: list[RoundOutcome | None] = [None] * len(self._rows)
+        decoded = [kept for kept in judged.values() if isinstance(kept, RowVerdict)]
         for i, kept in judged.items():
-            if not isinstance(kept, Judged):
+            if not isinstance(kept, RowVerdict):
                 continue
             if i in proposal.predicted:  # says nothing of the drafter
                 self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
             elif kept.accepted >= (forced := proposal.forced.get(i, 0)):  # these say nothing either
-                seen[i] = Round(
+                seen[i] = RoundOutcome(
                     len(proposal.tokens[i]) - forced, kept.accepted - forced,
                     kept.accept_prob[forced:], proposal.stopped_by[i], proposal.shown[i],
                 )  # fmt: skip
@@ -432,7 +432,7 @@ class Engine:
             if i not in committed:
                 continue
             (count, reason), kept, before = committed[i], judged[i], len(row.origins)
-            if isinstance(kept, Judged):
+            if isinstance(kept, RowVerdict):
                 counted = self.drafter.counters(i)
                 row.rounds.append(round_of(row, i, passed, proposal, kept, count, seconds, counted))
                 row.first_token = row.first_token or now - row.submitted
@@ -450,10 +450,10 @@ class Engine:
         return events
 
     def _complete(
-        self, row: Row, reason: FinishReason, kept: Judged | Exception | None = None
+        self, row: Row, reason: FinishReason, kept: RowVerdict | Exception | None = None
     ) -> Completion:
         try:
-            error = kept.error if isinstance(kept, Judged) else kept
+            error = kept.error if isinstance(kept, RowVerdict) else kept
             return row.complete(reason, error if reason == "error" else None)
         except Exception as error:  # its tokenizer
             return row.complete("error", error)

@@ -15,7 +15,7 @@ SHORTEST, LONGEST = 4, 32
 """Tokens drafted: doubled after a draft that was kept whole, shortest after any other."""
 
 
-class Prediction:
+class PredictionCursor:
     """Follows a predicted text, and finds the way back to it after a difference.
 
     Args:

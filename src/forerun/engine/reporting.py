@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forerun.costs import Costs
 from forerun.drafters.base import Proposal
-from forerun.engine.judging import Judged
+from forerun.engine.judging import RowVerdict
 from forerun.engine.meter import Lap
 from forerun.engine.results import Completion, Event, Round
 from forerun.engine.row import Row
@@ -62,7 +62,7 @@ def round_of(
     i: int,
     passed: Pass,
     proposal: Proposal,
-    kept: Judged,
+    kept: RowVerdict,
     committed: int,
     seconds: tuple[float, float, float],
     counters: Mapping[str, int],

@@ -14,7 +14,7 @@ from forerun.controllers.fixed import FixedLength
 from forerun.engine.bans import Bans
 from forerun.engine.constraint import Place
 from forerun.engine.noise import Noise, stream
-from forerun.engine.prediction import Prediction
+from forerun.engine.prediction import PredictionCursor
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import ForerunError
@@ -35,7 +35,7 @@ class Row:
     seed: int
     text: Detokenizer
     stops: StopStrings
-    prediction: Prediction | None
+    prediction: PredictionCursor | None
     limit: int
     """Most tokens of context."""
     rests_first: bool

@@ -22,7 +22,7 @@ _GREEDY = Sampling()
 """Whose logits no temperature and no truncation touches."""
 
 
-class Text(Protocol):
+class PenalizedText(Protocol):
     """What the penalties look at."""
 
     context: list[int]
@@ -71,7 +71,7 @@ class Sampler:
     def process(
         self,
         logits: torch.Tensor,
-        texts: Sequence[Text],
+        texts: Sequence[PenalizedText],
         drafted: Sequence[Sequence[int]],
         first: int = 0,
     ) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Sampler:
     def shape(
         self,
         logits: torch.Tensor,
-        texts: Sequence[Text],
+        texts: Sequence[PenalizedText],
         drafted: Sequence[Sequence[int]],
         first: int | None = 0,
         own: bool = False,
@@ -135,7 +135,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         row: int,
-        text: Text,
+        text: PenalizedText,
         drafted: Sequence[int],
         first: int,
     ) -> None:

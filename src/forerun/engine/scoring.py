@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from forerun.drafters.base import Proposal
-from forerun.engine.judging import Judged, Judgements
+from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.results import Logprob
 from forerun.engine.row import Row
 from forerun.runtime.base import CHUNK, Columns, Rows
@@ -25,7 +25,7 @@ def note(rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, judged: 
     """
     for i, kept in judged.items():
         top = rows[i].request.logprobs
-        if top is None or not isinstance(kept, Judged):
+        if top is None or not isinstance(kept, RowVerdict):
             continue
         tokens = proposal.tokens[i][: kept.accepted]
         if kept.following is not None:

@@ -14,7 +14,7 @@ from forerun.errors import ModelError
 from forerun.requests import Request
 
 
-class Turns:
+class FairLock:
     """A lock that is passed on in the order in which it was asked for.
 
     With an ordinary one, the thread that takes round after round might never let others join.
@@ -88,7 +88,7 @@ class SharedEngine:
     """
 
     def __init__(self, make: Callable[[Drafter, int], Engine]) -> None:
-        self.turns = Turns()
+        self.turns = FairLock()
         """Held while the engine, or anything it uses, is touched."""
         self._make = make
         self._engine: Engine | None = None

@@ -13,7 +13,7 @@ RULES = Registry(
         "block": "forerun.rules.block:Block",
         "ears": "forerun.rules.ears:EARS",
         "easd": "forerun.rules.easd:EASD",
-        "cm-asd": "forerun.rules.cm_asd:CMASD",
+        "cm-asd": "forerun.rules.cm_asd:CMASDRule",
         "spec-verification": "forerun.rules.spec_verification:SpecVerification",
         "typical": "forerun.rules.typical:Typical",
         "ensemble": "forerun.rules.ensemble:Ensemble",

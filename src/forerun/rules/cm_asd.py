@@ -14,7 +14,7 @@ from forerun.rules.spec_verification import within
 
 
 @dataclass(frozen=True)
-class CMASD(Confidence, PositionRule):
+class CMASDRule(Confidence, PositionRule):
     """CM-ASD's confidence-modulated verification: top β, and a gap of at most τ_t.
 
     Args:

@@ -19,7 +19,7 @@ ENCODED = 1 << 14
 
 
 @dataclass(frozen=True)
-class States:
+class SourceStates:
     """What the encoder says of some sources."""
 
     places: list[int]
@@ -42,10 +42,10 @@ class Encoder:
         self._pad = model.config.pad_token_id or 0
         self.shared = False
         """Whether somebody else asks for the states of the same sources."""
-        self._last: tuple[list[list[int]], list[States]] | None = None
+        self._last: tuple[list[list[int]], list[SourceStates]] | None = None
 
     @torch.inference_mode()
-    def read(self, sources: Sequence[Sequence[int]]) -> list[States]:
+    def read(self, sources: Sequence[Sequence[int]]) -> list[SourceStates]:
         """States of all sources, those of alike lengths together."""
         wanted = [list(source) for source in sources]
         if self._last is not None and self._last[0] == wanted:
@@ -61,7 +61,7 @@ class Encoder:
                 input_ids=torch.tensor(ids, device=self._device),
                 attention_mask=torch.tensor(seen, device=self._device),
             ).last_hidden_state
-            out.append(States(places, lengths, states))
+            out.append(SourceStates(places, lengths, states))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._last = (wanted, out) if self.shared else None
@@ -95,7 +95,7 @@ class CrossAttention:
     @torch.inference_mode()
     def read(
         self, sources: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[States, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    ) -> Iterator[tuple[SourceStates, list[tuple[torch.Tensor, torch.Tensor]]]]:
         """Sources of alike lengths together, with their keys and values in every layer.
 
         Both are `(sources, heads, columns, width)`; columns beyond a source mean nothing.

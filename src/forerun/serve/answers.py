@@ -10,7 +10,7 @@ from typing import Any
 from forerun import __version__
 from forerun.engine import Completion, Logprob
 from forerun.serve import logprobs, reports
-from forerun.serve.plans import Facts, Plan
+from forerun.serve.plans import AnswerPlan, ServedModel
 from forerun.serve.streaming import dumps, event
 from forerun.serve.texts import Texts
 from forerun.serve.worker import Update
@@ -54,8 +54,8 @@ class Answer:
 
     def __init__(
         self,
-        plan: Plan,
-        facts: Facts,
+        plan: AnswerPlan,
+        facts: ServedModel,
         texts: Texts,
         read: Sequence[Sequence[Logprob]] = (),
     ) -> None:

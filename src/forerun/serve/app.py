@@ -29,7 +29,7 @@ from forerun.serve.errors import ApiError, bad
 from forerun.serve.guards import FAILED, Guard
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.parts import parts
-from forerun.serve.plans import Facts, Plan, Planner
+from forerun.serve.plans import AnswerPlan, Planner, ServedModel
 from forerun.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -87,7 +87,7 @@ class Server:
 
     def __init__(self, model: Model, config: Config) -> None:
         self.config, self.began = config, int(time.time())
-        self.facts = Facts(
+        self.facts = ServedModel(
             config.name,
             model.target.limit,
             model.target.vocab_size,
@@ -111,7 +111,7 @@ class Server:
 
     # --- generating -------------------------------------------------------------------------
 
-    async def generate(self, request: Request, plan: Plan) -> Response:
+    async def generate(self, request: Request, plan: AnswerPlan) -> Response:
         """Answer a plan, whole or streamed.
 
         Raises:

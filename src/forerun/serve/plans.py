@@ -24,7 +24,7 @@ LONGEST_WORDS = 4096
 
 
 @dataclass(frozen=True)
-class Facts:
+class ServedModel:
     """Of the served model."""
 
     name: str
@@ -41,7 +41,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AnswerPlan:
     """A request that was read: `jobs[i]` writes choice `i`, from prompt `i // copies`."""
 
     chat: bool
@@ -94,11 +94,11 @@ class Plan:
 class Planner:
     """Makes plans of requests. Its methods run in the thread of `texts`."""
 
-    def __init__(self, config: Config, facts: Facts, texts: Texts) -> None:
+    def __init__(self, config: Config, facts: ServedModel, texts: Texts) -> None:
         self._config, self.facts, self._texts = config, facts, texts
         self.policies = Policies(config)
 
-    def completion(self, request: CompletionRequest, constraint: Constraint | None) -> Plan:
+    def completion(self, request: CompletionRequest, constraint: Constraint | None) -> AnswerPlan:
         ignored = request.ignored()
         given: Sequence[Any] = request.prompt
         if isinstance(given, str) or isinstance(given[0], int):
@@ -111,7 +111,7 @@ class Planner:
             wanted = min(COMPLETION_TOKENS, self._config.max_tokens or COMPLETION_TOKENS)
         return self._plan(request, prompts, wanted, request.logprobs, ignored, constraint)
 
-    def chat(self, request: ChatRequest, constraint: Constraint | None) -> Plan:
+    def chat(self, request: ChatRequest, constraint: Constraint | None) -> AnswerPlan:
         ignored = request.ignored()
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
@@ -161,7 +161,7 @@ class Planner:
         top: int | None,
         ignored: list[str],
         constraint: Constraint | None,
-    ) -> Plan:
+    ) -> AnswerPlan:
         most = self._config.max_tokens
         wanted = None if wanted == -1 else wanted
         if wanted is not None and most is not None and wanted > most:
@@ -193,7 +193,7 @@ class Planner:
                         stream=soon, logprobs=top, prediction=prediction,
                     )
                 )  # fmt: skip
-        return Plan(
+        return AnswerPlan(
             isinstance(request, ChatRequest),
             prompts,
             jobs,

@@ -16,9 +16,9 @@ from forerun.runtime.adapters import Adapter
 from forerun.runtime.base import Rows
 from forerun.training.fit import (
     Document,
-    Settings,
-    States,
+    TargetStates,
     Training,
+    TrainingSettings,
     divergence,
     layers_of_target,
     positions_of,
@@ -34,11 +34,13 @@ class AdapterTrainer(Training[Document]):
         texts: not read before they are learned.
     """
 
-    def __init__(self, target: Rows, settings: Settings, texts: Sequence[Document] = ()) -> None:
+    def __init__(
+        self, target: Rows, settings: TrainingSettings, texts: Sequence[Document] = ()
+    ) -> None:
         self._access = layers_of_target(target, settings.kind)
         self.adapter = Adapter(self._access, settings.depth)
         super().__init__(target.executor.module(), self.adapter.own, settings)
-        self._states = States(self.target, (settings.depth, self._access.layers))
+        self._states = TargetStates(self.target, (settings.depth, self._access.layers))
 
     def _count(self, text: Document) -> int:
         return positions_of(text)

@@ -19,9 +19,9 @@ from forerun.runtime.eagle import HEAD, EagleHead
 from forerun.runtime.states import check_depths
 from forerun.training.fit import (
     Document,
-    Settings,
-    States,
+    TargetStates,
     Training,
+    TrainingSettings,
     cut,
     index_of,
     layers_of_target,
@@ -54,7 +54,7 @@ class EagleTrainer(Training[Document]):
         SettingError: depths or a vocabulary that the target does not have.
     """
 
-    def __init__(self, target: Rows, settings: Settings, texts: Sequence[Document]) -> None:
+    def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
         self._access = access = layers_of_target(target, settings.kind)
         count, vocab = access.layers, len(access.unembedding)
         spread = sorted({max(1, count // 3), max(1, 2 * count // 3), count})
@@ -69,7 +69,7 @@ class EagleTrainer(Training[Document]):
         self._index = index_of(tokens, access)
         wanted = sorted({*self.depths, count})
         self._columns = [wanted.index(depth) for depth in self.depths]
-        self._states = States(model, wanted)
+        self._states = TargetStates(model, wanted)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         table = self.own["embedding.weight"]

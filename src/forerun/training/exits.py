@@ -18,9 +18,9 @@ from forerun.runtime.heads import KINDS, check_layers, default_layers
 from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
 from forerun.training.fit import (
     Document,
-    Settings,
-    States,
+    TargetStates,
     Training,
+    TrainingSettings,
     cut,
     index_of,
     layers_of_target,
@@ -56,7 +56,7 @@ class ExitTrainer(Training[Document]):
         SettingError: layers the model does not have or cannot exit after; a rank above its width.
     """
 
-    def __init__(self, target: Rows, settings: Settings, texts: Sequence[Document]) -> None:
+    def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
         self._access = access = layers_of_target(target, settings.kind)
         layers = check_layers(settings.layers or default_layers(access.layers), access.layers)
         if layers[-1] == access.layers:
@@ -75,7 +75,7 @@ class ExitTrainer(Training[Document]):
         }
         self.heads = KINDS[settings.head](access, {**weights}, tokens)
         model = target.executor.module()
-        self._states = States(model, (*layers, access.layers))
+        self._states = TargetStates(model, (*layers, access.layers))
         # A bias is in units of the hidden state, whose size differs from layer to layer.
         sample = torch.cat(self._states.of(texts[:8]))
         self._sizes = dict(zip(layers, sample.float().pow(2).mean((0, 2)).sqrt().tolist(),
@@ -177,7 +177,10 @@ def _report(layer: int, right: torch.Tensor, sure: torch.Tensor) -> LayerReport:
 
 
 def _new(
-    access: LayerAccess, layers: Sequence[int], settings: Settings, tokens: torch.Tensor | None
+    access: LayerAccess,
+    layers: Sequence[int],
+    settings: TrainingSettings,
+    tokens: torch.Tensor | None,
 ) -> dict[int, dict[str, torch.nn.Parameter]]:
     """Heads that begin as the logit lens, float32."""
     width, device = access.width, access.unembedding.device

@@ -72,7 +72,7 @@ def positions_of(document: Document) -> int:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """How a draft is trained; what is None is the kind's own default.
 
     Args:
@@ -163,7 +163,7 @@ class Training(ABC, Generic[T]):
         self,
         target: Any,
         own: Mapping[str, torch.nn.Parameter],
-        settings: Settings,
+        settings: TrainingSettings,
         tokens: torch.Tensor | None = None,
     ) -> None:
         self.settings, self.target, self.own, self.vocabulary = settings, target, dict(own), tokens
@@ -305,7 +305,7 @@ class Training(ABC, Generic[T]):
         return {name: p.detach().to(torch.bfloat16) for name, p in self.own.items()}
 
 
-class States:
+class TargetStates:
     """What a frozen target leaves of texts at some depths; kept while there is `ROOM`.
 
     Args:
@@ -337,7 +337,7 @@ class States:
         return [held[id(text)][1] for text in texts]
 
 
-def trainer(target: Rows, settings: Settings, texts: Sequence[Any]) -> Training[Any]:
+def trainer(target: Rows, settings: TrainingSettings, texts: Sequence[Any]) -> Training[Any]:
     """A draft of the kind of the settings, as it begins.
 
     Raises:

@@ -19,14 +19,14 @@ from forerun.runtime.base import Rows
 from forerun.runtime.grafts import graft, model_of, own_parameters
 from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
-from forerun.training.fit import Settings, Training, divergence, padded, runs_of
+from forerun.training.fit import Training, TrainingSettings, divergence, padded, runs_of
 
 WINDOWS = 16
 """Batches' worth of texts that a batch of alike lengths is chosen from."""
 
 
 @dataclass(frozen=True)
-class Text:
+class TextPair:
     """A source and what the target's decoder says or shall say of it, as token ids."""
 
     source: list[int]
@@ -52,7 +52,7 @@ class _Batch:
     lengths: list[int]
 
 
-class GraftTrainer(Training[Text]):
+class GraftTrainer(Training[TextPair]):
     """A draft decoder in training.
 
     Args:
@@ -61,7 +61,9 @@ class GraftTrainer(Training[Text]):
         texts: not read before they are learned.
     """
 
-    def __init__(self, target: Rows, settings: Settings, texts: Sequence[Text] = ()) -> None:
+    def __init__(
+        self, target: Rows, settings: TrainingSettings, texts: Sequence[TextPair] = ()
+    ) -> None:
         model = model_of(target, f"of kind {settings.kind}")
         torch.manual_seed(settings.seed)
         self._block = int(settings.width or 1) if settings.kind == "block" else 1
@@ -71,7 +73,7 @@ class GraftTrainer(Training[Text]):
         self._placement = placement_of(decoder, decoder_limit(model.config))
         self._vocab = target.vocab_size
 
-    def _drawn(self, texts: Sequence[Text], rng: random.Random) -> list[Text]:
+    def _drawn(self, texts: Sequence[TextPair], rng: random.Random) -> list[TextPair]:
         """Of alike lengths: padding would take most of a step."""
         batch = self.batch
         drawn = rng.sample(list(texts), min(WINDOWS * batch, len(texts)))
@@ -79,15 +81,15 @@ class GraftTrainer(Training[Text]):
         first = rng.randrange(max(1, len(drawn) - batch + 1))
         return drawn[first : first + batch]
 
-    def _count(self, text: Text) -> int:
+    def _count(self, text: TextPair) -> int:
         return len(text.output)
 
-    def _losses(self, texts: Sequence[Text], rng: random.Random) -> Iterator[torch.Tensor]:
+    def _losses(self, texts: Sequence[TextPair], rng: random.Random) -> Iterator[torch.Tensor]:
         self.draft.get_decoder().train()  # all else is the target's
         yield self._loss(self._batch(texts), rng)
 
     @torch.no_grad()
-    def _batch(self, texts: Sequence[Text]) -> _Batch:
+    def _batch(self, texts: Sequence[TextPair]) -> _Batch:
         device = self.target.device
         pad = self.target.config.pad_token_id or 0
         source, read = padded([text.source for text in texts], pad)
@@ -175,7 +177,7 @@ class GraftTrainer(Training[Text]):
             ).logits.float()
 
     @torch.no_grad()
-    def agreement(self, texts: Sequence[Text]) -> dict[str, Any]:
+    def agreement(self, texts: Sequence[TextPair]) -> dict[str, Any]:
         """How often the draft's most likely token is the target's, over held-out texts.
 
         Returns:

@@ -16,9 +16,9 @@ from forerun.runtime.base import Rows
 from forerun.runtime.medusa import MedusaHeads, new_heads
 from forerun.training.fit import (
     Document,
-    Settings,
-    States,
+    TargetStates,
     Training,
+    TrainingSettings,
     cut,
     index_of,
     layers_of_target,
@@ -39,7 +39,7 @@ class MedusaTrainer(Training[Document]):
         texts: all of them: what is frequent there is what a small vocabulary holds.
     """
 
-    def __init__(self, target: Rows, settings: Settings, texts: Sequence[Document]) -> None:
+    def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
         self._access = access = layers_of_target(target, settings.kind)
         tokens, model = cut(texts, settings.vocab or 0, access), target.executor.module()
         torch.manual_seed(settings.seed)
@@ -49,7 +49,7 @@ class MedusaTrainer(Training[Document]):
         super().__init__(model, own, settings, tokens)
         self.heads = MedusaHeads({**own}, tokens)
         self._index = index_of(tokens, access)
-        self._states = States(model, (access.layers,))
+        self._states = TargetStates(model, (access.layers,))
 
     def _count(self, text: Document) -> int:
         return positions_of(text)

@@ -15,7 +15,7 @@ from forerun.errors import PromptError, SettingError
 from forerun.prompts import Prompt, find_prompts, is_shipped, read_file
 from forerun.runtime.fingerprints import fingerprint
 from forerun.training.fit import Document, positions_of
-from forerun.training.grafts import Text
+from forerun.training.grafts import TextPair
 
 if TYPE_CHECKING:
     from forerun import Model
@@ -219,7 +219,7 @@ def saved_lines(path: Path, key: str, group: int) -> list[Any]:
     return lines
 
 
-def read_pairs(path: Path, model: Model) -> list[Text]:
+def read_pairs(path: Path, model: Model) -> list[TextPair]:
     """Pairs of texts: lines SOURCE TAB TARGET, or JSON objects with "source" and "target".
 
     Pairs that do not fit the model are left out.
@@ -238,7 +238,7 @@ def read_pairs(path: Path, model: Model) -> list[Text]:
         output = model.tokenizer(text_target=target, add_special_tokens=False)["input_ids"]
         output = [*output, *sorted(model.eos)[:1]]
         if ids and len(ids) <= (model.target.facts.source_limit or 0) and output:
-            texts.append(Text(ids, prompt, output[: model.target.limit - len(prompt)]))
+            texts.append(TextPair(ids, prompt, output[: model.target.limit - len(prompt)]))
     if len(texts) < 2:
         raise PromptError(f"{path} holds {len(texts)} usable pairs; give at least 2")
     return texts
@@ -259,8 +259,8 @@ def _pair(line: str, where: str) -> tuple[str, str]:
 
 
 def own_texts(
-    model: Model, texts: Sequence[Text], most: int, path: Path, tell: Callable[[int], None]
-) -> list[Text]:
+    model: Model, texts: Sequence[TextPair], most: int, path: Path, tell: Callable[[int], None]
+) -> list[TextPair]:
     """The texts with the target's own greedy output of at most `most` tokens instead of theirs.
 
     They are kept at `path`: an interrupted run goes on there, and the same texts are not written
@@ -279,4 +279,4 @@ def own_texts(
             file.write("".join(json.dumps(ids) + "\n" for ids in fresh))
         outputs.extend(fresh)
     pairs = zip(texts, outputs, strict=True)
-    return [Text(text.source, text.opening, ids) for text, ids in pairs if ids]
+    return [TextPair(text.source, text.opening, ids) for text, ids in pairs if ids]

@@ -27,7 +27,7 @@ Decide = Callable[[IntArray, FloatArray], IntArray]
 """Tokens to draft `(n,)` at positions `(n,)` with their past `(n, PAST)`."""
 
 
-class Texts:
+class TracePositions:
     """A trace with its positions in one row: `first[prompt] + position`."""
 
     def __init__(self, trace: Trace) -> None:
@@ -141,7 +141,7 @@ class WithPast:
 class TokenOdds:
     """Log-odds of acceptance by each token's own signals."""
 
-    texts: Texts
+    texts: TracePositions
     odds: FloatArray
     """`(positions, K)` log-odds that it is kept."""
     chance: FloatArray
@@ -174,7 +174,7 @@ class Acceptance:
     """Log-odds of a round's first token, before anything is drafted: the past only."""
 
     @classmethod
-    def fit(cls, texts: Texts, seed: int = 0) -> Acceptance:
+    def fit(cls, texts: TracePositions, seed: int = 0) -> Acceptance:
         """Fit to all tokens that a round could draft and have judged.
 
         The past of a round is taken from runs over the texts with varied lengths.
@@ -201,7 +201,7 @@ class Acceptance:
         opening = logistic(past[can], hit[index[can], 0])
         return cls(knots, alone, kept, following, opening)
 
-    def prepare(self, texts: Texts) -> RunOdds:
+    def prepare(self, texts: TracePositions) -> RunOdds:
         """Log-odds by the signals alone, for all positions of the texts."""
         prepared = _alone(texts, self.alone, self.knots)
         kept, following = np.empty((2, *prepared.odds.shape))
@@ -231,7 +231,7 @@ class Acceptance:
         )
 
 
-def _alone(texts: Texts, alone: Linear, knots: FloatArray) -> TokenOdds:
+def _alone(texts: TracePositions, alone: Linear, knots: FloatArray) -> TokenOdds:
     odds = np.stack([alone(_bends(texts.raw[:, n], knots)) for n in range(texts.depth)], 1)
     return TokenOdds(texts, odds, _chance(odds))
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from forerun.lab.bounds.acceptance import Acceptance, RunOdds, Texts
+from forerun.lab.bounds.acceptance import Acceptance, RunOdds, TracePositions
 from forerun.lab.bounds.bounds import Bound, Path, paths, tuned
 from forerun.lab.bounds.stopping import COLUMNS, Stopper, improved, steps
 from forerun.lab.traces.costs import Cell
@@ -83,7 +83,7 @@ class Study:
         drafted: dict[str, Path] | None = None,
         acceptance: Acceptance | None = None,
     ) -> None:
-        self.trace, texts = trace, Texts(trace)
+        self.trace, texts = trace, TracePositions(trace)
         self.paths = paths(trace, GRID) if drafted is None else drafted
         if acceptance is None and trace.matches.any():
             acceptance = Acceptance.fit(texts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.lab.bounds.acceptance import PAST, Acceptance, RunOdds, Texts, run
+from forerun.lab.bounds.acceptance import PAST, Acceptance, RunOdds, TracePositions, run
 from forerun.lab.bounds.bounds import Path
 from forerun.lab.traces.costs import Cell, passes
 from forerun.types import FloatArray, IntArray
@@ -140,7 +140,7 @@ def least_squares(x: FloatArray, y: FloatArray, weight: FloatArray, ridge: float
     return weights
 
 
-def _carried(texts: Texts, visited: IntArray, histories: FloatArray) -> FloatArray:
+def _carried(texts: TracePositions, visited: IntArray, histories: FloatArray) -> FloatArray:
     """`(positions, PAST)` the past of the last round that began at or before each position."""
     order = np.zeros(len(texts.row), np.int64)
     order[visited] = np.arange(len(visited)) + 1
@@ -151,7 +151,7 @@ def _carried(texts: Texts, visited: IntArray, histories: FloatArray) -> FloatArr
     return past
 
 
-def _remaining(texts: Texts, lengths: IntArray, price: FloatArray) -> FloatArray:
+def _remaining(texts: TracePositions, lengths: IntArray, price: FloatArray) -> FloatArray:
     """`(prompts, T + 1)` time a policy takes from each position to the end of the text."""
     trace = texts.trace
     T = trace.tokens.shape[1]

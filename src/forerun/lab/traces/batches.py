@@ -16,9 +16,9 @@ import torch
 from forerun.checks import whole
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.costs import Costs
-from forerun.drafters.base import Drafter, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
-from forerun.engine.judging import Judged, Judgements
+from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.loop import Engine
 from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
@@ -138,7 +138,7 @@ class Recorded(Drafter):
     def keep(self, rows: Sequence[int]) -> None:
         self.places = [self.places[row] for row in rows]
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         self.begin(texts)
         depth = self.trace.depth  # beyond it there is nothing to propose
         return step_by_step(self, texts, [min(n, depth) for n in most], guide)
@@ -166,7 +166,7 @@ class Recorded(Drafter):
 
 
 @dataclass(eq=False)
-class _Text(Row):
+class _TraceRow(Row):
     """A row whose text ends where the recorded one did."""
 
     size: int = 0
@@ -221,7 +221,7 @@ class Replayed(Engine):
             Sampling(max_new_tokens=int(trace.budgets[prompt])),
             trace.accept_prob[prompt],
         )
-        return _Text(
+        return _TraceRow(
             id=place,
             request=Request(context, sampling, self._controller, RULES.make("standard")),
             context=context,
@@ -250,11 +250,11 @@ class Replayed(Engine):
             # Beyond the end of the text it is not read.
             following = int(trace.tokens[prompt, min(at + accepted, trace.tokens.shape[1] - 1)])
             prob = trace.accept_prob[prompt, at, :drafted].tolist()
-            out[i] = Judged(accepted, following, prob)
-        self._add(proposal, {i: kept for i, kept in out.items() if isinstance(kept, Judged)})
+            out[i] = RowVerdict(accepted, following, prob)
+        self._add(proposal, {i: kept for i, kept in out.items() if isinstance(kept, RowVerdict)})
         return out
 
-    def _add(self, proposal: Proposal, judged: dict[int, Judged]) -> None:
+    def _add(self, proposal: Proposal, judged: dict[int, RowVerdict]) -> None:
         """Count a round, and share its seconds."""
         rows, sums = [self._rows[i] for i in judged], self._sums
         place = np.array([row.id for row in rows], dtype=np.int64)
@@ -281,7 +281,7 @@ class Replayed(Engine):
             self._watch(Rounds(prompt, at, drafted, accepted, steps, stopped, seconds))
 
     def _complete(
-        self, row: Row, reason: FinishReason, kept: Judged | Exception | None = None
+        self, row: Row, reason: FinishReason, kept: RowVerdict | Exception | None = None
     ) -> Completion:
         if isinstance(kept, Exception):
             raise kept

@@ -35,7 +35,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """The inputs of an export."""
 
     trace: Trace
@@ -55,14 +55,14 @@ class Job:
         return name if isinstance(name, str) and name not in ("shipped", "unnamed") else None
 
 
-def export(engine: str, job: Job) -> Export:
+def export(engine: str, job: ExportJob) -> Export:
     """The file for an engine; `UnknownNameError` if there is no such export."""
     if engine not in EXPORTS:
         raise UnknownNameError.among("export", engine, EXPORTS)
     return EXPORTS[engine](job)
 
 
-def vllm(job: Job) -> Export:
+def vllm(job: ExportJob) -> Export:
     """`speculative_config` of vLLM: the best fixed length of each batch size.
 
     `num_speculative_tokens_per_batch_size` has inclusive ranges; the first starts at 1 and vLLM
@@ -108,7 +108,7 @@ def vllm(job: Job) -> Export:
     return _json("vllm", document, use, cannot, specs)
 
 
-def transformers(job: Job) -> Export:
+def transformers(job: ExportJob) -> Export:
     """Generation config of the *assistant* of transformers: the best of its three policies."""
     cannot = (
         "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
@@ -138,7 +138,7 @@ def transformers(job: Job) -> Export:
     return _json("transformers", document, use, cannot, (best.best,))
 
 
-def llama_cpp(job: Job) -> Export:
+def llama_cpp(job: ExportJob) -> Export:
     """Flags of `llama-server`: a fixed length, cut where the draft's top probability is low."""
     cannot = (
         "llama.cpp adapts nothing between rounds and drafts alike at every batch size; it takes "
@@ -179,7 +179,7 @@ def llama_cpp(job: Job) -> Export:
     return Export("\n".join([*head, *flags]) + "\n", cannot, (spec,))
 
 
-EXPORTS: Mapping[str, Callable[[Job], Export]] = {
+EXPORTS: Mapping[str, Callable[[ExportJob], Export]] = {
     "vllm": vllm,
     "transformers": transformers,
     "llama.cpp": llama_cpp,
@@ -195,7 +195,7 @@ _LENGTHS: Space = {"length": Tokens(0, 64)}
 
 
 def _search(
-    job: Job,
+    job: ExportJob,
     spec: Spec,
     space: Space,
     make: Callable[[Mapping[str, Any]], Controller] | None = None,

@@ -66,7 +66,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordedPart:
     """Prompts recorded together."""
 
     trace: Trace
@@ -94,7 +94,7 @@ def record(
     >>> trace.draft_tokens.shape, trace.sizes
     ((1, 6, 4), array([6]))
     """
-    done: list[Part] = []
+    done: list[RecordedPart] = []
     for part in parts(model, tasks, depth=depth, batch_size=batch_size, rule=rule):
         done.append(part)
         if progress is not None:
@@ -109,7 +109,7 @@ def parts(
     depth: int = 24,
     batch_size: int = 16,
     rule: str | AcceptanceRule = "gumbel",
-) -> Iterator[Part]:
+) -> Iterator[RecordedPart]:
     """Record batch by batch, in the order of the tasks; a caller may stop between batches.
 
     Args:
@@ -143,7 +143,7 @@ def parts(
 def finish(
     model: Model,
     tasks: Sequence[Task],
-    done: Sequence[Part],
+    done: Sequence[RecordedPart],
     batch_size: int,
     settings: Mapping[str, Any],
 ) -> Trace:
@@ -206,7 +206,7 @@ def _budget(model: Model, task: Task) -> int:
 
 
 @dataclass
-class _Text:
+class _RecordedText:
     """A text as both models read it, and the penalties (`context` and `prompt` are for them)."""
 
     task: Task
@@ -253,7 +253,7 @@ def _parts(
     depth: int,
     batch_size: int,
     rule: AcceptanceRule,
-) -> Iterator[Part]:
+) -> Iterator[RecordedPart]:
     for start in range(0, len(tasks), batch_size):
         batch, began = tasks[start : start + batch_size], time.perf_counter()
         completions = model.generate(
@@ -271,10 +271,12 @@ def _parts(
         drafts = _draft_texts(model.target, drafter, texts, depth)
         pairs = zip(texts, drafts, strict=True)
         trace = concatenate([_trace(model, text, draft, depth) for text, draft in pairs])
-        yield Part(trace, wrote - began, time.perf_counter() - began)
+        yield RecordedPart(trace, wrote - began, time.perf_counter() - began)
 
 
-def _text(model: Model, task: Task, done: Completion, depth: int, rule: AcceptanceRule) -> _Text:
+def _text(
+    model: Model, task: Task, done: Completion, depth: int, rule: AcceptanceRule
+) -> _RecordedText:
     sampling = task.sampling
     eos = model.eos if sampling.eos is None else frozenset(sampling.eos)
     prompt, source = model.context(task.tokens)
@@ -284,12 +286,12 @@ def _text(model: Model, task: Task, done: Completion, depth: int, rule: Acceptan
     stops = frozenset(split_stops(sampling.stop, model.tokenizer)[1])
     ends = stops | (frozenset() if sampling.ignore_eos else eos)
     noise = Noise.of(sampling, prompt, source, done.seed) if rule.gumbel_max else None
-    return _Text(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
+    return _RecordedText(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
 
 
 @torch.inference_mode()
 def _draft_texts(
-    target: Rows, drafter: ModelDrafter, texts: list[_Text], depth: int
+    target: Rows, drafter: ModelDrafter, texts: list[_RecordedText], depth: int
 ) -> list[_Draft]:
     """Both models over the texts, then the tails."""
     rows = drafter.rows
@@ -307,7 +309,7 @@ def _draft_texts(
     return drafts
 
 
-def _heads(target: Rows, rows: Rows, texts: list[_Text], depth: int) -> list[_Draft]:
+def _heads(target: Rows, rows: Rows, texts: list[_RecordedText], depth: int) -> list[_Draft]:
     """The draft's token at every true prefix, and whether the target keeps it."""
     pieces = [[text.context[-1], *text.tokens] for text in texts]
     longest, vocab, device = max(map(len, pieces)), target.vocab_size, target.device
@@ -396,7 +398,9 @@ def _of_target(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> dict[
     }
 
 
-def _tails(rows: Rows, texts: list[_Text], drafts: list[_Draft], depth: int, vocab: int) -> None:
+def _tails(
+    rows: Rows, texts: list[_RecordedText], drafts: list[_Draft], depth: int, vocab: int
+) -> None:
     """Draft on where the target does not keep the draft's token; fills `drafts` in.
 
     Args:
@@ -416,7 +420,9 @@ def _tails(rows: Rows, texts: list[_Text], drafts: list[_Draft], depth: int, voc
         rows.keep(range(len(texts)))
 
 
-def _fork(rows: Rows, texts: list[_Text], drafts: list[_Draft], misses: list[Position]) -> None:
+def _fork(
+    rows: Rows, texts: list[_RecordedText], drafts: list[_Draft], misses: list[Position]
+) -> None:
     """Add a row per miss that covers its text up to there."""
     # Copying what is covered already is much cheaper than feeding it again.
     count = len(texts)
@@ -427,7 +433,7 @@ def _fork(rows: Rows, texts: list[_Text], drafts: list[_Draft], misses: list[Pos
 
 def _follow(
     rows: Rows,
-    texts: list[_Text],
+    texts: list[_RecordedText],
     drafts: list[_Draft],
     misses: list[Position],
     depth: int,
@@ -477,7 +483,7 @@ def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
     return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
-def _trace(model: Model, text: _Text, draft: _Draft, depth: int) -> Trace:
+def _trace(model: Model, text: _RecordedText, draft: _Draft, depth: int) -> Trace:
     """The runs of one text, put together from its positions and its tails."""
     size = len(text.tokens)
     missed = np.flatnonzero(~draft.hit)  # the end of the text is one

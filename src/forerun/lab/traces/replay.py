@@ -24,7 +24,16 @@ from forerun.governors.base import Governor
 from forerun.lab.traces.costs import passes
 from forerun.lab.traces.results import COUNTED, Replay, Rounds, Watch, costs_for
 from forerun.lab.traces.trace import Trace
-from forerun.types import DRAWN, LIVE_SIGNALS, SIGNALS, FloatArray, IntArray, Round, Stop, Token
+from forerun.types import (
+    DRAWN,
+    LIVE_SIGNALS,
+    SIGNALS,
+    FloatArray,
+    IntArray,
+    RoundOutcome,
+    Stop,
+    Token,
+)
 
 _, _, _, EXHAUSTED, END_OF_TEXT, _ = map(int, Stop)  # numpy is slow with enums
 
@@ -187,10 +196,10 @@ class _Texts:
 
     def seen(
         self, here: IntArray, drafted: _Drafted, accepted: IntArray, took: FloatArray
-    ) -> Round:
+    ) -> RoundOutcome:
         """The round as the policy sees it, its fields looked up when they are read."""
         most = int(drafted.lengths.max())
-        return Round(
+        return RoundOutcome(
             drafted.lengths,
             accepted,
             _Lazy(most, lambda depth: self._prob.take(here * self._depth + depth)),

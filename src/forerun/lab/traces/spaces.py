@@ -58,7 +58,7 @@ class Real:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OneOf:
     """One value of a list."""
 
     choices: tuple[Any, ...]
@@ -71,14 +71,14 @@ class Choice:
         return list(self.choices)
 
 
-Space = Mapping[str, Integer | Real | Choice]
+Space = Mapping[str, Integer | Real | OneOf]
 """The values each parameter may take."""
 
-_SWITCH = Choice((False, True))
+_SWITCH = OneOf((False, True))
 _ETA, _DELTA = Real(0.02, 1), Real(0, 12)
 COSTS: Space = {"cost": Real(1, 100, log=True), "slope": Real(0, 0.5)}
 """Costs of a draft step and of a wider pass, as settings of controllers."""
-_LADDERS = Choice(("1,3,5,7", "0,1,3,5,7", "1,2,3,5,8,12", "0,1,2,3,5,8,13,20", "1,5,9,13,17"))
+_LADDERS = OneOf(("1,3,5,7", "0,1,3,5,7", "1,2,3,5,8,12", "0,1,2,3,5,8,13,20", "1,5,9,13,17"))
 SPACES: Mapping[str, Space] = {
     "fixed": {"length": Tokens(0, 64)},
     "hf-heuristic": {"length": Tokens(1, 32), "up": Integer(0, 8), "down": Integer(0, 8)},
@@ -88,7 +88,7 @@ SPACES: Mapping[str, Space] = {
     },
     "gammatune+": {
         "length": Tokens(1, 8), "eta": _ETA, "delta": _DELTA, "high": Tokens(8, 32),
-        "early_stop": Choice(("expand", "update", "skip")), "threshold": Real(0, 1),
+        "early_stop": OneOf(("expand", "update", "skip")), "threshold": Real(0, 1),
         "keep": _SWITCH,
     },
     "goodput": {**COSTS, "high": Tokens(4, 32)},
@@ -98,7 +98,7 @@ SPACES: Mapping[str, Space] = {
         "damping": Real(1, 1000, True), "window": Real(5, 1000, True),
     },
     "bandit": {
-        "policy": Choice(("ucb", "thompson")), "reward": Choice(("throughput", "blend")),
+        "policy": OneOf(("ucb", "thompson")), "reward": OneOf(("throughput", "blend")),
         "low": Tokens(1, 4), "high": Tokens(4, 32), "stride": Integer(1, 6), "explore": Real(0, 1),
     },
     "svip": {"threshold": Real(0.01, 1.5), "length": Tokens(1, 40), "keep": _SWITCH},

@@ -315,7 +315,7 @@ def judge(
 
 
 @dataclass(frozen=True)
-class Choice:
+class Recommendation:
     """The controller to use."""
 
     spec: str
@@ -325,7 +325,7 @@ class Choice:
 
 def choose(
     tuned: Tuned, judged: Sequence[Judged], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
-) -> Choice:
+) -> Recommendation:
     """The search's best where other prompts show it to be better than default settings.
 
     Better: the 95 % interval of the paired speed-up lies above 1.
@@ -353,8 +353,8 @@ def choose(
         over = geometric(default / ours, seed)
         if over["low"] <= 1:
             reason = f"{spec} is no better than {DEFAULT}, the default, on the prompts judged"
-            return Choice(DEFAULT, f"{reason} ({spec}/{DEFAULT} {_interval(over)})")
-    return Choice(spec, reason)
+            return Recommendation(DEFAULT, f"{reason} ({spec}/{DEFAULT} {_interval(over)})")
+    return Recommendation(spec, reason)
 
 
 def _interval(spread: Mapping[str, float]) -> str:

@@ -11,28 +11,28 @@ from typing import Any
 from forerun.lab.traces import exports as lab
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.trace import Trace
-from forerun.lab.traces.tune import Choice, Judged, Tuned, choose, judge
+from forerun.lab.traces.tune import Judged, Recommendation, Tuned, choose, judge
 from forerun.settings import Settings
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TuneVerdict:
     """The search results, and how they do on other prompts."""
 
     tuned: Tuned
     judged: list[Judged]
     fixed: Mapping[str, Any]
     """The best fixed length, see `judge`."""
-    choice: Choice
+    choice: Recommendation
     split: Mapping[str, Any]
     """How many prompts were `searched` and `judged`, and `how` they were split."""
 
     @classmethod
     def of(
         cls, tuned: Tuned, trace: Trace, cell: Cell, split: Mapping[str, Any], free: bool, seed: int
-    ) -> Verdict:
+    ) -> TuneVerdict:
         """Judge on the prompts of a trace; `free` and `seed` as for `choose`."""
         judged, fixed = judge(tuned, trace, cell, seed)
         choice = choose(tuned, judged, trace, cell, free=free, seed=seed)
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def document(
-    verdict: Verdict, cell: Cell, settings: Settings, exports: Mapping[str, Any]
+    verdict: TuneVerdict, cell: Cell, settings: Settings, exports: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The document of `tune --json`."""
     return {
@@ -66,7 +66,9 @@ def settings(controller: str, trace: Trace, about: Mapping[str, Any]) -> Setting
     return Settings(controller=controller, draft=name if "/" in name else None, about=about)
 
 
-def write_exports(files: Sequence[tuple[str, str]], job: lab.Job) -> dict[str, dict[str, Any]]:
+def write_exports(
+    files: Sequence[tuple[str, str]], job: lab.ExportJob
+) -> dict[str, dict[str, Any]]:
     """Write the exports, given as `(engine, file)`; per engine, what it does and cannot do."""
     written = {}
     for engine, file in files:

@@ -24,7 +24,7 @@ from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import GIVEN, SOURCE_ROW, caches
 from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
-from forerun.runtime.openvino.request import Request
+from forerun.runtime.openvino.request import InferRequest
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
 
 SIZES = (1, 4, 5, 8), (12, 16)
@@ -81,7 +81,7 @@ def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]
     return list(alone[:fitting]), list(shared[: max(fitting - len(alone), 0)])
 
 
-Tell = Callable[[Request, list[int]], None]
+Tell = Callable[[InferRequest, list[int]], None]
 """Is given a request and, for each token it will be fed, the row it belongs to."""
 
 
@@ -110,7 +110,7 @@ class Form:
                 shapes[GIVEN] = [tokens, 1, width]
             graph.reshape({named[n]: ov.PartialShape(s) for n, s in shapes.items() if n in named})
         self.tokens = tokens
-        self.request = Request(core().compile_model(graph, "CPU", settings), facts.vocab_size)
+        self.request = InferRequest(core().compile_model(graph, "CPU", settings), facts.vocab_size)
         self.tell: Tell | None = None
         """Called when the rows of the tokens, or the tables, are others; None: nobody needs it."""
         self._least = 1

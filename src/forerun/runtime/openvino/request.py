@@ -17,7 +17,7 @@ LARGEST_BUFFER = 64
 _WIDE = {"input_ids", "position_ids", "wanted"}  # inputs of int64
 
 
-class Request:
+class InferRequest:
     """An infer request of a compiled graph.
 
     Args:

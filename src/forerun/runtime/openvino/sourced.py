@@ -17,7 +17,7 @@ from forerun.runtime.encoder_decoder import warn_of_settings
 from forerun.runtime.openvino.executor import FIRST_BLOCKS, OpenVINOExecutor
 from forerun.runtime.openvino.nodes import SOURCE, SOURCE_LAST, SOURCE_ROW
 from forerun.runtime.openvino.pool import Pool
-from forerun.runtime.openvino.request import Request
+from forerun.runtime.openvino.request import InferRequest
 from forerun.runtime.sources import CrossAttention, Encoder
 
 
@@ -92,7 +92,7 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         kind = torch.bfloat16 if reduced else torch.float32
         return states.to(kind).contiguous().view(torch.uint8)
 
-    def _tell(self, request: Request, rows: list[int]) -> None:
+    def _tell(self, request: InferRequest, rows: list[int]) -> None:
         """Say which source each token sees, by its row."""
         tables = [self.sources.tables[row] for row in rows]
         blocks = [block for table in tables for block in table]
