@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from forerun.cli.shared.console import note, stderr, stdout
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from forerun.cli.shared.models import Models
 
 BEFORE = """\
 A small draft model writes a few tokens ahead; the 12-layer target checks them all in one pass
@@ -58,45 +54,45 @@ def demo(
     from forerun.cli.shared.faces import Growing, play, warm_up
     from forerun.cli.shared.models import Models
     from forerun.prompts import Prompt, Reader
-    from forerun.zoo import PENALTY, prompts, smollm2
+    from forerun.zoo import smollm2
     from forerun.zoo.promptset import SMOLLM2
 
-    console = stderr()
-    if smollm2() is not None:
-        _ask(Models(SMOLLM2, runtime=runtime, device=device), console)
-        return
-    note(console, Text(BEFORE))
-    job = Models(runtime=runtime, device=device, dtype=dtype).load()
-    for number, family in enumerate(SHOWN, start=1):
-        settings = {"repetition_penalty": PENALTY[family]} if family in PENALTY else {}
-        # Long answers: a speed-up shows once the prompt has been read.
+    console, chats = stderr(), smollm2() is not None
+    models = Models(SMOLLM2, runtime=runtime, device=device)
+    if not chats:
+        models = Models(runtime=runtime, device=device, dtype=dtype)
+    note(console, Text(OF_SMOLLM2 if chats else BEFORE))
+    job = models.load()
+    examples = list(_questions() if chats else _shipped())
+    for number, (title, prompt, settings, command) in enumerate(examples, start=1):
+        head = (f"\n{number}/{len(examples)} {title}".rstrip(), "bold")
+        note(console, Text.assemble(head, (f"   forerun generate {command} --compare", "dim")))
+        if not (chats or stdout().is_terminal):
+            note(console, prompt)
+        ready = Reader.of(job.model, chats or None).prepare([Prompt(prompt)], settings)
+        warm_up(job, ready[0])
+        play(job, Growing(job, ready, explain=number == 1), compare=True)
+    note(console, Text("\nTry next:\n  forerun chat" if chats else f"\n{AFTER}"))
+
+
+Example = tuple[str, str, dict[str, Any], str]
+"""Title, prompt, settings, and the arguments of the command that does the same."""
+
+
+def _questions() -> Iterator[Example]:
+    for question in QUESTIONS:
+        command = f"--target smollm2 {shlex.quote(question)}"
+        yield "", question, {"max_new_tokens": 128}, command
+
+
+def _shipped() -> Iterator[Example]:
+    """Long answers: a speed-up shows once the prompt has been read."""
+    from forerun.zoo import PENALTY, prompts
+
+    for family in SHOWN:
+        penalty = {"repetition_penalty": PENALTY[family]} if family in PENALTY else {}
         chosen = max(prompts(family, limit=40), key=lambda p: len(p.answer))
         quoted = shlex.quote(f"{chosen.prompt.splitlines()[0][:32]}…")
-        title = (f"\n{number}/{len(SHOWN)} {family}", "bold")
-        options = "".join(f" --{k.replace('_', '-')} {v}" for k, v in settings.items())
-        command = f"   forerun generate {quoted}{options} --compare"
-        note(console, Text.assemble(title, (command, "dim")))
-        if not stdout().is_terminal:
-            note(console, chosen.prompt)
-        common = {"max_new_tokens": chosen.max_new_tokens, **settings}
-        ready = Reader.of(job.model).prepare([Prompt(chosen.prompt)], common)
-        warm_up(job, ready[0])
-        play(job, Growing(job, ready, explain=number == 1), compare=True)
-    note(console, Text(f"\n{AFTER}"))
-
-
-def _ask(models: Models, console: Console) -> None:
-    """The questions, to a model that chats."""
-    from forerun.cli.shared.faces import Growing, play, warm_up
-    from forerun.prompts import Prompt, Reader
-
-    note(console, Text(OF_SMOLLM2))
-    job = models.load()
-    for number, question in enumerate(QUESTIONS, start=1):
-        command = f"   forerun generate --target smollm2 --compare {shlex.quote(question)}"
-        title = (f"\n{number}/{len(QUESTIONS)}", "bold")
-        note(console, Text.assemble(title, (command, "dim")))
-        ready = Reader.of(job.model, True).prepare([Prompt(question)], {"max_new_tokens": 128})
-        warm_up(job, ready[0])
-        play(job, Growing(job, ready, explain=number == 1), compare=True)
-    note(console, Text("\nTry next:\n  forerun chat"))
+        options = "".join(f" --{k.replace('_', '-')} {v}" for k, v in penalty.items())
+        settings = {"max_new_tokens": chosen.max_new_tokens, **penalty}
+        yield family, chosen.prompt, settings, quoted + options

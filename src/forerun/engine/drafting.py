@@ -23,7 +23,7 @@ MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
 
 
 class RoundContext:
-    """Sampling and the policies' decisions, for the rows as they are; see `drafters.Guide`."""
+    """Sampling and the policies' decisions, for the rows as they are; see `StepContext`."""
 
     def __init__(
         self, rows: Sequence[Row], lengths: Lengths, sampler: Sampler, clock: Callable[[], float]
