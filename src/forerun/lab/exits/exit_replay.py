@@ -224,12 +224,13 @@ def _round(
     limit = max(0, min(setting.width, budget, context)) if position else 0
     drafted = accepted = 0
     depths: list[int] = []
+    together: int | None = 1
     wrong: tuple[int, ...] = ()
     while drafted < limit:
         at = position + accepted
         outputs = exits.after(text, at, wrong)
         depths.append(0)
-        exit_ = _climb(work, depths, setting, outputs.sure[indices, anneal])
+        exit_, together = _climb(work, depths, setting, outputs.sure[indices, anneal])
         if exit_ is None:
             break
         token = outputs.tokens[indices[exit_]]
@@ -241,16 +242,23 @@ def _round(
         if token in of.eos:
             break
     layers = layers_of(exits.rows).access.layers
-    together = None if depths else 1
     own = setting.bonus or len(depths) > drafted or not depths
-    depths += [0] * (drafted + own - len(depths))
+    if depths and (fresh := drafted + own - len(depths)):
+        depths, together = [*depths, *[0] * fresh], None
+    depths = depths or [0]
     _sweep(work, "verify", depths, 0, layers, together)
     work["project", len(depths)] += 1
     return ExitRound(work, drafted, accepted, accepted + (own or accepted < drafted))
 
 
-def _climb(work: Work, depths: list[int], setting: Setting, sure: FloatArray) -> int | None:
-    """Take the newest token up; which of the setting's exits it takes, None if it is difficult."""
+def _climb(
+    work: Work, depths: list[int], setting: Setting, sure: FloatArray
+) -> tuple[int | None, int | None]:
+    """Take the newest token up.
+
+    Returns:
+        Which of the setting's exits it takes, None if it is difficult; and as `_sweep`.
+    """
     at, together = 0, None
     work["step", 1] += 1
     for number, layer in enumerate(setting.layers):
@@ -258,8 +266,8 @@ def _climb(work: Work, depths: list[int], setting: Setting, sure: FloatArray) ->
         at = layer
         work["exit", 1] += 1
         if sure[number] >= setting.threshold:
-            return number
-    return None
+            return number, together
+    return None, together
 
 
 def _sweep(
