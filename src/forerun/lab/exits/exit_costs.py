@@ -69,7 +69,6 @@ class ExitCosts:
         }
 
     def seconds(self, work: Work) -> float:
-        """Of all parts together."""
         return sum(self.parts(work).values())
 
     def to_json(self) -> dict[str, Any]:

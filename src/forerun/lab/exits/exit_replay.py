@@ -136,7 +136,6 @@ class Exits:
 
     @property
     def prefixes(self) -> int:
-        """Prefixes that were run."""
         return len(self._outputs)
 
     def after(self, text: int, position: int, wrong: tuple[int, ...] = ()) -> Output:

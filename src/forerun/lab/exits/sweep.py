@@ -73,7 +73,6 @@ class Search:
         return self.scores[setting]
 
     def work(self, setting: Setting) -> Work:
-        """Of all texts together."""
         work = Work()
         for number in range(len(self.exits.texts)):
             work.update(total(self.exits, number, setting))
