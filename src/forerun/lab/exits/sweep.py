@@ -33,6 +33,8 @@ MOST_LAYERS = 12
 """Most exit layers that are tried; of more, evenly spaced ones."""
 WIDTH = 12
 """Most tokens per round that are tried."""
+UNTUNED = 6
+"""Width of `specbound` without settings, which is scored, too."""
 GRID = tuple(round(0.05 * step, 2) for step in range(21))
 """Thresholds shown around the best setting."""
 POLISHED = 40
@@ -265,7 +267,7 @@ def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None
         used = SpecBound(exits="trained" if trained else "").exit_layers(depths, tuple(layers))
     except SettingError:  # no head is shallow enough
         return None
-    return Setting(used, 0.7, 0.5, 6)
+    return Setting(used, 0.7, 0.5, UNTUNED)
 
 
 def candidates(layers: Sequence[int]) -> tuple[int, ...]:
@@ -331,7 +333,8 @@ class Sweep:
             texts.append(text)
             tell("writing", len(texts))
         advance = partial(tell, "timing")
-        costs = measure(model, self._fast, heads, layers, texts, self._width, advance)
+        widest = max(self._width, UNTUNED)
+        costs = measure(model, self._fast, heads, layers, texts, widest, advance)
         exits = Exits(exit_rows(self._module), heads, layers, texts)
         self.search = search = Search(exits, costs, self._width)
         self.best = search.run(budget, self._seed, partial(tell, "searching"))
