@@ -103,7 +103,7 @@ class Conversation:
                     if not self.command(*line[1:].partition(" ")[::2]):
                         return
                 elif line.strip():
-                    self.say(line)
+                    self.ask(line)
             except (ForerunError, OSError) as error:
                 note(stderr(), f"error: {error}")
 
@@ -123,7 +123,7 @@ class Conversation:
             note(stderr(), HELP)
         return True
 
-    def say(self, text: str) -> None:
+    def ask(self, text: str) -> None:
         """Say something, and let the model answer."""
         self.messages.append({"role": "user", "content": text})
         try:

@@ -60,7 +60,7 @@ class Answer:
         read: Sequence[Sequence[Logprob]] = (),
     ) -> None:
         self._plan, self._facts, self._texts, self._read = plan, facts, texts, read
-        self._name = logprobs.Namer(texts, bool(plan.request.return_tokens_as_token_ids))
+        self._name = logprobs.TokenNamer(texts, bool(plan.request.return_tokens_as_token_ids))
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
         self._created = int(time.time())

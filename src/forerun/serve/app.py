@@ -39,7 +39,7 @@ from forerun.serve.protocol import (
 from forerun.serve.streaming import DONE, EventStream, Gone, dumps, event, with_client
 from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
-from forerun.serve.worker import Blank, Reply, Worker
+from forerun.serve.worker import EmptyReply, Reply, Worker
 
 log = logging.getLogger("forerun.serve")
 
@@ -123,7 +123,7 @@ class Server:
             self.worker.check(plan.jobs)
         if plan.echo and plan.top is not None:
             read = await with_client(request, self.worker.score(plan.prompts, plan.top))
-        reply = self.worker.open(plan.jobs) if plan.writes else Blank(self.worker, plan.jobs)
+        reply = self.worker.open(plan.jobs) if plan.writes else EmptyReply(self.worker, plan.jobs)
         try:
             await with_client(request, reply.ready())
             answer = Answer(plan, self.facts, self.texts, read)

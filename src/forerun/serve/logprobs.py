@@ -15,7 +15,7 @@ Entry = tuple[int, Logprob | None]
 """A token and what the target said of it; None of a text's first."""
 
 
-class Namer:
+class TokenNamer:
     """Tokens as text, or by number where two of one text must not collide."""
 
     def __init__(self, texts: Texts, numbers: bool) -> None:
@@ -30,7 +30,9 @@ class Namer:
         return self._texts.bytes(token)
 
 
-def completion(entries: Sequence[Entry], top: int, name: Namer, offset: int = 0) -> dict[str, Any]:
+def completion(
+    entries: Sequence[Entry], top: int, name: TokenNamer, offset: int = 0
+) -> dict[str, Any]:
     """Of a completion.
 
     Args:
@@ -57,7 +59,7 @@ def completion(entries: Sequence[Entry], top: int, name: Namer, offset: int = 0)
     return out
 
 
-def chat(entries: Sequence[Entry], top: int, name: Namer) -> dict[str, Any]:
+def chat(entries: Sequence[Entry], top: int, name: TokenNamer) -> dict[str, Any]:
     """Of a chat answer, none of whose tokens is the first of a text; see `completion`."""
     content = [
         {
@@ -70,7 +72,7 @@ def chat(entries: Sequence[Entry], top: int, name: Namer) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _entry(name: Namer, token: int, value: float) -> dict[str, Any]:
+def _entry(name: TokenNamer, token: int, value: float) -> dict[str, Any]:
     data = name.bytes(token)
     return {
         "token": name(token),

@@ -148,7 +148,7 @@ class Reply:
             self._worker.forget(self)
 
 
-class Blank(Reply):
+class EmptyReply(Reply):
     """Of jobs that write nothing: all there at once."""
 
     def __init__(self, worker: Worker, jobs: Sequence[Request]) -> None:

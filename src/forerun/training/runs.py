@@ -37,12 +37,16 @@ def keep(
         seconds: between two savings.
     """
     saved = time.monotonic()
-    with (out / LOG).open("a", encoding="utf-8") as log, reporter() as say, stopping() as stopped:
+    with (
+        (out / LOG).open("a", encoding="utf-8") as log,
+        reporter() as report,
+        stopping() as stopped,
+    ):
         for record in records:
             log.write(json.dumps(record) + "\n")
             log.flush()
             if run.step % 20 == 0 or run.step <= 5:
-                say(
+                report(
                     f"step {run.step}  {run.tokens / 1e6:.2f} M tokens  loss {record['loss']:.3f}"
                     f"  {record['tokens_per_second']} tokens/s"
                 )

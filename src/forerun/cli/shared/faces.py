@@ -35,7 +35,7 @@ from forerun.cli.shared.console import (
 from forerun.cli.shared.guard import fail, held
 from forerun.cli.shared.progress import PromptBar
 from forerun.cli.shared.report import SCHEMA, finite, print_json
-from forerun.cli.shared.summary import Tally, show_comparison
+from forerun.cli.shared.summary import RunSummary, show_comparison
 from forerun.errors import SettingError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Terminal(Face):
                 stderr().print()
             if coloured(self._out):
                 note(stderr(), legend())
-        Tally.of(self.done.values()).show(seconds if self.wall else None, self.job)
+        RunSummary.of(self.done.values()).show(seconds if self.wall else None, self.job)
 
     def compared(self, result: PairedRuns | None) -> None:
         if result is not None:
@@ -235,7 +235,7 @@ class Lines(Face):
         self._keys = [_key(job, prompt) for prompt in prompts]
         kept = set() if output is None else _completed(Path(output), self._keys)
         super().__init__(job, [p for p in prompts if p.index not in kept], rounds)
-        self._kept, self._output, self._tally = len(kept), output, Tally()
+        self._kept, self._output, self._tally = len(kept), output, RunSummary()
         if kept:
             note(stderr(), f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
         self._bar = PromptBar(len(prompts), len(kept))
@@ -318,8 +318,8 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
             f"prompt {face.prompts[place].index + 1}: {reason}" if several else reason
             for place, reason in sorted(failures.items())
         ]
-        left_out = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        raise typer.Exit(fail("; ".join(lines[:SHOWN]) + left_out, 1))
+        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        raise typer.Exit(fail("; ".join(lines[:SHOWN]) + more, 1))
     compared = _compared(job, face) if compare else None
     face.compared(compared)
     if compared is not None and compared.bug:

@@ -20,7 +20,7 @@ from forerun.errors import ForerunError, SettingError
 DEBUG = "FORERUN_DEBUG"  # environment variable: print tracebacks
 
 
-class Held:
+class DeferredSignals:
     """A first SIGINT or SIGTERM that waits; a second one does not."""
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class Held:
 
 
 @contextmanager
-def held() -> Iterator[Held]:
+def held() -> Iterator[DeferredSignals]:
     """Let SIGINT and SIGTERM wait until the end of the block; there they are raised.
 
     Raises:
         KeyboardInterrupt: at the end, or at once if a second signal comes.
     """
-    caught = Held()
+    caught = DeferredSignals()
     with _handling({signal.SIGINT: caught.catch, signal.SIGTERM: caught.catch}) as before:
         caught.before = before
         yield caught

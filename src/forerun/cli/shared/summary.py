@@ -26,7 +26,7 @@ ENDED = {
 
 
 @dataclass
-class Tally:
+class RunSummary:
     """Sums over completions."""
 
     prompts: int = 0
@@ -47,7 +47,7 @@ class Tally:
     """Why the last one ended."""
 
     @classmethod
-    def of(cls, completions: Iterable[Completion]) -> Tally:
+    def of(cls, completions: Iterable[Completion]) -> RunSummary:
         tally = cls()
         for completion in completions:
             tally.add(completion)
