@@ -15,7 +15,7 @@ from forerun.controllers.elementwise import (
     sigmoid,
     where,
 )
-from forerun.types import Round, Token
+from forerun.types import RoundOutcome, Token
 
 
 class LogOdds(NamedTuple):
@@ -64,7 +64,7 @@ class SurvivalState(NamedTuple):
     """Of drafts without signals first tokens kept and judged, later ones likewise, fading."""
 
 
-class Drafted(NamedTuple):
+class SurvivalDraft(NamedTuple):
     """Of a round so far."""
 
     tokens: int
@@ -125,10 +125,10 @@ class Survival(Forecaster):
         return Outlook(*_counted(state))
 
     def forecast(
-        self, state: SurvivalState, memo: Drafted | None, token: Token
-    ) -> tuple[Chance, Drafted]:
+        self, state: SurvivalState, memo: SurvivalDraft | None, token: Token
+    ) -> tuple[Chance, SurvivalDraft]:
         """By the token's margin, or by its depth if it has none."""
-        tokens, survival = memo or Drafted(0, 1.0)
+        tokens, survival = memo or SurvivalDraft(0, 1.0)
         if token.logit_margin is None:
             first, later = _counted(state)
             kept, following = (later if tokens else first), later
@@ -139,9 +139,9 @@ class Survival(Forecaster):
                 by.next_constant + by.per_newest * (margin if self.newest else 4.0) + state.shift
             )
         survival = survival * kept
-        return Chance(survival, following), Drafted(tokens + 1, survival)
+        return Chance(survival, following), SurvivalDraft(tokens + 1, survival)
 
-    def observe(self, state: SurvivalState, round: Round) -> SurvivalState:
+    def observe(self, state: SurvivalState, round: RoundOutcome) -> SurvivalState:
         """A Newton step of ridge logistic regression on the constant, from the judged tokens."""
         count = round.judged
         most = largest(count)
@@ -165,7 +165,7 @@ class Survival(Forecaster):
         return after
 
     def _judged(
-        self, state: SurvivalState, round: Round, most: int
+        self, state: SurvivalState, round: RoundOutcome, most: int
     ) -> tuple[float, float, float, float]:
         """The counts with one more round."""
         counts = [self.fade * count for count in state.counts]

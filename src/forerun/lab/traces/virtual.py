@@ -18,7 +18,7 @@ import torch
 from forerun.checks import choice
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.costs import Costs
-from forerun.drafters.base import Guide, Proposal, Step, Texts
+from forerun.drafters.base import Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.engine.meter import Meter
 from forerun.lab.traces.batches import NoModel, Recorded, Replayed
@@ -40,7 +40,7 @@ PREFILL = 0.03
 """What each token of a prompt adds to the target's pass that reads it, in plain passes."""
 
 
-class Clock:
+class VirtualClock:
     """Seconds that only pass when a model runs.
 
     Args:
@@ -74,7 +74,7 @@ class Clock:
 class _Target(NoModel):
     """Takes the time of its passes."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self.behind_a_draft = False
 
@@ -95,11 +95,11 @@ class _Target(NoModel):
 class _Drafter(Recorded):
     """Takes the time of its steps, and of reading a prompt when it first drafts for it."""
 
-    def __init__(self, trace: Trace, clock: Clock, target: _Target) -> None:
+    def __init__(self, trace: Trace, clock: VirtualClock, target: _Target) -> None:
         super().__init__(trace)
         self._clock, self._target, self._read = clock, target, set[int]()
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """The recorded run, behind what must be read."""
         costs, clock = self._clock.costs, self._clock
         places = [p for p, text in zip(self.places, texts, strict=True) if text is not None]
@@ -164,14 +164,14 @@ def timed(
         controller: a spec or an object.
         costs: true ones; the meter starts from their passes, as from those of a load.
         order: `(n,)` numbers of prompts, which may repeat.
-        kind: see `Clock`.
+        kind: see `VirtualClock`.
         seed: of the noise.
 
     Raises:
         UnknownNameError, SettingError: the controller, or the kind of clock.
     """
     made = CONTROLLERS.make(controller)
-    clock = Clock(costs_for(made, costs), kind, seed)
+    clock = VirtualClock(costs_for(made, costs), kind, seed)
     true, target = clock.costs, _Target(clock)
     widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
     passes = tuple((n, true.verify_seconds(n)) for n in widths)
@@ -182,11 +182,11 @@ def timed(
     for event in engine.requests(order):
         spent[event.request] += clock.now - before
         before = clock.now
-    clocks = (Clock(costs, kind, seed + other) for other in (1_000_003, 2_000_003))
+    clocks = (VirtualClock(costs, kind, seed + other) for other in (1_000_003, 2_000_003))
     return Timed(spent, *(_plainly(trace, clock, order) for clock in clocks))
 
 
-def _plainly(trace: Trace, clock: Clock, order: IntArray) -> FloatArray:
+def _plainly(trace: Trace, clock: VirtualClock, order: IntArray) -> FloatArray:
     """Seconds of plain decoding: a pass that reads the prompt, and one for every further token."""
     target, out = _Target(clock), np.zeros(len(order))
     for place, prompt in enumerate(order.tolist()):
