@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from forerun import zoo
-from forerun.chat import Turns, conversation, encode, render, turns
+from forerun.chat import CallFormat, Turns, call_format, conversation, encode, render, turns
 from forerun.errors import PromptError, SettingError
 from forerun.runtime import load_tokenizer
 
@@ -110,3 +110,27 @@ def test_what_is_no_conversation_is_refused(tokenizer):
         render(tokenizer, ask("Hi"), options={"tools": []})
     with pytest.raises(PromptError, match="chat template"):
         render(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer), ask("Hi"))
+
+
+def test_calls_are_read_off_the_template(tokenizer):
+    tools = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    xml = tools + (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<function={{ c.function.name }}>{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    written = "call {{ c.function | tojson }}!"
+    try:
+        for template, expected in (
+            (CHATML, None),  # writes neither tools nor calls
+            (xml, None),
+            (
+                xml.replace("<function={{ c.function.name }}>", written),
+                CallFormat("call ", '{"name": "', '", "arguments": ', "}", "!call ", "!"),
+            ),
+        ):
+            tokenizer.chat_template = template
+            assert call_format(tokenizer) == expected
+    finally:
+        tokenizer.chat_template = CHATML
+    assert call_format(None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,13 @@ FENCES = [chr(code) for code in range(0xE000, 0xF8FF)]
 """Letters without a meaning (Unicode's private use area): where a control token is split."""
 _QUESTION, _ANSWER, _NEXT = "First question", "The answer", "Second question"
 """Of a conversation that shows how a template writes turns."""
+_LISTED: Any = {"name": "listed", "description": "A function.", "parameters": {"type": "object",
+    "properties": {"key": {"type": "integer", "description": "A number."}}}}  # fmt: skip
+_CALL = re.compile(
+    r'(\{\s*"name":\s*")called(",\s*"(?:arguments|parameters)":\s*)\{"key":\s*1\}'
+    r'(?:,\s*"id":\s*"[^"]*")?(\s*\})'
+)
+"""A call as a template writes it. Models leave out the id that some templates write."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +218,75 @@ def _turns(tokenizer: Any, template: str) -> Turns:
         begin = asked_again[asked_again.index(_NEXT) + len(_NEXT) :]
         ends = [marker.rstrip() for marker in (after, begin) if len(marker.strip()) > 1]
     return Turns(tuple(dict.fromkeys(ends)), "" if lead.strip() else lead)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a chat template writes calls of functions: JSON between fixed texts.
+
+    Attributes:
+        begin: what comes before the first call; empty: the answer begins with the call itself.
+        name: the part of a call before the name of its function.
+        arguments: the part between that name and the arguments, which are JSON.
+        close: the part behind them.
+        between: what parts two calls; None: an answer holds one.
+        end: what comes behind the last call, before the end of the turn.
+    """
+
+    begin: str
+    name: str
+    arguments: str
+    close: str
+    between: str | None
+    end: str
+
+    def head(self, name: str) -> str:
+        """A call up to its arguments."""
+        return f"{self.name}{name}{self.arguments}"
+
+
+def call_format(tokenizer: Any) -> CallFormat | None:
+    """How a tokenizer's chat template writes calls; None where it does not, or not as JSON."""
+    return _calls(tokenizer, str(tokenizer.chat_template)) if has_template(tokenizer) else None
+
+
+@lru_cache(maxsize=8)
+def _calls(tokenizer: Any, template: str) -> CallFormat | None:
+    question = {"role": "user", "content": _QUESTION}
+    given = {"tools": [{"type": "function", "function": _LISTED}]}
+
+    def written(count: int) -> tuple[str, list[re.Match[str]]]:
+        function = {"name": "called", "arguments": {"key": 1}}
+        ids = [f"00000000{i}" for i in range(count)]
+        calls = [{"id": one, "type": "function", "function": function} for one in ids]
+        results = [
+            {"role": "tool", "name": "called", "tool_call_id": one, "content": _ANSWER}
+            for one in ids
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = _write(tokenizer, {"messages": [question, turn, *results], **given})
+        return text, list(_CALL.finditer(text))
+
+    try:
+        asked = _write(tokenizer, {"messages": [question], **given}, answer=True)
+        text, calls = written(1)
+    except PromptError:
+        return None
+    if "listed" not in asked or len(calls) != 1 or not text.startswith(asked):
+        return None
+    call = calls[0]
+    behind = text[call.end() :]
+    ends = [behind.index(end) for end in turns(tokenizer).ends if end in behind]
+    if not ends:
+        return None
+    try:
+        pair, two = written(2)
+        between = pair[two[0].end() : two[1].start()] if len(two) == 2 else None
+    except PromptError:  # as Llama 3's
+        between = None
+    begin, end = text[len(asked) : call.start()], behind[: min(ends)]
+    name, arguments, close = call.groups()
+    return CallFormat(begin.lstrip(), name, arguments, close, between, end.rstrip())
 
 
 def is_instruct(tokenizer: Any, eos: Collection[int | None]) -> bool:

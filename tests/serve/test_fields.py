@@ -12,11 +12,13 @@ pytest.importorskip("fastapi")
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import NEUTRAL, REFUSED
 from forerun.serve.protocol import ChatRequest, CompletionRequest
+from forerun.serve.responses import ResponseRequest
 
 LISTS: dict[str, list[str]] = json.loads(
     (Path(__file__).parent / "fields.json").read_text(encoding="utf-8")
 )
-SERVED = {*ChatRequest.model_fields, *CompletionRequest.model_fields, "best_of"}
+KINDS = CompletionRequest, ChatRequest, ResponseRequest
+SERVED = {"best_of"}.union(*(kind.model_fields for kind in KINDS))
 
 
 @pytest.mark.parametrize("source", LISTS)
@@ -47,9 +49,14 @@ def test_the_lists_are_those_of_the_installed_openai():
     openai = pytest.importorskip("openai")
     from openai.types import completion_create_params as completions
     from openai.types.chat import completion_create_params as chat
+    from openai.types.responses import response_create_params as responses
 
-    for kind, module in (("chat", chat), ("completions", completions)):
-        fields = {*module.CompletionCreateParamsBase.__annotations__, "stream"}
+    for kind, params in (
+        ("chat", chat.CompletionCreateParamsBase),
+        ("completions", completions.CompletionCreateParamsBase),
+        ("responses", responses.ResponseCreateParamsBase),
+    ):
+        fields = {*params.__annotations__, "stream"}
         unknown = fields - SERVED - REFUSED.keys() - NEUTRAL
         assert unknown == set(), f"new in openai {openai.__version__}, {kind}"
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from forerun import __version__
 from forerun.engine import Completion, Logprob
 from forerun.serve import logprobs, reports
+from forerun.serve.errors import ApiError
 from forerun.serve.plans import AnswerPlan, ServedModel
-from forerun.serve.streaming import dumps, event
+from forerun.serve.streaming import DONE, dumps, event
 from forerun.serve.texts import Texts
+from forerun.serve.tools import Call, CallReader
 from forerun.serve.worker import Update
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -26,8 +28,11 @@ WINDOW = 4
 class Choice:
     """One text while it grows."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], reader: CallReader | None = None) -> None:
         self.context = list(prompt)
+        self.reader = reader
+        self.calls: list[tuple[Call, str]] = []
+        """What calls grew by with the last update."""
         self.tokens = 0
         """Written so far."""
         self.text: list[str] = []
@@ -63,11 +68,15 @@ class Answer:
         self._name = logprobs.TokenNamer(texts, bool(plan.request.return_tokens_as_token_ids))
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+        self.created, self.model = int(time.time()), facts.name
         self._lead = texts.turns.lead if plan.opens_turn else ""
         self._prepared: dict[int, list[bytes]] = {}
+        self._marks = plan.calling.marks if plan.calling else {}
         self.choices = [
-            Choice(plan.prompts[i // plan.copies]) for i in range(len(plan.jobs))
+            Choice(
+                plan.prompts[i // plan.copies], CallReader(plan.calling) if plan.calling else None
+            )
+            for i in range(len(plan.jobs))
         ]  # prompt by prompt, copies side by side
 
     # --- taking updates ---------------------------------------------------------------------
@@ -77,7 +86,7 @@ class Answer:
         choice = self.choices[update.index]
         choice.queued = update.queued
         choice.tokens += len(update.pieces)
-        text = "".join(piece.text for piece in update.pieces)
+        text = "".join(piece.text or self._marks.get(piece.token, "") for piece in update.pieces)
         report = self._round(choice, update) if self._plan.rounds and update.round else None
         choice.context.extend(piece.token for piece in update.pieces)
         if update.done is not None:
@@ -85,6 +94,10 @@ class Answer:
             text = self._ending(choice, update.done, text)
         if text and not choice.begun:
             choice.begun, text = True, text.removeprefix(self._lead)
+        if choice.reader is not None:
+            new = list(choice.reader.push(text, update.done is not None))
+            choice.calls = [delta for delta in new if not isinstance(delta, str)]
+            text = "".join(delta for delta in new if isinstance(delta, str))
         choice.text.append(text)
         return text, report
 
@@ -134,10 +147,13 @@ class Answer:
         out: dict[str, Any] = {"index": index}
         if self._plan.chat:
             out["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.reader and choice.reader.calls:
+                called = [call.to_json() for call in choice.reader.calls]
+                out["message"] |= {"content": text or None, "tool_calls": called}
         else:
             out["text"] = (self._prompt_text(index) if self._plan.echo else "") + text
         out["logprobs"] = self._logprobs(index, done.tokens, done.logprobs or (), self._plan.echo)
-        out |= {"finish_reason": FINISH[done.finish_reason], "stop_reason": self._reason(done)}
+        out |= {"finish_reason": _finish(choice), "stop_reason": self._reason(done)}
         if request.return_token_ids:
             out["prompt_token_ids"] = list(self._plan.jobs[index].prompt)
             out["token_ids"] = done.tokens
@@ -173,21 +189,24 @@ class Answer:
 
     # --- streams ----------------------------------------------------------------------------
 
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """Chunks before anything was written: chat's roles, or the prompt with echo."""
+    def opening(self) -> bytes:
+        """Frames before anything was written: chat's roles, or the prompt with echo."""
+        out = b""
         for index in range(len(self.choices)):
             if self._plan.chat:
-                yield self._chunk(index, {"role": "assistant", "content": ""})
+                out += event(self._chunk(index, {"role": "assistant", "content": ""}))
             elif self._plan.echo:
                 frame = self._chunk(index, self._prompt_text(index))
                 frame["choices"][0]["logprobs"] = self._logprobs(index, (), (), echo=True)
-                yield frame
+                out += event(frame)
+        return out
 
     def frame(self, update: Update) -> bytes:
         """What is sent of an update; nothing where there is nothing to say."""
         text, report = self.take(update)
         by_token = self._plan.top is not None or self._plan.request.return_token_ids
-        if report or update.done or (by_token and update.pieces):
+        calls = self.choices[update.index].calls
+        if report or calls or update.done or (by_token and update.pieces):
             return event(self._full(update, text, report))
         return self._brief(update.index, text) if text else b""
 
@@ -206,9 +225,10 @@ class Answer:
 
     def _full(self, update: Update, text: str, report: dict[str, Any] | None) -> dict[str, Any]:
         done, request = update.done, self._plan.request
-        frame = self._chunk(
-            update.index, {"content": text} if self._plan.chat and text else text or {}
-        )
+        delta: Any = {"content": text} if self._plan.chat and text else text or {}
+        if calls := self.choices[update.index].calls:
+            delta = (delta or {}) | {"tool_calls": [_called(*call) for call in calls]}
+        frame = self._chunk(update.index, delta)
         choice = frame["choices"][0]
         tokens = [piece.token for piece in update.pieces]
         if tokens:
@@ -218,7 +238,7 @@ class Answer:
         if report is not None:
             choice["forerun"] = report
         if done is not None:
-            choice["finish_reason"] = FINISH[done.finish_reason]
+            choice["finish_reason"] = _finish(self.choices[update.index])
             choice["stop_reason"] = self._reason(done)
             if all(other.done for other in self.choices):
                 frame |= self.extras()
@@ -235,11 +255,16 @@ class Answer:
             frame["usage"] = self.usage() if always else None
         return frame
 
-    def closing(self) -> Iterator[dict[str, Any]]:
-        """The chunk after the last one, if the usage was asked for."""
-        if self._plan.usage[0]:
-            kind = "chat.completion.chunk" if self._plan.chat else "text_completion"
-            yield {**self._head(kind), "choices": [], "usage": self.usage()}
+    def closing(self) -> bytes:
+        """What comes after the last frame: the usage if it was asked for, and the mark."""
+        if not self._plan.usage[0]:
+            return DONE
+        kind = "chat.completion.chunk" if self._plan.chat else "text_completion"
+        return event({**self._head(kind), "choices": [], "usage": self.usage()}) + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """The frame of an error in mid-stream."""
+        return event(error.to_json())
 
     # --- about it ---------------------------------------------------------------------------
 
@@ -271,7 +296,23 @@ class Answer:
         return {
             "id": self.id,
             "object": kind,
-            "created": self._created,
-            "model": self._facts.name,
+            "created": self.created,
+            "model": self.model,
             "system_fingerprint": f"forerun-{__version__}",
         }
+
+
+def _finish(choice: Choice) -> str:
+    """OpenAI's `finish_reason` of a choice that is done."""
+    assert choice.done is not None
+    reason = FINISH[choice.done.finish_reason]
+    called = reason == "stop" and choice.reader is not None and choice.reader.calls
+    return "tool_calls" if called else reason
+
+
+def _called(call: Call, arguments: str) -> dict[str, Any]:
+    """What a call grew by: its name at first, then its arguments."""
+    if arguments:
+        return {"index": call.index, "function": {"arguments": arguments}}
+    begun = Call(call.index, call.name, id=call.id)
+    return {"index": call.index, **begun.to_json()}

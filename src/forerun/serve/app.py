@@ -36,9 +36,11 @@ from forerun.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from forerun.serve.streaming import DONE, EventStream, Gone, dumps, event, with_client
+from forerun.serve.responses import ResponseAnswer, ResponseRequest
+from forerun.serve.streaming import EventStream, Gone, dumps, with_client
 from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
+from forerun.serve.tools import calling
 from forerun.serve.worker import EmptyReply, Reply, Worker
 
 log = logging.getLogger("forerun.serve")
@@ -111,8 +113,17 @@ class Server:
 
     # --- generating -------------------------------------------------------------------------
 
-    async def generate(self, request: Request, plan: AnswerPlan) -> Response:
-        """Answer a plan, whole or streamed.
+    async def plan_chat(self, body: ChatRequest) -> AnswerPlan:
+        """Read a chat request and its tools."""
+        may_call = calling(body, self.texts.calls, self.texts.added)
+        grammar = may_call.grammar() if may_call else None
+        constraint = await self.structures.of(body, grammar)
+        return await self.texts.run(self.planner.chat, body, constraint, may_call)
+
+    async def generate(
+        self, request: Request, plan: AnswerPlan, asked: ResponseRequest | None = None
+    ) -> Response:
+        """Answer a plan, whole or streamed; as a response where one was `asked` for.
 
         Raises:
             ApiError, ForerunError: what was wrong.
@@ -126,7 +137,8 @@ class Server:
         reply = self.worker.open(plan.jobs) if plan.writes else EmptyReply(self.worker, plan.jobs)
         try:
             await with_client(request, reply.ready())
-            answer = Answer(plan, self.facts, self.texts, read)
+            chat = Answer(plan, self.facts, self.texts, read)
+            answer = chat if asked is None else ResponseAnswer(chat, asked)
             if not plan.stream:
                 value = await with_client(request, self._whole(answer, reply))
                 return Response(dumps(value), media_type="application/json")
@@ -137,25 +149,25 @@ class Server:
             raise
         return EventStream(self._frames(answer, reply), self.config.ping, reply.slow)
 
-    async def _whole(self, answer: Answer, reply: Reply) -> dict[str, Any]:
+    async def _whole(self, answer: Answer | ResponseAnswer, reply: Reply) -> dict[str, Any]:
         async for updates in reply.updates():
             for update in updates:
                 answer.take(update)
         return await self.texts.run(answer.whole)  # it may be long
 
-    async def _frames(self, answer: Answer, reply: Reply) -> AsyncGenerator[bytes]:
+    async def _frames(self, answer: Answer | ResponseAnswer, reply: Reply) -> AsyncGenerator[bytes]:
         try:
-            if opening := b"".join(map(event, answer.opening())):
+            if opening := answer.opening():
                 yield opening
             async for updates in reply.updates():
                 if written := b"".join(map(answer.frame, updates)):
                     yield written
-            yield b"".join([*map(event, answer.closing()), DONE])
+            yield answer.closing()
         except ForerunError as error:
-            yield event(api_error(error).to_json())
+            yield answer.error(api_error(error))
         except Exception:
             log.exception("a stream failed")
-            yield event(ApiError(500, FAILED).to_json())
+            yield answer.error(ApiError(500, FAILED))
         finally:
             if reply.slow.is_set():
                 self.metrics.gone["slow_reader"].inc()
@@ -309,9 +321,13 @@ def _generation(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer the last message of a conversation."""
         server.check_model(body.model)
-        constraint = await server.structures.of(body)
-        plan = await server.texts.run(server.planner.chat, body, constraint)
-        return await server.generate(request, plan)
+        return await server.generate(request, await server.plan_chat(body))
+
+    @app.post("/v1/responses", responses=ERRORS | STREAMED)
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        """Answer the last item of a conversation; nothing of it is kept."""
+        server.check_model(body.model)
+        return await server.generate(request, await server.plan_chat(body.chat()), body)
 
     @app.get("/v1/models", responses=ERRORS)
     async def models() -> dict[str, Any]:

@@ -67,7 +67,13 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "structural_tag": ("structural_tag is", ()),
     "force_words_ids": ("force_words_ids are", ([],)),
     "trace_decode_token_ids": ("trace_decode_token_ids is", ()),
+    # What is kept between requests.
+    "previous_response_id": ("keeping responses is (send the whole conversation)", ()),
+    "conversation": ("keeping conversations is (send the whole conversation)", ()),
+    "background": ("running in the background is", (False,)),
+    "context_management": ("context_management is", ([],)),
     # Another prompt.
+    "truncation": ("truncating conversations is", ("disabled",)),
     "suffix": ("inserting before a suffix is", ("",)),
     "input_prefix": ("input_prefix is", ("",)),
     "input_suffix": ("input_suffix is", ("",)),
@@ -81,13 +87,15 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_embeds": ("prompt_embeds are", ()),
     "input_embeds": ("input_embeds are", ()),
     "image_data": ("images are", ([],)),
+    "image": ("images are", ()),
     "audio": ("audio is", ()),
     "modalities": ("output other than text is", (["text"],)),
     "web_search_options": ("web search is", ()),
     "moderation": ("moderation is", ()),
     "functions": ("functions are", ([],)),
     "function_call": ("functions are", ("none", "auto")),
-    "tools": ("tools are", ([],)),
+    "tools": ("tools outside a chat are", ([],)),
+    "tool_choice": ("tools outside a chat are", ("none", "auto")),
     # Another model, or another shape of the answer.
     "lora": ("adapters are", ([],)),
     "lora_path": ("adapters are", ()),
@@ -108,10 +116,11 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 NEUTRAL = frozenset(
     # Who asks, and for what account.
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-     "prompt_cache_options", "prompt_cache_retention", "request_id", "rid", "session_id",
-     "session_params", "priority", "cache_salt", "details", "bootstrap_host", "bootstrap_port",
-     "bootstrap_room"}
+    {"user", "metadata", "store", "max_tool_calls",
+     "background_options", "access_programs", "service_tier", "safety_identifier",
+     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id", "rid",
+     "session_id", "session_params", "priority", "cache_salt", "details", "bootstrap_host",
+     "bootstrap_port", "bootstrap_room"}
     # Caches, scheduling, how the answer is sent.
     | {"cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "stream_interval",
        "timings_per_token", "return_progress", "sse_ping_interval", "verbose", "backend_sampling",
@@ -123,7 +132,7 @@ NEUTRAL = frozenset(
        "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau",
        "mirostat_eta", "adaptive_decay", "grammar_lazy", "preserved_tokens", "media_io_kwargs",
        "mm_processor_kwargs", "prompt_logprob_token_ids", "prompt_logprob_start",
-       "parallel_tool_calls", "parse_tool_calls", "tool_choice", "extra_args",
+       "parse_tool_calls", "extra_args",
        "logprob_start_len", "top_logprobs_num"}
     # Hints that only models which reason hear.
     | {"verbosity", "reasoning_format", "include_reasoning", "separate_reasoning",

@@ -20,7 +20,7 @@ from forerun.serve.errors import ApiError
 log = logging.getLogger("forerun.serve")
 
 FAILED = "the server failed; its log says why"
-ALIASES = frozenset({"/completions", "/chat/completions", "/models"})
+ALIASES = frozenset({"/completions", "/chat/completions", "/responses", "/models"})
 """Paths that are there without /v1, too, as llama.cpp has them."""
 OPEN = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ from forerun.serve.errors import bad
 from forerun.serve.policy import Policies, Policy
 from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
 from forerun.serve.texts import Texts
+from forerun.serve.tools import Calling
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
@@ -56,6 +57,8 @@ class AnswerPlan:
     """Whether anything is written: with `max_tokens` 0 a prompt is only scored."""
     top: int | None
     """Log-probabilities wanted: so many alternatives beside the chosen token; None: none."""
+    calling: Calling | None = None
+    """Functions that the answer may call."""
 
     @property
     def stream(self) -> bool:
@@ -111,7 +114,10 @@ class Planner:
             wanted = min(COMPLETION_TOKENS, self._config.max_tokens or COMPLETION_TOKENS)
         return self._plan(request, prompts, wanted, request.logprobs, ignored, constraint)
 
-    def chat(self, request: ChatRequest, constraint: Constraint | None) -> AnswerPlan:
+    def chat(
+        self, request: ChatRequest, constraint: Constraint | None, calling: Calling | None = None
+    ) -> AnswerPlan:
+        """Read a chat request, whose `constraint` is that of its tools if there are some."""
         ignored = request.ignored()
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
@@ -128,11 +134,13 @@ class Planner:
             request.add_generation_prompt is not False,
             bool(request.continue_final_message),
             options,
+            calling.listed if calling else None,
         )
         top = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens
         wanted = request.max_tokens if wanted is None else wanted
-        return self._plan(request, [ids], wanted, top, ignored, constraint)
+        plan = self._plan(request, [ids], wanted, top, ignored, constraint)
+        return replace(plan, calling=calling)
 
     def _check_count(self, count: int) -> None:
         """Refuse more texts than could ever wait, before any of them is read."""

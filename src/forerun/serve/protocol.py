@@ -7,6 +7,7 @@ and listed in the answer, since many clients send fields of their own.
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
@@ -143,8 +144,6 @@ class Generation(BaseModel):
             words, nothing = REFUSED.get(name, ("", ()))
             if value is None or value in nothing or name in NEUTRAL:
                 continue
-            if name == "tools" and extra.get("tool_choice") == "none":
-                continue
             if words:
                 raise unsupported(words, name)
             if name == "best_of":
@@ -174,6 +173,78 @@ class CompletionRequest(Generation):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
+class FunctionName(BaseModel):
+    """Names one of the tools."""
+
+    name: str
+
+
+class Function(BaseModel):
+    """What a model may call; its arguments are held to `parameters`, strict or not."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema; left out: none")
+
+
+class Tool(BaseModel):
+    """OpenAI's: a function."""
+
+    type: str
+    function: Function | None = None
+
+
+class NamedTool(BaseModel):
+    """One of the tools."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedTools(BaseModel):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedChoice(BaseModel):
+    """Only these may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class CalledFunction(BaseModel):
+    """What was called, with JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it: with the arguments read.
+
+        Raises:
+            ApiError: they are no JSON object.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise bad(f"the arguments of {self.function.name!r:.80} are no JSON object", "messages")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 class Message(BaseModel):
     """One turn of a conversation."""
 
@@ -181,15 +252,18 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """As chat templates take it.
 
         Raises:
-            ApiError: 501 for anything but text.
+            ApiError: 501 for anything but text and calls.
         """
-        if self.role in ("tool", "function") or (self.model_extra or {}).get("tool_calls"):
-            raise unsupported("tools are", "messages")
+        if self.role == "function":
+            raise unsupported("functions are (give tools)", "messages")
         parts = self.content
         if parts is None:
             parts = ""
@@ -198,7 +272,14 @@ class Message(BaseModel):
                 if part.type not in ("text", "input_text", "output_text") or part.text is None:
                     raise unsupported(f"message parts of type {part.type!r} are", "messages")
             parts = "".join(part.text or "" for part in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+        out: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role, "content": parts
+        }  # fmt: skip
+        if self.tool_calls:
+            out["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            out |= {k: v for k in ("tool_call_id", "name") if (v := getattr(self, k)) is not None}
+        return out
 
 
 class ChatRequest(Generation):
@@ -212,6 +293,9 @@ class ChatRequest(Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | AllowedChoice | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(BaseModel):

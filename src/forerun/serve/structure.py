@@ -33,28 +33,30 @@ class Structures:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
-        self._of = tokenizer, vocab_size, sorted(eos)
-        self._grammars: Any = None
         self._kept: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
-
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-constraints")
+        self._grammars = self._pool.submit(_grammars, tokenizer, vocab_size, sorted(eos))
+        """Made before the first request needs it: it takes seconds for a large vocabulary."""
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def of(self, request: Generation) -> Constraint | None:
-        """The constraint of a request, if it has one.
+    async def of(self, request: Generation, calling: str | None = None) -> Constraint | None:
+        """The constraint of a request, if it has one; `calling` is the grammar of its tools.
 
         Raises:
             ApiError: 400 for one that is wrong or takes too long, or more than one; 501 without
                 the extra.
         """
-        asked = _asked(request)
-        if not asked:
+        given = asked(request)
+        if calling is not None:
+            given = [("tools", "lark", calling)]
+        if not given:
             return None
-        if len(asked) > 1:
-            raise bad(f"give one of {' and '.join(field for field, *_ in asked)}", asked[1][0])
-        ((field, kind, value),) = asked
+        if len(given) > 1:
+            raise bad(f"give one of {' and '.join(field for field, *_ in given)}", given[1][0])
+        ((field, kind, value),) = given
+        await asyncio.wait([asyncio.wrap_future(self._grammars)])
         work = asyncio.get_running_loop().run_in_executor(self._pool, self._get, field, kind, value)
         try:
             return await asyncio.wait_for(work, COMPILE_SECONDS)
@@ -74,11 +76,8 @@ class Structures:
         return self._kept[key]
 
     def _compiled(self, field: str, kind: str, value: Any) -> Constraint:
-        from forerun.grammar import Grammars
-
         try:
-            self._grammars = self._grammars or Grammars(*self._of)
-            made: Constraint = getattr(self._grammars, kind)(value)
+            made: Constraint = getattr(self._grammars.result(), kind)(value)
         except MissingExtraError as error:
             raise unsupported(
                 "structured output without the extra forerun[grammar] is", field
@@ -88,7 +87,13 @@ class Structures:
         return made
 
 
-def _asked(request: Generation) -> list[tuple[str, str, Any]]:
+def _grammars(*of: Any) -> Any:
+    from forerun.grammar import Grammars
+
+    return Grammars(*of)
+
+
+def asked(request: Generation) -> list[tuple[str, str, Any]]:
     """The field, what `Grammars` calls it, and what it says: of everything that was asked for."""
     out: list[tuple[str, str, Any]] = []
     if (form := request.response_format) is not None and form.type != "text":

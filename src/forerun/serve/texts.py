@@ -34,6 +34,12 @@ class Texts:
         self.longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer else 1
         """Characters of a token, at most."""
         self.turns = chat.turns(tokenizer) if tokenizer else chat.Turns()
+        self.calls = chat.call_format(tokenizer) if tokenizer else None
+        self.added = {
+            token.content: at
+            for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        }
+        """Token ids of those beside the vocabulary proper, by their text."""
         self.vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-texts")
 
@@ -117,6 +123,7 @@ class Texts:
         answer: bool = True,
         resume: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation by the model's own template.
 
@@ -125,13 +132,14 @@ class Texts:
             answer: end with the beginning of an answer.
             resume: let the model go on with the last message instead.
             options: variables for the template.
+            tools: functions that the model may call.
 
         Raises:
             ApiError: no template, or one that refuses the messages.
         """
         try:
             return chat.render(
-                self.tokenizer, messages, answer=answer, resume=resume, options=options
+                self.tokenizer, messages, answer=answer, resume=resume, tools=tools, options=options
             )
         except SettingError as error:
             raise bad(str(error), "chat_template_kwargs") from error
