@@ -19,6 +19,7 @@ from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.adadecode import AdaDecode
 from forerun.drafters.base import Proposal
 from forerun.drafters.block import BlockDrafter
+from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.datastore import SORTED, Datastore
 from forerun.drafters.eagle import EagleDrafter, head_rows
 from forerun.drafters.kangaroo import KangarooDrafter
@@ -41,7 +42,7 @@ from forerun.runtime.grafts import graft, graft_rows
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import new_heads
 from forerun.testing import ScriptedModel
-from forerun.types import Stop
+from forerun.types import Stop, Token
 from sourced import build as build_encoder_decoder
 from test_engine import V, chaotic, noisy
 from tiny import VOCAB, build, texts
@@ -128,6 +129,13 @@ def written_before() -> NGrams:
     return NGrams.build([(text, 1) for text in STORED], 100)
 
 
+def chained(then: Callable[[], Case]) -> Case:
+    """Counts of the text before another drafter, before another where they expect anything."""
+    case = then()
+    chain = ChainDrafter(SuffixDrafter(4, 0.01), case.drafter, 0.1)
+    return Case(case.target, chain, [[*p, *p] for p in case.prompts])
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
     "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
@@ -136,6 +144,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "rest": lambda: scripted(lambda: RESTDrafter(Datastore.build(STORED), 8, 1, 3)),
     "lookahead": lambda: scripted(lambda: LookaheadDrafter(5, 3)),
     "medusa": heads_on_top,
+    "chain": lambda: chained(CASES["model"]),
+    "chain with eagle": lambda: chained(on_states),
+    "chain with medusa": lambda: chained(heads_on_top),
     "eagle": on_states,
     "none": lambda: scripted(NullDrafter),
     "specbound": lambda: early_exits(SpecBound(exits="", threshold=0.1, depth=3, layers=1)),
@@ -165,7 +176,7 @@ def plainly(case: Case, **how: Any) -> list[list[int]]:
 
 
 def test_every_drafter_is_in_the_table() -> None:
-    assert set(CASES) == set(DRAFTERS.names())
+    assert {name.partition(" ")[0] for name in CASES} == set(DRAFTERS.names())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -200,13 +211,19 @@ class Greedy:
                 continue
             best = step.best
             token = best.tokens[row][0] if best else int(step.logits[row].argmax())
-            proposal.tokens[row].append(token)
-            texts[row].append(token)
+            self.note(row, token, Token(), texts[row], proposal)
             drawn.append(row)
         return drawn
 
-    def settle(self, active: Any, most: Any, proposal: Proposal) -> list[int]:
+    def note(self, row: int, token: int, shown: Token, text: list[int], proposal: Proposal) -> None:
+        proposal.tokens[row].append(token)
+        text.append(token)
+
+    def settle(self, active: Any, most: Any, proposal: Proposal, free: bool = False) -> list[int]:
         return [row for row in active if len(proposal.tokens[row]) < most[row]]
+
+    def prefers(self, row: int, kept: Any, enough: float) -> bool:
+        return sum(kept) >= enough
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -58,6 +58,8 @@ class Costs:
     cold: float = 0.0
     """What a plain pass takes more right behind a draft that was thrown away, as its weights have
     left the caches; less, where the drafter is made of the target's layers and has run some."""
+    free: float = 0.0
+    """A token of what drafts without a model, in a chain before one that does."""
     asking: float = 0.0
     """What a drafted token takes more where the controller is shown it (`asked`)."""
     reading: float = 0.0
@@ -79,7 +81,7 @@ class Costs:
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name in ("fixed", "first", "asking", "reading"):
+        for name in ("fixed", "first", "free", "asking", "reading"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
         least = -self.draft_seconds(1)
@@ -214,7 +216,7 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; what only a `Meter` knows is no part of them."""
-        hidden = {"reading", "prefill", "packed", "retime"}
+        hidden = {"free", "reading", "prefill", "packed", "retime"}
         return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,8 @@ from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
+from forerun.drafters.chain import Chain
+from forerun.drafters.eagle import shipped_head
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import with_exits
@@ -38,7 +41,7 @@ from forerun.languages import DecoderOpening, opening
 from forerun.prompts import Reader, answering, encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
-from forerun.runtime import Executor, Rows, load_tokenizer
+from forerun.runtime import Executor, Rows, gguf, load_tokenizer
 from forerun.runtime.drafts import ABOUT, own_draft, read_about
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runtime
@@ -46,6 +49,8 @@ from forerun.settings import Settings, resolve
 
 DEFAULT_CONTROLLER = "auto"
 DEFAULT_RULE = "gumbel"
+CHAIN = re.compile(r"\s*(\w+)((?:\([^()]*\))?)\s*\+\s*(.+)", re.DOTALL)
+"""Name and settings of the first drafter of a chain, and the second."""
 
 PromptLike = (
     str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor | Mapping[str, Any]
@@ -309,7 +314,8 @@ def load(
         target: a folder or Hugging Face id; None loads the pair that ships with forerun,
             "translator" and "digest" the encoder-decoder models that do.
         draft: a folder or Hugging Face id of a draft model, or a drafter spec (``"lookup(n=3)"``,
-            ``"none"``). None uses that of `settings`, or else what `default_draft` says.
+            ``"none"``), or two as a chain (``"memory+eagle"``). None uses that of `settings`, or
+            else what `default_draft` says.
         settings: a file of `forerun tune` or `sweep`, or what was read from one: draft, controller
             and rule where no argument gives them.
         runtime: what runs the models: "torch", "openvino", "cudagraphs", a spec like
@@ -341,9 +347,7 @@ def load(
     # Graphs for early exits are made anew at every start: only for those who ask.
     default = "torch" if spec.on_torch else default_runtime()
     runs = RUNTIMES.make(runtime or default)
-    if isinstance(spec, ModelDraft):
-        trusted = spec.trust_remote_code or trust_remote_code
-        spec = replace(spec, trust_remote_code=trusted, runtime=runs)
+    spec = _running(spec, runs, trust_remote_code)
     where = zoo.locate(target)
     if zoo.is_shipped(target) and dtype is None and resolve_device(device).type == "cpu":
         dtype = torch.float32
@@ -374,12 +378,17 @@ def default_draft(target: str | Path | None) -> str | Path:
     """Who drafts for a target where nobody says.
 
     The shipped draft for the shipped target, a draft decoder in the target's own folder (`shared`
-    before `block`), else `memory`.
+    before `block`), else `memory`, with a head behind it where one is in that folder (`eagle`) or
+    ships for the target's GGUF file.
     """
     if target is None:
         return zoo.DRAFT
     where = zoo.locate(target)
-    return next((kind for kind in ("shared", "block") if own_draft(where, kind)), "memory")
+    if kind := next((kind for kind in ("shared", "block") if own_draft(where, kind)), None):
+        return kind
+    file = gguf.locate(where)
+    heads = file is not None and shipped_head(gguf.read(file).identity)
+    return "memory+eagle" if heads or own_draft(where, "eagle") else "memory"
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
@@ -389,6 +398,9 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     good = isinstance(draft, (str, Path))
     require(good, "draft", draft, "a folder, a Hugging Face id, or a drafter like 'lookup(n=3)'")
     text = str(draft)
+    chain = CHAIN.match(text)
+    if chain and chain[1] in DRAFTERS and not _exists(text):
+        return Chain(drafter_spec(chain[1] + chain[2]), drafter_spec(chain[3]))
     if _exists(text) and (Path(text) / ABOUT).is_file():
         kind = read_about(text).kind
         named = ("specbound", (), {"exits": text}) if kind == "exits" else (kind, (text,), {})
@@ -401,6 +413,16 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
         if "(" in text or ("/" not in text and name.isalpha() and len(name) < 12):
             raise UnknownNameError.among("drafter (nor a model folder)", name, DRAFTERS.names())
     return ModelDraft(text)
+
+
+def _running(spec: DrafterSpec, runtime: RuntimeSpec, trust_remote_code: bool) -> DrafterSpec:
+    """The spec, its model run as the target is."""
+    if isinstance(spec, Chain):
+        return replace(spec, then=_running(spec.then, runtime, trust_remote_code))
+    if isinstance(spec, ModelDraft):
+        trusted = spec.trust_remote_code or trust_remote_code
+        return replace(spec, trust_remote_code=trusted, runtime=runtime)
+    return spec
 
 
 def _exists(path: str) -> bool:

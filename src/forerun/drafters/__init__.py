@@ -11,6 +11,7 @@ DRAFTERS = Registry(
         "lookup": "forerun.drafters.lookup:Lookup",
         "suffix": "forerun.drafters.suffix:Suffix",
         "memory": "forerun.drafters.memory:MemoryDraft",
+        "chain": "forerun.drafters.chain:Chain",
         "rest": "forerun.drafters.rest:REST",
         "lookahead": "forerun.drafters.lookahead:Lookahead",
         "medusa": "forerun.drafters.medusa:Medusa",

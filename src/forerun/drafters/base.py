@@ -50,10 +50,37 @@ class Proposal:
     """Seconds of reading what the drafter had not followed."""
     catch_up_tokens: int = 0
     """How many tokens it read then."""
+    free_steps: int = 0
+    """In a chain, tokens of the longest draft by the drafter without a model, and"""
+    free_seconds: float = 0.0
+    """the seconds of these."""
 
     @classmethod
     def none(cls, rows: int) -> Proposal:
         return cls([[] for _ in range(rows)], [None] * rows, [[] for _ in range(rows)])
+
+    def prepend(self, certain: Mapping[int, Sequence[int]]) -> None:
+        """Put tokens by row before the drafted ones.
+
+        Where these come with a distribution, that of the others is all on the token, so that rules
+        judge them as they judge a lookup.
+        """
+        import torch
+
+        for row, tokens in certain.items():
+            self.tokens[row] = [*tokens, *self.tokens[row]]
+        if not self.logits or not any(certain.values()):
+            return
+        steps = [logits.clone() for logits in self.logits]
+        for _ in range(max(map(len, self.tokens)) - len(steps)):
+            steps.append(torch.zeros_like(steps[0]))
+        for row, tokens in certain.items():
+            for place in range(len(tokens), len(self.tokens[row])):
+                steps[place][row] = self.logits[place - len(tokens)][row]
+            for place, token in enumerate(tokens):
+                steps[place][row] = -torch.inf
+                steps[place][row, token] = 0.0
+        self.logits = steps
 
 
 @dataclass
@@ -86,8 +113,25 @@ class StepContext(Protocol):
         """Draw a token for every active row that has one, add it to the row's text and proposal,
         and note what the draft says of it. Returns these rows."""
 
-    def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
-        """Rows that draft on after their newest token; those that stop are told why."""
+    def note(self, row: int, token: int, shown: Token, text: list[int], proposal: Proposal) -> None:
+        """Add a token to a row's text and proposal, with what the draft says of it."""
+
+    def settle(
+        self, active: list[int], most: Sequence[int], proposal: Proposal, free: bool = False
+    ) -> list[int]:
+        """Rows that draft on after their newest token; those that stop are told why.
+
+        `free` says that their next tokens cost no step of a model.
+        """
+
+    def prefers(self, row: int, kept: Sequence[float], enough: float) -> bool:
+        """Whether a free draft is worth more to a row than what a model may draft in its place.
+
+        Args:
+            row: that may draft.
+            kept: chances that its first, first two, … tokens are all kept.
+            enough: tokens expected to be kept that are worth more to a policy without a governor.
+        """
 
 
 class Drafter(ABC):
@@ -108,6 +152,8 @@ class Drafter(ABC):
     that its controller ends has its bonus token: controllers count on it."""
     has_distribution: bool = True
     """Whether tokens come with a distribution; rules that read it need one."""
+    blind: bool = False
+    """Whether it proposes its tokens at once and says nothing of them."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
     caches: Sequence[Rows] = ()
@@ -184,6 +230,10 @@ class DrafterSpec(ABC):
     paper: ClassVar[str]
     on_torch: ClassVar[bool] = False
     """Whether it reads the target from within, and so runs on torch unless told otherwise."""
+
+    def remembering(self) -> DrafterSpec:
+        """The same, but learning from what the target writes, if it can."""
+        return self
 
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

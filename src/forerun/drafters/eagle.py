@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
+from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
 from forerun.runtime.base import CHUNK, Best, Rows
@@ -23,6 +25,9 @@ from forerun.runtime.eagle import (
     shapes,
 )
 from forerun.runtime.states import States
+
+HEADS = Path(__file__).parent / "heads"
+"""Heads that ship, by the hashes of tokenizer and target."""
 
 
 class EagleDrafter(Drafter):
@@ -157,7 +162,8 @@ class Eagle(DrafterSpec):
 
     Args:
         path: a folder of `forerun train-draft eagle`, trained for this target. None: the folder
-            `eagle` in the target's own.
+            `eagle` in the target's own, or what ships for it (SmolLM2-135M-Instruct, in whatever
+            precision).
 
     Reference: Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models
     via Training-Time Test, section 3.
@@ -184,7 +190,21 @@ class Eagle(DrafterSpec):
                 "eagle is for decoder-only targets, and this one has an encoder; use lookup, or "
                 "what forerun train-draft makes for it (shared, block)"
             )
-        return eagle_drafter(target, draft_folder(target.facts.name, KIND, self.path))
+        path = self.path
+        if path is None and hasattr(target_tokenizer, "get_vocab"):
+            path = shipped_head(target.facts.identity, tokens_of(target_tokenizer))
+        return eagle_drafter(target, draft_folder(target.facts.name, KIND, path))
+
+
+def shipped_head(identity: str, tokenizer: str = "*") -> str | None:
+    """The folder of the head that ships for a target, if one does.
+
+    Args:
+        identity: of the target's `Facts`.
+        tokenizer: fingerprint of its tokenizer; by default it is not asked.
+    """
+    folders = HEADS.glob(f"{tokenizer}-{identity}.*") if identity else ()
+    return next(map(str, folders), None)
 
 
 def eagle_drafter(target: Rows, folder: str) -> EagleDrafter:

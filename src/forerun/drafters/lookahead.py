@@ -42,6 +42,7 @@ class LookaheadDrafter(Drafter):
     """
 
     has_distribution = False
+    blind = True
     hears = True
 
     def __init__(self, width: int, n: int, text: bool = True, fill: bool = True) -> None:

@@ -18,6 +18,7 @@ class LookupDrafter(Drafter):
     """
 
     has_distribution = False
+    blind = True
 
     def __init__(self, most: int, least: int) -> None:
         self._most, self._least = most, least

@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -145,6 +145,9 @@ class MemoryDraft(DrafterSpec):
         flag("memory grow", self.grow)
         whole("memory n", self.n, 1)
         between("memory least", self.least, 0, 1)
+
+    def remembering(self) -> DrafterSpec:
+        return replace(self, grow=True)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the tables.

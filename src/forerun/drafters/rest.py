@@ -25,6 +25,7 @@ class RESTDrafter(Drafter):
     """
 
     has_distribution = False
+    blind = True
 
     def __init__(self, store: Datastore, n: int, least: int, most: int) -> None:
         self._store, self._n, self._least, self._most = store, n, least, most

@@ -10,7 +10,6 @@ from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
 from forerun.engine.lengths import Lengths
-from forerun.engine.prediction import insert, prepend
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.governors.base import Seat
@@ -67,14 +66,17 @@ class RoundContext:
             text, token = texts[row], best.tokens[row][0]
             assert text is not None
             shown = Token(**{name: values[row][0] for name, values in best.signals.items()})
-            if self._ids:
-                before = text[-1] if len(text) > self._rows[row].prompt else -1
-                shown = shown._replace(id=token, previous=before)
-            proposal.shown[row].append(shown)
-            proposal.tokens[row].append(token)
-            text.append(token)
+            self.note(row, token, shown, text, proposal)
             drawn.append(row)
         return drawn
+
+    def note(self, row: int, token: int, shown: Token, text: list[int], proposal: Proposal) -> None:
+        if self._ids:
+            before = text[-1] if len(text) > self._rows[row].prompt else -1
+            shown = shown._replace(id=token, previous=before)
+        proposal.shown[row].append(shown)
+        proposal.tokens[row].append(token)
+        text.append(token)
 
     def _draw(
         self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
@@ -114,15 +116,16 @@ class RoundContext:
             drafted = [[*self.forced.get(i, ()), *own] for i, own in enumerate(drafted)]
         return self._sampler.shape(logits.unsqueeze(1), self._rows, drafted, None, own)
 
-    def settle(self, active: list[int], most: Sequence[int], proposal: Proposal) -> list[int]:
-        """Rows that draft on after their newest token; those that stop are told why."""
+    def settle(
+        self, active: list[int], most: Sequence[int], proposal: Proposal, free: bool = False
+    ) -> list[int]:
         going = []
         asked = self.asks and bool(active)
         if asked:
             newest: list[Token | None] = [None] * len(self._rows)
             for row in active:
                 newest[row] = proposal.shown[row][-1]
-            go_on = self._lengths.go(newest)
+            go_on = self._lengths.go(newest, free)
         for row in active:
             tokens = proposal.tokens[row]
             ends = tokens[-1] in self._rows[row].eos
@@ -132,6 +135,9 @@ class RoundContext:
             elif len(tokens) < most[row]:
                 going.append(row)
         return going
+
+    def prefers(self, row: int, kept: Sequence[float], enough: float) -> bool:
+        return self._lengths.prefers(row, kept, enough)
 
 
 def draft(
@@ -170,8 +176,11 @@ def draft(
     out = _propose(rows, limits, drafter, guide)
     if guide.asks:
         _trim(out, lengths)
-    insert(out, predicted)
-    prepend(out, forced)
+    for i in predicted:
+        out.stopped_by[i] = Stop.LIMIT
+    out.predicted.update(predicted)
+    out.forced = {i: len(tokens) for i, tokens in forced.items()}
+    out.prepend({**predicted, **forced})
     _cut_disallowed(out, rows)
     return out
 
@@ -228,7 +237,7 @@ def _propose(
         for i, tokens in guide.forced.items():
             texts[i] = texts[i] and [*rows[i].context, *tokens]
         out = drafter.propose(texts, most, guide)
-        if not out.steps and not out.catch_up_seconds:  # it has no model
+        if not out.steps and not out.catch_up_seconds and not out.free_steps:  # it has no model
             out.steps = max(map(len, out.tokens))
     for row, (limit, why) in enumerate(limits):
         tokens = out.tokens[row]

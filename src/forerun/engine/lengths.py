@@ -161,11 +161,12 @@ class Lengths:
             return None
         return seat._replace(outlook=outlook, trims=row.certain, blind=self._blind)
 
-    def go(self, tokens: Sequence[Token | None]) -> list[bool]:
+    def go(self, tokens: Sequence[Token | None], free: bool = False) -> list[bool]:
         """Whether each row drafts another token.
 
         Args:
             tokens: per row the newest one, None where it no longer drafts.
+            free: whether their next tokens cost no step of a model.
         """
         out = [False] * len(tokens)
         for i, row in enumerate(self._rows):
@@ -176,9 +177,16 @@ class Lengths:
             if group.plan is None or not any(tokens[i] is not None for i in group.seats):
                 continue
             chances = [self._chance(i, tokens[i]) for i in group.seats]
-            for i, goes in zip(group.seats, group.plan.go(chances), strict=True):
+            for i, goes in zip(group.seats, group.plan.go(chances, free), strict=True):
                 out[i] = goes
         return out
+
+    def prefers(self, i: int, kept: Sequence[float], enough: float) -> bool:
+        """Whether a free draft is worth more to a row than a model's; see `drafters.Guide`."""
+        group = self._rows[i].group
+        if group is None or group.plan is None:
+            return sum(kept) >= enough
+        return group.plan.prefers(group.seats.index(i), kept)
 
     def _stepped(self, i: int, row: _Row, token: Token) -> bool:
         answer = self._asked(i, row.policy.step, row.state, row.memo, self._shown(i, token))

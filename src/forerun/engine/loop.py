@@ -82,7 +82,7 @@ class Engine:
         self._memory: Memory = {} if memory is None else memory
         self._meter = Meter.of(self.target, drafter) if meter is None else meter
         self._ids, self._clock = itertools.count(), self._meter.clock
-        self._lengths = Lengths(self._memory, not self.drafter.has_distribution)
+        self._lengths = Lengths(self._memory, self.drafter.blind)
         self._inference = torch.inference_mode()  # made once: a round is short
         caches = self.target, *drafter.caches
         self._reuse = Reuse(prefixes, caches)
@@ -238,7 +238,7 @@ class Engine:
 
     def _drop_rows(self) -> None:
         self._rows = []
-        self._lengths = Lengths(self._memory, not self.drafter.has_distribution)
+        self._lengths = Lengths(self._memory, self.drafter.blind)
         self.target.keep([])
         self.drafter.keep([])
         self._refresh()

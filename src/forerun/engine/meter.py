@@ -40,6 +40,10 @@ class Lap(NamedTuple):
     """Of these steps."""
     first_step_seconds: float = 0.0
     """Of the first of them; 0 if that read a prompt."""
+    free_steps: int = 0
+    """Tokens that a chain drafted without a model, and"""
+    free_seconds: float = 0.0
+    """of these."""
     verify_seconds: float = 0.0
     """Of the target's pass."""
     other_seconds: float = 0.0
@@ -54,7 +58,8 @@ class Lap(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of the round, but for the drafter's reading."""
-        return self.draft_seconds + self.verify_seconds + self.other_seconds
+        own = self.draft_seconds + self.free_seconds
+        return own + self.verify_seconds + self.other_seconds
 
 
 class Meter:
@@ -181,6 +186,7 @@ class Meter:
             low("other") or 0.0,
             rows,
             first=max(first - step, 0.0) if first is not None else 0.0,
+            free=low("free") or 0.0,
             levels=self._levels if rows == 1 else (),
             cold=max(behind - plain, -step) if behind is not None else 0.0,
             reading=_low(self._reading) or 0.0,
@@ -236,7 +242,9 @@ class _Samples:
             self._judged_at = self._rounds
         elif known:
             self._add("behind" if lap.steps else "plain", lap.verify_seconds)
-        if not lap.steps and known:
+        if lap.free_steps:
+            self._add("free", lap.free_seconds / lap.free_steps)
+        elif not lap.steps and known:
             self._add("other", lap.other_seconds)
             self._plain_at = self._rounds
         if lap.steps and self._known("step", 1):

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from forerun.drafters.base import Proposal
-from forerun.types import Stop
-
 MATCH = 3
 """Tokens of the output that must occur in the prediction for it to be followed there."""
 SHORTEST, LONGEST = 4, 32
@@ -49,41 +44,3 @@ class PredictionCursor:
     def observe(self, drafted: int, accepted: int) -> None:
         """What became of a draft."""
         self._length = min(2 * self._length, LONGEST) if drafted == accepted else SHORTEST
-
-
-def insert(proposal: Proposal, drafts: dict[int, list[int]]) -> None:
-    """Put predicted tokens by row among the drafter's.
-
-    Where others come with a distribution, theirs is all on the token, so that rules judge them as
-    they judge a lookup.
-    """
-    for row, tokens in drafts.items():
-        proposal.tokens[row], proposal.stopped_by[row] = tokens, Stop.LIMIT
-        proposal.predicted.add(row)
-    if not proposal.logits or not drafts:
-        return
-    for _ in range(max(map(len, drafts.values())) - len(proposal.logits)):
-        proposal.logits.append(torch.zeros_like(proposal.logits[0]))
-    for row, tokens in drafts.items():
-        for logits, token in zip(proposal.logits, tokens, strict=False):
-            logits[row] = -torch.inf
-            logits[row, token] = 0.0
-
-
-def prepend(proposal: Proposal, forced: dict[int, list[int]]) -> None:
-    """Put forced tokens by row before the drafter's, likewise certain."""
-    for row, tokens in forced.items():
-        proposal.tokens[row] = [*tokens, *proposal.tokens[row]]
-        proposal.forced[row] = len(tokens)
-    if not proposal.logits or not forced:
-        return
-    steps = [logits.clone() for logits in proposal.logits]
-    for _ in range(max(map(len, proposal.tokens)) - len(steps)):
-        steps.append(torch.zeros_like(steps[0]))
-    for row, tokens in forced.items():
-        for place in range(len(tokens), len(proposal.tokens[row])):
-            steps[place][row] = proposal.logits[place - len(tokens)][row]
-        for place, token in enumerate(tokens):
-            steps[place][row] = -torch.inf
-            steps[place][row, token] = 0.0
-    proposal.logits = steps

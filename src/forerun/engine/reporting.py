@@ -42,15 +42,18 @@ class Pass:
 def lap_of(passed: Pass, proposal: Proposal, now: float) -> Lap:
     """The clock of a round that has just ended."""
     rows, steps, reading = len(passed.upto), proposal.steps, proposal.catch_up_seconds
-    drafting = passed.drafting - reading if steps else 0.0
+    free = proposal.free_seconds
+    drafting = passed.drafting - reading - free if steps else 0.0
     return Lap(
         rows=rows,
         width=passed.costs.width(list(map(len, proposal.tokens)), rows),
         steps=steps,
         draft_seconds=drafting,
         first_step_seconds=proposal.first_seconds,
+        free_steps=proposal.free_steps,
+        free_seconds=free,
         verify_seconds=passed.verifying,
-        other_seconds=now - passed.began - drafting - reading - passed.verifying,
+        other_seconds=now - passed.began - drafting - free - reading - passed.verifying,
         reading_seconds=reading,
         reading_tokens=proposal.catch_up_tokens,
         read_tokens=passed.read_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from forerun.controllers.base import Chance, Forecaster, mechanism
@@ -135,7 +136,9 @@ class _Weighed(Plan):
         self._surplus = [0.0] * len(seats)
         """Per seat the tokens by which judging its whole draft beats judging the best beginning."""
         self._trimmed = [0] * len(seats)
-        self._tokens = 0
+        self._drafted, self._tokens = [0] * len(seats), 0
+        """Tokens by seat, and the most of those that were asked last."""
+        self._outlooks = [seat.outlook for seat in seats]
         self.most = [0] * len(seats)
 
     def begins(self, seats: Sequence[Seat]) -> bool:
@@ -160,14 +163,30 @@ class _Weighed(Plan):
             return self._costs.widening
         return judging[min(tokens, len(judging)) - 1] / (self._rows if self._apart else 1)
 
-    def _step(self, tokens: int, rows: int) -> float:
+    def _step(self, tokens: int, rows: int, free: bool = False) -> float:
         """Seconds of a draft step behind so many tokens, and of judging what it drafts in rows."""
-        step = self._costs.draft if tokens >= self._paid else 0.0
+        costs = self._costs
+        step = costs.free if free else costs.draft if tokens >= self._paid else 0.0
         return step + self._added(tokens + 1) * (rows if self._apart else 1)
 
-    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
+    def prefers(self, seat: int, kept: Sequence[float]) -> bool:
+        """By the best beginning of each, net of the time of its tokens."""
+        first, later = self._outlooks[seat]
+        model = [first * later**n for n in range(self._high)]
+        return self._net(kept, True) >= self._net(model, False)
+
+    def _net(self, kept: Sequence[float], free: bool) -> float:
+        worth = accumulate(
+            chance - self._price * self._step(tokens, 1, free) for tokens, chance in enumerate(kept)
+        )
+        return max(worth, default=0.0)
+
+    def go(self, chances: Sequence[Chance | None], free: bool = False) -> list[bool]:
         """The seats that want another token, if that is worth its time to them in sum."""
-        self._tokens += 1
+        asked = [seat for seat, chance in enumerate(chances) if chance is not None]
+        for seat in asked:
+            self._drafted[seat] += 1
+        self._tokens = max(self._drafted[seat] for seat in asked)
         here, following = (self._price * self._added(self._tokens + n) for n in (0, 1))
         wanting, surplus, kept = [], 0.0, 0.0
         for seat, chance in enumerate(chances):
@@ -183,28 +202,28 @@ class _Weighed(Plan):
                 surplus, kept = surplus + own, kept + chance.kept
         out = [False] * len(chances)
         going = [chance for seat in wanting if (chance := chances[seat]) is not None]
-        if going and self._pays(surplus, going) and self._affordable(kept, len(going)):
+        if going and self._pays(surplus, going, free) and self._affordable(kept, len(going), free):
             for seat in wanting:
                 out[seat] = True
         return out
 
-    def _pays(self, surplus: float, going: Sequence[Chance]) -> bool:
+    def _pays(self, surplus: float, going: Sequence[Chance], free: bool) -> bool:
         """Whether the next token is worth its time; if it pays for a level of the pass, with as
         many of those behind it as is best."""
         tokens, rows, levels = self._tokens, len(going), len(self._costs.rounds)
         gains = [chance.kept * chance.next for chance in going]
-        worth = surplus + sum(gains) - self._price * self._step(tokens, rows)
+        worth = surplus + sum(gains) - self._price * self._step(tokens, rows, free)
         for n in range(tokens + 1, levels + 1):
             if worth > 0:
                 break
             gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
-            worth += sum(gains) - self._price * self._step(n, rows)
+            worth += sum(gains) - self._price * self._step(n, rows, free)
         return worth > 0
 
-    def _affordable(self, kept: float, rows: int) -> bool:
+    def _affordable(self, kept: float, rows: int, free: bool) -> bool:
         """Whether the budget pays for what another token may lose, by how likely that is."""
         costs, tokens = self._costs, self._tokens + 1
-        loss = costs.draft_seconds(tokens) if tokens > self._paid else 0.0
+        loss = costs.draft_seconds(tokens) if tokens > self._paid and not free else 0.0
         if self._rides:
             loss += tokens * costs.widening
         elif tokens > self._paid:

@@ -45,6 +45,8 @@ class Facts:
     """Which one runs it, as `--runtime` names it."""
     name: str = ""
     """Folder or Hugging Face id; empty if it was made in memory."""
+    identity: str = ""
+    """Hash of the final norm's weights, the same in all precisions; empty if there is no `norm`."""
     source_limit: int | None = None
     """Most tokens that its encoder reads; None: it has none and takes no source."""
     start: tuple[int, ...] = ()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from forerun.runtime.base import Columns, Executor
+
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
 
@@ -140,3 +142,24 @@ class RowCache(Cache):
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for pair in self._store.values() for t in pair)
+
+
+class CachedExecutor(Executor):
+    """An executor whose keys and values are in a `RowCache`."""
+
+    copies = True
+
+    def __init__(self) -> None:
+        self.cache = RowCache()
+
+    def reserve(self, rows: int, columns: int) -> None:
+        self.cache.reserve(rows, columns)
+
+    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self.cache.keep(rows, max(lengths, default=0))
+
+    def copy_out(self, row: int, first: int, last: int) -> Columns:
+        return Columns(self.cache.copy_out(row, first, last), last - first)
+
+    def copy_in(self, row: int, first: int, columns: Columns) -> None:
+        self.cache.copy_in(row, first, columns.states)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.runtime.base import Columns, Executor, Facts, Pieces, Rows
-from forerun.runtime.cache import RowCache
+from forerun.runtime.base import Facts, Pieces, Rows
+from forerun.runtime.cache import CachedExecutor
 from forerun.runtime.drafts import About, Tensors
 from forerun.runtime.states import States
 
@@ -132,7 +132,7 @@ def head_of(tensors: Tensors) -> EagleHead:
     return head.eval().requires_grad_(False)
 
 
-class HeadExecutor(Executor):
+class HeadExecutor(CachedExecutor):
     """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass.
 
     Args:
@@ -140,27 +140,13 @@ class HeadExecutor(Executor):
         facts: of it.
     """
 
-    copies = True
-
     def __init__(self, head: EagleHead, facts: Facts) -> None:
+        super().__init__()
         self.head, self.facts = head, facts
         self.device = head.norm.weight.device
-        self.cache = RowCache()
         self.given: torch.Tensor | None = None
         """`(tokens, D)` states of all tokens of the next pass, a row's after another's."""
         self.states = States((1,), len(head.norm.weight))
-
-    def reserve(self, rows: int, columns: int) -> None:
-        self.cache.reserve(rows, columns)
-
-    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self.cache.keep(rows, max(lengths, default=0))
-
-    def copy_out(self, row: int, first: int, last: int) -> Columns:
-        return Columns(self.cache.copy_out(row, first, last), last - first)
-
-    def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        self.cache.copy_in(row, first, columns.states)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         rows = [row for row, piece in enumerate(pieces) if piece]

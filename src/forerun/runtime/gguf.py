@@ -20,10 +20,12 @@ import numpy as np
 
 from forerun.errors import ModelError
 from forerun.runtime.base import Facts
+from forerun.runtime.fingerprints import identity
 
 _SCALARS = dict(zip(range(8), ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"), strict=True))
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
+NORM, ALIGNMENT = "output_norm.weight", 32
 TYPES = {
     0: ("F32", 4.0),
     1: ("F16", 2.0),
@@ -51,6 +53,8 @@ class Tensor:
     """As rows and columns, the last one contiguous."""
     kind: str
     """Of `TYPES`, or ``type N`` for one that is not there."""
+    offset: int
+    """Of its first byte behind the metadata."""
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +71,8 @@ class GGUF:
     metadata: dict[str, Any]
     """Numbers, texts, and lists of them."""
     tensors: tuple[Tensor, ...]
+    identity: str
+    """See `Facts`."""
 
     @property
     def architecture(self) -> str:
@@ -123,6 +129,7 @@ class GGUF:
             eos=self.eos,
             precision=self.kind,
             name=str(self.path),
+            identity=self.identity,
         )
 
 
@@ -154,14 +161,22 @@ class _Reader:
         if version not in (2, 3):
             raise ValueError(f"its version is {version}, not 2 or 3")
         metadata = {self._text(): self._value(*self._unpack("<I")) for _ in range(pairs)}
-        return GGUF(path, metadata, tuple(self._tensors(tensors)))
+        listed = tuple(self._tensors(tensors))
+        norm = next((t for t in listed if t.name == NORM and t.kind == "F32"), None)
+        if norm is None:
+            return GGUF(path, metadata, listed, "")
+        step = metadata.get("general.alignment", ALIGNMENT)
+        begin = -(-self.at // step) * step + norm.offset
+        weights = np.frombuffer(self.data[begin : begin + norm.nbytes], "<f4")
+        return GGUF(path, metadata, listed, identity(weights))
 
     def _tensors(self, count: int) -> Iterator[Tensor]:
         for _ in range(count):
             name, (rank,) = self._text(), self._unpack("<I")
             shape = self._unpack(f"<{rank}Q")[::-1]
-            kind, _ = self._unpack("<IQ")
-            yield Tensor(name, shape, TYPES[kind][0] if kind in TYPES else f"type {kind}")
+            kind, offset = self._unpack("<IQ")
+            called = TYPES[kind][0] if kind in TYPES else f"type {kind}"
+            yield Tensor(name, shape, called, offset)
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self.data, self.at)

@@ -16,8 +16,9 @@ from forerun.runtime.attention import (
     mask_of,
     windows_of,
 )
-from forerun.runtime.base import Columns, Executor, Facts, Pieces, Rows
-from forerun.runtime.cache import RowCache, cache_argument
+from forerun.runtime.base import Facts, Pieces, Rows
+from forerun.runtime.cache import CachedExecutor, cache_argument
+from forerun.runtime.fingerprints import identity
 from forerun.runtime.states import States, Taps
 from forerun.runtime.support import PROVEN, check_supported, context_limit, probe
 
@@ -29,7 +30,7 @@ TOGETHER = 32
 """Padded tokens per row that a pass may waste: beyond, rows that read prompts get their own."""
 
 
-class TorchExecutor(Executor):
+class TorchExecutor(CachedExecutor):
     """Runs a decoder-only Hugging Face model over rows of different lengths, padded to one width.
 
     Args:
@@ -39,15 +40,13 @@ class TorchExecutor(Executor):
         UnsupportedModelError: a row cache cannot serve this architecture; says why.
     """
 
-    copies = True
-
     def __init__(self, model: Any) -> None:
         check_supported(model)
         self.model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.facts = facts_of(model)
-        self.cache = RowCache()
+        super().__init__()
         self._cached = {cache_argument(model): self.cache, "use_cache": True}
         self._groups, self._windows = groups_of(model), windows_of(model.config)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
@@ -66,19 +65,6 @@ class TorchExecutor(Executor):
             width = self.model.config.get_text_config(decoder=True).hidden_size
             self.states = States(depths, width)
         return self.states
-
-    def reserve(self, rows: int, columns: int) -> None:
-        """Grow the cache once for what is expected."""
-        self.cache.reserve(rows, columns)
-
-    def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self.cache.keep(rows, max(lengths, default=0))
-
-    def copy_out(self, row: int, first: int, last: int) -> Columns:
-        return Columns(self.cache.copy_out(row, first, last), last - first)
-
-    def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        self.cache.copy_in(row, first, columns.states)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One padded pass, or two where prompts are read beside rows that decode."""
@@ -194,6 +180,7 @@ def facts_of(model: Any) -> Facts:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     every = sum(parameter.numel() for parameter in model.parameters())
     config = model.config.get_text_config(decoder=True)
+    norm = getattr(model.base_model, "norm", None)
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ends is not None:
         ends = frozenset(ends if isinstance(ends, (list, tuple)) else [ends])
@@ -207,6 +194,7 @@ def facts_of(model: Any) -> Facts:
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),
+        identity="" if norm is None else identity(norm.weight.detach().float().cpu().numpy()),
     )
 
 

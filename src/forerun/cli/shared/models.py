@@ -179,17 +179,14 @@ class Models:
         remember: bool,
     ) -> Job:
         from forerun.controllers import CONTROLLERS
-        from forerun.drafters.memory import MemoryDraft
         from forerun.model import default_draft, drafter_spec, load
         from forerun.rules import RULES
 
-        default = "shipped" if self.target is None else str(default_draft(self.target))
-        spec = drafter_spec(draft or default_draft(self.target))
-        if remember and isinstance(spec, MemoryDraft):
-            spec = replace(spec, grow=True)
+        chosen = draft or default_draft(self.target)
+        spec = drafter_spec(chosen)
         model = load(
             self.target,
-            spec,
+            spec.remembering() if remember else spec,
             runtime=self.runtime,
             device=self.device,
             dtype=self.dtype,
@@ -197,7 +194,7 @@ class Models:
         )
         about = {
             "target": self.target or "shipped",
-            "draft": draft or default,
+            "draft": draft or ("shipped" if self.target is None else str(chosen)),
             "controller": CONTROLLERS.text(length),
             "rule": RULES.text(keep),
             "lossless": keep.lossless,

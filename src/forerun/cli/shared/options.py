@@ -237,7 +237,7 @@ Draft = Annotated[
         "ID_OR_PATH|SPEC",
         "Who runs ahead: a smaller model, or a drafter like lookup(n=3) or none. Default: the "
         "shipped draft for the shipped target, shared or block where the target's folder has one, "
-        "else memory.",
+        "else memory, with a head behind it (memory+eagle) where there is one.",
         panel=MODELS,
     ),
 ]

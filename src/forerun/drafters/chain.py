@@ -1,0 +1,206 @@
+"""Two drafters in a row: one without a model where it is sure enough, another elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import Any, ClassVar
+
+from forerun.checks import between
+from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.errors import SettingError, require
+from forerun.runtime.base import Rows
+from forerun.types import Token
+
+
+class ChainDrafter(Drafter):
+    """Asks the first drafter, and the second where that has nothing, or not enough.
+
+    Args:
+        first: one without a model, or rows, of its own.
+        then: any other.
+        enough: tokens of a draft of the first expected to be kept that go before the second's;
+            governors know better.
+    """
+
+    has_distribution = False
+
+    def __init__(self, first: Drafter, then: Drafter, enough: float) -> None:
+        self._first, self._then, self._enough = first, then, enough
+        self._members = first, then
+        self.target, self.caches, self.limit = then.target, then.caches, then.limit
+        self.blind, self.bonus, self.hears, self.shares_layers = (
+            then.blind,
+            then.bonus,
+            then.hears,
+            then.shares_layers,
+        )
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._then.seconds
+
+    def counters(self, row: int) -> Mapping[str, int]:
+        return self._then.counters(row)
+
+    def ratio(self, target: Rows) -> float:
+        return self._then.ratio(target)
+
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        for member in self._members:
+            member.join(prompts, room, sources)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for member in self._members:
+            member.keep(rows)
+
+    def rollback(self, row: int, length: int) -> None:
+        for member in self._members:
+            member.rollback(row, length)
+
+    def follow(self, texts: Texts) -> None:
+        self._then.follow(texts)
+
+    def hear(self, *about: Sequence[Sequence[int]]) -> None:
+        self._then.hear(*about)
+
+    def learn(self, text: Sequence[int], prompt: int) -> None:
+        for member in self._members:
+            member.learn(text, prompt)
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+        """The first drafter's tokens in rows that prefer them, as far as policies want them; the
+        second's in the others."""
+        began = guide.clock()
+        known = self._first.propose(texts, most, _Certain(guide))
+        free = [row for row, tokens in enumerate(known.tokens) if tokens]
+        for row in list(free):
+            kept = list(accumulate((token.chosen for token in known.shown[row]), mul))
+            if kept and not guide.prefers(row, kept, self._enough):
+                free.remove(row)
+        first = _offered(known, free, texts, most, guide)
+        first.free_seconds = guide.clock() - began
+        rest = [None if row in free else text for row, text in enumerate(texts)]
+        if all(text is None for text in rest):
+            return first
+        out = self._then.propose(rest, most, guide)
+        out.prepend({row: first.tokens[row] for row in free})
+        for row in free:
+            out.shown[row], out.stopped_by[row] = first.shown[row], first.stopped_by[row]
+        out.free_steps, out.free_seconds = first.free_steps, first.free_seconds
+        return out
+
+
+def _offered(
+    known: Proposal, free: Sequence[int], texts: Texts, most: Sequence[int], guide: Guide
+) -> Proposal:
+    """Of what rows may have for nothing, what policies want."""
+    out, active = Proposal.none(len(texts)), list(free)
+    ahead = [list(text or ()) for text in texts]
+    while active:
+        for row in active:
+            place = len(out.tokens[row])
+            shown = known.shown[row][place] if known.shown[row] else Token()
+            guide.note(row, known.tokens[row][place], shown, ahead[row], out)
+        going = guide.settle(active, most, out, free=True)
+        active = [row for row in going if len(out.tokens[row]) < len(known.tokens[row])]
+        out.free_steps += 1
+    return out
+
+
+class _Certain:
+    """Takes all that a drafter proposes, with all that it says of it."""
+
+    greedy: frozenset[str] | None = frozenset()
+
+    def __init__(self, guide: Guide) -> None:
+        self.clock = guide.clock
+
+    def choose(
+        self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
+    ) -> list[int]:
+        assert step.best is not None, "without a model there are no logits"
+        for row in active:
+            shown = {name: values[row][0] for name, values in step.best.signals.items()}
+            text = texts[row]
+            assert text is not None, "an active row has a text"
+            self.note(row, step.best.tokens[row][0], Token(**shown), text, proposal)
+        return list(active)
+
+    def note(self, row: int, token: int, shown: Token, text: list[int], proposal: Proposal) -> None:
+        proposal.tokens[row].append(token)
+        proposal.shown[row].append(shown)
+        text.append(token)
+
+    def settle(
+        self, active: list[int], most: Sequence[int], proposal: Proposal, free: bool = False
+    ) -> list[int]:
+        return [row for row in active if len(proposal.tokens[row]) < most[row]]
+
+    def prefers(self, row: int, kept: Sequence[float], enough: float) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Chain(DrafterSpec):
+    """What needs no model drafts where it is sure enough, another drafter in all other rounds.
+
+    Written `FIRST+THEN`: `memory+eagle`, `suffix+FOLDER`. Each token of the first is as good as
+    free: `auto` compares what the two are expected to bring, net of the time they take, and where
+    a model is dear the first drafts more. Output is the target's own, whoever drafts.
+
+    When it helps: the first copies what a model would have to compute, the second drafts where
+    nothing repeats. When it hurts: hardly ever.
+
+    Args:
+        first: `lookup`, `suffix`, `memory` or `rest`.
+        then: any drafter, or a model's folder.
+        enough: tokens of the first's draft that must be expected to be kept, ≥ 0, for it to go
+            before the second's under a policy that knows no costs (ours). Lookup and rest say
+            nothing of their tokens, and go first wherever they have any.
+
+    Deviations: the second never goes on behind what the first has drafted. Where the first expects
+    less than the second, its tokens are in the way of better ones, also for nothing.
+
+    Reference: ours.
+    """
+
+    summary: ClassVar[str] = "one without a model where it is sure, else another: FIRST+THEN"
+    paper: ClassVar[str] = ""
+
+    first: DrafterSpec
+    then: DrafterSpec
+    enough: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, part in (("first", self.first), ("then", self.then)):
+            require(isinstance(part, DrafterSpec), f"chain {name}", part, "a drafter, like suffix")
+        between("chain enough", self.enough, 0, float("inf"))
+
+    @property
+    def on_torch(self) -> bool:  # type: ignore[override]
+        return self.then.on_torch
+
+    def remembering(self) -> DrafterSpec:
+        return replace(self, first=self.first.remembering(), then=self.then.remembering())
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """Both.
+
+        Raises:
+            SettingError: the first drafter has a model; whatever the two raise.
+        """
+        first = self.first.build(target, target_tokenizer)
+        if first.caches or first.target is not None or first.has_distribution or first.hears:
+            raise SettingError(
+                "the first drafter of a chain must need no model: lookup, suffix, memory or rest; "
+                "write FIRST+THEN, like memory+eagle"
+            )
+        return ChainDrafter(first, self.then.build(target, target_tokenizer), self.enough)
