@@ -21,7 +21,7 @@ from forerun.training.fit import (
     TargetStates,
     Training,
     TrainingSettings,
-    cut,
+    frequent,
     index_of,
     layers_of_target,
     positions_of,
@@ -50,7 +50,7 @@ class ExitTrainer(Training[Document]):
     Args:
         target: the model to draft for.
         settings: how; its `layers` are the exit layers.
-        texts: all of them: what is frequent there is what a small vocabulary holds.
+        texts: all of them: a small vocabulary holds what the target's last layer says most often.
 
     Raises:
         SettingError: layers the model does not have or cannot exit after; a rank above its width.
@@ -66,7 +66,13 @@ class ExitTrainer(Training[Document]):
             )
         width, rank = access.width, settings.rank
         require(rank <= width, "rank", rank, f"at most the hidden size, {width}")
-        tokens = cut(texts, settings.vocab or 0, access)
+        self._states = TargetStates(target.executor.module(), (*layers, access.layers))
+        tokens = None
+        if settings.vocab:  # what the last layer says most often, whatever stands in the texts
+            size = settings.batch or len(texts)
+            batches = [texts[i : i + size] for i in range(0, len(texts), size)]
+            likeliest = torch.cat([self._both(part)[1].argmax(-1) for part in batches])
+            tokens = frequent(likeliest, settings.vocab, access)
         weights = _new(access, layers, settings, tokens)
         own = {
             f"{layer}.{name}": tensor
@@ -74,13 +80,11 @@ class ExitTrainer(Training[Document]):
             for name, tensor in tensors.items()
         }
         self.heads = KINDS[settings.head](access, {**weights}, tokens)
-        model = target.executor.module()
-        self._states = TargetStates(model, (*layers, access.layers))
         # A bias is in units of the hidden state, whose size differs from layer to layer.
         sample = torch.cat(self._states.of(texts[:8]))
         self._sizes = dict(zip(layers, sample.float().pow(2).mean((0, 2)).sqrt().tolist(),
                                strict=False))  # fmt: skip
-        super().__init__(model, own, settings, tokens)
+        super().__init__(target.executor.module(), own, settings, tokens)
         self._index = index_of(tokens, access)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:

@@ -370,10 +370,15 @@ def cut(texts: Sequence[Document], count: int, access: LayerAccess) -> torch.Ten
     """Ids, rising, of the `count` tokens most frequent in what counts of texts; None of 0: all."""
     if not count:
         return None
+    written = [token for text in texts for token in text.ids[text.start + 1 :]]
+    return frequent(torch.tensor(written), count, access)
+
+
+def frequent(tokens: torch.Tensor, count: int, access: LayerAccess) -> torch.Tensor:
+    """Ids, rising, of the `count` most frequent tokens."""
     vocab = len(access.unembedding)
     require(count <= vocab, "vocab", count, f"at most the model's vocabulary, {vocab}")
-    written = torch.tensor([token for text in texts for token in text.ids[text.start + 1 :]])
-    counts = torch.bincount(written.long(), minlength=vocab)
+    counts = torch.bincount(tokens.long(), minlength=vocab)
     chosen = counts.argsort(descending=True, stable=True)[:count].sort().values
     return chosen.to(access.unembedding.device)
 
