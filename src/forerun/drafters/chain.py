@@ -9,7 +9,7 @@ from operator import mul
 from typing import Any, ClassVar
 
 from forerun.checks import between
-from forerun.drafters.base import Drafter, DrafterSpec, Guide, Proposal, Step, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
 from forerun.types import Token
@@ -75,7 +75,7 @@ class ChainDrafter(Drafter):
         for member in self._members:
             member.learn(text, prompt)
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """The first drafter's tokens in rows that prefer them, as far as policies want them; the
         second's in the others."""
         began = guide.clock()
@@ -99,7 +99,7 @@ class ChainDrafter(Drafter):
 
 
 def _offered(
-    known: Proposal, free: Sequence[int], texts: Texts, most: Sequence[int], guide: Guide
+    known: Proposal, free: Sequence[int], texts: Texts, most: Sequence[int], guide: StepContext
 ) -> Proposal:
     """Of what rows may have for nothing, what policies want."""
     out, active = Proposal.none(len(texts)), list(free)
@@ -120,7 +120,7 @@ class _Certain:
 
     greedy: frozenset[str] | None = frozenset()
 
-    def __init__(self, guide: Guide) -> None:
+    def __init__(self, guide: StepContext) -> None:
         self.clock = guide.clock
 
     def choose(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
+from forerun.checks import choice
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
-from forerun.errors import ModelError, require
+from forerun.errors import ForerunWarning, ModelError, require
 from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_tokenizer
 from forerun.runtime.runtimes import RuntimeSpec, Source, TorchRuntime
@@ -116,29 +118,41 @@ class ModelDrafter(Drafter):
 
 @dataclass(frozen=True)
 class ModelDraft(DrafterSpec):
-    """A smaller model of the same tokenizer drafts token by token.
+    """A smaller model drafts token by token.
+
+    With another tokenizer than the target's it reads and writes text: what it writes greedily is
+    encoded by the target's (string-level exact match), or it is kept to the tokens that both
+    vocabularies have and drafts these with their distribution (token-level intersection).
 
     When it helps: when the draft agrees with the target often and costs a fraction of it. When it
     hurts: when it is nearly as slow as the target, or disagrees.
 
     Args:
-        path: a folder or Hugging Face id; same tokenizer as the target's. A vocabulary padded to
+        path: a folder or Hugging Face id. A vocabulary of the target's tokenizer that is padded to
             another size works on the shared ids.
         trust_remote_code: run modelling code that comes with the checkpoint.
+        by: "text" or "tokens", what a draft of another tokenizer drafts by. Text has no holes:
+            indentation that is one token to the target and several to the draft is drafted. Tokens
+            have probabilities, for rules and policies that read them, and at least half of the
+            draft's must be the target's, too.
         runtime: what runs it; that of the target.
 
-    Reference: Leviathan et al. 2023; Chen et al. 2023.
+    Reference: Leviathan et al. 2023; Chen et al. 2023. Other tokenizers: Timor et al. 2025,
+    Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+    Vocabularies, Algorithms 2 and 4.
     """
 
-    summary: ClassVar[str] = "a smaller model with the same tokenizer drafts"
+    summary: ClassVar[str] = "a smaller model drafts"
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
 
     path: str
     trust_remote_code: bool = False
+    by: str = "text"
     runtime: RuntimeSpec = field(default=TorchRuntime(), repr=False)
 
     def __post_init__(self) -> None:
         require(bool(self.path), "model path", self.path, "a folder or a Hugging Face id")
+        choice("model by", self.by, ["text", "tokens"])
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""
@@ -148,9 +162,34 @@ class ModelDraft(DrafterSpec):
         rows = self.runtime.load(source)
         if target_tokenizer is not None:
             tokenizer = load_tokenizer(self.path, self.trust_remote_code)
-            check_same_tokenizer(target_tokenizer, tokenizer, self.path)
+            if why := difference(target_tokenizer, tokenizer):
+                return self._retokenized(rows, target, (target_tokenizer, tokenizer), why)
         check_encoders(target, rows, self.path)
         return ModelDrafter(rows, target.vocab_size)
+
+    def _retokenized(
+        self, rows: Rows, target: Rows, tokenizers: tuple[Any, Any], why: str
+    ) -> Drafter:
+        from forerun.drafters.retokenized import SharedTokensDrafter, TextDrafter
+
+        what = f"the draft {self.path!r} has another tokenizer than the target: {why}"
+        encodes = any(side.facts.source_limit is not None for side in (target, rows))
+        if encodes or not all(map(_gives_back, tokenizers)):
+            why = "with an encoder" if encodes else "where one of them does not give back a text"
+            raise ModelError(
+                f"{what}; {why} they must be the same: use a draft of the same family, or the "
+                "drafter lookup"
+            )
+        warnings.warn(
+            f"{what}; it drafts by {self.by}, which costs acceptance", ForerunWarning, stacklevel=5
+        )
+        kind = TextDrafter if self.by == "text" else SharedTokensDrafter
+        return kind(rows, target.vocab_size, *tokenizers)
+
+
+def _gives_back(tokenizer: Any) -> bool:
+    ids = tokenizer.encode(SAMPLE, add_special_tokens=False)
+    return bool(tokenizer.decode(ids, clean_up_tokenization_spaces=False) == SAMPLE)
 
 
 def check_encoders(target: Rows, draft: Rows, name: str) -> None:
@@ -168,31 +207,26 @@ SAMPLE = "Words, 123 words; äöü\n\tand MORE."
 """Two tokenizers that agree on this agree on the rest."""
 
 
-def check_same_tokenizer(target: Any, draft: Any, name: str) -> None:
-    """Raise `ModelError` unless both tokenizers mean the same by every id they share."""
+def difference(target: Any, draft: Any) -> str:
+    """Why two tokenizers are not the same; empty if they mean the same by every id they share."""
     target_ids = {i: t for t, i in target.get_vocab().items()}
     draft_ids = {i: t for t, i in draft.get_vocab().items()}
     shared = sorted(target_ids.keys() & draft_ids.keys())
     differing = [i for i in shared if target_ids[i] != draft_ids[i]]
     texts = [list(tokenizer.encode(SAMPLE)) for tokenizer in (target, draft)]
     if not shared:
-        why = "they share no token id"
-    elif len(differing) > 16:  # a few added special tokens may differ; a vocabulary may not
+        return "they share no token id"
+    if len(differing) > 16:  # a few added special tokens may differ; a vocabulary may not
         first = differing[0]
-        why = (
+        return (
             f"{len(differing)} of {len(shared)} shared ids differ, e.g. {first} is "
             f"{target_ids[first]!r} in the target and {draft_ids[first]!r} in the draft"
         )
-    elif texts[0] != texts[1]:
+    if texts[0] != texts[1]:
         at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
         here, there = (", ".join(map(str, ids[at : at + 4])) for ids in texts)
-        why = (
+        return (
             f"the same text encodes differently: {SAMPLE!r} has the ids {here} … in the target and "
             f"{there} … in the draft from place {at} on"
         )
-    else:
-        return
-    raise ModelError(
-        f"the draft {name!r} has another tokenizer than the target: {why}; use a draft of the same "
-        "family, or the drafter lookup"
-    )
+    return ""

@@ -182,7 +182,7 @@ class Lengths:
         return out
 
     def prefers(self, i: int, kept: Sequence[float], enough: float) -> bool:
-        """Whether a free draft is worth more to a row than a model's; see `drafters.Guide`."""
+        """Whether a free draft is worth more to a row than a model's (`StepContext`)."""
         group = self._rows[i].group
         if group is None or group.plan is None:
             return sum(kept) >= enough

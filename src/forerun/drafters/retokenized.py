@@ -1,0 +1,185 @@
+"""A draft model of another tokenizer: by its text, or by the tokens that both models have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from forerun.drafters.base import Proposal, Step, StepContext, Texts
+from forerun.drafters.model import ModelDrafter
+from forerun.drafters.stepping import step_by_step
+from forerun.errors import ModelError
+from forerun.runtime.base import CHUNK, Rows
+from forerun.types import Stop
+
+LEAST_SHARE = 0.5
+"""Of a draft's tokens that its target must have, too, if it drafts by these."""
+TAIL = 8
+"""Tokens before a draft that are encoded with it: a token may begin in the text."""
+BROKEN = "\ufffd"
+"""What a decoder says for a character that is cut."""
+
+
+class RetokenizedDrafter(ModelDrafter):
+    """Reads every text in the draft's own tokens; what they say is given in the target's.
+
+    A text is decoded and encoded whole in each round, and only what differs from what the draft has
+    read is read anew: a committed token may change how the text before it is cut.
+
+    Args:
+        rows: the draft model.
+        vocab_size: of the target.
+        target: its tokenizer, and
+        own: the draft's.
+    """
+
+    def __init__(self, rows: Rows, vocab_size: int, target: Any, own: Any) -> None:
+        super().__init__(rows, vocab_size)
+        self.caches = ()  # what they hold is not cut as the target's is
+        self._target, self._tokenizer = target, own
+        self._held: list[list[int]] = []
+        """Per row what the draft has read."""
+
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().join(prompts, room)
+        self._held.extend([] for _ in prompts)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        self._held = [list(self._held[row]) for row in rows]
+
+    def rollback(self, row: int, length: int) -> None:
+        """Left to the next round, which compares texts."""
+
+    def follow(self, texts: Texts) -> None:
+        """A text that is cut anywhere is not yet one of the draft's."""
+
+    def _own(self, texts: Texts, most: Sequence[int]) -> list[list[int]]:
+        """The texts in the draft's tokens, its rows rolled back to what still stands of them;
+        nothing of rows that do not draft or are too long."""
+        out = []
+        for row, text in enumerate(texts):
+            ids = [] if text is None else _encoded(self._tokenizer, _decoded(self._target, text))
+            ids = ids if len(ids) + most[row] < self.rows.limit else []
+            held, same = self._held[row], 0
+            while same < min(len(held), len(ids) - 1) and held[same] == ids[same]:
+                same += 1
+            if ids:
+                self.rows.rollback(row, same)
+            out.append(ids)
+        while max(len(ids) - n for ids, n in zip(out, self.rows.lengths, strict=True)) > CHUNK:
+            pieces = [i[n : n + CHUNK] for i, n in zip(out, self.rows.lengths, strict=True)]
+            self.rows.feed(pieces, [0] * len(pieces))
+        return out
+
+    def _fed(self, texts: Sequence[list[int]]) -> list[list[int]]:
+        """What is to be fed of texts in the draft's tokens, which are then held."""
+        pieces = [ids[n:] for ids, n in zip(texts, self.rows.lengths, strict=True)]
+        self._held = [ids or held for ids, held in zip(texts, self._held, strict=True)]
+        return pieces
+
+
+class TextDrafter(RetokenizedDrafter):
+    """Drafts by text: what the draft writes greedily is encoded by the target's tokenizer.
+
+    Its tokens are certain to the rule: there is no probability of a target's token.
+    """
+
+    has_distribution = False
+    blind = True
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
+        """As many of the draft's tokens as are asked for of the target's."""
+        out = Proposal.none(len(texts))
+        heads = self._own(texts, most)
+        ahead = [list(ids) for ids in heads]
+        ends = {self._tokenizer.eos_token_id, *(self.rows.facts.eos or ())}
+        active = [row for row, ids in enumerate(heads) if ids]
+        while active:
+            began = guide.clock()
+            pieces = self._fed([ids if row in active else [] for row, ids in enumerate(ahead)])
+            best = self.rows.best(pieces, [1 if piece else 0 for piece in pieces], frozenset())
+            drawn = [row for row in active if best.sound[row][0]]
+            for row in drawn:
+                ahead[row].append(best.tokens[row][0])
+            active = [
+                row
+                for row in drawn
+                if len(ahead[row]) - len(heads[row]) < most[row] and ahead[row][-1] not in ends
+            ]
+            if not out.steps:
+                out.first_seconds = guide.clock() - began
+            out.steps += 1
+        for row, text in enumerate(texts):
+            if text is not None and (drafted := ahead[row][len(heads[row]) :]):
+                written = _decoded(self._tokenizer, drafted)
+                out.tokens[row] = self._continued(text, written)[: most[row]]
+        return out
+
+    def _continued(self, text: Sequence[int], written: str) -> list[int]:
+        """The target's tokens of what is written behind a text."""
+        tail = list(text[-TAIL:])
+        whole = _encoded(self._target, _decoded(self._target, tail) + written)
+        if whole[: len(tail)] == tail:
+            return whole[len(tail) :]
+        return _encoded(self._target, written)
+
+
+class SharedTokensDrafter(RetokenizedDrafter):
+    """Drafts those of its tokens that the target has, too, with their distribution.
+
+    Raises:
+        ModelError: these are too few of the draft's.
+    """
+
+    def __init__(self, rows: Rows, vocab_size: int, target: Any, own: Any) -> None:
+        super().__init__(rows, vocab_size, target, own)
+        theirs, ours = target.get_vocab(), own.get_vocab()
+        shared = {
+            i: theirs[text] for text, i in ours.items()
+            if i < rows.vocab_size and theirs.get(text, vocab_size) < vocab_size
+        }  # fmt: skip
+        if len(shared) < LEAST_SHARE * len(ours):
+            raise ModelError(
+                f"the target has {len(shared)} of the draft's {len(ours)} tokens, and at least "
+                f"{LEAST_SHARE:.0%} are needed to draft by them; leave by='tokens' out"
+            )
+        self._ids = torch.tensor(list(shared), device=rows.device)
+        self._theirs = torch.tensor(list(shared.values()), device=rows.device)
+        self._back = {there: here for here, there in shared.items()}
+        self._heads: list[tuple[int, list[int]]] = []
+        """Per row how many of the target's tokens the text had, and the draft's for these."""
+
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
+        own = self._own(texts, most)
+        self._heads = [(len(text or ()), ids) for text, ids in zip(texts, own, strict=True)]
+        return step_by_step(self, texts, most, guide)
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        ahead = [
+            [*ids, *(self._back[token] for token in text[n:])] if text and ids else []
+            for text, (n, ids) in zip(texts, self._heads, strict=True)
+        ]
+        pieces = self._fed(ahead)
+        logits = self.rows.feed(pieces, [1 if piece else 0 for piece in pieces])[:, 0]
+        wide = logits.new_full((len(logits), self._vocab), -torch.inf)
+        wide[:, self._theirs] = logits[:, self._ids]
+        return Step(wide, ended=[None if piece else Stop.EXHAUSTED for piece in pieces])
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of ids, up to a character that is cut."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=False,
+                            clean_up_tokenization_spaces=False)  # fmt: skip
+    return str(text).rstrip(BROKEN)
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
