@@ -106,7 +106,7 @@ def test_sampled_text_has_the_targets_distribution(rule: str) -> None:
 def plan(budget: float = 2.0, draft: float = 0.3) -> Any:
     costs = Costs(draft, ((1, 1.0), (8, 1.0)), free=0.001)
     seat = Seat(outlook=Outlook(0.6, 0.7))
-    return Renewal().open(Pace(budget=budget), costs, [seat, seat], 1, 0)
+    return Renewal().open(Pace(16.0, budget), costs, [seat, seat], 1, 0)
 
 
 def test_a_free_token_is_weighed_at_its_own_price() -> None:

@@ -172,7 +172,8 @@ class _Weighed(Plan):
     def prefers(self, seat: int, kept: Sequence[float]) -> bool:
         """By the best beginning of each, net of the time of its tokens."""
         first, later = self._outlooks[seat]
-        model = [first * later**n for n in range(self._high)]
+        longest = max(len(kept), len(self._costs.rounds))
+        model = [first * later**n for n in range(longest)]
         return self._net(kept, True) >= self._net(model, False)
 
     def _net(self, kept: Sequence[float], free: bool) -> float:
