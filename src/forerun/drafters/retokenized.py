@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters.base import Proposal, Step, StepContext, Texts
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ModelError
 from forerun.runtime.base import CHUNK, Rows
@@ -22,7 +21,7 @@ BROKEN = "\ufffd"
 """What a decoder says for a character that is cut."""
 
 
-class RetokenizedDrafter(ModelDrafter):
+class RetokenizedDrafter(Drafter):
     """Reads every text in the draft's own tokens; what they say is given in the target's.
 
     A text is decoded and encoded whole in each round, and only what differs from what the draft has
@@ -36,11 +35,19 @@ class RetokenizedDrafter(ModelDrafter):
     """
 
     def __init__(self, rows: Rows, vocab_size: int, target: Any, own: Any) -> None:
-        super().__init__(rows, vocab_size)
-        self.caches = ()  # what they hold is not cut as the target's is
+        # Not among `caches`: what its rows hold is not cut as the target's is.
+        self.rows, self.limit, self._vocab = rows, rows.limit, vocab_size
         self._target, self._tokenizer = target, own
         self._held: list[list[int]] = []
         """Per row what the draft has read."""
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self.rows.seconds
+
+    def ratio(self, target: Rows) -> float:
+        """Weights that a pass of the target reads over those of a pass of the draft."""
+        return max(target.facts.weights / max(self.rows.facts.weights, 1), 1.0)
 
     def join(
         self,
@@ -48,11 +55,11 @@ class RetokenizedDrafter(ModelDrafter):
         room: int,
         sources: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        super().join(prompts, room)
+        self.rows.join(len(prompts), max(map(len, prompts)) + room)
         self._held.extend([] for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
-        super().keep(rows)
+        self.rows.keep(rows)
         self._held = [list(self._held[row]) for row in rows]
 
     def rollback(self, row: int, length: int) -> None:
