@@ -38,6 +38,7 @@ LAYERS = [
     ["model"],
     ["grammar"],
     ["lab", "hosts", "serve"],
+    ["transformers", "vllm"],
     ["cli"],
 ]
 ALLOWED: dict[str, set[str]] = {}

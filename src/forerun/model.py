@@ -206,7 +206,19 @@ class Model:
             Request(given, how, length, keep, source, first_token_soon, logprobs)
             for (given, source), how in zip(contexts, samplings, strict=True)
         ]
-        yield from self._shared.stream(drafter, batch_size, requests)
+        yield from self.run(requests, batch_size, drafter)
+
+    def run(
+        self, requests: Sequence[Request], batch_size: int = 16, drafter: Drafter | None = None
+    ) -> Iterator[Event]:
+        """Run requests as they are, together with those of other threads.
+
+        Args:
+            requests: an event's request is a place in this list.
+            batch_size: of them decoded together.
+            drafter: None: that of the model.
+        """
+        return self._shared.stream(drafter or self.drafter, batch_size, requests)
 
     def open(
         self, language: str | None = None, decoder_prompt: str | Sequence[int] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,11 +14,13 @@ from forerun.errors import PromptError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from forerun.controllers.base import Controller
     from forerun.costs import Costs
     from forerun.rules import AcceptanceRule
+    from forerun.runtime.base import Columns
 
 SMALL, LARGE = 1e-30, 1e30
 """Bounds of what logits are multiplied by or grow by: float32 has none beyond about 1e38."""
@@ -84,6 +86,11 @@ class Sampling:
             excludes have probability 0, and end-of-text tokens come only where it is complete.
         bad_words: texts that the output must not hold, however it is split into tokens.
         allowed_tokens: the only token ids that may be written; None: all.
+        processor: maps the output so far and the `(V,)` logits behind it, both only to be read, to
+            logits; asked at every place, of target and draft alike, after all of the above but
+            before temperature, top-k, top-p and min-p.
+        stopping: whether the text ends after the last token of the output so far; asked once for
+            every committed token, in their order.
     """
 
     temperature: float = 0.0
@@ -103,6 +110,8 @@ class Sampling:
     constraint: Constraint | None = None
     bad_words: tuple[str, ...] = ()
     allowed_tokens: tuple[int, ...] | None = None
+    processor: Callable[[Sequence[int], torch.Tensor], torch.Tensor] | None = None
+    stopping: Callable[[Sequence[int]], bool] | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
@@ -123,6 +132,9 @@ class Sampling:
             allowed is None or bool(allowed), "allowed_tokens", allowed, "at least one token id"
         )
         flag("ignore_eos", self.ignore_eos)
+        for name in ("processor", "stopping"):
+            asked = getattr(self, name)
+            require(asked is None or callable(asked), name, asked, "a function")
         good = self.constraint is None or hasattr(self.constraint, "begin")
         require(good, "constraint", self.constraint, "a Constraint, see forerun.grammar")
         require(not (self.constraint and self.ignore_eos), "ignore_eos", True, "off: a constraint "
@@ -193,6 +205,7 @@ class Sampling:
             or self.min_new_tokens
             or self.bad_words
             or self.allowed_tokens
+            or self.processor is not None
         )
 
     @property
@@ -220,6 +233,9 @@ class Request:
             where it follows them, and the drafter where it does not. Changes no output.
         costs: what its policy, or governor, goes by instead of what is measured; then it decides
             for itself, and nothing is carried to the next request.
+        keep_logits: give the target's logits of every committed token back, and
+        keep_cache: a copy of its keys and values, but for the last token's.
+        read: such a copy of the prompt's beginning, which is not read again.
     """
 
     prompt: Sequence[int]
@@ -231,6 +247,9 @@ class Request:
     logprobs: int | None = None
     prediction: Sequence[int] = ()
     costs: Costs | None = None
+    keep_logits: bool = False
+    keep_cache: bool = False
+    read: Columns | None = None
 
     def check(
         self,

@@ -223,6 +223,10 @@ class Engine:
                 given = Costs.synthetic(self.drafter.ratio(self.target), SLOPE)
             self._lengths.join(request.controller, row.certain, given)
         self._reuse.join(self._rows, len(joining))
+        for i, row in enumerate(joining, len(self._rows) - len(joining)):
+            if row.request.read is not None and not self.target.lengths[i]:
+                self.target.extend(i, row.request.read)
+                row.cached = self.target.lengths[i]
         self._refresh()
 
     def _keep(self, staying: Sequence[bool]) -> None:
@@ -253,7 +257,9 @@ class Engine:
         )
         self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock)
         self._may_exclude = any(row.sampling.excludes for row in rows)
-        self._scores = any(row.request.logprobs is not None for row in rows)
+        self._scores = any(
+            row.request.logprobs is not None or row.request.keep_logits for row in rows
+        )
         self._compares = (
             self._sampler.all_certain
             and not self._scores
@@ -441,6 +447,8 @@ class Engine:
                 reason, kept = "error", error
             if reason:
                 staying[i] = False
+                if row.request.keep_cache and reason != "error":
+                    row.columns = self.target.copy_out(i, 0, self.target.lengths[i])
                 done = self._complete(row, reason, kept)
                 if reason != "error":
                     self._reuse.leave(row, i)

@@ -6,9 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from forerun.types import Stop
+
+if TYPE_CHECKING:
+    import torch
+
+    from forerun.runtime.base import Columns
 
 
 class Origin(StrEnum):
@@ -231,6 +236,10 @@ class Completion:
     """Its class: no `ForerunError` if something is broken."""
     ended_by: str | int | None = None
     """The stop string or end-of-text token that ended it; None if it was neither."""
+    logits: list[torch.Tensor] | None = None
+    """Per token the target's `(V,)` before the sampling transform, and"""
+    columns: Columns | None = None
+    """what its cache holds of prompt and text, if the request keeps them."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape of one completion."""

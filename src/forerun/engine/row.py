@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,10 @@ class Row:
     rounds: list[Round] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
+    """`(V,)` of every token, if the request keeps them."""
+    columns: Any = None
+    """Of its cache, if the request keeps them, when it is done."""
     _pieces: list[Piece] = field(default_factory=list)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     """Events are looked at in any thread, while another takes the next round."""
@@ -140,7 +145,7 @@ class Row:
     def cut(self, produced: int) -> None:
         """Take back what was committed beyond so many tokens."""
         del self.context[self.prompt + produced :], self.origins[produced:]
-        del self._pieces[produced:], self.logprobs[produced:]
+        del self._pieces[produced:], self.logprobs[produced:], self.logits[produced:]
 
     def _finished(self, token: int) -> FinishReason | None:
         if token in self.eos:
@@ -151,6 +156,9 @@ class Row:
             if (met := self.stops.met) is not None:
                 self.ended_by = met
                 return "stop"
+        stopping = self.sampling.stopping
+        if stopping is not None and stopping(self.context[self.prompt :]):
+            return "stop"
         if len(self.context) < self._full:
             return None
         return "length" if self.produced >= self.sampling.max_new_tokens else "context"
@@ -199,6 +207,8 @@ class Row:
             error=None if error is None else _line(error),
             error_type=None if error is None else type(error),
             ended_by=self.ended_by if reason in ("eos", "stop") else None,
+            logits=self.logits[: len(tokens)] if self.request.keep_logits else None,
+            columns=self.columns,
         )
 
 

@@ -175,6 +175,9 @@ class Sampler:
         constraint: Place | None = getattr(text, "place", None)
         if constraint is not None:
             constraint.restrict(logits, history[prompt:known], history[known : known + count - 1])
+        if s.processor is not None:
+            for i in range(min(count, len(history) - known + 1)):
+                logits[i] = s.processor(history[prompt : known + i], logits[i])
 
 
 class _Tempering:

@@ -1,4 +1,4 @@
-"""Log-probabilities of committed tokens, from the pass that judged them."""
+"""Log-probabilities and logits of committed tokens, from the pass that judged them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ def note(rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, judged: 
         judged: what is kept.
     """
     for i, kept in judged.items():
-        top = rows[i].request.logprobs
-        if top is None or not isinstance(kept, RowVerdict):
+        asked = rows[i].request
+        if not isinstance(kept, RowVerdict):
             continue
         tokens = proposal.tokens[i][: kept.accepted]
         if kept.following is not None:
             tokens = [*tokens, kept.following]
-        rows[i].logprobs.extend(score(logits[i, : len(tokens)], tokens, top))
+        if asked.logprobs is not None:
+            rows[i].logprobs.extend(score(logits[i, : len(tokens)], tokens, asked.logprobs))
+        if asked.keep_logits:
+            rows[i].logits.extend(logits[i, : len(tokens)].clone())
 
 
 def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:

@@ -82,6 +82,13 @@ class RowCache(Cache):
     def copy_in(self, row: int, first: int, states: Sequence[torch.Tensor]) -> None:
         """Write copied keys and values into a row's columns."""
         self.reserve(row + 1, first + (states[0].shape[1] if states else 0))
+        if not self._store:  # no pass yet
+            for place, state in enumerate(states[::2]):
+                like = (
+                    self._grown(state[None, :, :0]),
+                    self._grown(states[2 * place + 1][None, :, :0]),
+                )
+                self._store[place] = like
         layers = sorted(self._store)
         assert len(states) == 2 * len(layers), "columns of another model"
         for layer, keys, values in zip(layers, states[::2], states[1::2], strict=True):
@@ -129,8 +136,9 @@ class RowCache(Cache):
             keys[rows, :, end - key_states.shape[2] : end] = key_states
             values[rows, :, end - value_states.shape[2] : end] = value_states
         else:
-            keys[self._slots[0], :, self._slots[1]] = key_states.transpose(1, 2)
-            values[self._slots[0], :, self._slots[1]] = value_states.transpose(1, 2)
+            rows_at, columns_at = (index.to(keys.device) for index in self._slots)
+            keys[rows_at, :, columns_at] = key_states.transpose(1, 2)
+            values[rows_at, :, columns_at] = value_states.transpose(1, 2)
         keys, values = keys[rows, :, :end], values[rows, :, :end]
         # Rows that do not follow each other are copied together: attention wants one tensor.
         return (keys, values) if self._pick is None else (keys[self._pick], values[self._pick])

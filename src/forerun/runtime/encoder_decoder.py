@@ -44,7 +44,7 @@ class EncoderDecoderExecutor(Executor):
     Args:
         model: any supported model, on its device, in its dtype.
         encoder: that of another executor, whose states this model's decoder attends to.
-        quiet: leave out the warning about generation settings.
+        own_settings: whether the model's generation settings count.
 
     Raises:
         UnsupportedModelError: this architecture cannot be served; says why.
@@ -53,7 +53,9 @@ class EncoderDecoderExecutor(Executor):
         ForerunWarning: the model's generation settings hold what is not applied here.
     """
 
-    def __init__(self, model: Any, encoder: Encoder | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, model: Any, encoder: Encoder | None = None, own_settings: bool = True
+    ) -> None:
         check_supported(model, encoders=True)
         self.model = model.eval()
         self.device: torch.device = model.device
@@ -70,10 +72,10 @@ class EncoderDecoderExecutor(Executor):
         unread = torch.zeros(1, 1, model.config.d_model, device=self.device, dtype=self.dtype)
         self._unread = BaseModelOutput(last_hidden_state=unread)
         self._head = model.get_output_embeddings()
-        self.banned = banned(model, self.facts.vocab_size)
+        self.banned = banned(model, self.facts.vocab_size) if own_settings else []
         """Tokens that the model's generation settings rule out; their logits are −inf."""
         self._across: tuple[list[int], torch.Tensor] | None = None
-        if not quiet:
+        if own_settings and encoder is None:
             warn_of_settings(model)
         if encoder is None and model.config.model_type not in PROVEN_ENCODER_DECODER:
             probe_sources(Rows(self), model)
@@ -103,7 +105,7 @@ class EncoderDecoderExecutor(Executor):
 
     def beside(self, model: Any) -> Executor:
         """The draft reads what this one's encoder read."""
-        return EncoderDecoderExecutor(model, self.cross.encoder, quiet=True)
+        return EncoderDecoderExecutor(model, self.cross.encoder)
 
     def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
         """One padded pass of the rows with something to feed."""

@@ -166,12 +166,18 @@ class TorchExecutor(CachedExecutor):
         return additive_mask(places, columns, window, self.dtype)
 
 
-def torch_rows(model: Any) -> Rows:
-    """Rows of a Hugging Face model, run by PyTorch."""
+def torch_rows(model: Any, own_settings: bool = True) -> Rows:
+    """Rows of a Hugging Face model, run by PyTorch.
+
+    Args:
+        model: in memory; not copied.
+        own_settings: whether generation settings that an encoder-decoder model brings count: some
+            tokens are then banned, and others settings warned of.
+    """
     if getattr(model.config, "is_encoder_decoder", False):
         from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 
-        return Rows(EncoderDecoderExecutor(model))
+        return Rows(EncoderDecoderExecutor(model, own_settings=own_settings))
     return Rows(TorchExecutor(model))
 
 
