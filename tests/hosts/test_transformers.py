@@ -214,17 +214,17 @@ def p_value(one: Counter[Any], other: Counter[Any]) -> float:
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples_are_distributed_like_those_of_generate(name: str) -> None:
-    """By pairs of tokens; a right implementation fails all six with probability 0.006."""
+    """By pairs of tokens; a right implementation fails with probability 0.007."""
     model, prompt = target(), torch.tensor(texts(9))
     settings = {
-        "do_sample": True, "max_new_tokens": 2, "min_new_tokens": 2,
+        "do_sample": True, "max_new_tokens": 2, "eos_token_id": None,
         "num_return_sequences": DRAWS, **SAMPLED[name],
     }  # fmt: skip
     plain = Counter(map(tuple, plainly(model, inputs=prompt, **settings)[:, -2:].tolist()))
     attach(model, noisy(model, 0.2), "fixed(2)")
-    for rule in ("gumbel", "standard"):
+    for rule in ("gumbel", "standard") if name == "temperature" else ("gumbel",):
         got = model.generate(prompt, **settings, rule=rule)
-        assert p_value(plain, Counter(map(tuple, got[:, -2:].tolist()))) > 0.001 / 2
+        assert p_value(plain, Counter(map(tuple, got[:, -2:].tolist()))) > 0.001
     torch.manual_seed(3)
     first = model.generate(prompt, **{**settings, "num_return_sequences": 3})
     torch.manual_seed(3)
