@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from forerun.controllers.base import Controller
     from forerun.costs import Costs
     from forerun.rules import AcceptanceRule
-    from forerun.runtime.base import Columns
 
 SMALL, LARGE = 1e-30, 1e30
 """Bounds of what logits are multiplied by or grow by: float32 has none beyond about 1e38."""
@@ -235,7 +234,7 @@ class Request:
             for itself, and nothing is carried to the next request.
         keep_logits: give the target's logits of every committed token back, and
         keep_cache: a copy of its keys and values, but for the last token's.
-        read: such a copy of the prompt's beginning, which is not read again.
+        read: such a copy (`Columns`) of the prompt's beginning, which is not read again.
     """
 
     prompt: Sequence[int]
@@ -249,7 +248,7 @@ class Request:
     costs: Costs | None = None
     keep_logits: bool = False
     keep_cache: bool = False
-    read: Columns | None = None
+    read: Any = None
 
     def check(
         self,

@@ -23,9 +23,9 @@ def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]
         SettingError: a cache that does not hold all tokens of all layers as they are.
     """
     count = cache.get_seq_length()
-    layers = getattr(cache, "layers", None)
+    layers: Sequence[Any] = getattr(cache, "layers", None) or ()
     whole = type(cache) is DynamicCache and all(
-        layer.keys is not None and layer.keys.shape[2] == count for layer in layers or ()
+        layer.keys is not None and layer.keys.shape[2] == count for layer in layers
     )
     if not whole:
         raise SettingError(

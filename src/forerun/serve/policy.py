@@ -11,7 +11,7 @@ from forerun.errors import ForerunError
 from forerun.rules import RULES, AcceptanceRule
 from forerun.serve.config import ALL_RULES, Config
 from forerun.serve.errors import ApiError, bad
-from forerun.serve.protocol import MAX_SPEC, Generation, Speculative
+from forerun.serve.protocol import MAX_SPEC, Generation, SpeculativeFields
 
 PLAIN = "fixed(0)"
 """The controller of `"speculative": false`."""
@@ -101,7 +101,7 @@ def _names(rule: AcceptanceRule) -> Iterator[str]:
                 yield from _names(inner)
 
 
-def _asked(request: Generation) -> tuple[bool | Speculative | None, str]:
+def _asked(request: Generation) -> tuple[bool | SpeculativeFields | None, str]:
     """`speculative`, or vLLM's flat spelling of it, and the field it stood in."""
     flat = {_XARGS[k]: v for k, v in (request.vllm_xargs or {}).items() if k in _XARGS}
     if not flat:
@@ -113,4 +113,4 @@ def _asked(request: Generation) -> tuple[bool | Speculative | None, str]:
             raise bad(f"forerun_{name} must be a short text, got {value!r:.60}", "vllm_xargs")
     if flat.get("report", "none") not in REPORTS:
         raise bad(f"forerun_report must be one of {', '.join(REPORTS)}", "vllm_xargs")
-    return Speculative(**flat), "vllm_xargs"
+    return SpeculativeFields(**flat), "vllm_xargs"

@@ -28,7 +28,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class Speculative(BaseModel):
+class SpeculativeFields(BaseModel):
     """How to speculate for this request."""
 
     model_config = ConfigDict(extra="forbid")
@@ -129,7 +129,7 @@ class Generation(BaseModel):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
-    speculative: StrictBool | Speculative | None = None
+    speculative: StrictBool | SpeculativeFields | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     def ignored(self) -> list[str]:
