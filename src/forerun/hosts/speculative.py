@@ -200,7 +200,7 @@ class Speculative:
 
     def _run(self, runner: Model, call: Call, requests: list[Request]) -> list[Completion]:
         done: dict[int, Completion] = {}
-        columns = _Columns(call, len(requests)) if call.streamer is not None else None
+        columns = _InStep(call, len(requests)) if call.streamer is not None else None
         for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
             if event.completion is not None:
                 done[event.request] = event.completion
@@ -211,7 +211,7 @@ class Speculative:
         return [done[row] for row in range(len(requests))]
 
 
-class _Columns:
+class _InStep:
     """Shows a streamer the tokens of all rows place by place, as `generate` does."""
 
     def __init__(self, call: Call, rows: int) -> None:
