@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import SettingError
-from forerun.hosts.speculative import Call, Speculative
+from forerun.hosts.speculative import PreparedCall, Speculative
 from forerun.rules import RULES, AcceptanceRule
 
 
@@ -100,7 +100,7 @@ class Attached:
             source = inputs_tensor if model.config.is_encoder_decoder else None
             return spec.decode(
                 model,
-                Call(
+                PreparedCall(
                     input_ids, logits_processor, stopping_criteria, generation_config, given,
                     source, streamer, controller, rule,
                 ),

@@ -35,7 +35,7 @@ LEAST_ROWS = 16
 
 
 @dataclass(eq=False)
-class Call:
+class PreparedCall:
     """One call of `generate`, prepared by transformers."""
 
     ids: torch.Tensor
@@ -140,13 +140,13 @@ class Speculative:
     ) -> Any:
         """What `generate` calls once everything is prepared."""
         source = inputs_tensor if model.config.is_encoder_decoder else None
-        call = Call(
+        call = PreparedCall(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, source,
             None, CONTROLLERS.make(controller or self.controller), RULES.make(rule or self.rule),
         )  # fmt: skip
         return self.decode(model, call)
 
-    def decode(self, model: Any, call: Call) -> Any:
+    def decode(self, model: Any, call: PreparedCall) -> Any:
         """What `generate` returns.
 
         Raises:
@@ -198,7 +198,7 @@ class Speculative:
                 self._model, self._runner = model, Model(drafter.target or target, drafter)
             return self._runner
 
-    def _run(self, runner: Model, call: Call, requests: list[Request]) -> list[Completion]:
+    def _run(self, runner: Model, call: PreparedCall, requests: list[Request]) -> list[Completion]:
         done: dict[int, Completion] = {}
         columns = _InStep(call, len(requests)) if call.streamer is not None else None
         for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
@@ -214,7 +214,7 @@ class Speculative:
 class _InStep:
     """Shows a streamer the tokens of all rows place by place, as `generate` does."""
 
-    def __init__(self, call: Call, rows: int) -> None:
+    def __init__(self, call: PreparedCall, rows: int) -> None:
         self._streamer, self._pad, self._shown = call.streamer, _pad(call.config), 0
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._done = [False] * rows
@@ -237,7 +237,7 @@ def _pad(config: Any) -> int:
     return 0 if pad is None else int(pad)
 
 
-def _requests(call: Call, runner: Model) -> tuple[list[Request], list[Stopping | None]]:
+def _requests(call: PreparedCall, runner: Model) -> tuple[list[Request], list[Stopping | None]]:
     """A request per row, and who says where each ends."""
     config, ids = call.config, call.ids
     rows, samples = range(len(ids)), bool(config.do_sample)
@@ -277,7 +277,7 @@ def _requests(call: Call, runner: Model) -> tuple[list[Request], list[Stopping |
     ], stopping  # fmt: skip
 
 
-def _returned(call: Call, done: list[Completion], encodes: bool) -> Any:
+def _returned(call: PreparedCall, done: list[Completion], encodes: bool) -> Any:
     """Ids, or the object that `return_dict_in_generate` asks for."""
     config, ids, tokens = call.config, call.ids, [completion.tokens for completion in done]
     longest, pad = max(map(len, tokens)), _pad(config)
