@@ -34,6 +34,7 @@ TRANSFORMERS = (
 """What is compared: plain, and assisted with a fixed and a varying length."""
 SHIPPED_LIMIT = 10
 """Shipped prompts of each family compared by default."""
+SERVERS = "A server instead of a model"
 COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}
 
 
@@ -83,6 +84,24 @@ def audit(
             "differ, and how close the two best tokens were there. int8 needs --runtime openvino.",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        option(
+            "URL",
+            "Instead, audit an OpenAI-compatible server by its log-probabilities (key: "
+            "OPENAI_API_KEY): greedy texts with speculation against those without.",
+            panel=SERVERS,
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        option(
+            "URL",
+            "The server of the same model without speculation. Default: the same one, if it is "
+            "forerun's.",
+            panel=SERVERS,
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare speculative with plain decoding, token by token.
@@ -97,6 +116,9 @@ def audit(
     from forerun.prompts import default_source, find_prompts, seeded
     from forerun.settings import Settings
 
+    if server is not None or against is not None:
+        _audit_server(server, against, prompts, split, limit, max_new_tokens, as_json)
+        return
     _check_temperature(temperature, rule, peer or precision)
     where = default_source(prompts, models.target)
     common: dict[str, Any] = {"temperature": temperature}
@@ -142,6 +164,28 @@ def audit(
         raise KeyboardInterrupt
     if any(c.kind == "bug" for c in done):
         raise typer.Exit(1)
+
+
+def _audit_server(
+    server: str | None,
+    against: str | None,
+    source: str | None,
+    split: str,
+    limit: int | None,
+    cap: int | None,
+    as_json: bool,
+) -> None:
+    """Audit a server on prompts that need no model here."""
+    from forerun.cli.audit_server import server_audit
+    from forerun.prompts import default_source, find_prompts
+
+    if server is None:
+        raise SettingError("--against needs --server URL")
+    where = default_source(source, None)
+    limit = SHIPPED_LIMIT if source is None and limit is None else limit
+    chosen = find_prompts(where, split, limit, cap, penalised=False)
+    settings = {"prompts": where, "split": split, "limit": limit, "max_new_tokens": cap}
+    server_audit(server, against, chosen, settings, as_json)
 
 
 def _check_temperature(temperature: float, rule: str, greedy: str | None) -> None:

@@ -1,0 +1,244 @@
+"""Classifies where greedy texts of two OpenAI-compatible servers part, by their log-probabilities.
+
+Nothing is known of the servers but what they answer. Up to the first difference both read the same
+tokens, so their log-probabilities should be the same but for rounding; how far rounding moves them
+is measured on the tokens the texts have in common.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from forerun.errors import PromptError, SettingError
+
+TOP = 5
+"""Alternatives asked for, as many as OpenAI gives for completions."""
+SAFETY = 4.0
+"""A gap within this many times the movement measured on common tokens counts as rounding."""
+ROUNDING = 1e-4
+"""Least movement that is taken for rounding, in nats: servers write few digits."""
+CEILING = 0.5
+"""Most nats between two tokens that rounding can explain, in any precision servers run in."""
+PLAIN = {"speculative": False}
+"""The field by which forerun's server decodes plainly."""
+TIMEOUT = 600.0
+
+
+class Outcome(StrEnum):
+    """What one comparison shows."""
+
+    IDENTICAL = "identical"
+    NEAR_TIE = "near-tie"
+    OTHER = "other text"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One token of an answer as its server tells it."""
+
+    token: str
+    logprob: float
+    top: Mapping[str, float]
+    """The most likely tokens there, with their log-probabilities."""
+
+    def of(self, token: str) -> float | None:
+        """The log-probability of a token; None if the server does not say."""
+        return self.logprob if token == self.token else self.top.get(token)
+
+    @property
+    def lag(self) -> float:
+        """How far the token is behind the most likely one, ≥ 0."""
+        return max(max(self.top.values(), default=self.logprob) - self.logprob, 0.0)
+
+
+@dataclass(frozen=True)
+class ServerText:
+    """A greedy answer."""
+
+    places: Sequence[Place]
+    finish: str | None
+
+    @property
+    def tokens(self) -> list[str]:
+        return [place.token for place in self.places]
+
+
+@dataclass(frozen=True)
+class ServerComparison:
+    """Two answers to one prompt.
+
+    Attributes:
+        prompt: its index.
+        outcome: what they show.
+        position: of the first difference; None if they are identical.
+        tokens: the token of each there; None where it ended.
+        gaps: how far each server prefers its own token, in nats; None where it does not say.
+        bound: what counts as rounding.
+    """
+
+    prompt: int
+    outcome: Outcome
+    position: int | None = None
+    tokens: tuple[str | None, str | None] = (None, None)
+    gaps: tuple[float | None, float | None] = (None, None)
+    bound: float = 0.0
+    reason: str = ""
+
+
+class OpenAIServer:
+    """A server's base URL, and what every request to it says.
+
+    Args:
+        url: with or without `/v1`.
+        key: sent as a bearer token.
+        fields: put into each body.
+    """
+
+    def __init__(self, url: str, key: str | None = None, fields: Any = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._fields = dict(fields or {})
+        self._model: dict[str, Any] | None = None
+
+    def model(self) -> dict[str, Any]:
+        """The first model it lists.
+
+        Raises:
+            SettingError: it cannot be reached, or lists none.
+        """
+        if self._model is None:
+            listed = self._call("/models").get("data") or []
+            if not listed:
+                raise SettingError(f"{self.url} lists no models")
+            self._model = dict(listed[0])
+        return self._model
+
+    def write(self, content: Any, max_tokens: int) -> ServerText:
+        """The greedy answer to a text, token ids or messages.
+
+        Raises:
+            SettingError: it fails, or answers without log-probabilities.
+        """
+        body = {"model": self.model()["id"], "max_tokens": max_tokens, "temperature": 0}
+        if isinstance(content, list) and content and isinstance(content[0], Mapping):
+            path, asked = "/chat/completions", {"messages": content, "logprobs": True}
+            asked["top_logprobs"] = TOP
+        else:
+            path, asked = "/completions", {"prompt": content, "logprobs": TOP}
+        choice = self._call(path, body | asked | self._fields)["choices"][0]
+        places = _places(choice.get("logprobs") or {})
+        if not places and (choice.get("text") or (choice.get("message") or {}).get("content")):
+            raise SettingError(f"{self.url} gives no log-probabilities; an audit needs them")
+        return ServerText(places, choice.get("finish_reason"))
+
+    def _call(self, path: str, body: Any = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            text = error.read(500).decode(errors="replace").strip()
+            raise SettingError(f"{self.url}{path} answered {error.code}: {text}") from error
+        except (OSError, ValueError) as error:
+            raise SettingError(f"{self.url}{path} cannot be read: {error}") from error
+
+
+def _places(logprobs: Mapping[str, Any]) -> list[Place]:
+    """Of completions' parallel lists, or of chat's (and llama.cpp's) list of entries."""
+    if (content := logprobs.get("content")) is not None:
+        return [
+            Place(
+                entry["token"],
+                float(entry["logprob"]),
+                {top["token"]: float(top["logprob"]) for top in entry.get("top_logprobs") or ()},
+            )
+            for entry in content
+        ]
+    tokens = logprobs.get("tokens") or ()
+    values = logprobs.get("token_logprobs") or ()
+    tops = logprobs.get("top_logprobs") or [{}] * len(tokens)
+    return [
+        Place(token, float(value), {k: float(v) for k, v in (top or {}).items()})
+        for token, value, top in zip(tokens, values, tops, strict=True)
+    ]
+
+
+def forerun_plain(server: OpenAIServer, key: str | None = None) -> OpenAIServer:
+    """The same server with speculation off.
+
+    Raises:
+        SettingError: it is none of forerun's, so that is not known to be possible.
+    """
+    if server.model().get("owned_by") != "forerun":
+        raise SettingError(
+            f"{server.url} is not forerun's, whose speculation a request can switch off; "
+            "give `against`, the URL of the same model without speculation"
+        )
+    return OpenAIServer(server.url, key, PLAIN)
+
+
+def compare(pairs: Iterable[tuple[ServerText, ServerText]]) -> list[ServerComparison]:
+    """Judge pairs of answers, one per prompt, by what rounding does on all of them.
+
+    Raises:
+        PromptError: there are none.
+    """
+    texts = list(pairs)
+    if not texts:
+        raise PromptError("no prompts to audit")
+    bound = min(SAFETY * max(ROUNDING, *map(_movement, texts)), CEILING)
+    return [_judged(i, pair, bound) for i, pair in enumerate(texts)]
+
+
+def _common(pair: tuple[ServerText, ServerText]) -> int:
+    """How many tokens two answers begin alike."""
+    a, b = (text.tokens for text in pair)
+    count = min(len(a), len(b))
+    return next((i for i in range(count) if a[i] != b[i]), count)
+
+
+def _movement(pair: tuple[ServerText, ServerText]) -> float:
+    """How far log-probabilities of the same token move between two servers: the upper tail.
+
+    Of the tokens chosen alike: one place where a server goes wrong must not excuse itself.
+    """
+    shifts = sorted(
+        abs(a.logprob - b.logprob)
+        for a, b, _ in zip(pair[0].places, pair[1].places, range(_common(pair)), strict=False)
+    )
+    return shifts[int(0.9 * (len(shifts) - 1))] if shifts else 0.0
+
+
+def _judged(index: int, pair: tuple[ServerText, ServerText], bound: float) -> ServerComparison:
+    at, (first, second) = _common(pair), pair
+    if len(first.places) == len(second.places) == at:
+        return ServerComparison(index, Outcome.IDENTICAL, bound=bound)
+    left, right = (text.places[at] if at < len(text.places) else None for text in pair)
+    tokens = left.token if left else None, right.token if right else None
+    gaps = _gap(left, right), _gap(right, left)
+    outcome, reason = Outcome.OTHER, "one ends where the other goes on"
+    if lags := [place.lag for place in (left, right) if place and place.lag > bound]:
+        outcome = Outcome.FAULT
+        reason = f"a server writes a token {max(lags):.3g} nats less likely than its own best"
+    elif left and right:
+        if all(gap is not None and gap <= bound for gap in gaps):
+            outcome = Outcome.NEAR_TIE
+        shown = " and ".join("an unknown number of" if g is None else f"{g:.3g}" for g in gaps)
+        reason = f"each prefers its token, by {shown} nats; rounding moves {bound:.3g}"
+    return ServerComparison(index, outcome, at, tokens, gaps, bound, reason)
+
+
+def _gap(place: Place | None, other: Place | None) -> float | None:
+    """By how much a place's token is ahead of the other's; None where that is not known."""
+    theirs = place.of(other.token) if place and other else None
+    return None if place is None or theirs is None else place.logprob - theirs
