@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from forerun.cli import app
 from forerun.errors import SettingError
-from forerun.lab.server_audit import OpenAIServer, Place, ServerText, compare, forerun_plain
+from forerun.lab.server_audit import OpenAIServer, ServerText, ToldToken, compare, forerun_plain
 from serve.conftest import running
 from serve.test_tools import Served
 
 
 def text(*places: tuple[str, dict[str, float]], finish: str = "length") -> ServerText:
-    return ServerText([Place(token, top[token], top) for token, top in places], finish)
+    return ServerText([ToldToken(token, top[token], top) for token, top in places], finish)
 
 
 A = ("a", {"a": -0.1, "b": -3.0})

@@ -53,7 +53,7 @@ def server_audit(
         with progress("asking", len(prompts), "prompts") as tell:
             for prompt in prompts:
                 most = int(prompt.settings.get("max_new_tokens", SHIPPED_TOKENS))
-                content = prompt.content
+                content: Any = prompt.content
                 content = content if isinstance(content, str) else list(content)
                 pairs.append((server.write(content, most), other.write(content, most)))
                 tell("asking", len(pairs))

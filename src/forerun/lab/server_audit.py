@@ -30,7 +30,7 @@ PLAIN = {"speculative": False}
 TIMEOUT = 600.0
 
 
-class Outcome(StrEnum):
+class ServerOutcome(StrEnum):
     """What one comparison shows."""
 
     IDENTICAL = "identical"
@@ -40,7 +40,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Place:
+class ToldToken:
     """One token of an answer as its server tells it."""
 
     token: str
@@ -62,7 +62,7 @@ class Place:
 class ServerText:
     """A greedy answer."""
 
-    places: Sequence[Place]
+    places: Sequence[ToldToken]
     finish: str | None
 
     @property
@@ -84,7 +84,7 @@ class ServerComparison:
     """
 
     prompt: int
-    outcome: Outcome
+    outcome: ServerOutcome
     position: int | None = None
     tokens: tuple[str | None, str | None] = (None, None)
     gaps: tuple[float | None, float | None] = (None, None)
@@ -153,11 +153,11 @@ class OpenAIServer:
             raise SettingError(f"{self.url}{path} cannot be read: {error}") from error
 
 
-def _places(logprobs: Mapping[str, Any]) -> list[Place]:
+def _places(logprobs: Mapping[str, Any]) -> list[ToldToken]:
     """Of completions' parallel lists, or of chat's (and llama.cpp's) list of entries."""
     if (content := logprobs.get("content")) is not None:
         return [
-            Place(
+            ToldToken(
                 entry["token"],
                 float(entry["logprob"]),
                 {top["token"]: float(top["logprob"]) for top in entry.get("top_logprobs") or ()},
@@ -168,7 +168,7 @@ def _places(logprobs: Mapping[str, Any]) -> list[Place]:
     values = logprobs.get("token_logprobs") or ()
     tops = logprobs.get("top_logprobs") or [{}] * len(tokens)
     return [
-        Place(token, float(value), {k: float(v) for k, v in (top or {}).items()})
+        ToldToken(token, float(value), {k: float(v) for k, v in (top or {}).items()})
         for token, value, top in zip(tokens, values, tops, strict=True)
     ]
 
@@ -222,23 +222,23 @@ def _movement(pair: tuple[ServerText, ServerText]) -> float:
 def _judged(index: int, pair: tuple[ServerText, ServerText], bound: float) -> ServerComparison:
     at, (first, second) = _common(pair), pair
     if len(first.places) == len(second.places) == at:
-        return ServerComparison(index, Outcome.IDENTICAL, bound=bound)
+        return ServerComparison(index, ServerOutcome.IDENTICAL, bound=bound)
     left, right = (text.places[at] if at < len(text.places) else None for text in pair)
     tokens = left.token if left else None, right.token if right else None
     gaps = _gap(left, right), _gap(right, left)
-    outcome, reason = Outcome.OTHER, "one ends where the other goes on"
+    outcome, reason = ServerOutcome.OTHER, "one ends where the other goes on"
     if lags := [place.lag for place in (left, right) if place and place.lag > bound]:
-        outcome = Outcome.FAULT
+        outcome = ServerOutcome.FAULT
         reason = f"a server writes a token {max(lags):.3g} nats less likely than its own best"
     elif left and right:
         if all(gap is not None and gap <= bound for gap in gaps):
-            outcome = Outcome.NEAR_TIE
+            outcome = ServerOutcome.NEAR_TIE
         shown = " and ".join("an unknown number of" if g is None else f"{g:.3g}" for g in gaps)
         reason = f"each prefers its token, by {shown} nats; rounding moves {bound:.3g}"
     return ServerComparison(index, outcome, at, tokens, gaps, bound, reason)
 
 
-def _gap(place: Place | None, other: Place | None) -> float | None:
+def _gap(place: ToldToken | None, other: ToldToken | None) -> float | None:
     """By how much a place's token is ahead of the other's; None where that is not known."""
     theirs = place.of(other.token) if place and other else None
     return None if place is None or theirs is None else place.logprob - theirs
