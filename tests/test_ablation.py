@@ -44,4 +44,4 @@ def test_command(tmp_path, spec, words):
     if spec == "auto":
         document = json.loads(CliRunner().invoke(app, [*how, "--json"]).output)
         assert document["costs"].keys() == {"c=4", "c=9"}
-        assert {"change", "low", "high"} == document["costs"]["c=9"]["policy.fade"].keys()
+        assert {"change", "low", "high"} == document["costs"]["c=9"]["policy.carried"].keys()

@@ -108,9 +108,17 @@ def test_a_pass_that_reads_a_prompt_is_no_sample_but_says_what_reading_takes():
     fed(meter, *[lap(plain=3.0, read_tokens=100)] * 3)
     assert meter.costs(1) == replace(before, prefill=0.02)
     drafted = lap(1, step=0.1, wide=3.5, read_tokens=100)
-    assert meter.comparable(drafted) == pytest.approx(0.1 + 3.5 - 2.0)
-    fed(meter, *[lap(read_tokens=1, reading_seconds=0.6, reading_tokens=100)] * 3)
-    assert meter.costs(1).reading == pytest.approx(0.006)
+    assert meter.booked(drafted) == (pytest.approx(0.1 + 3.5 - 2.0), 0.0)
+
+
+def test_what_a_shape_takes_at_first_is_neither_a_sample_nor_booked():
+    meter = Meter(3.0, LOADED, ((1, 0.1),), LEVELS)
+    wide = lap(2, rows=4, wide=100.0, reading_seconds=60.0, reading_tokens=100)
+    assert meter.booked(wide) == (None, 0.0)
+    fed(meter, *[lap(rows=4)] * 2, wide)
+    assert meter.booked(wide) == (pytest.approx(100.4), 60.0)
+    usual = lap(2, rows=4, reading_seconds=0.6, reading_tokens=100)
+    assert fed(meter, *[usual] * 3).costs(4).reading == pytest.approx(0.006)
 
 
 def test_given_costs_never_change():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forerun.controllers import CONTROLLERS
 from forerun.costs import Costs
 from forerun.errors import SettingError
+from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
-from forerun.lab.traces.virtual import KINDS, in_order, timed
+from forerun.lab.traces.virtual import KINDS, VirtualClock, engine_under, in_order, timed
 from made_traces import trace_of
 
 HERE = Costs(
@@ -47,6 +51,44 @@ def test_never_slower(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_never_slower_in_twenty_streams(name: str, kind: str) -> None:
     assert total(name, kind, 20) >= 0.98
+
+
+class Compiling(VirtualClock):
+    """Without noise, but the first pass of every shape takes a hundred times as long. Rows are
+    padded to powers of two, as where graphs are captured."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs, "noise", 0)
+        self._shapes: set[Hashable] = {"step", *(("pass", 1, n) for n in (1, 2, 4, 8, 16, 32))}
+        """Those that the load has run, and all since."""
+
+    def spend(self, kind: Hashable, seconds: float) -> None:
+        if isinstance(kind, tuple):
+            kind = kind[0], 1 << (kind[1] - 1).bit_length(), kind[2]
+        self.now += seconds * (1 if kind in self._shapes else 100)
+        self._shapes.add(kind)
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_what_is_compiled_at_first_is_forgotten(rows: int) -> None:
+    """All prompts come again and again; once nothing is new, `auto` takes no more than the best
+    fixed length."""
+    hits = np.random.default_rng(0).random((32, 60)) < np.repeat([0.9, 0.7], 16)[:, None]
+    flat = Costs.synthetic(6, 0.001, seconds=0.01)
+    trace, costs = trace_of(hits), replace(flat, levels=(1, 2, 4, 8, 16))
+
+    def quickest(spec: str) -> float:
+        made = CONTROLLERS.make(spec)
+        clock = Compiling(costs_for(made, costs))
+        engine = engine_under(clock, trace, made, rows)
+        ends = [0.0]
+        for _ in range(8 if spec == "auto" else 2):
+            engine.serve(np.arange(32))
+            ends.append(clock.now)
+        return float(np.diff(ends).min())
+
+    best = min(quickest(f"fixed({length})") for length in (0, 1, 3, 5, 7))
+    assert best / quickest("auto") >= 0.98
 
 
 def test_a_clock_is_deterministic() -> None:

@@ -59,9 +59,9 @@ class SurvivalState(NamedTuple):
     shift: float = 0.0
     """The request's own constant, of drafted tokens and of the next one."""
     weight: float = 0.0
-    """`Σ w` it was learned from, fading."""
+    """`Σ w` it was learned from."""
     counts: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Of drafts without signals first tokens kept and judged, later ones likewise, fading."""
+    """Of drafts without signals first tokens kept and judged, and later ones."""
 
 
 class SurvivalDraft(NamedTuple):
@@ -81,7 +81,6 @@ class Survival(Forecaster):
             that all of it is kept falls below (ours: 0.4).
         length: for its own word, the most tokens per round, ≥ 0 (ours).
         weight: of a constant of 0, in `Σ w`, `w` the variance of a judged token's chance, > 0.
-        fade: share of what was seen that still counts a round later, in [0, 1].
         carried: share of what a request learned that the next one starts from, in [0, 1].
         newest: whether the next token's chance follows the newest one's margin.
 
@@ -91,7 +90,6 @@ class Survival(Forecaster):
     threshold: float = 0.4
     length: int = 24
     weight: float = mechanism(4.0, off=1e9)
-    fade: float = mechanism(0.98, off=1.0)
     carried: float = mechanism(0.5, off=0.0)
     newest: bool = mechanism(True, off=False)
 
@@ -103,7 +101,6 @@ class Survival(Forecaster):
         between("threshold", self.threshold, 0, 1)
         whole("length", self.length)
         between("weight", self.weight, 0, 1e9)
-        between("fade", self.fade, 0, 1)
         between("carried", self.carried, 0, 1)
 
     def signals(self, certain: bool) -> frozenset[str]:
@@ -151,7 +148,7 @@ class Survival(Forecaster):
             return state._replace(
                 counts=select(count > 0, self._judged(state, round, most), state.counts)
             )
-        by, weight, miss = self._prior(state), self.fade * state.weight, 0.0
+        by, weight, miss = self._prior(state), state.weight, 0.0
         guess: float = by.first
         for i in range(most):
             inside, hit, chance = i < count, round.accept_prob[i], sigmoid(guess + state.shift)
@@ -168,7 +165,7 @@ class Survival(Forecaster):
         self, state: SurvivalState, round: RoundOutcome, most: int
     ) -> tuple[float, float, float, float]:
         """The counts with one more round."""
-        counts = [self.fade * count for count in state.counts]
+        counts = list(state.counts)
         for i in range(most):
             inside = where(i < round.judged, 1.0, 0.0)
             counts[2 * (i > 0)] = counts[2 * (i > 0)] + inside * round.accept_prob[i]

@@ -412,8 +412,7 @@ class Engine:
             [kept.accepted + (kept.following is not None) for kept in decoded],
             [len(kept.accept_prob) for kept in decoded],
             proposal.steps,
-            self._meter.comparable(lap),
-            proposal.catch_up_seconds,
+            *self._meter.booked(lap),
         )
         self._lengths.observe(passed.costs, seen, proposal.shown, outcome)
         self._meter.add(lap)

@@ -94,7 +94,7 @@ class Meter:
         self._given: Callable[[int], Costs] | None = None
         self.clock: Callable[[], float] = time.perf_counter
         """Seconds; a made-up clock in the lab."""
-        self._reading: deque[float] = deque(maxlen=SAMPLES)
+        self._reading: deque[float] | None = None
         self._prefill: deque[float] = deque(maxlen=SAMPLES)
 
     @classmethod
@@ -123,17 +123,21 @@ class Meter:
         """Whether seconds of the clock compare with the costs: a plain pass was timed."""
         return self._given is None and self._samples(rows).low("plain") is not None
 
-    def comparable(self, lap: Lap) -> float | None:
-        """Seconds of a round to compare with the costs: without what it takes the target to read
-        prompts; None before a plain pass was timed."""
-        if not self.timed(lap.rows):
-            return None
-        return lap.seconds - lap.read_tokens * (_low(self._prefill) or 0.0)
+    def booked(self, lap: Lap) -> tuple[float | None, float]:
+        """Seconds of a round to compare with the costs, without what it takes the target to read
+        prompts, and of the drafter's reading. None before a plain pass was timed, and of the first
+        round of a shape, which takes what no other does again; 0 of the first reading."""
+        reading = lap.reading_seconds if self._reading is not None else 0.0
+        if not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
+            return None, reading
+        return lap.seconds - lap.read_tokens * (_low(self._prefill) or 0.0), reading
 
     def add(self, lap: Lap) -> None:
         if self._given is not None or lap.verify_seconds <= 0:
             return
-        if lap.reading_tokens and lap.reading_seconds:
+        if lap.reading_tokens and lap.reading_seconds and self._reading is None:
+            self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
+        elif lap.reading_tokens and lap.reading_seconds:
             self._reading.append(lap.reading_seconds / lap.reading_tokens)
         if not lap.read_tokens:
             self._samples(lap.rows).add(lap)
@@ -153,12 +157,13 @@ class Meter:
     def _level(self, rows: int, width: float) -> int:
         """What passes of such a width are timed as."""
         tokens = ceil(width)
-        if rows > 1:
+        if rows > 1 and self._packed:
             return tokens
         return next((level for level in self._levels if level >= tokens), tokens)
 
     def _summed(self, samples: _Samples) -> Costs:
         rows, low = samples.rows, samples.low
+        levels = () if rows > 1 and self._packed else self._levels
 
         def loaded(width: float) -> float:
             # Rows that share a pass are, to weights and to arithmetic, a row of so many tokens.
@@ -172,7 +177,7 @@ class Meter:
         for width in sorted(widths - {1}):
             level = self._level(rows, width)
             known = low(level)
-            seconds = scale * loaded(level if rows == 1 else width) if known is None else known
+            seconds = scale * loaded(level if levels else width) if known is None else known
             passes.append((width, bounded(seconds, width, passes)))
         step = low("step")
         if step is None:
@@ -187,9 +192,9 @@ class Meter:
             rows,
             first=max(first - step, 0.0) if first is not None else 0.0,
             free=low("free") or 0.0,
-            levels=self._levels if rows == 1 else (),
+            levels=levels,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
-            reading=_low(self._reading) or 0.0,
+            reading=_low(self._reading or ()) or 0.0,
             prefill=_low(self._prefill),
             packed=self._packed,
             retime=samples.stale,
@@ -255,6 +260,11 @@ class _Samples:
                 self._add("first", lap.first_step_seconds if later else lap.draft_seconds)
         if before != self.stale:
             self.costs = None
+
+    def new(self, lap: Lap) -> bool:
+        """Whether a pass or a step of a round was the first of its shape."""
+        made = ("pass", self._level(self.rows, lap.width)) in self._shapes
+        return not made or (lap.steps > 0 and ("step", 1) not in self._shapes)
 
     def _known(self, what: str, level: int) -> bool:
         """Whether a shape has run before; from now on it has."""

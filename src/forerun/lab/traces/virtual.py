@@ -88,7 +88,7 @@ class _Target(NoModel):
         if self.behind_a_draft and width == 1:
             seconds += costs.cold
         self.behind_a_draft = False
-        clock.spend(("pass", level), seconds)
+        clock.spend(("pass", len(pieces), level), seconds)
         return super().run(starts, pieces, wanted)
 
 
@@ -172,18 +172,26 @@ def timed(
     """
     made = CONTROLLERS.make(controller)
     clock = VirtualClock(costs_for(made, costs), kind, seed)
-    true, target = clock.costs, _Target(clock)
-    widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
-    passes = tuple((n, true.verify_seconds(n)) for n in widths)
-    meter = Meter(true.ratio, passes, ((1, true.draft),), true.levels)
-    meter.clock = clock
-    engine = Replayed(trace, made, meter, 1, models=(target, _Drafter(trace, clock, target)))
+    engine = engine_under(clock, trace, made)
     spent, before = np.zeros(len(order)), 0.0
     for event in engine.requests(order):
         spent[event.request] += clock.now - before
         before = clock.now
     clocks = (VirtualClock(costs, kind, seed + other) for other in (1_000_003, 2_000_003))
     return Timed(spent, *(_plainly(trace, clock, order) for clock in clocks))
+
+
+def engine_under(
+    clock: VirtualClock, trace: Trace, controller: Controller, rows: int = 1
+) -> Replayed:
+    """An engine whose models are a trace and take a made-up clock's time, and whose meter starts
+    from true passes of one row, as from those of a load."""
+    true, target = clock.costs, _Target(clock)
+    widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
+    passes = tuple((n, true.verify_seconds(n)) for n in widths)
+    meter = Meter(true.ratio, passes, ((1, true.draft),), true.levels)
+    meter.clock = clock
+    return Replayed(trace, controller, meter, rows, models=(target, _Drafter(trace, clock, target)))
 
 
 def _plainly(trace: Trace, clock: VirtualClock, order: IntArray) -> FloatArray:
