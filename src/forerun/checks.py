@@ -32,6 +32,12 @@ def flag(name: str, value: object) -> None:
     require(isinstance(value, bool), name, value, "true or false")
 
 
+def draft_path(drafter: str, path: object) -> None:
+    """Raise `SettingError` unless `path` may name a trained draft, or is None."""
+    good = path is None or (isinstance(path, str) and bool(path))
+    require(good, f"{drafter} path", path, "a folder of forerun train-draft, or none")
+
+
 def choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `SettingError` unless `value` is one of the words."""
     require(value in choices, name, value, " or ".join(repr(c) for c in choices))

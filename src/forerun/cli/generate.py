@@ -17,14 +17,13 @@ from forerun.requests import Sampling
 
 MANY_PROMPTS = "Many prompts"
 NO_OPTIONS = ("eos", "constraint", "allowed_tokens")
+"""Of sampling: what a command line cannot say."""
 
 
 @options.command
 def generate(
     models: Annotated[Models, Fields(Models)],
-    sampling: Annotated[
-        dict[str, Any], Fields(Sampling, SAMPLING, without=("eos", "constraint", "allowed_tokens"))
-    ],
+    sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, without=NO_OPTIONS)],
     chat: Annotated[ChatByDefault, Fields(ChatByDefault)],
     prompt: Annotated[
         str | None,

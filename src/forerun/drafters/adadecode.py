@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from forerun.checks import between, whole
 from forerun.drafters.base import Drafter, DrafterSpec
-from forerun.drafters.specbound import SpecBoundDrafter, exits_of, listed, on_runtime
-from forerun.errors import SettingError, require
+from forerun.drafters.specbound import SpecBoundDrafter, check_heads, exits_of, listed, on_runtime
+from forerun.errors import require
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import layers_of
 
@@ -71,7 +71,5 @@ class AdaDecode(DrafterSpec):
             quarters = [quarter * layers / 4 for quarter in (1, 2, 3)]
             return tuple(sorted({min(heads, key=lambda n: abs(n - at)) for at in quarters}))
         chosen = listed(str(self.layers or 1), NAME)
-        if missing := [layer for layer in chosen if layer not in heads]:
-            have = ", ".join(map(str, heads)) or "none"
-            raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
+        check_heads(chosen, heads)
         return tuple(sorted(set(chosen)))

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import whole
+from forerun.checks import draft_path, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
-from forerun.errors import require
 from forerun.runtime.base import CHUNK, Rows
 from forerun.runtime.drafts import draft_folder
 from forerun.runtime.grafts import graft_rows, load_graft, model_of
@@ -145,8 +144,7 @@ class BlockDraft(DrafterSpec):
     width: int | None = None
 
     def __post_init__(self) -> None:
-        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
-        require(good, "block path", self.path, "a folder of forerun train-draft")
+        draft_path("block", self.path)
         if self.width is not None:
             whole("block width", self.width, 1)
 

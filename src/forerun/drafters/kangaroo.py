@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import between, flag, whole
+from forerun.checks import between, draft_path, flag, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.specbound import SpecBoundDrafter
-from forerun.errors import SettingError, require
+from forerun.errors import SettingError
 from forerun.runtime.adapters import KIND, AdapterExecutor, adapter_rows
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder
@@ -103,8 +103,7 @@ class Kangaroo(DrafterSpec):
     keep: bool = True
 
     def __post_init__(self) -> None:
-        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
-        require(good, "kangaroo path", self.path, "a folder of forerun train-draft, or none")
+        draft_path("kangaroo", self.path)
         between("kangaroo threshold", self.threshold, 0.0, 1.0)
         whole("kangaroo most", self.most, 1)
         flag("kangaroo keep", self.keep)

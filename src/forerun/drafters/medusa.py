@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import whole
+from forerun.checks import draft_path, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
-from forerun.errors import SettingError, require
+from forerun.errors import SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder, spread
 from forerun.runtime.layers import LayerAccess
@@ -104,8 +104,7 @@ class Medusa(DrafterSpec):
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
-        require(good, "medusa path", self.path, "a folder of forerun train-draft, or none")
+        draft_path("medusa", self.path)
         if self.heads is not None:
             whole("medusa heads", self.heads, 1)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from forerun.checks import draft_path
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.model import ModelDrafter
-from forerun.errors import require
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder
 from forerun.runtime.grafts import graft_rows, load_graft, model_of
@@ -31,8 +31,7 @@ class SharedDraft(DrafterSpec):
     path: str | None = None
 
     def __post_init__(self) -> None:
-        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
-        require(good, "shared path", self.path, "a folder of forerun train-draft")
+        draft_path("shared", self.path)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""

@@ -235,9 +235,7 @@ class SpecBound(DrafterSpec):
         chosen: tuple[int, ...]
         if isinstance(self.layers, str):
             chosen = listed(self.layers)
-            if missing := [layer for layer in chosen if layer not in heads]:
-                have = ", ".join(map(str, heads))
-                raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
+            check_heads(chosen, heads)
         elif self.layers is None and self.exits:
             chosen = heads
         else:
@@ -251,6 +249,13 @@ class SpecBound(DrafterSpec):
                 f"{', '.join(map(str, heads))}"
             )
         return used
+
+
+def check_heads(layers: Sequence[int], heads: Sequence[int]) -> None:
+    """Raise `SettingError` unless every one of these layers has an exit head."""
+    if missing := [layer for layer in layers if layer not in heads]:
+        have = ", ".join(map(str, heads)) or "none"
+        raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
 
 
 def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHeads, str | None]:
