@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from forerun.controllers import CONTROLLERS
-from forerun.controllers.base import Chance, Outlook
+from forerun.controllers.base import Outlook
+from forerun.controllers.survival import Survival
 from forerun.costs import Costs
 from forerun.drafters import DRAFTERS
 from forerun.drafters.chain import Chain, ChainDrafter
@@ -19,15 +20,17 @@ from forerun.drafters.lookup import Lookup, LookupDrafter
 from forerun.drafters.memory import MemoryDraft
 from forerun.drafters.model import ModelDraft, ModelDrafter
 from forerun.drafters.suffix import Suffix, SuffixDrafter
+from forerun.engine.lengths import Lengths
 from forerun.engine.loop import Engine
 from forerun.errors import SettingError
-from forerun.governors.base import Seat
+from forerun.governors.base import Outcome, Seat
 from forerun.governors.renewal import Pace, Renewal
 from forerun.model import drafter_spec
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Rows
 from forerun.testing import ScriptedModel
+from forerun.types import RoundOutcome, Stop, Token
 from test_drafters import Greedy
 from test_eagle import saved
 from test_states import RUNTIMES
@@ -103,31 +106,36 @@ def test_sampled_text_has_the_targets_distribution(rule: str) -> None:
     assert float(((seen - wanted) ** 2 / wanted).sum()) < 69.8, "χ² of 26 degrees of freedom"
 
 
-def plan(budget: float = 2.0, draft: float = 0.3) -> Any:
-    costs = Costs(draft, ((1, 1.0), (8, 1.0)), free=0.001)
+def plan(draft: float, slope: float = 0.0) -> Any:
+    costs = Costs(draft, ((1, 1.0), (2, 1.0 + slope)), free=0.001)
     seat = Seat(outlook=Outlook(0.6, 0.7))
-    return Renewal().open(Pace(16.0, budget), costs, [seat, seat], 1, 0)
-
-
-def test_a_free_token_is_weighed_at_its_own_price() -> None:
-    chance = Chance(0.5, 0.4)
-    assert plan().go([chance, None]) == [False, False], "0.2 tokens for 0.3 of a pass"
-    assert plan().go([chance, None], free=True) == [True, False]
-    assert plan(budget=0.0).go([chance, chance], free=True) == [True, True], "nothing to lose"
-
-
-def test_free_rows_leave_the_depth_of_others_alone() -> None:
-    both = plan()
-    for _ in range(6):
-        both.go([Chance(0.9, 0.9), None], free=True)
-    assert both.go([None, Chance(0.9, 0.9)]) == plan().go([None, Chance(0.9, 0.9)]) == [False, True]
+    return Renewal().open(Pace(16.0, 2.0), costs, [seat, seat], 1, 0)
 
 
 def test_the_dearer_the_model_the_less_a_free_draft_must_bring() -> None:
-    kept = [0.6, 0.3]
-    assert [plan(draft=step).prefers(0, kept) for step in (0.01, 0.3)] == [False, True]
-    assert not plan(draft=0.3).prefers(0, [0.05])
-    assert plan(draft=0.9).prefers(0, [0.05])
+    kept = [0.8, 0.6]
+    assert [plan(draft=step).free(0, kept) for step in (0.01, 0.2, 0.3)] == [None, 2, 2]
+    assert plan(draft=0.3).free(0, [0.05]) is None
+    assert plan(draft=0.9).free(0, [0.05]) == 1
+
+
+def test_of_a_free_draft_what_is_worth_its_place_is_taken() -> None:
+    """Where a token makes the pass longer by a fifth, one that is kept less often is left out."""
+    assert plan(draft=0.9, slope=0.2).free(0, [0.9, 0.5, 0.1]) == 2
+    assert plan(draft=0.9, slope=0.2).free(0, [0.1, 0.09]) == 0
+
+
+def test_forecasts_are_of_the_model_alone() -> None:
+    lengths = Lengths({})
+    lengths.join(CONTROLLERS.make("auto"), True)
+    costs = Costs(0.1, ((1, 1.0), (8, 1.0)))
+    states = []
+    for free in (set(), {0}):
+        lengths.limits(costs, [Seat()])
+        missed = RoundOutcome(3, 0, [0.0] * 3, Stop.CONFIDENCE, [Token(logit_margin=2.0)] * 3)
+        lengths.observe(costs, [missed], [missed.tokens], Outcome([1], [3], 3), free)
+        states.append(lengths._rows[0].state)
+    assert states[0] == states[1] != Survival().start()
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -222,8 +222,8 @@ class Greedy:
     def settle(self, active: Any, most: Any, proposal: Proposal, free: bool = False) -> list[int]:
         return [row for row in active if len(proposal.tokens[row]) < most[row]]
 
-    def prefers(self, row: int, kept: Any, enough: float) -> bool:
-        return sum(kept) >= enough
+    def free(self, row: int, kept: Any, enough: float) -> int | None:
+        return len(kept) if sum(kept) >= enough else None
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,6 +23,7 @@ from forerun.runtime import load_model, load_tokenizer
 from forerun.runtime.gguf import locate, read
 from forerun.runtime.gguf_tokenizer import tokenizer_of
 from forerun.runtime.preview import preview
+from forerun.runtime.torch_executor import facts_of
 
 pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun[gguf]'")
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
@@ -73,6 +74,8 @@ def test_torch_widens_it(family: str, tmp_path: Path) -> None:
         widened = load_model(tmp_path / "tiny.gguf", "cpu")
     assert widened.dtype == torch.bfloat16
     assert widened.name_or_path == str(tmp_path / "tiny.gguf")
+    # The same model in any precision, by what none rounds.
+    assert facts_of(model).identity == read(tmp_path / "tiny.gguf").identity != ""
     wanted = logits(model, IDS)
     assert np.abs(logits(widened.float(), IDS) - wanted).max() < 0.05 * np.abs(wanted).max()
 

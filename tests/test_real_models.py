@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import forerun
 from forerun import Model
+from forerun.drafters.eagle import shipped_head
+from forerun.drafters.memory import fingerprint
+from forerun.model import default_draft
 from real import smollm2
 
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
@@ -38,6 +43,23 @@ def test_drafts_and_batches_change_no_text(model: Model) -> None:
     assert "def reverse_string" in plain[0].text
     drafted = model.generate(prompts, max_new_tokens=24, controller="fixed(4)")
     assert [list(x.tokens) for x in drafted] == [list(x.tokens) for x in plain]
+
+
+def test_the_head_that_ships_drafts_behind_the_table(model: Model) -> None:
+    """By default, for this file whatever its name."""
+    path = smollm2()
+    assert default_draft(path) == "memory+eagle"
+    folder = shipped_head(model.target.facts.identity, fingerprint(model.tokenizer))
+    assert folder is not None
+    assert sum(file.stat().st_size for file in Path(folder).iterdir()) < 8_000_000
+    both = forerun.load(path, runtime="openvino")
+    prompts = [chat(model, text) for text in PROMPTS]
+    plain = [model.generate(ids, max_new_tokens=32, plain=True) for ids in prompts]
+    for controller in ("fixed(4)", "auto"):
+        done = both.generate(prompts, max_new_tokens=32, controller=controller)
+        assert [x.tokens for x in done] == [x.tokens for x in plain]
+        if controller == "fixed(4)":
+            assert sum(len(x.tokens) for x in done) > 1.8 * sum(len(x.rounds) for x in done)
 
 
 def test_widths_and_chunks_compute_the_same(model: Model) -> None:

@@ -50,6 +50,8 @@ class Proposal:
     """Seconds of reading what the drafter had not followed."""
     catch_up_tokens: int = 0
     """How many tokens it read then."""
+    free: set[int] = field(default_factory=set)
+    """In a chain, rows whose drafts are of the drafter without a model."""
     free_steps: int = 0
     """In a chain, tokens of the longest draft by the drafter without a model, and"""
     free_seconds: float = 0.0
@@ -121,16 +123,16 @@ class StepContext(Protocol):
     ) -> list[int]:
         """Rows that draft on after their newest token; those that stop are told why.
 
-        `free` says that their next tokens cost no step of a model.
+        `free` says that their tokens cost no step of a model.
         """
 
-    def prefers(self, row: int, kept: Sequence[float], enough: float) -> bool:
-        """Whether a free draft is worth more to a row than what a model may draft in its place.
+    def free(self, row: int, kept: Sequence[float], enough: float) -> int | None:
+        """How many tokens of a free draft a row takes; None if it had rather have a model's.
 
         Args:
             row: that may draft.
-            kept: chances that its first, first two, … tokens are all kept.
-            enough: tokens expected to be kept that are worth more to a policy without a governor.
+            kept: chances that the draft's first, first two, … tokens are all kept.
+            enough: tokens expected to be kept for which a policy without a governor takes it.
         """
 
 
@@ -153,7 +155,7 @@ class Drafter(ABC):
     has_distribution: bool = True
     """Whether tokens come with a distribution; rules that read it need one."""
     blind: bool = False
-    """Whether it proposes its tokens at once and says nothing of them."""
+    """Whether governors decide how far it drafts before they see what it says of its tokens."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
     caches: Sequence[Rows] = ()

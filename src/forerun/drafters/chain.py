@@ -80,29 +80,34 @@ class ChainDrafter(Drafter):
         second's in the others."""
         began = guide.clock()
         known = self._first.propose(texts, most, _Certain(guide))
-        free = [row for row, tokens in enumerate(known.tokens) if tokens]
-        for row in list(free):
+        for row, own in enumerate(known.tokens):
             kept = list(accumulate((token.chosen for token in known.shown[row]), mul))
-            if kept and not guide.prefers(row, kept, self._enough):
-                free.remove(row)
-        first = _offered(known, free, texts, most, guide)
+            count = guide.free(row, kept, self._enough) if kept else len(own) or None
+            if count is not None:
+                known.free.add(row)
+                del own[count:]
+        first = _offered(known, texts, most, guide)
         first.free_seconds = guide.clock() - began
-        rest = [None if row in free else text for row, text in enumerate(texts)]
+        rest = [None if row in first.free else text for row, text in enumerate(texts)]
         if all(text is None for text in rest):
             return first
         out = self._then.propose(rest, most, guide)
-        out.prepend({row: first.tokens[row] for row in free})
-        for row in free:
+        out.prepend({row: first.tokens[row] for row in first.free})
+        for row in first.free:
             out.shown[row], out.stopped_by[row] = first.shown[row], first.stopped_by[row]
-        out.free_steps, out.free_seconds = first.free_steps, first.free_seconds
+        out.free, out.free_steps, out.free_seconds = (
+            first.free,
+            first.free_steps,
+            first.free_seconds,
+        )
         return out
 
 
-def _offered(
-    known: Proposal, free: Sequence[int], texts: Texts, most: Sequence[int], guide: StepContext
-) -> Proposal:
+def _offered(known: Proposal, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
     """Of what rows may have for nothing, what policies want."""
-    out, active = Proposal.none(len(texts)), list(free)
+    out = Proposal.none(len(texts))
+    out.free = known.free
+    active = [row for row in sorted(known.free) if known.tokens[row]]
     ahead = [list(text or ()) for text in texts]
     while active:
         for row in active:
@@ -144,8 +149,8 @@ class _Certain:
     ) -> list[int]:
         return [row for row in active if len(proposal.tokens[row]) < most[row]]
 
-    def prefers(self, row: int, kept: Sequence[float], enough: float) -> bool:
-        return True
+    def free(self, row: int, kept: Sequence[float], enough: float) -> int | None:
+        return len(kept)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class SuffixDrafter(Drafter):
     """
 
     has_distribution = False
+    blind = True
 
     def __init__(
         self,

@@ -136,8 +136,8 @@ class RoundContext:
                 going.append(row)
         return going
 
-    def prefers(self, row: int, kept: Sequence[float], enough: float) -> bool:
-        return self._lengths.prefers(row, kept, enough)
+    def free(self, row: int, kept: Sequence[float], enough: float) -> int | None:
+        return self._lengths.free(row, kept, enough)
 
 
 def draft(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +166,7 @@ class Lengths:
 
         Args:
             tokens: per row the newest one, None where it no longer drafts.
-            free: whether their next tokens cost no step of a model.
+            free: whether these cost no step of a model: then governors have decided before.
         """
         out = [False] * len(tokens)
         for i, row in enumerate(self._rows):
@@ -176,17 +176,21 @@ class Lengths:
         for group in self._groups:
             if group.plan is None or not any(tokens[i] is not None for i in group.seats):
                 continue
+            if free:
+                for i in group.seats:
+                    out[i] = True
+                continue
             chances = [self._chance(i, tokens[i]) for i in group.seats]
-            for i, goes in zip(group.seats, group.plan.go(chances, free), strict=True):
+            for i, goes in zip(group.seats, group.plan.go(chances), strict=True):
                 out[i] = goes
         return out
 
-    def prefers(self, i: int, kept: Sequence[float], enough: float) -> bool:
-        """Whether a free draft is worth more to a row than a model's (`StepContext`)."""
+    def free(self, i: int, kept: Sequence[float], enough: float) -> int | None:
+        """How many tokens of a free draft a row takes, if any; see `StepContext`."""
         group = self._rows[i].group
         if group is None or group.plan is None:
-            return sum(kept) >= enough
-        return group.plan.prefers(group.seats.index(i), kept)
+            return len(kept) if sum(kept) >= enough else None
+        return group.plan.free(group.seats.index(i), kept)
 
     def _stepped(self, i: int, row: _Row, token: Token) -> bool:
         answer = self._asked(i, row.policy.step, row.state, row.memo, self._shown(i, token))
@@ -228,6 +232,7 @@ class Lengths:
         rounds: Sequence[RoundOutcome | None],
         drafted: Sequence[Sequence[Token]],
         outcome: Outcome,
+        free: Collection[int] = (),
     ) -> None:
         """What became of every row's draft.
 
@@ -236,9 +241,10 @@ class Lengths:
             rounds: None of a row that only read its prompt, or was drafted for by others.
             drafted: what was shown of each row's tokens, those left out included.
             outcome: of the pass.
+            free: rows whose draft cost no step of a model; forecasts are of the model's.
         """
         for i, (row, seen) in enumerate(zip(self._rows, rounds, strict=True)):
-            if seen is None or i in self.failed:
+            if seen is None or i in self.failed or (row.group is not None and i in free):
                 continue
             if seen.drafted:
                 by = row.given or costs

@@ -414,7 +414,7 @@ class Engine:
             proposal.steps,
             *self._meter.booked(lap),
         )
-        self._lengths.observe(passed.costs, seen, proposal.shown, outcome)
+        self._lengths.observe(passed.costs, seen, proposal.shown, outcome, proposal.free)
         self._meter.add(lap)
 
     def _report(

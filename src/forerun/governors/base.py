@@ -56,22 +56,22 @@ class Plan(ABC):
     """Per seat the most tokens to draft; 0 is plain decoding."""
 
     @abstractmethod
-    def go(self, chances: Sequence[Chance | None], free: bool = False) -> list[bool]:
+    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
         """Per seat whether to draft another token, told the chances behind its newest one.
 
         Args:
             chances: None of seats that no longer draft.
-            free: whether their next tokens cost no step of a model.
         """
 
-    def prefers(self, seat: int, kept: Sequence[float]) -> bool:
-        """Whether a free draft is worth more than what a model is expected to draft in its place.
+    def free(self, seat: int, kept: Sequence[float]) -> int | None:
+        """How many tokens of a draft that costs no step of a model to take; None leaves the round
+        to the model.
 
         Args:
             seat: that may draft.
-            kept: chances that the free draft's first, first two, … tokens are all kept.
+            kept: chances that the draft's first, first two, … tokens are all kept.
         """
-        return True
+        return len(kept)
 
     def trim(self, seat: int) -> int:
         """How many of the newest tokens of a seat that `trims` to leave out, when it has ended."""

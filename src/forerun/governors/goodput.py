@@ -60,7 +60,7 @@ class _Rising(Plan):
         """Whether Θ(n + 1) > Θ(n), both multiplied by their times."""
         return (expected + gain) * self._seconds(tokens) > expected * self._seconds(tokens + 1)
 
-    def go(self, chances: Sequence[Chance | None], free: bool = False) -> list[bool]:
+    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
         """Of each seat whether one more token raises its tokens per time."""
         self._tokens += 1
         out = [False] * len(chances)

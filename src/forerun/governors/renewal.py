@@ -12,6 +12,9 @@ from forerun.controllers.survival import Survival
 from forerun.costs import Costs
 from forerun.governors.base import Governor, Outcome, Plan, Seat
 
+FORESEEN = 8
+"""Tokens of a model's draft that are weighed against a free one."""
+
 
 class Pace(NamedTuple):
     """What the rows of a pass have gained and lost, in plain rounds and tokens of a row."""
@@ -136,8 +139,7 @@ class _Weighed(Plan):
         self._surplus = [0.0] * len(seats)
         """Per seat the tokens by which judging its whole draft beats judging the best beginning."""
         self._trimmed = [0] * len(seats)
-        self._drafted, self._tokens = [0] * len(seats), 0
-        """Tokens by seat, and the most of those that were asked last."""
+        self._tokens = 0
         self._outlooks = [seat.outlook for seat in seats]
         self.most = [0] * len(seats)
 
@@ -163,31 +165,31 @@ class _Weighed(Plan):
             return self._costs.widening
         return judging[min(tokens, len(judging)) - 1] / (self._rows if self._apart else 1)
 
-    def _step(self, tokens: int, rows: int, free: bool = False) -> float:
+    def _step(self, tokens: int, rows: int) -> float:
         """Seconds of a draft step behind so many tokens, and of judging what it drafts in rows."""
-        costs = self._costs
-        step = costs.free if free else costs.draft if tokens >= self._paid else 0.0
+        step = self._costs.draft if tokens >= self._paid else 0.0
         return step + self._added(tokens + 1) * (rows if self._apart else 1)
 
-    def prefers(self, seat: int, kept: Sequence[float]) -> bool:
-        """By the best beginning of each, net of the time of its tokens."""
+    def free(self, seat: int, kept: Sequence[float]) -> int | None:
+        """The best beginning, unless the model's is worth more, each net of its time. A model's
+        step is only taken behind tokens that are kept, as far as its draft says."""
         first, later = self._outlooks[seat]
-        longest = max(len(kept), len(self._costs.rounds))
-        model = [first * later**n for n in range(longest)]
-        return self._net(kept, True) >= self._net(model, False)
+        model = [first * later**n for n in range(FORESEEN)]
+        longest = max(len(kept), FORESEEN)
+        judged = [self._price * self._added(n + 1) for n in range(longest)]
+        step, cheap = self._price * self._costs.draft, self._price * self._costs.free
+        own = [chance - dear - cheap for chance, dear in zip(kept, judged, strict=False)]
+        other = [
+            chance - before * (dear + step)
+            for chance, before, dear in zip(model, [1.0, *model], judged, strict=False)
+        ]
+        worth = [0.0, *accumulate(own)]
+        best = max(worth)
+        return worth.index(best) if best >= max(accumulate(other), default=0.0) else None
 
-    def _net(self, kept: Sequence[float], free: bool) -> float:
-        worth = accumulate(
-            chance - self._price * self._step(tokens, 1, free) for tokens, chance in enumerate(kept)
-        )
-        return max(worth, default=0.0)
-
-    def go(self, chances: Sequence[Chance | None], free: bool = False) -> list[bool]:
+    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
         """The seats that want another token, if that is worth its time to them in sum."""
-        asked = [seat for seat, chance in enumerate(chances) if chance is not None]
-        for seat in asked:
-            self._drafted[seat] += 1
-        self._tokens = max(self._drafted[seat] for seat in asked)
+        self._tokens += 1
         here, following = (self._price * self._added(self._tokens + n) for n in (0, 1))
         wanting, surplus, kept = [], 0.0, 0.0
         for seat, chance in enumerate(chances):
@@ -203,28 +205,28 @@ class _Weighed(Plan):
                 surplus, kept = surplus + own, kept + chance.kept
         out = [False] * len(chances)
         going = [chance for seat in wanting if (chance := chances[seat]) is not None]
-        if going and self._pays(surplus, going, free) and self._affordable(kept, len(going), free):
+        if going and self._pays(surplus, going) and self._affordable(kept, len(going)):
             for seat in wanting:
                 out[seat] = True
         return out
 
-    def _pays(self, surplus: float, going: Sequence[Chance], free: bool) -> bool:
+    def _pays(self, surplus: float, going: Sequence[Chance]) -> bool:
         """Whether the next token is worth its time; if it pays for a level of the pass, with as
         many of those behind it as is best."""
         tokens, rows, levels = self._tokens, len(going), len(self._costs.rounds)
         gains = [chance.kept * chance.next for chance in going]
-        worth = surplus + sum(gains) - self._price * self._step(tokens, rows, free)
+        worth = surplus + sum(gains) - self._price * self._step(tokens, rows)
         for n in range(tokens + 1, levels + 1):
             if worth > 0:
                 break
             gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
-            worth += sum(gains) - self._price * self._step(n, rows, free)
+            worth += sum(gains) - self._price * self._step(n, rows)
         return worth > 0
 
-    def _affordable(self, kept: float, rows: int, free: bool) -> bool:
+    def _affordable(self, kept: float, rows: int) -> bool:
         """Whether the budget pays for what another token may lose, by how likely that is."""
         costs, tokens = self._costs, self._tokens + 1
-        loss = costs.draft_seconds(tokens) if tokens > self._paid and not free else 0.0
+        loss = costs.draft_seconds(tokens) if tokens > self._paid else 0.0
         if self._rides:
             loss += tokens * costs.widening
         elif tokens > self._paid:
