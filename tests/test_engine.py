@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -404,6 +406,33 @@ def test_a_seed_makes_sampled_text_repeatable_whatever_came_before() -> None:
         assert run(7) == first
     auto = CONTROLLERS.make("auto")
     assert set(memory) == {auto, ("pace", auto)}
+
+
+@pytest.mark.parametrize("rule", ["standard", "ears"])
+def test_neither_neighbours_nor_the_clock_change_a_seeds_text(rule: str) -> None:
+    """Fifty seeds, each alone and in an engine that others use, under a clock that is noise."""
+    script, auto = chaotic(3), CONTROLLERS.make("auto")
+
+    def served(noise: random.Random) -> Engine:
+        meter = Meter(target=((1, 1e-3), (8, 2e-3)))
+        times = itertools.accumulate(iter(lambda: noise.expovariate(1e3), None))
+        meter.clock = lambda: next(times)
+        draft = ModelDrafter(ScriptedModel(noisy(script, 4, 0.7)), V)
+        return Engine(ScriptedModel(script), draft, max_rows=3, meter=meter)
+
+    def text(made: Engine, seed: int, others: int) -> list[int]:
+        how = {"max_new_tokens": 24, "temperature": 1.0}
+        for other in range(others):
+            made.submit([other % V, seed % V], Sampling(**how), auto, RULES.make(rule))
+        mine = made.submit([1], Sampling(**how, seed=seed), auto, RULES.make(rule))
+        return next(
+            e.completion.tokens for e in list(made.run()) if e.request == mine and e.completion
+        )
+
+    shared = served(random.Random(0))
+    for seed in range(50):
+        alone = text(served(random.Random(seed + 1)), seed, 0)
+        assert text(shared, seed, seed % 5) == alone
 
 
 def test_requests_with_their_own_controller_rule_and_sampling_share_a_batch() -> None:

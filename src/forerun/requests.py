@@ -14,7 +14,6 @@ from forerun.errors import PromptError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     from forerun.controllers.base import Controller
@@ -109,7 +108,7 @@ class Sampling:
     constraint: Constraint | None = None
     bad_words: tuple[str, ...] = ()
     allowed_tokens: tuple[int, ...] | None = None
-    processor: Callable[[Sequence[int], torch.Tensor], torch.Tensor] | None = None
+    processor: Callable[[Sequence[int], Any], Any] | None = None
     stopping: Callable[[Sequence[int]], bool] | None = None
 
     def __post_init__(self) -> None:
