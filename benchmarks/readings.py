@@ -106,8 +106,7 @@ def _rules(
         for token in tokens.T:
             proposed = Draft(
                 token[:, None], torch.ones(len(token)).long(), drawn[:, None],
-                {k: v[:, None] for k, v in measure(draft, token, EVERY).items()},
-                draft.topk(5, dim=-1).indices[:, None],
+                draft[:, None],
             )  # fmt: skip
             judge = Target(
                 wanted[:, None].expand(-1, 2, -1), torch.zeros(len(token)).bool(),

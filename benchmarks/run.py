@@ -21,6 +21,7 @@ from benchmarks import (
     plain,
     readings,
     rsd,
+    rule_costs,
     rules,
     runtimes,
     serve_load,
@@ -117,12 +118,15 @@ def _gpu(folder: Path, seconds: float = 200, compile: bool = False, tiny: bool =
 def _overhead(
     prompts: int = 6,
     tokens: int = 64,
+    of_rules: Annotated[bool, typer.Option("--rules", help="of acceptance rules")] = False,
     runtime: Runtime = "auto",
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
-    """Share of a round spent outside model forwards, and the cost of one forward by width."""
-    overhead.main(forerun.load(dtype=dtype, device=device, runtime=runtime), prompts, tokens)
+    """Share of a round spent outside model forwards, and the cost of one forward by width; with
+    --rules what lossy rules cost where they change nothing."""
+    model = forerun.load(dtype=dtype, device=device, runtime=runtime)
+    (rule_costs if of_rules else overhead).main(model, prompts, tokens)
 
 
 @app.command("live")

@@ -11,12 +11,10 @@ import torch
 
 from forerun.rules import RULES, AcceptanceRule
 from forerun.rules.odds import one_hot
-from forerun.signals import measure
-from forerun.types import LIVE_SIGNALS, SIGNALS, Draft, Target, Verdict
+from forerun.types import Draft, Target, Verdict
 
 NEG = -math.inf
 LAST = 1 - 2**-53  # the highest coin
-EVERY_SIGNAL = frozenset((*SIGNALS, *LIVE_SIGNALS))
 
 
 def make(spec: str) -> AcceptanceRule:
@@ -25,9 +23,7 @@ def make(spec: str) -> AcceptanceRule:
 
 def tensors(part) -> dict[str, torch.Tensor]:
     """The tensors of a draft, target or verdict, by name."""
-    by_name = {f.name: v for f in fields(part) if (v := getattr(part, f.name)) is not None}
-    signals = by_name.pop("signals", {})
-    return {**by_name, **signals}
+    return {f.name: v for f in fields(part) if (v := getattr(part, f.name)) is not None}
 
 
 def assert_close(one: Verdict, other: Verdict, atol=0.0, but=()):
@@ -36,12 +32,6 @@ def assert_close(one: Verdict, other: Verdict, atol=0.0, but=()):
     for name, value in tensors(one).items():
         if name not in but:
             torch.testing.assert_close(value, tensors(other)[name], atol=atol, rtol=0)
-
-
-def read(tokens, raw, ranks=8) -> dict:
-    """Whatever a rule may ask for about drafted tokens, from the draft's raw logits."""
-    ranked = raw.topk(min(ranks, raw.shape[-1]), dim=-1).indices
-    return {"signals": measure(raw, tokens, EVERY_SIGNAL), "ranked": ranked}
 
 
 def scene(rows=5, width=4, vocab=7, *, seed=0, greedy=None, certain=False, dtype=torch.float32):
@@ -68,7 +58,7 @@ def scene(rows=5, width=4, vocab=7, *, seed=0, greedy=None, certain=False, dtype
     coins = torch.rand(rows, width + 1, generator=g, dtype=torch.float64)
     made = torch.randint(0, 20, (rows,), generator=g).double()
     spent = torch.stack([made * torch.rand(rows, generator=g).double() / 20, made], -1)
-    draft = Draft(tokens, lengths, None if certain else logits, **read(tokens, guess))
+    draft = Draft(tokens, lengths, None if certain else logits, guess)
     return draft, Target(torch.where(at, raw, raw / 0.8).to(dtype), mask, raw, spent), coins
 
 
@@ -188,9 +178,9 @@ def outcomes(rule, target, draft, window, vocab, certain=False, stop=never, raw=
     tokens = torch.tensor([[*path, *[0] * (window - len(path))] for path, _, _ in meta])
     lengths = torch.tensor([len(path) for path, _, _ in meta])
     coins = [[0.0] * n + [LAST] * (window - n) + [0.5] for _, _, n in meta]
-    guess, extra = None if certain else rows(draft, window), read(tokens, rows(raw_draft, window))
+    guess = None if certain else rows(draft, window)
     verdict = rule.judge(
-        Draft(tokens, lengths, guess, **extra),
+        Draft(tokens, lengths, guess, rows(raw_draft, window)),
         Target(
             rows(target, window + 1),
             torch.zeros(len(meta), dtype=torch.bool),

@@ -30,7 +30,6 @@ from rule_tools import (
     make,
     never,
     outcomes,
-    read,
 )
 
 Probs = list[float]
@@ -321,7 +320,7 @@ def judged(rule: PositionRule, somewhere: list[Place], sure: bool, keep: bool):
     logits = None if sure else tensor([[p.draft] for p, _ in rows]).log()
     bonus = [0.5 * v for v in range(len(somewhere[0].logits))]
     verdict = rule.judge(
-        Draft(tokens, torch.ones(len(rows)).long(), logits, **read(tokens, raw)),
+        Draft(tokens, torch.ones(len(rows)).long(), logits, raw),
         Target(
             tensor([[p.logits, bonus] for p, _ in rows]),
             torch.tensor([p.greedy for p, _ in rows]),
@@ -516,8 +515,8 @@ def compare(rule, reference, way, seed, **how):
     got = emitted(*case, **how)
     assert max(abs(got[seq] - want[seq]) for seq in want) < EXACT
     meta, verdict = outcomes(*case, **how)
-    for row, (path, _, _) in enumerate(meta):
-        for i in range(len(path)):
+    for row, (path, _, n) in enumerate(meta):
+        for i in range(min(n + 1, len(path)) if verdict.accepted[row] == n else 0):  # as judged
             assert abs(verdict.drift[row, i].item() - drifts[path[: i + 1]]) < EXACT
     # And without any reference: the first token really is so far from the target.
     if stop is never:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rule_tools import TRANSFORMS, conditionals, emitted, joint, make, read, scene, tensors
+from rule_tools import TRANSFORMS, conditionals, emitted, joint, make, scene, tensors
 from test_rules import ENUMERATED, GREEDY_ONLY, SPECS, family
 
 NAN, INF = math.nan, math.inf
@@ -57,7 +57,7 @@ def fit(spec, kind, certain=False):
     logits = None if certain else target.logits[:, :-1].clone()
     draft = replace(
         draft, tokens=tokens, lengths=torch.full((ROWS,), WIDTH), logits=logits,
-        **read(tokens, target.raw[:, :-1]),
+        raw=target.raw[:, :-1],
     )  # fmt: skip
     return draft, target, coins * 0
 
@@ -74,9 +74,7 @@ def test_a_draft_that_is_no_distribution_ends_there(spec, kind):
     for place in range(WIDTH):
         raw = damaged(target.raw[:, :-1], place)
         logits = damaged(draft.logits, place)
-        verdict = rule.judge(
-            replace(draft, logits=logits, **read(draft.tokens, raw)), target, coins
-        )
+        verdict = rule.judge(replace(draft, logits=logits, raw=raw), target, coins)
         # As if the draft had ended there: the token is the target's own.
         lengths = torch.where(BROKEN, place, WIDTH)
         shorter = rule.judge(replace(draft, lengths=lengths), target, coins)
@@ -117,7 +115,7 @@ def test_plain_decoding_fails_alike(spec, kind):
     draft, target, coins = fit(spec, kind)
     bare = replace(
         draft, tokens=draft.tokens[:, :0], lengths=draft.lengths * 0, logits=None,
-        **read(draft.tokens[:, :0], target.raw[:, :0]),
+        raw=target.raw[:, :0],
     )  # fmt: skip
     logits = damaged(target.logits[:, :1], 0)
     verdict = make(spec).judge(bare, replace(target, logits=logits, raw=logits), coins[:, :1])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from forerun.confidence import Confidence
 from forerun.rules.budget import Budget
 from forerun.rules.cm_asd import CMASDRule
+from forerun.signals import measure
 from forerun.types import Draft, Target
 from rule_tools import (
     LAST,
@@ -25,7 +26,6 @@ from rule_tools import (
     make,
     never,
     outcomes,
-    read,
     scene,
     tensors,
 )
@@ -114,9 +114,11 @@ def test_a_budget_of_nothing_is_standard(inner):
         case = (case[0], replace(case[1], spent=None), case[2])
         one, other, inside = (r.judge(*case) for r in (rule, standard, free))
         assert (one.drift == 0).all()
+        place = torch.arange(inside.drift.shape[1])
+        judged = place <= inside.accepted.unsqueeze(-1)  # others have no drift
         lossy = inside.drift > 0
         assert torch.equal(one.accept_prob[lossy], other.accept_prob[lossy])
-        assert torch.equal(one.accept_prob[~lossy], inside.accept_prob[~lossy])
+        assert torch.equal(one.accept_prob[~lossy & judged], inside.accept_prob[~lossy & judged])
 
 
 def test_the_reductions_are_not_empty():
@@ -195,7 +197,7 @@ def test_float32_drift_is_at_most_one(spec):
     for vocab, scale in itertools.product((2, 5, 300), (1, 5, 30)):
         target, guess = scale * torch.randn(2, 200, 1, vocab, generator=g)
         tokens, both = guess.argmax(-1), target.expand(200, 2, vocab)
-        draft = Draft(tokens, torch.ones(200).long(), guess / 0.3, **read(tokens, guess))
+        draft = Draft(tokens, torch.ones(200).long(), guess / 0.3, guess)
         given = Target(both / 0.3, torch.zeros(200, dtype=torch.bool), both)
         drift = make(spec).judge(draft, given, torch.zeros(200, 2).double()).drift
         assert ((drift >= 0) & (drift <= 1)).all()
@@ -243,11 +245,10 @@ def position(raw_target, raw_draft, token, *, temperature=1.0, greedy=False, sur
     """One drafted token and both models' logits at temperature 1; the coin rejects if it can."""
     target, guess = (torch.tensor(z, dtype=torch.float64) for z in (raw_target, raw_draft))
     tokens = torch.tensor([[token]])
-    extra = read(tokens, guess.view(1, 1, -1))
     logits = None if sure or greedy else (guess / temperature).view(1, 1, -1)
     both = target.expand(1, 2, -1)
     return (
-        Draft(tokens, torch.tensor([1]), logits, **extra),
+        Draft(tokens, torch.tensor([1]), logits, guess.view(1, 1, -1)),
         Target(both / (1 if greedy else temperature), torch.tensor([greedy]), both),
         torch.tensor([[LAST, 0.0]], dtype=torch.float64),
     )
@@ -381,12 +382,13 @@ def test_each_token_has_its_own_margin(mode):
     sure, unsure = [9.0, 0.0, 0.0], [0.1, 0.0, 0.0]
     guess = torch.tensor([[sure, unsure]])
     tokens = torch.tensor([[0, 0]])
-    draft = Draft(tokens, torch.tensor([2]), **read(tokens, guess))
+    draft = Draft(tokens, torch.tensor([2]), raw=guess)
     target = Target(torch.tensor([[[0.0, 0.5, -1.0]] * 3]), torch.tensor([True]))
     rule = CMASDRule(mode=mode, top=2, tau=0.0, gamma=0.7)
     verdict = rule.judge(draft, target, torch.zeros(1, 3).double())
     assert verdict.accept_prob.tolist() == ([[1, 0]] if mode == "prose" else [[0, 1]])
-    assert verdict.drift.tolist() == verdict.accept_prob.tolist()
+    judged = [1, 0] if mode == "prose" else [0, 0]
+    assert verdict.drift.tolist() == [judged]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -395,7 +397,7 @@ def test_a_batch_of_16_is_16_batches_of_one(spec, kind):
     greedy = {"sampling": False, "greedy": True, "mixed": [True, False] * 8}[kind]
     draft, target, coins = scene(16, 6, 9, greedy=greedy, dtype=torch.float64)
     assert len(set(draft.lengths.tolist())) > 3
-    confidence = Confidence().score(**{k: draft.signals[k] for k in Confidence().reads})
+    confidence = Confidence().score(**measure(draft.raw, draft.tokens, Confidence().reads))
     assert confidence.max() - confidence.min() > 0.5
     verdict = make(spec).judge(draft, target, coins)
     assert len(set(verdict.accepted.tolist())) > 2
@@ -453,8 +455,8 @@ def test_fly_forgives_what_the_paper_forgives(window, top):
             kept, choice = fly(tokens[row, :n].tolist(), logits[row].tolist(), theta, window, top)
             lossy = [k and tokens[row, j] != choice[j] for j, k in enumerate(kept)]
             assert verdict.accept_prob[row].tolist() == kept + [0] * (9 - n)
-            assert verdict.drift[row].tolist() == lossy + [0] * (9 - n)
             first = [*kept, False].index(False)
+            assert verdict.drift[row].tolist() == lossy[:first] + [0] * (9 - first)
             assert verdict.accepted[row] == first
             assert verdict.next_token[row] == choice[first]
             forgiven += sum(lossy)

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from forerun.cli.shared.catalog import Card
 from forerun.errors import SettingError, UnknownNameError
 from forerun.rules import RULES, AcceptanceRule, sample
+from forerun.rules.base import Compared
+from forerun.rules.exact import match_greedy
 from forerun.rules.standard import Standard
 from forerun.types import Draft, Target, Verdict
 from rule_tools import (
-    EVERY_SIGNAL,
     LAST,
     NEG,
     TRANSFORMS,
@@ -30,7 +31,6 @@ from rule_tools import (
     joint,
     keeps_last,
     make,
-    read,
     scene,
     tensors,
     unsure,
@@ -216,21 +216,36 @@ def test_not_a_number_is_refused(name):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_asks_for_what_it_reads(spec):
-    """Nothing but what the rule declares need be there, and that is really read."""
+    """Nothing but what the rule declares need be there."""
     rule = make(spec)
     draft, target, coins = fit(spec)
-    assert rule.signals <= EVERY_SIGNAL
-    declared = {k: v for k, v in draft.signals.items() if k in rule.signals}
-    ranked = draft.ranked[..., : rule.ranks] if rule.ranks else None
-    bare = replace(draft, signals=declared, ranked=ranked)
-    assert_close(rule.judge(draft, target, coins), rule.judge(bare, target, coins))
-    for name in rule.signals:
-        with pytest.raises(KeyError):
-            rule.judge(
-                replace(draft, signals={k: v for k, v in declared.items() if k != name}),
-                target,
-                coins,
-            )
+    if not rule.reads_draft:
+        bare = replace(draft, raw=None)
+        assert_close(rule.judge(draft, target, coins), rule.judge(bare, target, coins))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s not in GREEDY_ONLY])
+def test_where_a_rule_does_not_overrule_it_compares(spec):
+    """What the engine goes by in greedy rows: no means that the rule just compares."""
+    rule, overruled, total = make(spec), 0, 0
+    for seed in range(20):
+        draft, target, coins = scene(8, 4, 9, seed=seed, greedy=True, certain=True)
+        verdict, plain = rule.judge(draft, target, coins), match_greedy(draft, target.logits)
+        best = target.logits.argmax(-1)
+        for row, n in enumerate(plain.accepted.tolist()):
+            drafted, gap = draft.tokens[row, : draft.lengths[row]].tolist(), math.inf
+            if n < len(drafted):
+                logits = target.logits[row, n]
+                gap = (logits.max() - logits[drafted[n]]).item()
+            seen = Compared(drafted, best[row].tolist(), n, gap, list(draft.raw[row, :n]))
+            total += 1
+            if not rule.matches_greedy and rule.may_overrule(seen):
+                overruled += 1
+                continue
+            assert verdict.accepted[row] == n
+            assert verdict.next_token[row] == plain.next_token[row]
+            assert verdict.drift is None or not verdict.drift[row].any()
+    assert overruled < total
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -244,8 +259,7 @@ def test_shapes_dtypes_and_ranges(spec, certain, width, dtype, device):
         draft.tokens.to(device),
         draft.lengths.to(device),
         None if certain else draft.logits.to(device),
-        {name: values.to(device) for name, values in draft.signals.items()},
-        draft.ranked.to(device),
+        draft.raw.to(device),
     )
     target = replace(target, logits=target.logits.to(device), raw=target.raw.to(device))
     rule = make(spec)
@@ -345,7 +359,7 @@ def test_padding_is_never_accepted(spec):
     logits = torch.zeros(1, 4, 3)
     logits[..., 0] = 999  # and no entropy is left
     tokens = torch.zeros(1, 3, dtype=torch.int64)
-    draft = Draft(tokens, torch.tensor([1]), None, **read(tokens, logits[:, :3]))
+    draft = Draft(tokens, torch.tensor([1]), None, logits[:, :3])
     for greedy in [True] if spec in GREEDY_ONLY else [True, False]:
         verdict = make(spec).judge(
             draft, Target(logits, torch.tensor([greedy])), torch.zeros(1, 4, dtype=torch.float64)
@@ -369,14 +383,13 @@ def test_what_lies_beyond_a_draft_is_ignored(spec, certain, litter):
         at = beyond.view(*beyond.shape, *[1] * (old.dim() - 2))
         return torch.where(at, new, old)
 
-    signals = {k: mixed(litter * other.signals[k], v) for k, v in draft.signals.items()}
-    tokens, ranked = mixed(other.tokens.flip(-1), draft.tokens), mixed(other.ranked, draft.ranked)
+    tokens, raw = mixed(other.tokens.flip(-1), draft.tokens), mixed(litter * other.raw, draft.raw)
     logits = None if certain else mixed(other.logits * (litter / 5), draft.logits)
     noise = litter * torch.randn(6, 4, 7, dtype=torch.float64)
     after = torch.cat([torch.zeros(6, 1, dtype=torch.bool), beyond], -1).unsqueeze(-1)
     wild = torch.cat([noise, noise[:, :1]], 1)
     littered = make(spec).judge(
-        Draft(tokens, draft.lengths, logits, signals, ranked),
+        Draft(tokens, draft.lengths, logits, raw),
         replace(
             target,
             logits=torch.where(after, wild, target.logits),
@@ -410,8 +423,7 @@ def test_tokens_that_the_target_excludes_are_never_kept(spec):
     coins, tokens = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[1]])
     for likes in ([0.0, 0.0, 0.0], [0.0, NEG, 0.0], None):
         guess = None if likes is None else torch.tensor([[likes]], dtype=torch.float64)
-        extra = read(tokens, torch.zeros(1, 1, 3))
-        draft = Draft(tokens, torch.tensor([1]), guess, **extra)
+        draft = Draft(tokens, torch.tensor([1]), guess, torch.zeros(1, 1, 3))
         verdict = make(spec).judge(draft, Target(logits, torch.tensor([False])), coins)
         assert verdict.accepted.tolist() == [0]
         assert verdict.accept_prob.tolist() == [[0]]

@@ -305,7 +305,7 @@ class Request:
                 f"rule {RULES.text(rule)!r} needs temperature 0, got {temperature}; "
                 "use rule 'standard'"
             )
-        if (rule.signals or rule.ranks) and not tells:
+        if rule.reads_draft and not tells:
             raise SettingError(
                 f"rule {RULES.text(rule)!r} reads the draft's distribution and this drafter has "
                 "none; use a draft model, or rule 'standard'"

@@ -9,8 +9,8 @@ This module imports numpy only: controllers must not pull in torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -146,11 +146,9 @@ class Draft:
     logits: torch.Tensor | None = None
     """`(rows, K, V)` processed logits the tokens were sampled from; None means every token was
     certain (a one-hot distribution: greedy drafts, lookup)."""
-    signals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """`(rows, K)` the signals that the rule asked for (`AcceptanceRule.signals`), by name."""
-    ranked: torch.Tensor | None = None
-    """`(rows, K, n)` the draft's most likely tokens at temperature 1, best first; at least as many
-    as the rule asked for (`AcceptanceRule.ranks`), None if nobody did."""
+    raw: torch.Tensor | None = None
+    """`(rows, K, V)` the draft's logits at temperature 1, before any transform; None if no rule
+    reads them (`AcceptanceRule.reads_draft`)."""
 
     def take(self, rows: Sequence[int]) -> Draft:
         index = list(rows)
@@ -158,8 +156,7 @@ class Draft:
             self.tokens[index],
             self.lengths[index],
             None if self.logits is None else self.logits[index],
-            {name: values[index] for name, values in self.signals.items()},
-            None if self.ranked is None else self.ranked[index],
+            None if self.raw is None else self.raw[index],
         )
 
 
@@ -203,8 +200,8 @@ class Verdict:
     """`(rows, V)` distribution `next_token` was drawn from; None when it was certain."""
     drift: torch.Tensor | None = None
     """`(rows, K)` exact total-variation distance, in [0, 1], between what the rule emits at a
-    position and the target's distribution there, given the tokens before it; 0 beyond the draft's
-    length. None for lossless rules."""
+    position and the target's distribution there, given the tokens before it; 0 beyond the first
+    rejected token, where nothing is emitted. None for lossless rules."""
     bonus_drift: torch.Tensor | None = None
     """`(rows,)` likewise of the token after a draft that is kept whole. None: it is the target's
     own."""

@@ -33,10 +33,8 @@ class Proposal:
     logits: list[torch.Tensor] = field(default_factory=list)
     """Per step `(rows, V)` processed logits the tokens were drawn from; empty where all tokens were
     certain."""
-    measured: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """Per step what rules read of the draft's distribution, `(rows,)` each."""
-    ranked: list[torch.Tensor] = field(default_factory=list)
-    """Per step `(rows, n)` most likely tokens, where rules read them."""
+    raw: list[torch.Tensor] = field(default_factory=list)
+    """Per step `(rows, V)` logits of the draft at temperature 1, where rules read them."""
     predicted: set[int] = field(default_factory=set)
     """Rows whose tokens are of their request's own prediction, not the drafter's."""
     forced: dict[int, int] = field(default_factory=dict)

@@ -29,9 +29,7 @@ class RoundContext:
     ) -> None:
         self._rows, self._lengths, self._sampler, self.clock = rows, lengths, sampler, clock
         rules = [row.request.rule for row in rows]
-        self._rule_signals = frozenset().union(*(rule.signals for rule in rules))
-        self._ranks = max((rule.ranks for rule in rules), default=0)
-        self.reads = bool(self._rule_signals or self._ranks)
+        self.reads = any(rule.reads_draft for rule in rules)
         """Whether a rule reads more of the draft's distribution than its probabilities."""
         self._signals = lengths.signals & MEASURED
         self._ids = bool(lengths.signals - MEASURED)
@@ -53,8 +51,10 @@ class RoundContext:
         Rows for which the draft says no numbers are left out: it has nothing to say.
         """
         best, logits = step.best, step.logits
-        if logits is not None and self.certain and not self.reads:
-            best = best_of(self._shaped(logits, proposal, own=True), self._signals)
+        if logits is not None and self.reads:
+            proposal.raw.append(logits)
+        if logits is not None and self.certain:
+            best = best_of(self._shaped(logits, proposal, own=not self.reads), self._signals)
         elif best is None:
             assert logits is not None, "a step has logits or best tokens"
             best = self._draw(logits, texts, active, proposal)
@@ -87,25 +87,19 @@ class RoundContext:
         changed = self._shaped(logits, proposal)
         processed = sampler.sharpen(changed)[:, 0]
         top, picked = processed.max(-1)
-        if not sampler.all_certain:
-            if sampler.some_certain:
-                certain = sampler.certain.to(logits.device).unsqueeze(-1)
-                only = torch.full_like(processed, -torch.inf)
-                only.scatter_(-1, picked.unsqueeze(-1), 0.0)
-                processed = torch.where(certain, only, processed)
-            coins = [0.0] * len(rows)
-            for row in active:
-                if not rows[row].certain:
-                    coins[row] = rows[row].random.random()
-            uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
-            picked = sample(processed.softmax(-1), uniforms)
-            proposal.logits.append(processed)
-        # Policies go by what the request draws from, rules by what both models say themselves.
+        if sampler.some_certain:
+            certain = sampler.certain.to(logits.device).unsqueeze(-1)
+            only = torch.full_like(processed, -torch.inf)
+            only.scatter_(-1, picked.unsqueeze(-1), 0.0)
+            processed = torch.where(certain, only, processed)
+        coins = [0.0] * len(rows)
+        for row in active:
+            if not rows[row].certain:
+                coins[row] = rows[row].random.random()
+        uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
+        picked = sample(processed.softmax(-1), uniforms)
+        proposal.logits.append(processed)
         measured = measure(changed[:, 0], picked, self._signals)
-        proposal.measured.append(measure(logits, picked, self._rule_signals))
-        if self._ranks:
-            ranks = min(self._ranks, logits.shape[-1])
-            proposal.ranked.append(logits.topk(ranks, dim=-1).indices)
         signals = {name: values.unsqueeze(-1).tolist() for name, values in measured.items()}
         return Best(picked.unsqueeze(-1).tolist(), signals, top.isfinite().unsqueeze(-1).tolist())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from forerun.drafters.base import Proposal
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.errors import NumericalError, SettingError
-from forerun.rules.base import AcceptanceRule
+from forerun.rules.base import AcceptanceRule, Compared
 from forerun.runtime.base import Best
 from forerun.types import Draft, Target, Verdict
 
@@ -45,7 +46,7 @@ def compare(
     wanted: Sequence[int],
     logits: torch.Tensor | None = None,
 ) -> Judgements:
-    """The judgement where all rows are certain and their rules only compare with the arg-max.
+    """The judgement of rows that are certain by a rule that only compares with the arg-max.
 
     Args:
         rows: the batch.
@@ -64,15 +65,52 @@ def compare(
         while accepted < len(draft) and draft[accepted] == top[accepted] and sound[accepted]:
             accepted += 1
         prob = [1.0] * accepted + [0.0] * (len(draft) - accepted)
+        drift = None if rows[row].request.rule.lossless else [0.0] * len(draft)
         if accepted == known:
-            out[row] = RowVerdict(accepted, None, prob)
+            out[row] = RowVerdict(accepted, None, prob, drift)
         elif sound[accepted]:
-            out[row] = RowVerdict(accepted, top[accepted], prob)
+            out[row] = RowVerdict(accepted, top[accepted], prob, drift)
         else:
             excluded = logits is not None and bool(logits[row, accepted].amax().isfinite())
-            out[row] = RowVerdict(
-                accepted, None, prob, error=_unsound(rows[row], accepted, excluded)
-            )
+            error = _unsound(rows[row], accepted, excluded)
+            out[row] = RowVerdict(accepted, None, prob, drift, error)
+    return out
+
+
+def overruled(
+    rows: Sequence[Row], proposal: Proposal, best: Best, shaped: torch.Tensor, compared: Judgements
+) -> list[bool]:
+    """Per row whether its rule, which does more than compare, may judge otherwise than `compare`.
+
+    Args:
+        rows: the batch.
+        proposal: what was drafted.
+        best: the target's.
+        shaped: `(rows, n, V)` the logits it is of.
+        compared: by `compare`.
+    """
+    out = [False] * len(rows)
+    asked = {
+        row: kept
+        for row, kept in compared.items()
+        if isinstance(kept, RowVerdict) and not rows[row].request.rule.matches_greedy
+    }
+    ends = [
+        (row, kept.accepted, best.tokens[row][kept.accepted], proposal.tokens[row][kept.accepted])
+        for row, kept in asked.items()
+        if kept.accepted < len(proposal.tokens[row])
+    ]
+    gaps = {}
+    if ends:
+        at, place, first, other = torch.tensor(ends, device=shaped.device).unbind(-1)
+        gap = shaped[at, place, first] - shaped[at, place, other]
+        gaps = dict(zip((end[0] for end in ends), gap.tolist(), strict=True))
+    for row, kept in asked.items():
+        raw = [step[row] for step in proposal.raw[: kept.accepted]]
+        seen = Compared(
+            proposal.tokens[row], best.tokens[row], kept.accepted, gaps.get(row, math.inf), raw
+        )
+        out[row] = rows[row].request.rule.may_overrule(seen)
     return out
 
 
@@ -169,13 +207,11 @@ def _as_tensors(proposal: Proposal, width: int, device: torch.device) -> Draft:
     """The draft as rules see it, padded to `width`."""
     tokens, rows = proposal.tokens, len(proposal.tokens)
     padded = [[*draft, *[0] * (width - len(draft))] for draft in tokens]
-    steps = proposal.measured[:width]
     return Draft(
         torch.tensor(padded, dtype=torch.long, device=device).view(rows, width),
         torch.tensor([len(draft) for draft in tokens], device=device),
         torch.stack(proposal.logits[:width], dim=1) if proposal.logits and width else None,
-        {k: torch.stack([step[k] for step in steps], 1) for k in steps[0]} if steps else {},
-        torch.stack(proposal.ranked[:width], dim=1) if proposal.ranked and width else None,
+        torch.stack(proposal.raw[:width], dim=1) if proposal.raw and width else None,
     )
 
 

@@ -19,7 +19,7 @@ from forerun.engine.bans import bans, split_stops
 from forerun.engine.constraint import Place
 from forerun.engine.drafting import RoundContext, draft
 from forerun.engine.endings import reading
-from forerun.engine.judging import Judgements, RowVerdict, compare, judge
+from forerun.engine.judging import Judgements, RowVerdict, compare, judge, overruled
 from forerun.engine.lengths import Lengths, Memory
 from forerun.engine.meter import Meter
 from forerun.engine.prediction import PredictionCursor
@@ -260,11 +260,8 @@ class Engine:
         self._scores = any(
             row.request.logprobs is not None or row.request.keep_logits for row in rows
         )
-        self._compares = (
-            self._sampler.all_certain
-            and not self._scores
-            and all(row.request.rule.matches_greedy for row in rows)
-        )
+        self._compares = self._sampler.all_certain and not self._scores
+        self._only_compares = all(row.request.rule.matches_greedy for row in rows)
 
     def _schedule(self) -> Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
@@ -339,7 +336,7 @@ class Engine:
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         """Feed the target, and judge the drafts of rows whose logits are wanted."""
         rows = self._rows
-        if self._compares and self._sampler.trivial:
+        if self._compares and self._only_compares and self._sampler.trivial:
             best = self.target.best(pieces, wanted)
             self._tell(best.tokens, pieces, wanted)
             return compare(rows, proposal.tokens, best, wanted)
@@ -349,9 +346,15 @@ class Engine:
         if self.drafter.hears:
             self._tell(logits.argmax(-1).tolist(), pieces, wanted)
         if self._compares:
-            raw = logits if self._may_exclude else None
+            raw = logits if self._may_exclude or not self._only_compares else None
             shaped = self._sampler.shape(logits, rows, proposal.tokens, own=raw is None)
-            return compare(rows, proposal.tokens, best_of(shaped, NO_SIGNALS), wanted, raw)
+            best = best_of(shaped, NO_SIGNALS)
+            out = compare(rows, proposal.tokens, best, wanted, raw)
+            if not self._only_compares:
+                again = overruled(rows, proposal, best, shaped, out)
+                some = [n * yes for n, yes in zip(wanted, again, strict=True)]
+                out |= judge(rows, proposal, logits, self._sampler, some) if any(some) else {}
+            return out
         out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:
             scoring.note(rows, proposal, logits, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,6 +12,21 @@ import torch
 from forerun.errors import require
 from forerun.rules.odds import Odds, Weighed, finite, one_hot
 from forerun.types import Draft, Target, Verdict
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One greedy row's draft beside the target's arg-maxes, before its rule has a say."""
+
+    drafted: Sequence[int]
+    best: Sequence[int]
+    """The target's arg-max at every drafted position, and maybe behind."""
+    accepted: int
+    """Drafted tokens before the first that is not the arg-max."""
+    gap: float
+    """In nats between the target's arg-max and that token; infinite if there is none."""
+    raw: Sequence[torch.Tensor]
+    """Per accepted token `(V,)`, as in `Draft`; empty if no rule reads them."""
 
 
 class AcceptanceRule(ABC):
@@ -32,7 +48,7 @@ class AcceptanceRule(ABC):
     """Whether the output has exactly the target's distribution, whatever the draft."""
     matches_greedy: ClassVar[bool] = False
     """Whether all it does under greedy decoding is to keep tokens while they are the target's
-    arg-max, so that only arg-maxes need be known."""
+    arg-max, so that only arg-maxes need be known; of others, `may_overrule` is asked."""
     greedy_only: ClassVar[bool] = False
     """Whether requests that sample are refused."""
     gumbel_max: ClassVar[bool] = False
@@ -45,15 +61,15 @@ class AcceptanceRule(ABC):
         return True
 
     @property
-    def signals(self) -> frozenset[str]:
-        """Signals of the draft (fields of `types.Token`) that the rule reads; a drafter without a
-        distribution has none and is refused."""
-        return frozenset()
+    def reads_draft(self) -> bool:
+        """Whether the rule reads more of the draft's distribution (`Draft.raw`) than what tokens
+        were drawn from; a drafter without one is refused."""
+        return False
 
-    @property
-    def ranks(self) -> int:
-        """How many of the draft's most likely tokens the rule reads; likewise."""
-        return 0
+    def may_overrule(self, compared: Compared) -> bool:
+        """Whether the rule may do other in a greedy row than to keep tokens while they are the
+        target's arg-max: true in vain costs a full judgement, false must be right."""
+        return not self.matches_greedy
 
     def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
         """Accept a prefix of each row's draft and choose the token after it.
@@ -86,7 +102,7 @@ class PositionRule(AcceptanceRule):
         odds, width = Odds(draft, target), draft.tokens.shape[1]
         if width == 0:  # plain decoding: nothing to weigh
             nothing = target.logits.new_zeros(len(draft.lengths), 0, dtype=odds.dtype)
-            weighed = Weighed(nothing, nothing)
+            weighed = Weighed(nothing)
         else:
             weighed = self.weigh(odds)
         # Not a product: what stands beyond a row's draft may be no number.
@@ -94,12 +110,20 @@ class PositionRule(AcceptanceRule):
         accepted = (uniforms[:, :width] < accept).cumprod(-1).sum(-1)
         probs = _following(odds, weighed, accepted)
         lost = _bonus_drift(odds, weighed)
-        drift = None if self.lossless else torch.zeros_like(accept)
-        if drift is not None and weighed.drift is not None:
-            drift = torch.where(odds.inside, weighed.drift.clamp(0, 1), 0)  # against rounding
+        drift = None if self.lossless else _drift(odds, weighed, accepted)
         if odds.all_greedy:
             return Verdict(accepted, probs.argmax(-1), accept, drift=drift, bonus_drift=lost)
         return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift, lost)
+
+
+def _drift(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
+    """`(rows, K)` as in `Verdict`."""
+    drift = torch.zeros_like(weighed.accept)
+    if weighed.drift is not None:
+        place = torch.arange(odds.width, device=accepted.device)
+        judged = odds.inside & (place <= accepted.unsqueeze(-1))
+        drift[judged] = weighed.drift(odds.take(judged)).squeeze(-1).clamp(0, 1)  # rounding
+    return drift
 
 
 def _failed(verdict: Verdict, target: Target) -> torch.Tensor:
@@ -197,12 +221,11 @@ class WrappedRule(PositionRule):
         require(good, "rule", self.rule, "a lossy rule that decides position by position")
 
     @property
-    def signals(self) -> frozenset[str]:
-        return self.rule.signals
+    def reads_draft(self) -> bool:
+        return self.rule.reads_draft
 
-    @property
-    def ranks(self) -> int:
-        return self.rule.ranks
+    def may_overrule(self, compared: Compared) -> bool:
+        return self.rule.may_overrule(compared)
 
     @property
     def has_bonus(self) -> bool:

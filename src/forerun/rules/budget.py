@@ -36,11 +36,13 @@ class Budget(WrappedRule):
     def weigh(self, odds: Odds) -> Weighed:
         """The inner rule's opinion where the budget allows it, `standard`'s elsewhere."""
         inner = super().weigh(odds)
-        drift = torch.zeros_like(inner.accept) if inner.drift is None else inner.drift
+        # Which positions may be reached depends on it, so here all positions have it.
+        drift = torch.zeros_like(inner.accept) if inner.drift is None else inner.drift(odds)
+        drift = torch.where(odds.inside, drift.clamp(0, 1), 0)
         allowed = self._allowed(odds, drift)
         return Weighed(
             torch.where(allowed, inner.accept, odds.ratio),
-            torch.where(allowed, drift, torch.zeros_like(drift)),
+            lambda at: at.at(torch.where(allowed, drift, 0)),
             ~allowed | inner.residual,
             None if inner.struck is None else torch.where(allowed, inner.struck, -1),
         )

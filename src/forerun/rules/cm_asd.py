@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from forerun.checks import between, choice, whole
 from forerun.citations import bibtex
 from forerun.confidence import Confidence
-from forerun.rules.base import PositionRule
+from forerun.rules.base import Compared, PositionRule
 from forerun.rules.odds import Odds, Weighed
-from forerun.rules.spec_verification import within
+from forerun.rules.spec_verification import SLACK, within
+from forerun.signals import measure
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,20 @@ class CMASDRule(Confidence, PositionRule):
         between("gamma", self.gamma, 0, 100)
 
     @property
-    def signals(self) -> frozenset[str]:
-        return self.reads
+    def reads_draft(self) -> bool:
+        """What the confidence is made of."""
+        return True
 
     def weigh(self, odds: Odds) -> Weighed:
-        sure = self.score(**odds.draft.signals).to(odds.dtype)
-        lenient = sure if self.mode == "prose" else 1 - sure
-        return within(odds, self.top, (self.tau + self.gamma * lenient).unsqueeze(-1))
+        return within(odds, self.top, self.tau + self.gamma, self._margin)
+
+    def may_overrule(self, compared: Compared) -> bool:
+        """Where the first token that is not the arg-max is within the largest margin of it."""
+        return compared.gap <= self.tau + self.gamma + SLACK
+
+    def _margin(self, odds: Odds) -> torch.Tensor:
+        """`(rows, K)` τ_t."""
+        assert odds.draft.raw is not None
+        signals = measure(odds.draft.raw, odds.draft.tokens, self.reads)
+        sure: torch.Tensor = self.score(**signals).to(odds.dtype)
+        return self.tau + self.gamma * (sure if self.mode == "prose" else 1 - sure)

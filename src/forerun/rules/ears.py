@@ -39,6 +39,7 @@ class EARS(PositionRule):
     paper: ClassVar[str] = "Sun et al. 2025 (EARS)"
     bibtex: ClassVar[str] = bibtex("ears2025")
     lossless: ClassVar[bool] = False
+    matches_greedy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         between("beta", self.beta, 0, 1)
@@ -49,10 +50,9 @@ class EARS(PositionRule):
         residual = self.correction == "residual"
         if self.beta == 0 and residual:
             return Weighed(odds.ratio)
-        tolerance = self.beta * (1 - odds.top)
 
-        def chance(view: View) -> torch.Tensor:
-            chance = view.target / view.draft.clamp(min=SMALLEST) + tolerance
+        def chance(at: Odds, view: View) -> torch.Tensor:
+            chance = view.target / view.draft.clamp(min=SMALLEST) + self.beta * (1 - at.top)
             return chance if self.excluded else chance * (view.target > 0)
 
         if residual:

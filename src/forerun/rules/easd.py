@@ -11,8 +11,9 @@ import torch
 from forerun.checks import between, choice, flag, whole
 from forerun.citations import bibtex
 from forerun.errors import require
-from forerun.rules.base import PositionRule
+from forerun.rules.base import Compared, PositionRule
 from forerun.rules.odds import Odds, Weighed
+from forerun.rules.spec_verification import SLACK
 from forerun.signals import entropy, float_type
 from forerun.types import Target
 
@@ -78,62 +79,78 @@ class EASD(PositionRule):
         return self.bonus != "off"
 
     @property
-    def signals(self) -> frozenset[str]:
-        return frozenset({"entropy"} if self.draft_entropy and not self.processed else ())
-
-    @property
-    def ranks(self) -> int:
-        """The draft's n best tokens, or its best."""
-        return self.n if self.overlap else int(self.penalty == "top")
+    def reads_draft(self) -> bool:
+        """Its entropy, its n best tokens, or its best."""
+        return bool(
+            (self.draft_entropy and not self.processed) or self.overlap or self.penalty == "top"
+        )
 
     def weigh(self, odds: Odds) -> Weighed:
         """`min(1, target/draft)`, 0 where the penalty fires."""
         fires = self.fires(odds)
         residual = self.correction == "residual"
-        usual = None if residual else odds.replaced(lambda view: view.ratio).drift
-        drift = torch.zeros_like(odds.ratio) if usual is None else usual
-        accept, token = odds.ratio, odds.draft.tokens
-        if self.penalty == "top":
-            assert odds.draft.ranked is not None
-            token = odds.draft.ranked[..., 0]
-        if fires.any():
-            if self.penalty == "top":
-                chance, penalised = _without(odds, token, residual)
-            else:
-                chance = torch.zeros_like(accept)
-                penalised = _penalised_drift(odds, fires, residual)
-            accept, drift = torch.where(fires, chance, accept), torch.where(fires, penalised, drift)
-        struck = torch.where(fires, token, -1)
+        usual = None if residual else odds.replaced(lambda _, view: view.ratio).drift
         bonus = self._fires_at_bonus(odds) if self.bonus == "tested" else None
-        return Weighed(accept, drift, residual, struck, bonus)
+        if not fires.any():
+            return Weighed(odds.ratio, usual, residual, None, bonus)
+        token, chance = odds.draft.tokens, torch.zeros_like(odds.ratio)
+        if self.penalty == "top":
+            assert odds.draft.raw is not None
+            token = odds.draft.raw.argmax(-1)
+            chance = _without(odds, token, residual)[0]
+
+        def drift(at: Odds) -> torch.Tensor:
+            penalised = torch.zeros_like(at.ratio) if usual is None else usual(at)
+            here = at.at(fires)
+            if not here.any():
+                return penalised
+            if self.penalty == "top":
+                return torch.where(here, _without(at, at.at(token), residual)[1], penalised)
+            return torch.where(here, _penalised_drift(at, here, residual), penalised)
+
+        accept = torch.where(fires, chance, odds.ratio)
+        return Weighed(accept, drift, residual, torch.where(fires, token, -1), bonus)
+
+    def may_overrule(self, compared: Compared) -> bool:
+        """Where the draft is unsure of a token that would be kept, or the bonus is tested."""
+        kept = compared.accepted
+        if self.bonus == "tested" and kept == len(compared.drafted):
+            return not self.processed
+        if self.processed or not kept:  # the processed target is sure
+            return False
+        if not self.draft_entropy:
+            return True
+        return bool((_entropy(torch.stack([*compared.raw])) > self.entropy - SLACK).any())
 
     def fires(self, odds: Odds) -> torch.Tensor:
         """`(rows, K)` bool: where the penalty applies."""
         fires = odds.inside
         if self.draft_entropy:
-            own = odds.draft_entropy if self.processed else odds.draft.signals["entropy"]
+            raw = odds.draft.raw
+            assert raw is not None or self.processed
+            own = odds.draft_entropy if self.processed or raw is None else _entropy(raw)
             fires = fires & (own > self.entropy)
-            if not fires.any():  # the draft is sure: spare the target's distribution
-                return fires
-        raw = _raw(odds.target)[:, : odds.width]
-        if self.processed:
-            fires = fires & (odds.target_entropy.squeeze(-1) > self.entropy)
-        else:
-            fires = fires & (entropy(raw.log_softmax(-1, dtype=float_type(raw))) > self.entropy)
+        if not fires.any():  # the draft is sure: spare the target's distribution
+            return fires
+        at, out = odds.take(fires), torch.zeros_like(fires)
+        said = _raw(at.target)
+        both = at.target_entropy.squeeze(-1) if self.processed else _entropy(said)
+        both = (both > self.entropy) & _has_others(at.target.logits)
         if self.overlap:
-            assert odds.draft.ranked is not None
-            best = raw.topk(min(self.n, raw.shape[-1]), dim=-1).indices
-            guess = odds.draft.ranked[..., : self.n]
+            assert at.draft.raw is not None
+            ranks = min(self.n, said.shape[-1])
+            best, guess = (x.topk(ranks, dim=-1).indices for x in (said, at.draft.raw))
             shared = (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
-            fires = fires & (shared >= math.ceil(self.overlap * self.n - 1e-9))
-        return fires & _has_others(odds.target.logits[:, : odds.width])
+            both &= shared >= math.ceil(self.overlap * self.n - 1e-9)
+        out[fires] = both.squeeze(-1)
+        return out
 
     def _fires_at_bonus(self, odds: Odds) -> torch.Tensor:
         """`(rows,)` bool: where the target alone is so unsure of what follows the whole draft."""
         row = torch.arange(len(odds.lengths), device=odds.lengths.device)
         own = odds.target.logits[row, odds.lengths]
         logits = own if self.processed else _raw(odds.target)[row, odds.lengths]
-        fires = entropy(logits.log_softmax(-1, dtype=float_type(logits))) > self.entropy
+        fires = _entropy(logits) > self.entropy
         if self.processed:
             fires &= ~odds.greedy.squeeze(-1)
         return fires & (odds.lengths > 0) & _has_others(own)
@@ -141,6 +158,10 @@ class EASD(PositionRule):
 
 def _raw(target: Target) -> torch.Tensor:
     return target.logits if target.raw is None else target.raw
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    return entropy(logits.log_softmax(-1, dtype=float_type(logits)))
 
 
 def _has_others(logits: torch.Tensor) -> torch.Tensor:
@@ -153,8 +174,7 @@ def _has_others(logits: torch.Tensor) -> torch.Tensor:
 def _without(odds: Odds, token: torch.Tensor, residual: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Chance of keeping what was drafted, and drift, `(rows, K)` each, by the usual test against
     the target without some `(rows, K)` tokens."""
-    at = torch.nn.functional.pad(token, (0, 1)).unsqueeze(-1)
-    logits = odds.target.logits.scatter(-1, at, -torch.inf)
+    logits = odds.target.logits[:, : odds.width].scatter(-1, token.unsqueeze(-1), -torch.inf)
     left = Odds(odds.draft, replace(odds.target, logits=logits))
     if residual:
         emitted = left.emitted

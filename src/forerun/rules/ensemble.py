@@ -29,6 +29,7 @@ class Ensemble(PositionRule):
     paper: ClassVar[str] = "Wang et al. 2026 (DIVERSED)"
     bibtex: ClassVar[str] = bibtex("diverse2026")
     lossless: ClassVar[bool] = False
+    matches_greedy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         between("weight", self.weight, 0, 1)
@@ -40,5 +41,5 @@ class Ensemble(PositionRule):
         rest = 1 - self.weight
         # min(1, 1 − w + w·r) = 1 − w + w·min(1, r).
         return odds.relaxed(
-            lambda view: (rest + self.weight * view.ratio) * (view.target > 0).to(odds.dtype)
+            lambda at, view: (rest + self.weight * view.ratio) * (view.target > 0).to(at.dtype)
         )

@@ -10,7 +10,7 @@ import torch
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.rules.base import PositionRule
+from forerun.rules.base import Compared, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.signals import entropy
 
@@ -53,8 +53,14 @@ class FLy(PositionRule):
         forgiven &= odds.tokens.logits.squeeze(-1) > -torch.inf
         sure = torch.ones_like(odds.ratio)
         return Weighed(
-            torch.where(forgiven, sure, odds.ratio), torch.where(forgiven, sure, 1 - sure)
+            torch.where(forgiven, sure, odds.ratio), lambda at: at.at(forgiven).to(at.dtype)
         )
+
+    def may_overrule(self, compared: Compared) -> bool:
+        """Where the window behind the first token that is not the arg-max matches."""
+        first, last = compared.accepted + 1, compared.accepted + 1 + self.window
+        drafted = compared.drafted
+        return len(drafted) >= last and list(drafted[first:last]) == list(compared.best[first:last])
 
     def _unsure(self, odds: Odds) -> torch.Tensor:
         log = odds.target.logits[:, : odds.width].log_softmax(-1, dtype=odds.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -26,8 +27,9 @@ class View:
     """`(rows, K, n)` the target's processed logits, also in greedy rows."""
 
 
-Chance = Callable[[View], torch.Tensor]
-"""Probability of keeping each token of a view, were it drafted; may exceed 1 (it is clipped)."""
+Chance = Callable[["Odds", View], torch.Tensor]
+"""Probability of keeping each token of a view of the odds, were it drafted; may exceed 1 (it is
+clipped)."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Weighed:
 
     accept: torch.Tensor
     """`(rows, K)` probability of keeping the drafted token."""
-    drift: torch.Tensor | None = None
-    """`(rows, K)` as in `Verdict`; None is 0."""
+    drift: Callable[[Odds], torch.Tensor] | None = None
+    """Of odds taken from these (`Odds.take`), or of these themselves, `(rows, K)` as in `Verdict`;
+    only judged positions have any, so only of those it is computed. None is 0."""
     residual: torch.Tensor | bool = True
     """Whether a rejected token is replaced from `max(0, target − draft)` or from the target:
     `(rows, K)` bool, or one for all."""
@@ -54,6 +57,31 @@ class Odds:
 
     draft: Draft
     target: Target
+    taken: torch.Tensor | None = None
+    """`(rows, K)` bool: the positions of other odds that these were taken from."""
+
+    def take(self, where: torch.Tensor) -> Odds:
+        """The positions where `(rows, K)` is true, in order, as rows of one token each."""
+        row, place = where.nonzero(as_tuple=True)
+
+        def at(values: Any) -> Any:
+            return None if values is None else values[row, place].unsqueeze(1)
+
+        draft, target = self.draft, self.target
+        greedy = target.greedy[row.cpu()]
+        ones = torch.ones_like(row)
+        some = Odds(
+            Draft(at(draft.tokens), ones, at(draft.logits), at(draft.raw)),
+            Target(at(target.logits), greedy, at(target.raw)),
+            where,
+        )
+        for name in self.__dict__.keys() & {"_best", "_log_target", "_log_draft", "match", "ratio"}:
+            some.__dict__[name] = at(self.__dict__[name])
+        return some
+
+    def at(self, values: torch.Tensor) -> torch.Tensor:
+        """`(rows, K)` values of the odds that these were taken from, here."""
+        return values if self.taken is None else values[self.taken].unsqueeze(-1)
 
     @property
     def width(self) -> int:
@@ -169,12 +197,16 @@ class Odds:
         Where it accepts more, `draft > target` and the residual is 0, so the drift is just the
         mass it accepts besides: `Σ_v draft(v)·(chance(v) − ratio(v))`.
         """
-        accept = _kept(chance, self.tokens, excluded).squeeze(-1)
-        if self.draft.logits is None:
-            return Weighed(accept, (accept - self.ratio).clamp(min=0))
-        view = self.vocabulary
-        extra = (view.draft * (_kept(chance, view, excluded) - view.ratio)).sum(-1)
-        return Weighed(accept, extra.clamp(min=0))
+        accept = self._kept(chance, self.tokens, excluded).squeeze(-1)
+
+        def drift(at: Odds) -> torch.Tensor:
+            if at.draft.logits is None:
+                return (at.at(accept) - at.ratio).clamp(min=0)
+            view = at.vocabulary
+            extra = view.draft * (at._kept(chance, view, excluded) - view.ratio)
+            return extra.sum(-1).clamp(min=0)
+
+        return Weighed(accept, drift)
 
     def replaced(self, chance: Chance, excluded: bool = False) -> Weighed:
         """A rule that replaces what it rejects by a draw from the target; `excluded` as in
@@ -183,14 +215,22 @@ class Odds:
         With `kept(v) = draft(v)·chance(v)` of mass `m` it emits `kept + (1 − m)·target`, which is
         `½·Σ_v |kept(v) − m·target(v)|` away from the target.
         """
-        accept = _kept(chance, self.tokens, excluded).squeeze(-1)
-        if self.draft.logits is None:
-            drift = accept * (1 - self.tokens.target.squeeze(-1))
-        else:
-            view = self.vocabulary
-            kept = view.draft * _kept(chance, view, excluded)
-            drift = (kept - kept.sum(-1, keepdim=True) * view.target).abs().sum(-1) / 2
+        accept = self._kept(chance, self.tokens, excluded).squeeze(-1)
+
+        def drift(at: Odds) -> torch.Tensor:
+            if at.draft.logits is None:
+                return at.at(accept) * (1 - at.tokens.target.squeeze(-1))
+            view = at.vocabulary
+            kept = view.draft * at._kept(chance, view, excluded)
+            return (kept - kept.sum(-1, keepdim=True) * view.target).abs().sum(-1) / 2
+
         return Weighed(accept, drift, residual=False)
+
+    def _kept(self, chance: Chance, view: View, excluded: bool) -> torch.Tensor:
+        # Unless it is asked to, no rule keeps a token that the target excludes (top-k, bans): a
+        # hard wish stays one.
+        kept = chance(self, view).clamp(0, 1)
+        return kept if excluded else kept * (view.logits > -torch.inf)
 
     @cached_property
     def emitted(self) -> torch.Tensor:
@@ -265,10 +305,3 @@ def one_hot(logits: torch.Tensor) -> torch.Tensor:
     """All mass on the arg-max."""
     best = logits.argmax(-1, keepdim=True)
     return torch.zeros_like(logits, dtype=float_type(logits)).scatter_(-1, best, 1)
-
-
-def _kept(chance: Chance, view: View, excluded: bool) -> torch.Tensor:
-    # Unless it is asked to, no rule keeps a token that the target excludes (top-k, bans): a hard
-    # wish stays one.
-    kept = chance(view).clamp(0, 1)
-    return kept if excluded else kept * (view.logits > -torch.inf)

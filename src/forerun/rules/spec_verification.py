@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,8 +10,8 @@ import torch
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.rules.base import PositionRule
-from forerun.rules.odds import Odds, Weighed
+from forerun.rules.base import Compared, PositionRule
+from forerun.rules.odds import Odds, View, Weighed
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,42 @@ class SpecVerification(PositionRule):
         between("tau", self.tau, 0, 100)
 
     def weigh(self, odds: Odds) -> Weighed:
-        return within(odds, self.top, torch.tensor(self.tau, dtype=odds.dtype))
+        return within(odds, self.top, self.tau)
+
+    def may_overrule(self, compared: Compared) -> bool:
+        """Where the first token that is not the arg-max is within τ of it."""
+        return compared.gap <= self.tau + SLACK
 
 
-def within(odds: Odds, top: int, tau: torch.Tensor) -> Weighed:
-    """Keep tokens of the top `top` ranks whose gap to the best is at most `tau`.
+SLACK = 1e-3
+"""Nats by which a gap, or an entropy, computed by other means may differ."""
+
+
+def within(
+    odds: Odds, top: int, most: float, tau: Callable[[Odds], torch.Tensor] | None = None
+) -> Weighed:
+    """Keep tokens of the top `top` ranks whose gap to the best is at most τ.
 
     Args:
         odds: the two models' word.
-        top: β.
-        tau: `(rows, K, 1)` or a scalar, in nats.
+        top: β, ≥ 1.
+        most: the largest τ there can be, in nats, ≥ 0.
+        tau: of some odds `(rows, K)` τ, in nats; None if it is `most` everywhere.
     """
-    logits = odds.target.logits[:, : odds.width]
-    last = logits.topk(min(top, logits.shape[-1]), dim=-1).values[..., -1:]
-    # A difference of logits is a difference of log-probabilities.
-    return odds.replaced(
-        lambda view: (
-            (view.logits >= last) & (odds.best_logit - view.logits <= tau.to(logits.device))
-        ).to(odds.dtype)
-    )
+
+    def chance(at: Odds, view: View) -> torch.Tensor:
+        # A difference of logits is a difference of log-probabilities.
+        gap = at.best_logit - view.logits
+        near = gap <= (most if tau is None else most + SLACK)
+        # The best token itself is kept by any τ; of others, few are near enough to ask more.
+        asked = (near & (gap > 0)).any(-1)
+        if asked.any():
+            logits = at.target.logits[:, : at.width][asked]
+            last = logits.topk(min(top, logits.shape[-1]), dim=-1).values[..., -1:]
+            kept = near[asked] & (view.logits[asked] >= last)
+            if tau is not None:
+                kept &= gap[asked] <= tau(at.take(asked)).clamp(min=0)
+            near[asked] = kept
+        return near.to(at.dtype)
+
+    return odds.replaced(chance)

@@ -9,8 +9,8 @@ import torch
 
 from forerun.checks import between
 from forerun.citations import bibtex
-from forerun.rules.base import PositionRule
-from forerun.rules.odds import Odds, Weighed
+from forerun.rules.base import Compared, PositionRule
+from forerun.rules.odds import Odds, View, Weighed
 
 
 @dataclass(frozen=True)
@@ -38,5 +38,12 @@ class Typical(PositionRule):
         between("delta", self.delta, 0, 1)
 
     def weigh(self, odds: Odds) -> Weighed:
-        threshold = (self.delta * torch.exp(-odds.target_entropy)).clamp(max=self.epsilon)
-        return odds.replaced(lambda view: (view.target > threshold).to(odds.dtype))
+        def chance(at: Odds, view: View) -> torch.Tensor:
+            threshold = (self.delta * torch.exp(-at.target_entropy)).clamp(max=self.epsilon)
+            return (view.target > threshold).to(at.dtype)
+
+        return odds.replaced(chance)
+
+    def may_overrule(self, compared: Compared) -> bool:
+        """Where not even a probability of 1 is above the threshold."""
+        return min(self.epsilon, self.delta) == 1

@@ -1,0 +1,90 @@
+"""What a lossy rule costs where it changes nothing: CPU time, and the engine's own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+import forerun
+from benchmarks.common import provenance, save, table, tasks
+from forerun.engine import Sampling
+
+IDLE = {
+    "standard": "standard",
+    "ears": "ears(beta=0)",
+    "spec-verification": "spec-verification(tau=0,top=1)",
+    "cm-asd": "cm-asd(tau=0,gamma=0,top=1)",
+    "fly": "fly(entropy=1,window=24)",
+    "easd, bonus untested": "easd(entropy=9,bonus=untested,correction=residual)",
+    "easd": "easd(entropy=9,correction=residual)",
+}
+"""Settings that change no greedy text; with a temperature `cm-asd` and `spec-verification` do, and
+only their time per round counts."""
+BATCHES = (1, 16)
+TEMPERATURES = (0.0, 1.0)
+
+
+def main(model: forerun.Model, prompts: int, tokens: int, repeats: int = 3) -> None:
+    """Measure and write `rule-costs.json`, or `rule-costs-RUNTIME.json`."""
+    work = tasks(model, "test", prompts, tokens)
+    results: dict[str, Any] = {}
+    rows = []
+    for batch in BATCHES:
+        for temperature in TEMPERATURES:
+            cell = f"batch {batch}, T = {temperature:g}"
+            results[cell] = _cell(model, work, batch, temperature, repeats)
+            for name, figures in results[cell].items():
+                rows.append([
+                    cell, name, f"{figures['speed']:.3f}", f"{figures['own_ms']:.2f}",
+                    f"{figures['own_ms'] - results[cell]['standard']['own_ms']:+.2f}",
+                    f"{figures['same']:.0%}",
+                ])  # fmt: skip
+    text = (
+        "Speed is CPU seconds of the process a token, against `standard`'s (geometric mean of "
+        "pairs); own is the engine's time a round outside both models (median).\n\n"
+        + table(["", "rule", "speed", "own ms", "over standard", "same text"], rows)
+    )
+    runtime = model.target.facts.executor
+    name = "rule-costs" if runtime == "torch" else f"rule-costs-{runtime}"
+    save(name, provenance(model, prompts=prompts, tokens=tokens), results, text)
+
+
+def _cell(
+    model: forerun.Model, work: list[Any], batch: int, temperature: float, repeats: int
+) -> dict[str, Any]:
+    """By rule: speed, own time and how many texts are `standard`'s."""
+    groups = [work[i : i + batch] for i in range(0, len(work), batch)]
+    cost: dict[str, list[float]] = {name: [] for name in IDLE}
+    own: dict[str, list[float]] = {name: [] for name in IDLE}
+    texts: dict[str, list[Any]] = {name: [] for name in IDLE}
+    for turn in range(repeats + 1):  # the first turn warms up
+        for group in groups:
+            for name, rule in IDLE.items():
+                began = time.process_time()
+                done = model.generate(
+                    [task.tokens for task in group],
+                    controller="fixed(5)",
+                    rule=rule,
+                    batch_size=batch,
+                    sampling=[
+                        Sampling(temperature=temperature, seed=i, max_new_tokens=t.max_new_tokens)
+                        for i, t in enumerate(group)
+                    ],
+                )
+                spent = time.process_time() - began
+                if not turn:
+                    texts[name] += [d.tokens for d in done]
+                    continue
+                cost[name].append(spent / sum(d.stats.tokens for d in done))
+                own[name] += [d.stats.other_seconds / d.stats.rounds * 1e3 for d in done]
+    base, usual = np.log(cost["standard"]), texts["standard"]
+    return {
+        name: {
+            "speed": float(np.exp(np.mean(base - np.log(cost[name])))),
+            "own_ms": float(np.median(own[name])),
+            "same": float(np.mean([a == b for a, b in zip(texts[name], usual, strict=True)])),
+        }
+        for name in IDLE
+    }
