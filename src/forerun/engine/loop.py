@@ -352,8 +352,9 @@ class Engine:
             out = compare(rows, proposal.tokens, best, wanted, raw)
             if not self._only_compares:
                 again = overruled(rows, proposal, best, shaped, out)
-                some = [n * yes for n, yes in zip(wanted, again, strict=True)]
-                out |= judge(rows, proposal, logits, self._sampler, some) if any(some) else {}
+                if any(again):
+                    left = [n * yes for n, yes in zip(wanted, again, strict=True)]
+                    out |= judge(rows, proposal, logits, self._sampler, left)
             return out
         out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:

@@ -70,14 +70,14 @@ class Odds:
         draft, target = self.draft, self.target
         greedy = target.greedy[row.cpu()]
         ones = torch.ones_like(row)
-        some = Odds(
+        here = Odds(
             Draft(at(draft.tokens), ones, at(draft.logits), at(draft.raw)),
             Target(at(target.logits), greedy, at(target.raw)),
             where,
         )
         for name in self.__dict__.keys() & {"_best", "_log_target", "_log_draft", "match", "ratio"}:
-            some.__dict__[name] = at(self.__dict__[name])
-        return some
+            here.__dict__[name] = at(self.__dict__[name])
+        return here
 
     def at(self, values: torch.Tensor) -> torch.Tensor:
         """`(rows, K)` values of the odds that these were taken from, here."""
