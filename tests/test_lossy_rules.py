@@ -397,7 +397,7 @@ class DriftOff(EARS):
 
     def weigh(self, odds):
         weighed = super().weigh(odds)
-        return replace(weighed, drift=weighed.drift * (1 - 1e-6))
+        return replace(weighed, drift=lambda at: weighed.drift(at) * (1 - 1e-6))
 
 
 class DriftOfTheDraftedToken(EARS):
@@ -405,7 +405,8 @@ class DriftOfTheDraftedToken(EARS):
 
     def weigh(self, odds):
         weighed = super().weigh(odds)
-        return replace(weighed, drift=(weighed.accept - odds.ratio).clamp(min=0))
+        extra = (weighed.accept - odds.ratio).clamp(min=0)
+        return replace(weighed, drift=lambda at: at.at(extra))
 
 
 class Generous(EARS):
