@@ -133,13 +133,13 @@ class EASD(PositionRule):
         if not fires.any():  # the draft is sure: spare the target's distribution
             return fires
         at, out = odds.take(fires), torch.zeros_like(fires)
-        said = _raw(at.target)
-        both = at.target_entropy.squeeze(-1) if self.processed else _entropy(said)
+        logits = _raw(at.target)
+        both = at.target_entropy.squeeze(-1) if self.processed else _entropy(logits)
         both = (both > self.entropy) & _has_others(at.target.logits)
         if self.overlap:
             assert at.draft.raw is not None
-            ranks = min(self.n, said.shape[-1])
-            best, guess = (x.topk(ranks, dim=-1).indices for x in (said, at.draft.raw))
+            ranks = min(self.n, logits.shape[-1])
+            best, guess = (x.topk(ranks, dim=-1).indices for x in (logits, at.draft.raw))
             shared = (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
             both &= shared >= math.ceil(self.overlap * self.n - 1e-9)
         out[fires] = both.squeeze(-1)
