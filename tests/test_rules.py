@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forerun.cli.shared.catalog import Card
 from forerun.errors import SettingError, UnknownNameError
 from forerun.rules import RULES, AcceptanceRule, sample
-from forerun.rules.base import Compared
+from forerun.rules.base import ComparedRow
 from forerun.rules.exact import match_greedy
 from forerun.rules.standard import Standard
 from forerun.types import Draft, Target, Verdict
@@ -237,7 +237,7 @@ def test_where_a_rule_does_not_overrule_it_compares(spec):
             if n < len(drafted):
                 logits = target.logits[row, n]
                 gap = (logits.max() - logits[drafted[n]]).item()
-            seen = Compared(drafted, best[row].tolist(), n, gap, list(draft.raw[row, :n]))
+            seen = ComparedRow(drafted, best[row].tolist(), n, gap, list(draft.raw[row, :n]))
             total += 1
             if not rule.matches_greedy and rule.may_overrule(seen):
                 overruled += 1

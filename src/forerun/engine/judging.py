@@ -14,7 +14,7 @@ from forerun.drafters.base import Proposal
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.errors import NumericalError, SettingError
-from forerun.rules.base import AcceptanceRule, Compared
+from forerun.rules.base import AcceptanceRule, ComparedRow
 from forerun.runtime.base import Best
 from forerun.types import Draft, Target, Verdict
 
@@ -107,7 +107,7 @@ def overruled(
         gaps = dict(zip((end[0] for end in ends), gap.tolist(), strict=True))
     for row, kept in asked.items():
         raw = [step[row] for step in proposal.raw[: kept.accepted]]
-        seen = Compared(
+        seen = ComparedRow(
             proposal.tokens[row], best.tokens[row], kept.accepted, gaps.get(row, math.inf), raw
         )
         out[row] = rows[row].request.rule.may_overrule(seen)

@@ -15,7 +15,7 @@ from forerun.types import Draft, Target, Verdict
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRow:
     """One greedy row's draft beside the target's arg-maxes, before its rule has a say."""
 
     drafted: Sequence[int]
@@ -66,7 +66,7 @@ class AcceptanceRule(ABC):
         were drawn from; a drafter without one is refused."""
         return False
 
-    def may_overrule(self, compared: Compared) -> bool:
+    def may_overrule(self, compared: ComparedRow) -> bool:
         """Whether the rule may do other in a greedy row than to keep tokens while they are the
         target's arg-max: true in vain costs a full judgement, false must be right."""
         return not self.matches_greedy
@@ -224,7 +224,7 @@ class WrappedRule(PositionRule):
     def reads_draft(self) -> bool:
         return self.rule.reads_draft
 
-    def may_overrule(self, compared: Compared) -> bool:
+    def may_overrule(self, compared: ComparedRow) -> bool:
         return self.rule.may_overrule(compared)
 
     @property

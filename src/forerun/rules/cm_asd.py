@@ -10,7 +10,7 @@ import torch
 from forerun.checks import between, choice, whole
 from forerun.citations import bibtex
 from forerun.confidence import Confidence
-from forerun.rules.base import Compared, PositionRule
+from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK, within
 from forerun.signals import measure
@@ -63,7 +63,7 @@ class CMASDRule(Confidence, PositionRule):
     def weigh(self, odds: Odds) -> Weighed:
         return within(odds, self.top, self.tau + self.gamma, self._margin)
 
-    def may_overrule(self, compared: Compared) -> bool:
+    def may_overrule(self, compared: ComparedRow) -> bool:
         """Where the first token that is not the arg-max is within the largest margin of it."""
         return compared.gap <= self.tau + self.gamma + SLACK
 

@@ -11,7 +11,7 @@ import torch
 from forerun.checks import between, choice, flag, whole
 from forerun.citations import bibtex
 from forerun.errors import require
-from forerun.rules.base import Compared, PositionRule
+from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK
 from forerun.signals import entropy, float_type
@@ -111,7 +111,7 @@ class EASD(PositionRule):
         accept = torch.where(fires, chance, odds.ratio)
         return Weighed(accept, drift, residual, torch.where(fires, token, -1), bonus)
 
-    def may_overrule(self, compared: Compared) -> bool:
+    def may_overrule(self, compared: ComparedRow) -> bool:
         """Where the draft is unsure of a token that would be kept, or the bonus is tested."""
         kept = compared.accepted
         if self.bonus == "tested" and kept == len(compared.drafted):

@@ -10,7 +10,7 @@ import torch
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.rules.base import Compared, PositionRule
+from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.signals import entropy
 
@@ -56,7 +56,7 @@ class FLy(PositionRule):
             torch.where(forgiven, sure, odds.ratio), lambda at: at.at(forgiven).to(at.dtype)
         )
 
-    def may_overrule(self, compared: Compared) -> bool:
+    def may_overrule(self, compared: ComparedRow) -> bool:
         """Where the window behind the first token that is not the arg-max matches."""
         first, last = compared.accepted + 1, compared.accepted + 1 + self.window
         drafted = compared.drafted

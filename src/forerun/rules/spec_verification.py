@@ -10,7 +10,7 @@ import torch
 
 from forerun.checks import between, whole
 from forerun.citations import bibtex
-from forerun.rules.base import Compared, PositionRule
+from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, View, Weighed
 
 
@@ -41,7 +41,7 @@ class SpecVerification(PositionRule):
     def weigh(self, odds: Odds) -> Weighed:
         return within(odds, self.top, self.tau)
 
-    def may_overrule(self, compared: Compared) -> bool:
+    def may_overrule(self, compared: ComparedRow) -> bool:
         """Where the first token that is not the arg-max is within τ of it."""
         return compared.gap <= self.tau + SLACK
 

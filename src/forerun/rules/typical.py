@@ -9,7 +9,7 @@ import torch
 
 from forerun.checks import between
 from forerun.citations import bibtex
-from forerun.rules.base import Compared, PositionRule
+from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, View, Weighed
 
 
@@ -44,6 +44,6 @@ class Typical(PositionRule):
 
         return odds.replaced(chance)
 
-    def may_overrule(self, compared: Compared) -> bool:
+    def may_overrule(self, compared: ComparedRow) -> bool:
         """Where not even a probability of 1 is above the threshold."""
         return min(self.epsilon, self.delta) == 1
