@@ -16,7 +16,7 @@ from forerun.errors import SettingError
 from forerun.requests import Sampling
 
 MANY_PROMPTS = "Many prompts"
-NO_OPTIONS = ("eos", "constraint", "allowed_tokens")
+NO_OPTIONS = ("eos", "constraint", "allowed_tokens", "processor", "stopping")
 """Of sampling: what a command line cannot say."""
 
 
