@@ -594,11 +594,11 @@ def test_a_damaged_model_gives_the_reason_and_rc_1(forerun, damaged):
 
 
 def test_a_file_has_one_writer(generate, tmp_path):
-    from forerun.cli.shared.faces import only_writer
+    from forerun.cli.shared.report import only_writer
 
     path = tmp_path / "out.jsonl"
     with path.open("a") as mine:
-        only_writer(mine)
+        only_writer(mine, mine.name)
         second = generate("a", "--jsonl", "-o", str(path), "--max-new-tokens", "2")
     assert second.code == 2
     assert f"process {os.getpid()} writes" in second.err

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -145,3 +146,21 @@ def test_a_signal_after_models_are_gone(pair, tmp_path):
     env = os.environ | {"FORERUN_CACHE": str(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)
     assert (done.returncode, done.stdout) == (0, "caught\n"), done.stderr
+
+
+@pytest.mark.parametrize("command", ["record", "costs", "bench", "tune"])
+def test_an_output_has_one_writer(command, forerun, tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    output = tmp_path / "out"
+    argv = {
+        "record": ["--prompts", "builtin:stories", "-o"],
+        "costs": ["-o"],
+        "bench": ["-o"],
+        "tune": [str(tmp_path / "trace.parquet"), "--costs", "c=20", "-o"],
+    }[command]
+    with Path(f"{output}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = forerun(command, *argv, str(output))
+    assert second.code == 2
+    assert f"process {os.getpid()} writes {output}" in second.err
+    assert not output.exists()

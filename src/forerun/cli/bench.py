@@ -29,7 +29,7 @@ from forerun.cli.shared.console import note, status, stderr, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, option
 from forerun.cli.shared.progress import progress
-from forerun.cli.shared.report import print_json
+from forerun.cli.shared.report import hold_output, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ def bench(
         raise SettingError("no folder for the results; give -o DIR")
     folder = Path(output)
     require(not folder.exists() or folder.is_dir(), "-o", output, "a folder")
+    hold_output(output)
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = read_sizes(batch)

@@ -13,7 +13,7 @@ from forerun.cli.shared.console import note, stderr, stdout, table
 from forerun.cli.shared.models import Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.progress import progress
-from forerun.cli.shared.report import check_writable, print_json
+from forerun.cli.shared.report import check_writable, hold_output, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def costs(
     from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, Costs
 
     check_writable(output)
+    hold_output(output)
     if ratio is not None:
         if models.target is not None or models.draft is not None:
             raise SettingError("--ratio makes the table up; leave --target and --draft out")

@@ -10,7 +10,7 @@ from forerun.cli.shared.console import note, stderr, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
 from forerun.cli.shared.progress import progress
-from forerun.cli.shared.report import print_json
+from forerun.cli.shared.report import hold_output, print_json
 from forerun.requests import Sampling
 from forerun.zoo import PENALTY
 
@@ -73,6 +73,7 @@ def record(
     whole("depth", depth, 1)
     whole("seed", seed)
     check_writable(output)
+    hold_output(output)
     common = options.sampling({**sampling, "max_new_tokens": max_new_tokens})
     own = sampling["repetition_penalty"] is None
     requested = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)

@@ -16,7 +16,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr, stdout, table
 from forerun.cli.shared.options import OUTPUT, option
 from forerun.cli.shared.progress import progress
-from forerun.cli.shared.report import check_writable, print_json
+from forerun.cli.shared.report import check_writable, hold_output, print_json
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def tune(
         whole(name, number, 1)
     exports = _exports(export or [])
     check_writable(output)
+    hold_output(output)
     for engine, file in exports:
         check_writable(file, f"--export {engine}")
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
@@ -34,7 +33,7 @@ from forerun.cli.shared.console import (
 )
 from forerun.cli.shared.guard import fail, held
 from forerun.cli.shared.progress import PromptBar
-from forerun.cli.shared.report import SCHEMA, finite, print_json
+from forerun.cli.shared.report import SCHEMA, finite, only_writer, print_json
 from forerun.cli.shared.summary import RunSummary, show_comparison
 from forerun.errors import SettingError
 
@@ -241,7 +240,7 @@ class Lines(Face):
         self._bar = PromptBar(len(prompts), len(kept))
         self._file = sys.stdout if output is None else open(output, "a", encoding="utf-8")  # noqa: SIM115
         if output is not None:
-            only_writer(self._file)
+            only_writer(self._file, self._file.name)
 
     def finished(self, place: int, completion: Completion) -> None:
         """Write its line; the completion is not kept."""
@@ -335,29 +334,6 @@ def _compared(job: Job, face: Face) -> PairedRuns:
     with status("comparing") as tell:
         shown = [face.done[i] for i in range(len(face.prompts))]
         return paired(job.model, ids, samplings, shown, **how, tell=tell)
-
-
-def only_writer(file: IO[str]) -> None:
-    """Keep a file that is written to oneself, until it is closed.
-
-    Raises:
-        SettingError: another process writes to it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        inode, who = str(os.fstat(file.fileno()).st_ino), "another process"
-        with contextlib.suppress(OSError, IndexError):
-            for held_lock in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
-                kind, _, _, process, place = held_lock.split()[1:6]
-                if kind == "FLOCK" and place.rpartition(":")[2] == inode:
-                    who = f"process {process}"
-        file.close()
-        raise SettingError(f"{who} writes {file.name} just now; name another file") from None
 
 
 def warm_up(job: Job, prompt: Prompt) -> None:

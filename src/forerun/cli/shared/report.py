@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import click
 
 from forerun.errors import SettingError
 
@@ -34,6 +38,48 @@ def check_writable(path: str | None, option: str = "-o") -> None:
         raise SettingError(f"{option} {path} is a folder; name a file")
     if not Path(path).absolute().parent.is_dir():
         raise SettingError(f"{option} {path}: there is no folder {Path(path).parent}")
+
+
+def only_writer(file: IO[str], name: str) -> None:
+    """Keep a file that is written to oneself, until it is closed.
+
+    Raises:
+        SettingError: another process writes to it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        inode, who = str(os.fstat(file.fileno()).st_ino), "another process"
+        with contextlib.suppress(OSError, IndexError):
+            for held_lock in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
+                kind, _, _, process, place = held_lock.split()[1:6]
+                if kind == "FLOCK" and place.rpartition(":")[2] == inode:
+                    who = f"process {process}"
+        file.close()
+        raise SettingError(f"{who} writes {name} just now; name another file") from None
+
+
+def hold_output(path: str | None) -> None:
+    """Be the only process that makes a file, or a folder, until the command ends.
+
+    Raises:
+        SettingError: another process makes it.
+    """
+    if path is None:
+        return
+    lock = Path(f"{os.path.normpath(path)}.lock")
+    file = lock.open("a", encoding="utf-8")
+    only_writer(file, path)
+
+    def release() -> None:
+        lock.unlink(missing_ok=True)
+        file.close()
+
+    click.get_current_context().call_on_close(release)
 
 
 def finite(value: Any) -> Any:
