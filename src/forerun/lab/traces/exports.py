@@ -54,6 +54,12 @@ class ExportJob:
         name = identity.get("name") if isinstance(identity, Mapping) else None
         return name if isinstance(name, str) and name not in ("shipped", "unnamed") else None
 
+    @property
+    def sampled(self) -> bool:
+        """Whether the trace's texts were drawn at a temperature."""
+        sampling = self.trace.about.get("sampling")
+        return isinstance(sampling, Mapping) and bool(sampling.get("temperature"))
+
 
 def export(engine: str, job: ExportJob) -> Export:
     """The file for an engine; `UnknownNameError` if there is no such export."""
@@ -74,8 +80,80 @@ def vllm(job: ExportJob) -> Export:
         "confidence; lengths per batch size it has tested with EAGLE and DFlash drafts only, and "
         "older versions do not know them: there take num_speculative_tokens of your batch size"
     )
-    rows: list[dict[str, Any]] = []
-    ranges: list[list[int]] = []
+    rows, ranges = _by_batch(job), list[list[int]]()
+    for row in rows:
+        batch, length = row["batch"], row["num_speculative_tokens"]
+        first = ranges[-1][1] + 1 if ranges else 1
+        if ranges and ranges[-1][2] == length:
+            ranges[-1][1] = batch
+        else:
+            ranges.append([first, batch, length])
+    longest = max(length for _, _, length in ranges)
+    config: dict[str, Any] | None = None
+    if longest:
+        config = {
+            "method": "draft_model",
+            "model": job.draft or "ID_OR_PATH",
+            "num_speculative_tokens": longest,
+        }
+        if job.sampled:  # else it drafts greedily, and accepts less
+            config["draft_sample_method"] = "probabilistic"
+        if len(ranges) > 1:
+            config["num_speculative_tokens_per_batch_size"] = ranges
+    use = 'LLM(..., speculative_config=document["speculative_config"])'
+    document = {"speculative_config": config, "per_batch_size": rows}
+    return _json("vllm", document, use, cannot, _fixed(rows))
+
+
+def tensorrt_llm(job: ExportJob) -> Export:
+    """`speculative_config` of TensorRT-LLM: the best fixed length of each batch size.
+
+    By its documentation of 1.4.0rc4; not parsed by it. A length of `draft_len_schedule` holds from
+    its batch size on.
+    """
+    cannot = (
+        "TensorRT-LLM drafts one length for the whole batch, and does not stop on low confidence; "
+        "written by its documentation of 1.4.0rc4"
+    )
+    rows, config = _by_batch(job), None
+    if longest := max(row["num_speculative_tokens"] for row in rows):
+        config = {
+            "decoding_type": "Draft_Target",
+            "max_draft_len": longest,
+            "speculative_model_dir": job.draft or "ID_OR_PATH",
+            "draft_len_schedule": {row["batch"]: row["num_speculative_tokens"] for row in rows},
+        }
+    use = "trtllm-serve TARGET --extra_llm_api_options FILE with this speculative_config"
+    document = {"speculative_config": config, "per_batch_size": rows}
+    return _json("tensorrt-llm", document, use, cannot, _fixed(rows))
+
+
+def openvino_genai(job: ExportJob) -> Export:
+    """Generation config of OpenVINO GenAI: a fixed length, or a stop on low confidence.
+
+    By its documentation of 2026.4; not parsed by it. The second is for continuous batching alone.
+    """
+    cannot = (
+        "OpenVINO GenAI has one length or one threshold, alike at every batch size; written by its "
+        "documentation of 2026.4"
+    )
+    threshold = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
+    policies = [best_fixed(job.trace, job.cell), _search(job, parse("hf-threshold"), threshold)]
+    best = max(policies, key=lambda result: result.after)
+    controller: Any = CONTROLLERS.make(best.best)
+    config: dict[str, Any] | None = None
+    if best.name == "hf-threshold":
+        config = {"assistant_confidence_threshold": controller.threshold}
+    elif controller.length:
+        config = {"num_assistant_tokens": controller.length}
+    use = 'GenerationConfig(**document["generation_config"]) of a pipeline with draft_model(...)'
+    document = {"generation_config": config, "speedup_searched": round(best.after, 4)}
+    return _json("openvino-genai", document, use, cannot, (best.best,))
+
+
+def _by_batch(job: ExportJob) -> list[dict[str, Any]]:
+    """The best fixed length of each batch size that was measured."""
+    rows = []
     for cell in sorted(job.cells, key=lambda cell: cell.batch):
         result = best_fixed(job.trace, cell)
         length = CONTROLLERS.make(result.best).length
@@ -87,25 +165,11 @@ def vllm(job: ExportJob) -> Export:
                 "speedup_searched": round(result.after, 4),
             }
         )
-        first = ranges[-1][1] + 1 if ranges else 1
-        if ranges and ranges[-1][2] == length:
-            ranges[-1][1] = cell.batch
-        else:
-            ranges.append([first, cell.batch, length])
-    longest = max(length for _, _, length in ranges)
-    config: dict[str, Any] | None = None
-    if longest:
-        config = {
-            "method": "draft_model",
-            "model": job.draft or "ID_OR_PATH",
-            "num_speculative_tokens": longest,
-        }
-        if len(ranges) > 1:
-            config["num_speculative_tokens_per_batch_size"] = ranges
-    use = 'LLM(..., speculative_config=document["speculative_config"])'
-    document = {"speculative_config": config, "per_batch_size": rows}
-    specs = tuple(f"fixed(length={row['num_speculative_tokens']})" for row in rows)
-    return _json("vllm", document, use, cannot, specs)
+    return rows
+
+
+def _fixed(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(f"fixed(length={row['num_speculative_tokens']})" for row in rows)
 
 
 def transformers(job: ExportJob) -> Export:
@@ -169,6 +233,8 @@ def llama_cpp(job: ExportJob) -> Export:
             "--spec-draft-n-min 0",
             f"--spec-draft-p-min {best.threshold:g}",
         ]
+        if job.sampled:  # else it drafts greedily, and accepts less
+            flags.append("--spec-draft-sampling probabilistic")
     head = [
         f"# use: llama-server -m TARGET.gguf $(grep -v '^#' THIS_FILE)   (speed-up on the "
         f"prompts searched: {max(result.after, 1.0):.2f})",
@@ -183,6 +249,8 @@ EXPORTS: Mapping[str, Callable[[ExportJob], Export]] = {
     "vllm": vllm,
     "transformers": transformers,
     "llama.cpp": llama_cpp,
+    "tensorrt-llm": tensorrt_llm,
+    "openvino-genai": openvino_genai,
 }
 
 
