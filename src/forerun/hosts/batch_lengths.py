@@ -90,7 +90,7 @@ class BatchLengths:
         self._names[request] = CONTROLLERS.text(controller)
 
     def leave(self, requests: Sequence[str]) -> None:
-        """Requests are done."""
+        """Forget requests that are done; others are not touched."""
         gone = {request for request in requests if request in self._names}
         if not gone:
             return

@@ -126,7 +126,7 @@ class Policies:
         logger.info("forerun: %s decides how far drafts run", default or DEFAULT_CONTROLLER)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; it is timed."""
+        """As vLLM's; the beginning of the step is noted."""
         self._began = time.perf_counter()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 

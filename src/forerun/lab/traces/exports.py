@@ -137,7 +137,7 @@ def openvino_genai(job: ExportJob) -> Export:
         "OpenVINO GenAI has one length or one threshold, alike at every batch size; written by its "
         "documentation of 2026.4"
     )
-    threshold = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
+    threshold: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
     policies = [best_fixed(job.trace, job.cell), _search(job, parse("hf-threshold"), threshold)]
     best = max(policies, key=lambda result: result.after)
     controller: Any = CONTROLLERS.make(best.best)
