@@ -87,7 +87,7 @@ def _guarded(hook: _Hook) -> _Hook:
     return run  # type: ignore[return-value]
 
 
-class _Step(NamedTuple):
+class _ScheduledStep(NamedTuple):
     """A step that was scheduled and is not back."""
 
     output: Any
@@ -112,7 +112,7 @@ class Policies:
         self.broken = False
         self._asked: dict[str, int] = {}
         """Tokens that each request is to draft in the newest step."""
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_ScheduledStep] = deque()
         self._began = self._ended = time.perf_counter()
         self._set_up()
 
@@ -164,7 +164,7 @@ class Policies:
                 left[name] = max(request.max_tokens - request.num_output_tokens, 1)
             tokens += request.num_tokens
         context = tokens / max(len(running), 1)
-        self._steps.append(_Step(output, judged, context, self._began, reads))
+        self._steps.append(_ScheduledStep(output, judged, context, self._began, reads))
         self._asked = self.lengths.limits(left, context) if left else {}
         longest = max(self._asked.values(), default=0)
         output.num_spec_tokens_to_schedule = min(output.num_spec_tokens_to_schedule, longest)
