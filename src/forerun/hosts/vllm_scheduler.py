@@ -99,7 +99,7 @@ class _ScheduledStep(NamedTuple):
     """Whether it reads a prompt."""
 
 
-class Policies:
+class PolicyHooks:
     """What the synchronous and the asynchronous scheduler have in common.
 
     A step judges what the last one drafted, and drafts for the next. How far that goes is decided
@@ -208,11 +208,11 @@ class Policies:
         self.lengths.leave(list(output.finished_req_ids))
 
 
-class PolicySyncScheduler(Policies, SyncScheduler):
+class PolicySyncScheduler(PolicyHooks, SyncScheduler):
     """Drafts are there when the next step is scheduled."""
 
 
-class PolicyAsyncScheduler(Policies, AsyncScheduler):
+class PolicyAsyncScheduler(PolicyHooks, AsyncScheduler):
     """The next step is scheduled while the drafts that it judges are made."""
 
     @_guarded
