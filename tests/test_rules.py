@@ -80,6 +80,7 @@ CASES = {
         "budget(budget(typical, drift=0.3), drift=0)",
         "budget(no-bonus(cm-asd), drift=0.1)",
     ],
+    "priced": ["priced", "priced(drift=0.5,floor=0,start=0.3,pace=2)", "priced(start=0)"],
     "no-bonus": ["no-bonus(cm-asd)", "no-bonus(easd(entropy=0.5,overlap=0,bonus=untested))"],
 }
 BAD = {
@@ -127,6 +128,7 @@ BAD = {
     "spec-verification": ["top=0", "top=2.0", "tau=-1", "tau=true", "tau=inf"],
     "typical": ["epsilon=-0.1", "epsilon=1.1", "delta=-0.1", "delta=2", "delta='x'"],
     "ensemble": ["weight=-0.1", "weight=1.1", "weight=true", "weight='x'"],
+    "priced": ["drift=-1", "floor=2", "start='x'", "start=-0.1", "pace=-1", "pace=true"],
     "fly": ["entropy=-0.1", "entropy='x'", "window=-1", "window=1.5", "top=-1", "top=true"],
     "budget": [
         "exact",
@@ -141,7 +143,7 @@ BAD = {
 }
 GREEDY_ONLY = {"exact", "gumbel"}  # of what they are given; see test_engine for its noise
 # Rules that leave greedy requests as they are.
-GREEDY_EXACT = {"exact", "standard", "gumbel", "block", "ears", "typical", "ensemble"}
+GREEDY_EXACT = {"exact", "standard", "gumbel", "block", "ears", "typical", "ensemble", "priced"}
 SPECS = [spec for specs in CASES.values() for spec in specs]
 LOSSLESS = [s for s in SPECS if make(s).lossless]
 ENUMERATED = [s for s in LOSSLESS if s not in GREEDY_ONLY]

@@ -201,7 +201,8 @@ class Verdict:
     drift: torch.Tensor | None = None
     """`(rows, K)` exact total-variation distance, in [0, 1], between what the rule emits at a
     position and the target's distribution there, given the tokens before it; 0 beyond the first
-    rejected token, where nothing is emitted. None for lossless rules."""
+    rejected token, where nothing is emitted. (`priced` knows it in the mean over drafts only.) None
+    for lossless rules."""
     bonus_drift: torch.Tensor | None = None
     """`(rows,)` likewise of the token after a draft that is kept whole. None: it is the target's
     own."""

@@ -18,6 +18,7 @@ RULES = Registry(
         "typical": "forerun.rules.typical:Typical",
         "ensemble": "forerun.rules.ensemble:Ensemble",
         "fly": "forerun.rules.fly:FLy",
+        "priced": "forerun.rules.priced:Priced",
         "budget": "forerun.rules.budget:Budget",
         "no-bonus": "forerun.rules.no_bonus:NoBonus",
     },

@@ -1,0 +1,107 @@
+"""`forerun layers`: what every layer would say, and how sure it is."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from forerun.cli.shared import options
+from forerun.cli.shared.console import one_line, status, stdout, table
+from forerun.cli.shared.models import ALONE, Models
+from forerun.cli.shared.options import Fields, option
+from forerun.cli.shared.report import check_writable, print_json
+from forerun.errors import SettingError, require
+
+if TYPE_CHECKING:
+    from forerun.lab.exits.layer_view import LayerView
+
+CELL = 8
+"""Characters of a token that are shown."""
+WIDTH = 22
+"""Of the columns before the tokens."""
+
+
+@options.command
+def layers(
+    models: Annotated[Models, Fields(Models, only=ALONE)],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin.")
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 10,
+    sure: Annotated[float, option("P", "Probability from which a layer counts as sure.")] = 0.7,
+    output: Annotated[str | None, options.output("FILE.svg", "Also draw the table.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the likeliest token after every layer of a target, and where it is sure and wrong.
+
+    The model's own head is read after every layer, at each token of its greedy continuation. Green
+    is what the last layer says, too; red is sure and wrong: what early exits have to fear.
+    """
+    from forerun.prompts import read_prompts
+
+    require(0 < sure <= 1, "sure", sure, "above 0 and at most 1")
+    require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "≥ 1")
+    if output is not None and not output.endswith(".svg"):
+        raise SettingError(f"the picture is an SVG file, got {output!r}; name it layers.svg")
+    check_writable(output)
+    job, rows = models.alone.open(read_prompts(prompt, None), {"max_new_tokens": max_new_tokens})
+    from forerun.lab.exits.layer_view import view_layers
+
+    with status("reading layers"):
+        written = job.model.generate(
+            rows[0].ids, controller="fixed(0)", sampling=rows[0].sampling
+        ).tokens
+        text = [*rows[0].ids, *written]
+        view = view_layers(job.model.target.executor.module(), text, len(written))
+
+    width = WIDTH + (CELL + 2) * len(written)
+
+    def word(token: int) -> str:
+        return one_line(job.model.tokenizer.decode([token]))
+
+    if as_json:
+        print_json({
+            "target": job.about["target"],
+            "layers": [
+                [{"id": t, "token": word(t), "probability": p} for t, p in zip(*layer, strict=True)]
+                for layer in zip(view.tokens, view.probs, strict=True)
+            ],
+        })  # fmt: skip
+    else:
+        console = stdout()
+        fitting = max((console.width - WIDTH) // (CELL + 2), 1)
+        if not console.is_terminal:
+            console.width, fitting = max(console.width, width), len(written)
+        console.print(_table(view, word, sure, fitting))
+    if output is not None:
+        drawn = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+        drawn.print(_table(view, word, sure, len(written)))
+        drawn.save_svg(output, title="forerun layers")
+
+
+def _table(view: LayerView, word: Any, sure: float, most: int) -> RenderableType:
+    """A row per layer, the last on top; a column for each of the first `most` tokens."""
+    made = table("layer", right=("sure", "right"), no_wrap=True)
+    for _ in view.tokens[0][:most]:
+        made.add_column("", no_wrap=True, width=CELL)
+    last = view.tokens[-1]
+    for layer in reversed(range(len(view.tokens))):
+        share, right = view.share_sure(layer, sure)
+        cells = [
+            Text(word(token)[:CELL], _style(token == best, prob, sure))
+            for token, prob, best in zip(view.tokens[layer], view.probs[layer], last, strict=True)
+        ]
+        known = "–" if right != right else f"{right:.0%}"
+        made.add_row(str(layer + 1), f"{share:.0%}", known, *cells[:most])
+    return made
+
+
+def _style(right: bool, prob: float, sure: float) -> str:
+    """Green if right, red if sure and wrong, dim if neither; bold if sure."""
+    if prob >= sure:
+        return "bold green" if right else "bold white on red"
+    return "green" if right else "dim"
