@@ -52,9 +52,8 @@ def layers(
     from forerun.lab.exits.layer_view import view_layers
 
     with status("reading layers"):
-        written = job.model.generate(
-            rows[0].ids, controller="fixed(0)", sampling=rows[0].sampling
-        ).tokens
+        given = {"controller": "fixed(0)", "sampling": rows[0].sampling}
+        written = job.model.generate([rows[0].ids], **given)[0].tokens
         text = [*rows[0].ids, *written]
         view = view_layers(job.model.target.executor.module(), text, len(written))
 
