@@ -415,7 +415,7 @@ class Engine:
         outcome = Outcome(
             [kept.accepted + (kept.following is not None) for kept in decoded],
             [len(kept.accept_prob) for kept in decoded],
-            proposal.steps,
+            proposal.steps + (proposal.catch_up_seconds > 0),  # that step drafted, too
             *self._meter.booked(lap),
         )
         self._lengths.observe(passed.costs, seen, proposal.shown, outcome, proposal.free)
