@@ -98,7 +98,7 @@ def test_colours_and_rounds_are_those_of_the_api(page, shipped):
     bars = page.eval_on_selector_all(".round", "all => all.map(b => b.ariaLabel)")
     assert len(bars) == len(report["rounds"])
     for i, (bar, r) in enumerate(zip(bars, report["rounds"], strict=True)):
-        drafted = f"drafted {r['drafted']}, kept {r['accepted']}; stopped by"
+        drafted = f"drafted {r['drafted']}, kept {r['accepted']}; stopped: "
         nothing = "nothing drafted (" + ("" if i else "the first token comes at once")
         assert (drafted if r["drafted"] else nothing) in bar
     passes, kept = len(bars), sum(r["accepted"] for r in report["rounds"])
