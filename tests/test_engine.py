@@ -290,7 +290,7 @@ class Listening(Meter):
         self.laps: list[Lap] = []
 
     def add(self, lap: Lap) -> None:
-        if not lap.reads:
+        if not lap.read_tokens:
             self.laps.append(lap)
         super().add(lap)
 
