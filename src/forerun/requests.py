@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -210,6 +210,11 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether top-k, top-p or min-p cut the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that can be written down: no functions of the caller's."""
+        hidden = {"processor", "stopping"}
+        return {name: value for name, value in asdict(self).items() if name not in hidden}
 
 
 @dataclass(frozen=True)

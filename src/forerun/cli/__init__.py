@@ -37,7 +37,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "ablate": ("ablate:ablate", "Replay a controller without each of its mechanisms."),
         "tune": ("tune:tune", "Search the parameters of controllers on a trace."),
         "sweep": ("sweep:app", "Tune a drafter's settings for your model."),
-        "layers": ("layers:layers", "Show what every layer of a target would say."),
+        "layers": ("layers:layers", "Show the likeliest token after every layer of a target."),
         "calibrate": ("calibrate:app", "Measure the settings a method needs for your models."),
         "audit": ("audit:audit", "Compare speculative with plain decoding, token by token."),
         "bench": ("bench:app", "Measure methods and other implementations side by side."),

@@ -135,10 +135,11 @@ class Meter:
     def add(self, lap: Lap) -> None:
         if self._given is not None or lap.verify_seconds <= 0:
             return
-        if lap.reading_tokens and lap.reading_seconds and self._reading is None:
-            self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
-        elif lap.reading_tokens and lap.reading_seconds:
-            self._reading.append(lap.reading_seconds / lap.reading_tokens)
+        if lap.reading_tokens and lap.reading_seconds:
+            if self._reading is None:
+                self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
+            else:
+                self._reading.append(lap.reading_seconds / lap.reading_tokens)
         if not lap.read_tokens:
             self._samples(lap.rows).add(lap)
         elif lap.width == 1 and self.timed(lap.rows):

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ class JsonDocument(Face):
         from forerun.lab.provenance import versions
 
         done = sorted(self.done.items())
-        settings = self.job.about | {"sampling": [asdict(p.sampling) for p in self.prompts]}
+        settings = self.job.about | {"sampling": [p.sampling.to_json() for p in self.prompts]}
         document = {
             "schema": SCHEMA,
             "complete": len(done) == len(self.prompts) and all(c.error is None for _, c in done),
@@ -390,7 +390,7 @@ def _key(job: Job, prompt: Prompt) -> str:
     """A hash that identifies a request: its tokens and the settings its text depends on."""
     names = ("target", "draft", "controller", "rule", "dtype")
     settings = {name: job.about.get(name) for name in names}
-    value = [prompt.ids, finite(asdict(prompt.sampling)), settings]
+    value = [prompt.ids, finite(prompt.sampling.to_json()), settings]
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
