@@ -201,10 +201,11 @@ DRAWS = 300
 
 def p_value(one: Counter[Any], other: Counter[Any]) -> float:
     """Of the χ² test that two samples are of one distribution; rare outcomes in one class."""
-    often = [key for key, count in (one + other).items() if count >= 20]
+    often = [key for key, count in (one + other).items() if count >= 10]
     table = [[one[key], other[key]] for key in often]
     rest = [sum(sample.values()) - sum(sample[key] for key in often) for sample in (one, other)]
-    table += [rest] if sum(rest) >= 20 else []
+    table += [rest] if sum(rest) >= 10 else []
+    assert len(table) > 1, "too few draws to compare"
     counts = torch.tensor(table, dtype=torch.float64)
     expected = counts.sum(1, keepdim=True) * counts.sum(0, keepdim=True) / counts.sum()
     statistic = ((counts - expected) ** 2 / expected).sum()
