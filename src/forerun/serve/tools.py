@@ -109,6 +109,8 @@ def calling(
         ApiError: 400 for a choice that is none of the tools; 501 for tools that are no functions,
             or where the template writes no calls.
     """
+    if form is None and any(turn.role == "tool" or turn.tool_calls for turn in request.messages):
+        raise unsupported("tools' messages with a chat template that writes no calls are", "messages")
     mode, names = _choice(request)
     if not request.tools:
         if mode == "required":
