@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import new_heads
 from forerun.testing import ScriptedModel
 from forerun.types import Stop, Token
+from marks import slow_but
 from sourced import build as build_encoder_decoder
 from test_engine import V, chaotic, noisy
 from tiny import VOCAB, build, texts
@@ -180,8 +182,10 @@ def test_every_drafter_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("controller", CONTROLLED)
-@pytest.mark.parametrize("max_rows", [1, 3])
+@pytest.mark.parametrize(
+    ("controller", "max_rows"),
+    slow_but(product(CONTROLLED, [1, 3]), lambda spec, rows: rows == 3 or spec == "auto"),
+)
 def test_greedy_text_is_that_of_plain_decoding(name: str, controller: str, max_rows: int) -> None:
     case = CASES[name]()
     if case.drafter.target is not None:

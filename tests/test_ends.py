@@ -23,28 +23,37 @@ from forerun.engine.sampling import Sampler
 from forerun.errors import ForerunWarning, SettingError
 from forerun.requests import Sampling
 from forerun.testing import ScriptedModel, engine
+from marks import slow_but
 from test_constraint import chaotic, near
 
 PROMPT = "Once upon a time"
 V, EOS = 6, 5
 
 
-@pytest.fixture(scope="module", params=["", "lookup", "lookahead", "specbound", "adadecode"])
+DRAFTERS = ["", "lookup", "suffix", "memory", "lookahead", "specbound", "adadecode"]
+DEMANDS: list[dict[str, Any]] = [
+    {"bad_words": ["a"]},
+    {"bad_words": [" who had", "ing", " the", "\n"], "temperature": 0.8, "seed": 3},
+    {"allowed_tokens": [*range(3, 300)]},
+    {"allowed_tokens": [*range(3, 300)], "bad_words": ["e"], "temperature": 1.2, "seed": 1},
+    {"min_new_tokens": 28, "stop": [" there", "e"]},
+    {"min_new_tokens": 12, "stop": "<|endoftext|>", "eos": [13, 3, 258]},
+    {"stop": "<|endoftext|>", "ignore_eos": True, "logit_bias": {0: 12.0}},
+]
+
+
+@pytest.fixture(scope="module")
 def model(request) -> forerun.Model:
     return forerun.load(draft=request.param or None, runtime="torch")
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"bad_words": ["a"]},
-        {"bad_words": [" who had", "ing", " the", "\n"], "temperature": 0.8, "seed": 3},
-        {"allowed_tokens": [*range(3, 300)]},
-        {"allowed_tokens": [*range(3, 300)], "bad_words": ["e"], "temperature": 1.2, "seed": 1},
-        {"min_new_tokens": 28, "stop": [" there", "e"]},
-        {"min_new_tokens": 12, "stop": "<|endoftext|>", "eos": [13, 3, 258]},
-        {"stop": "<|endoftext|>", "ignore_eos": True, "logit_bias": {0: 12.0}},
-    ],
+    ("model", "how"),
+    slow_but(
+        itertools.product(DRAFTERS, DEMANDS),
+        lambda drafter, how: not drafter or how.get("seed") == 3 or how.get("eos"),
+    ),
+    indirect=["model"],
     ids=str,
 )
 def test_equals_plain_decoding_for_every_drafter(model, how):

@@ -134,7 +134,10 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
 
     monkeypatch.setattr(forms.Form, "run", rounding)
     monkeypatch.setattr(
-        forms.Request, "input_size", lambda self, name: len(self._bound[name][0]), raising=False
+        forms.InferRequest,
+        "input_size",
+        lambda self, name: len(self._bound[name][0]),
+        raising=False,
     )
     executor = from_name(file, threads=1)
     many = executor.run([0], [IDS], [len(IDS)])[0].numpy()

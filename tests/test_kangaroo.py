@@ -22,6 +22,7 @@ from forerun.runtime.exits import layers_of
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
+from marks import FAMILIES, slow_but
 from sourced import save_folders
 from test_specbound import LAYERS, calm, close, drawn, forward, four_tokens, plainly
 from tiny import CONFIGS, LIMIT, VOCAB, build, texts
@@ -59,7 +60,7 @@ def alone(model: Any, adapter: Adapter, text: list[int]) -> torch.Tensor:
     return access.unembed(adapter(access, hidden, mask[None, None], positions))[0]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", slow_but(CONFIGS, FAMILIES.__contains__))
 @pytest.mark.parametrize(("threshold", "keep"), [(0.0, True), (0.3, True), (0.3, False), (1, True)])
 def test_greedy_equals_plain_in_every_family(family: str, threshold: float, keep: bool) -> None:
     model, prompts = calm(family), texts(5, 1, 9, 14)
@@ -252,7 +253,7 @@ def adadecode(model: Any, **how: Any) -> Model:
     return Model(drafter.target, drafter)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", slow_but(CONFIGS, FAMILIES.__contains__))
 @pytest.mark.parametrize("threshold", [0.0, 0.4, 1.01])
 def test_adadecode_equals_plain_in_every_family(family: str, threshold: float) -> None:
     model, prompts = calm(family), texts(5, 1, 9, 14)

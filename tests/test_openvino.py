@@ -18,6 +18,7 @@ from forerun.errors import MissingExtraError, ModelError, SettingError, Unsuppor
 from forerun.runtime import Rows
 from forerun.runtime.base import Facts, best_of
 from forerun.runtime.exits import LayersExecutor, layers_of
+from marks import slow_but
 from sourced import alone as alone_with
 from sourced import build as build_encoder_decoder
 from tiny import build, texts
@@ -499,7 +500,7 @@ def test_queries_keys_and_values_are_one_product(family: str, fused: int) -> Non
     assert products() == before - 2 * fused
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_experts_are_rounded_to_8_bits_like_everything_else(family: str) -> None:
     model = tiny(family)
     graph = export(model)
@@ -712,7 +713,7 @@ def test_what_cannot_be_compiled_goes_through_open_shapes(
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "bart"])
+@pytest.mark.parametrize("family", slow_but(["llama", "gpt2", "mixtral", "bart"], "llama".__eq__))
 def test_bfloat16_weights_are_read_as_they_are(
     family: str, tiled: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

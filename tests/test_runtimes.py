@@ -382,7 +382,7 @@ def test_cuda_graphs_want_a_gpu(tmp_path: Any) -> None:
         RUNTIMES.make("cudagraphs").load(Source(tmp_path, device="cpu"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize(
     "name",

@@ -24,6 +24,7 @@ from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
 from forerun.runtime.drafts import read_about
 from forerun.runtime.fingerprints import fingerprint
+from marks import slow_but
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
 EVERY = "2,3,4,5,6,8,10"
@@ -140,7 +141,10 @@ def test_shipped_medusa_heads_have_learnt_something() -> None:
 @pytest.mark.filterwarnings("default::UserWarning")
 @pytest.mark.parametrize(
     ("drafter", "spec"),
-    [*product(["model"], SPECS), *product(["lookup", "specbound", "none"], FEW)],
+    slow_but(
+        [*product(["model"], SPECS), *product(["lookup", "specbound", "none"], FEW)],
+        lambda drafter, spec: spec == "auto" or (drafter == "model" and spec in FEW),
+    ),
 )
 def test_greedy_equals_plain_on_20_prompts(
     models: dict[str, forerun.Model], plain: Any, drafter: str, spec: str
@@ -149,7 +153,13 @@ def test_greedy_equals_plain_on_20_prompts(
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
-@pytest.mark.parametrize(("drafter", "spec"), [*product(["model", "lookup", "specbound"], FEW)])
+@pytest.mark.parametrize(
+    ("drafter", "spec"),
+    slow_but(
+        product(["model", "lookup", "specbound"], FEW),
+        lambda drafter, spec: spec == "auto" or drafter == "model",
+    ),
+)
 def test_sampled_equals_plain_on_20_prompts(
     models: dict[str, forerun.Model], plain: Any, drafter: str, spec: str
 ) -> None:
@@ -171,7 +181,7 @@ def test_greedy_equals_plain_on_500_prompts(
 @pytest.mark.parametrize("spec", EXITS)
 @pytest.mark.parametrize(
     ("count", "tokens", "batch"),
-    [(20, 16, 20), pytest.param(500, 48, 50, marks=pytest.mark.slow)],
+    [(6, 16, 6), pytest.param(500, 48, 50, marks=pytest.mark.slow)],
 )
 def test_every_option_of_early_exits_equals_plain(
     plain: Any, spec: str, count: int, tokens: int, batch: int

@@ -27,6 +27,7 @@ from forerun.runtime.heads import LightHeads
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.testing import ScriptedModel
 from forerun.types import CENSORING, Draft, Target
+from marks import FAMILIES, slow_but
 from test_heads import save_heads
 from tiny import CONFIGS, LIMIT, VOCAB, build, texts
 
@@ -81,7 +82,7 @@ class Gain:
 # Greedy output
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", slow_but(CONFIGS, FAMILIES.__contains__))
 @pytest.mark.parametrize(
     "how",
     [

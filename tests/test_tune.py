@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import shlex
+import sys
 from dataclasses import fields, replace
 from itertools import pairwise
 
@@ -181,14 +181,7 @@ def test_progress_is_told():
 
 
 def test_without_optuna_the_extra_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *args, **kwargs):
-        if name == "optuna":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "optuna", None)
     assert tune(periodic(3), CELL, ["fixed"]).best.best == "fixed(length=3)"
     with pytest.raises(MissingExtraError, match=r"forerun\[lab\]"):
         tune(periodic(3), CELL, ["gammatune"])

@@ -97,6 +97,7 @@ def equal(one: Run, two: Run) -> bool:
     return all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.slow
 def test_a_run_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: Path) -> None:
     whole = run(data, tmp_path / "whole", 3)
     run(data, tmp_path / "parts", 1)
@@ -106,6 +107,7 @@ def test_a_run_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: Pat
     assert not equal(whole, run(data, tmp_path / "other", 3, seed=1))
 
 
+@pytest.mark.slow
 def test_a_decay_can_be_begun_at_any_time_and_is_resumed(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path / "run", 2)
     kept = (tmp_path / "run" / runs.CHECKPOINT).read_bytes()
@@ -158,6 +160,7 @@ def test_the_whole_recipe_exports_a_loadable_pair(
     assert Run.load(out / "draft.pt", "draft").step == 1
 
 
+@pytest.mark.slow
 def test_a_draft_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path / "run", 1)
     drafts = []
@@ -172,6 +175,7 @@ def test_a_draft_cut_and_resumed_equals_one_that_was_not(data: Path, tmp_path: P
     assert equal(drafts[0], drafts[2])
 
 
+@pytest.mark.slow
 def test_own_texts_go_on_where_they_were_cut(data: Path, tmp_path: Path) -> None:
     pool = load_pools(data)["train"]
     made = run(data, tmp_path, 1)
@@ -369,6 +373,7 @@ def test_what_repeats_is_every_token_of_a_stretch_that_stood_before() -> None:
     assert repeated([1, 2, 3, 1, 2, 3], start=4) == [False, False]
 
 
+@pytest.mark.slow
 def test_repetition_is_unlearned(packer: Packer) -> None:
     """A model that writes one token for ever: some steps later it says it less."""
     recipe = replace(TINY, unlikely=Unlikely(rows=2, prompt=4, length=20), adam_lr=0.03)
@@ -431,6 +436,7 @@ def test_exit_weights_rise_with_depth_and_sum_to_the_weight_in_expectation() -> 
     assert Exits(first=2).weights(2) == {}
 
 
+@pytest.mark.slow
 def test_the_exit_loss_makes_layers_agree(packer: Packer) -> None:
     """Ten steps with and without, same seed and data: the exits' loss is lower with it."""
     lower = {}

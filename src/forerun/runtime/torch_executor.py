@@ -187,6 +187,7 @@ def facts_of(model: Any) -> Facts:
     every = sum(parameter.numel() for parameter in model.parameters())
     config = model.config.get_text_config(decoder=True)
     norm = getattr(model.base_model, "norm", None)
+    weight = getattr(norm, "weight", None)
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ends is not None:
         ends = frozenset(ends if isinstance(ends, (list, tuple)) else [ends])
@@ -200,7 +201,7 @@ def facts_of(model: Any) -> Facts:
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),
-        identity="" if norm is None else identity(norm.weight.detach().float().cpu().numpy()),
+        identity="" if weight is None else identity(weight.detach().float().cpu().numpy()),
     )
 
 

@@ -110,7 +110,9 @@ def calling(
             or where the template writes no calls.
     """
     if form is None and any(turn.role == "tool" or turn.tool_calls for turn in request.messages):
-        raise unsupported("tools' messages with a chat template that writes no calls are", "messages")
+        raise unsupported(
+            "tools' messages with a chat template that writes no calls are", "messages"
+        )
     mode, names = _choice(request)
     if not request.tools:
         if mode == "required":

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import typer
@@ -18,6 +18,8 @@ import typer
 from forerun.errors import ForerunError, SettingError
 
 DEBUG = "FORERUN_DEBUG"  # environment variable: print tracebacks
+HELD = ExitStack()
+"""What the command that runs holds until it ends."""
 
 
 class DeferredSignals:
@@ -88,7 +90,7 @@ def guarded(command: Callable[[], Any], flags: Flags = dict) -> int:
         terminated = True
         raise KeyboardInterrupt
 
-    with _handling({signal.SIGTERM: terminate}):
+    with _handling({signal.SIGTERM: terminate}), HELD:
         code = _guarded(command, flags)
     return 143 if terminated and code == 130 else code
 

@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-import click
-
+from forerun.cli.shared.guard import HELD
 from forerun.errors import SettingError
 
 SCHEMA = 1
@@ -72,14 +71,12 @@ def hold_output(path: str | None) -> None:
     if path is None:
         return
     lock = Path(f"{os.path.normpath(path)}.lock")
+    if not lock.parent.is_dir():  # the command makes it, or says that it is missing
+        return
     file = lock.open("a", encoding="utf-8")
     only_writer(file, path)
-
-    def release() -> None:
-        lock.unlink(missing_ok=True)
-        file.close()
-
-    click.get_current_context().call_on_close(release)
+    HELD.callback(file.close)
+    HELD.callback(lock.unlink, missing_ok=True)
 
 
 def finite(value: Any) -> Any:

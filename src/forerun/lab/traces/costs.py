@@ -153,7 +153,7 @@ def _cell(entry: dict[str, Any]) -> Cell:
     sizes = int(entry["batch"]), int(entry["context"])
     levels = tuple(map(int, entry.get("levels", ())))
     first, cold, asking = (float(entry.get(name, 0.0)) for name in ("first", "cold", "asking"))
-    return Cell(*numbers, *sizes, first, levels, cold, asking)
+    return Cell(*numbers, *sizes, first, levels, cold, asking=asking)
 
 
 def _spread(entry: dict[str, Any]) -> Spread:

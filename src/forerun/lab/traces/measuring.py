@@ -145,7 +145,7 @@ def _cells(
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
         lead = first + max(more - fixed, 0.0)
         cold = _cold(model, prompts)
-        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels, cold, asking)
+        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels, cold, asking=asking)
         spread = Spread(
             _range([max(took - first, 0.0) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
