@@ -21,12 +21,12 @@ TEXT = 'a "quoted"\n\x00 line, é and \U0001f436'
 
 
 def made(chat: bool, usage: tuple[bool, bool], copies: int = 1) -> Answer:
-    request = SimpleNamespace(calling=None, 
-        return_tokens_as_token_ids=False, return_token_ids=False, prediction=None
+    request = SimpleNamespace(
+        calling=None, return_tokens_as_token_ids=False, return_token_ids=False, prediction=None
     )
     plan = SimpleNamespace(
-        calling=None, request=request, chat=chat, usage=usage, top=None, rounds=False, copies=copies,
-        prompts=[[1, 2]], jobs=[None] * copies, echo=False, opens_turn=False,
+        calling=None, request=request, chat=chat, usage=usage, top=None, rounds=False,
+        copies=copies, prompts=[[1, 2]], jobs=[None] * copies, echo=False, opens_turn=False,
     )  # fmt: skip
     return Answer(plan, SimpleNamespace(name='the "model"'), SimpleNamespace())
 
