@@ -81,6 +81,7 @@ def groups_of(model: Any) -> int:
     heads = getattr(config, "num_attention_heads", 1)
     pairs = getattr(config, "num_key_value_heads", None) or heads
     able = config._attn_implementation == "sdpa" and type(model)._can_set_attn_implementation()
+    able = able and getattr(config, "attn_logit_softcapping", None) is None
     return int(heads // pairs) if able and isinstance(pairs, int) else 1
 
 
