@@ -25,6 +25,7 @@ import sourced
 from forerun import zoo
 from forerun.controllers import CONTROLLERS
 from forerun.errors import ForerunError, SettingError
+from forerun.runtime.cache import cache_argument
 from forerun.runtime.load import load_tokenizer
 from forerun.transformers import Speculative, attach, detach
 from tiny import build, texts
@@ -412,8 +413,7 @@ def test_what_cannot_be_served_is_refused_by_name(name: str) -> None:
 def test_caches_that_lack_something_are_refused() -> None:
     model, inputs = target("gemma3_text"), batch(1, 12)
     windowed = DynamicCache(config=model.config)
-    names = model.forward.__code__.co_varnames
-    named = "cache" if "cache" in names else "past_key_values"
+    named = cache_argument(model)
     plain = plainly(model, **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
     ids = plain[:, :16]
     model(input_ids=ids[:, :-1], **{named: windowed})
