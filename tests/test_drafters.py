@@ -31,6 +31,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.drafters.ngrams import NGrams
 from forerun.drafters.none import NullDrafter
 from forerun.drafters.rest import REST, RESTDrafter
+from forerun.drafters.retokenized import RetokenizedDrafter, SharedTokensDrafter, TextDrafter
 from forerun.drafters.specbound import SpecBound
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine import Engine, Request, Sampling
@@ -47,6 +48,7 @@ from forerun.types import Stop, Token
 from marks import slow_but
 from sourced import build as build_encoder_decoder
 from test_engine import V, chaotic, noisy
+from test_retokenized import DRAFT, STORY, TARGET, writes
 from tiny import VOCAB, build, texts
 
 SCRIPT = chaotic(3)
@@ -138,8 +140,17 @@ def chained(then: Callable[[], Case]) -> Case:
     return Case(case.target, chain, [[*p, *p] for p in case.prompts])
 
 
+def of_another_tokenizer(kind: type[RetokenizedDrafter]) -> Case:
+    """A draft that tells another story, in other tokens."""
+    draft = writes(DRAFT, STORY.replace("naïve", "native"))
+    prompts = [TARGET.encode(STORY)[:n] for n in (5, 30, 12, 8)]
+    return Case(writes(TARGET, STORY), kind(draft, 300, TARGET, DRAFT), prompts)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "model": lambda: scripted(lambda: ModelDrafter(ScriptedModel(noisy(SCRIPT, 4, 0.5)), V)),
+    "model by text": lambda: of_another_tokenizer(TextDrafter),
+    "model by tokens": lambda: of_another_tokenizer(SharedTokensDrafter),
     "lookup": lambda: scripted(lambda: LookupDrafter(3, 1)),
     "suffix": lambda: scripted(lambda: SuffixDrafter(4, 0.01)),
     "memory": lambda: scripted(lambda: SuffixDrafter(4, 0.01, [hostile(), written_before()])),

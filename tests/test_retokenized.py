@@ -125,3 +125,19 @@ def test_a_text_that_is_cut_anew_is_read_anew() -> None:
         drafter.rows.feed(drafter._fed(drafter._own([ids], [4])), [0])
         held = draft.executor.history[0][: draft.lengths[0]]  # type: ignore[attr-defined]
         assert DRAFT.decode(held) == text
+
+
+@pytest.mark.parametrize("kind", [TextDrafter, SharedTokensDrafter])
+def test_a_draft_without_numbers_changes_no_text(kind: Any) -> None:
+    prompts = [TARGET.encode(STORY)[:n] for n in (5, 30)]
+    size = len(DRAFT.get_vocab())
+    broken = Rows(ScriptedModel(lambda context: torch.full((size,), torch.nan)))
+
+    def run(drafter: Any, spec: str) -> list[list[int]]:
+        engine = Engine(writes(TARGET, STORY), drafter)
+        for prompt in prompts:
+            how, length = Sampling(max_new_tokens=12), CONTROLLERS.make(spec)
+            engine.submit(Request(prompt, how, length, RULES.make("standard")))
+        return [e.completion.tokens for e in engine.run() if e.completion is not None]
+
+    assert run(kind(broken, 300, TARGET, DRAFT), "fixed(4)") == run(NullDrafter(), "fixed(0)")
