@@ -1,20 +1,22 @@
-"""forerun beside OpenVINO GenAI on one GGUF file, as their users run them: chat prompts of eight
-kinds, in turns, tokens/s with the prompt.
+"""forerun beside OpenVINO GenAI and llama.cpp on one GGUF file, as their users run them: chat
+prompts of eight kinds, in turns, tokens/s with the prompt.
 
-``python -m benchmarks.real_models MODEL.gguf [--quick] [--threads 2] [--tokens 96]``. Without the
-package `openvino-genai` only forerun's columns are there. Text that runs in circles flatters every
-lookup: the share of repeated 4-grams is beside each kind.
+``python -m benchmarks.real_models MODEL.gguf [--threads 2] [--tokens 96] [--prompts 10]``. Peers
+are there if their packages `openvino-genai` and `xllamacpp` are. Text that runs in circles flatters
+every lookup: the share of repeated 4-grams is beside each kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import exp, log
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 
@@ -103,36 +105,64 @@ Method = Callable[[str, list[int]], list[int]]
 def methods(path: str, threads: int, count: int) -> tuple[dict[str, Method], Any]:
     """Those that can run here by name, and the tokenizer."""
     torch.set_num_threads(threads)
-    model = forerun.load(path, "lookup", runtime="openvino")
-    ours: dict[str, dict[str, Any]] = {
-        "plain": {"plain": True},
-        "lookup auto": {"controller": "auto"},
-        "lookup fixed(4)": {"controller": "fixed(4)"},
-    }
-    made: dict[str, Method] = {
-        name: lambda _, ids, more=more: list(
-            model.generate(ids, max_new_tokens=count, **more).tokens
-        )
-        for name, more in ours.items()
+    lookup, default = (forerun.load(path, draft, runtime="openvino") for draft in ("lookup", None))
+
+    def own(model: forerun.Model, **more: Any) -> Method:
+        return lambda _, ids: list(model.generate(ids, max_new_tokens=count, **more).tokens)
+
+    made = {
+        "plain": own(default, plain=True),
+        "lookup auto": own(lookup, controller="auto"),
+        "auto": own(default, controller="auto"),
+        "fixed(4)": own(default, controller="fixed(4)"),
     }
     if find_spec("openvino_genai") is not None:
-        import openvino_genai as genai
+        encode = default.encode
+        made["GenAI"] = genai(path, threads, count, False, encode)
+        made["GenAI lookup"] = genai(path, threads, count, True, encode)
+    if find_spec("xllamacpp") is not None:
+        made["llama.cpp"] = llama_cpp(path, threads, count, None)
+        made["llama.cpp n-grams"] = llama_cpp(path, threads, count, "NGRAM_SIMPLE")
+    return made, default.tokenizer
 
-        def peer(lookup: bool) -> Method:
-            options: dict[str, Any] = {"prompt_lookup": True} if lookup else {}
-            pipe = genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **options)
-            config = genai.GenerationConfig()
-            config.max_new_tokens, config.do_sample = count, False
-            if lookup:
-                config.num_assistant_tokens, config.max_ngram_size = 4, 3
 
-            def run(text: str, _: list[int]) -> list[int]:
-                return list(model.encode(str(pipe.generate(text, config))))
+def genai(
+    path: str, threads: int, count: int, lookup: bool, encode: Callable[[str], Sequence[int]]
+) -> Method:
+    """OpenVINO GenAI with its users' defaults: 8-bit cache and inputs; lookup as it documents."""
+    import openvino_genai
 
-            return run
+    options: dict[str, Any] = {"prompt_lookup": True} if lookup else {}
+    pipe = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **options)
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens, config.do_sample = count, False
+    if lookup:
+        config.num_assistant_tokens, config.max_ngram_size = 4, 3
+    return lambda text, _: list(encode(str(pipe.generate(text, config))))
 
-        made |= {"GenAI": peer(False), "GenAI lookup": peer(True)}
-    return made, model.tokenizer
+
+def llama_cpp(path: str, threads: int, count: int, drafts: str | None) -> Method:
+    """llama.cpp's server with its defaults, plain or with drafts of a kind of its own."""
+    import xllamacpp
+
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_parallel, options.n_ctx = path, 1, 4096
+    options.n_gpu_layers, options.fit_params, options.verbosity = 0, False, -1
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = threads
+    if drafts:
+        kinds = xllamacpp.common_speculative_type
+        options.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{drafts}")]
+    server = xllamacpp.Server(options)
+
+    def run(_: str, ids: list[int]) -> list[int]:
+        body = {
+            "prompt": ids, "n_predict": count, "temperature": 0, "cache_prompt": False,
+            "return_tokens": True,
+        }  # fmt: skip
+        with urlopen(server.listening_address + "/completion", json.dumps(body).encode()) as reply:
+            return list(json.load(reply)["tokens"])
+
+    return run
 
 
 def repeated(ids: Sequence[int], width: int = 4) -> float:
@@ -144,6 +174,14 @@ def repeated(ids: Sequence[int], width: int = 4) -> float:
 def mean(values: Sequence[float]) -> float:
     """Geometric."""
     return exp(sum(map(log, values)) / len(values))
+
+
+def paired(speeds: dict[str, list[float]], one: str, other: str) -> str:
+    """Mean ratio by prompt, and its 95 % interval."""
+    logs = [log(a / b) for a, b in zip(speeds[one], speeds[other], strict=True)]
+    centre = sum(logs) / len(logs)
+    spread = 1.96 * (sum((x - centre) ** 2 for x in logs) / max(len(logs) - 1, 1) / len(logs)) ** 0.5
+    return f"{exp(centre):.2f} [{exp(centre - spread):.2f}, {exp(centre + spread):.2f}]"
 
 
 def measured(run: Method, text: str, ids: list[int]) -> Answer:
@@ -187,11 +225,18 @@ def main(path: str, threads: int, count: int, per_kind: int) -> None:
     print("| × plain | " + " | ".join(f"{x:.2f}" for x in ratios) + " | |")
     cpu = [mean([1e3 * a.cpu / len(a.tokens) for a in every[n]]) for n in names]
     print("| CPU ms per token | " + " | ".join(f"{x:.1f}" for x in cpu) + " | |")
-    drafted = [name for name in names if name.startswith("lookup")]
+    drafted = ["lookup auto", "auto", "fixed(4)"]
     same = [
         a.tokens == b.tokens for n in drafted for a, b in zip(every[n], every["plain"], strict=True)
     ]
     print(f"\nidentical to plain: {sum(same)} of {len(same)}")
+    for peer in ("GenAI", "llama.cpp"):
+        if arms := [name for name in names if name.startswith(peer)]:
+            best = max(arms, key=lambda name: mean(speeds[name]))
+            print(
+                f"plain over {peer}: {paired(speeds, 'plain', peer)}; "
+                f"auto over its best, {best}: {paired(speeds, 'auto', best)}"
+            )
 
 
 if __name__ == "__main__":
@@ -199,9 +244,6 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--quick", action="store_true", help="one prompt of each kind, 48 tokens")
+    parser.add_argument("--prompts", type=int, default=10, help="of each kind, 1 to 10")
     given = parser.parse_args()
-    if given.quick:
-        main(given.model, given.threads, 48, 1)
-    else:
-        main(given.model, given.threads, given.tokens, 10)
+    main(given.model, given.threads, given.tokens, given.prompts)

@@ -80,6 +80,8 @@ class OpenVINOExecutor(Executor):
         self.threads = threads or torch.get_num_threads()
         self.group = GROUPS.get(facts.precision, 32) if group is None else group
         self._again, self._least = again or graph.clone, 1
+        self.settle: Callable[[], None] = lambda: None
+        """Gives back what only compiling and the first passes need."""
         self.given: torch.Tensor | None = None
         """`(tokens, D)` what the next pass reads beside its tokens, if the graph has `GIVEN`."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
@@ -97,7 +99,12 @@ class OpenVINOExecutor(Executor):
         if self.states is None or self.states.depths != tuple(depths):
             graph = self._again()
             width = tap(graph, depths)
+            del self._forms, self.pool  # before as much is taken again
             self._compile(graph)
+            for tokens in {1, *(self.levels or WIDTHS)}:
+                self.run([0], [[0] * tokens], [tokens])
+            self.keep([], [])
+            self.settle()
             self.states = States(depths, width)
         return self.states
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,8 @@ def _executor(
     probe(executor, stored.reference or reference_of(executor))
     executor.time_passes()
     if entry:
-        store.let_go(entry)
+        executor.settle = partial(store.let_go, entry)
+        executor.settle()
     return executor
 
 
