@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import exp, log
+from math import exp, log, sqrt
 from typing import Any
 from urllib.request import urlopen
 
@@ -180,7 +180,8 @@ def paired(speeds: dict[str, list[float]], one: str, other: str) -> str:
     """Mean ratio by prompt, and its 95 % interval."""
     logs = [log(a / b) for a, b in zip(speeds[one], speeds[other], strict=True)]
     centre = sum(logs) / len(logs)
-    spread = 1.96 * (sum((x - centre) ** 2 for x in logs) / max(len(logs) - 1, 1) / len(logs)) ** 0.5
+    variance = sum((x - centre) ** 2 for x in logs) / max(len(logs) - 1, 1)
+    spread = 1.96 * sqrt(variance / len(logs))
     return f"{exp(centre):.2f} [{exp(centre - spread):.2f}, {exp(centre + spread):.2f}]"
 
 
