@@ -1,4 +1,4 @@
-"""The first step of a round: let the drafter run ahead as far as each row's policy wants."""
+"""The first step of a round: what the engine lends to the drafter, and makes of what it drafts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
-from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
+from forerun.engine.endings import draft_stop, proposal_stop
+from forerun.engine.foreseen import NOTHING, Foreseen
 from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
-from forerun.governors.base import Seat
 from forerun.rules.base import sample
 from forerun.runtime.base import Best, best_of
 from forerun.signals import measure
@@ -22,7 +21,10 @@ MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
 
 
 class RoundContext:
-    """Sampling and the policies' decisions, for the rows as they are; see `StepContext`."""
+    """Sampling and the policies' decisions, for the rows as they are; see `StepContext`.
+
+    A round begins by `begin` and ends by `end`; in between a drafter proposes.
+    """
 
     def __init__(
         self, rows: Sequence[Row], lengths: Lengths, sampler: Sampler, clock: Callable[[], float]
@@ -34,14 +36,27 @@ class RoundContext:
         self._signals = lengths.signals & MEASURED
         self._ids = bool(lengths.signals - MEASURED)
         self.greedy = self._signals if sampler.trivial and not self.reads else None
-        self.foresees = not self.reads and any(row.place or row.prediction for row in rows)
-        """Whether a request may know tokens ahead of the drafter: forced or predicted ones."""
-        self.forced: dict[int, list[int]] = {}
-        """Per row what its constraint forces, ahead of the drafter's tokens this round."""
+        self._constrained = any(row.place for row in rows)
+        self._foresees = not self.reads and any(row.place or row.prediction for row in rows)
+        self._foreseen = NOTHING
         self.certain = sampler.all_certain
         """Whether every token is the arg-max of something."""
-        self.asks = lengths.stops_early
+        self._asks = lengths.stops_early
         """Whether policies are shown what is drafted."""
+
+    def begin(self, ready: Sequence[bool], drafter: Drafter) -> list[int]:
+        """Begin a round: per row the most tokens that the drafter may add."""
+        self._foreseen = Foreseen.of(self._rows, ready) if self._foresees else NOTHING
+        each = zip(self._rows, ready, strict=True)
+        rooms = [row.room(drafter.limit) if on else 0 for row, on in each]
+        return self._foreseen.rooms(rooms, drafter) if self._foresees else rooms
+
+    def texts(self, most: Sequence[int]) -> Texts:
+        """Per row the text to draft from, None where nothing shall be drafted."""
+        texts = [row.context if n else None for row, n in zip(self._rows, most, strict=True)]
+        for i, tokens in self._foreseen.forced.items():
+            texts[i] = texts[i] and [*self._rows[i].context, *tokens]
+        return texts
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
@@ -106,15 +121,15 @@ class RoundContext:
     def _shaped(self, logits: torch.Tensor, proposal: Proposal, own: bool = False) -> torch.Tensor:
         """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""
         drafted: Sequence[Sequence[int]] = proposal.tokens
-        if self.forced:
-            drafted = [[*self.forced.get(i, ()), *own] for i, own in enumerate(drafted)]
+        if forced := self._foreseen.forced:
+            drafted = [[*forced.get(i, ()), *own] for i, own in enumerate(drafted)]
         return self._sampler.shape(logits.unsqueeze(1), self._rows, drafted, None, own)
 
     def settle(
         self, active: list[int], most: Sequence[int], proposal: Proposal, free: bool = False
     ) -> list[int]:
         going = []
-        asked = self.asks and bool(active)
+        asked = self._asks and bool(active)
         if asked:
             newest: list[Token | None] = [None] * len(self._rows)
             for row in active:
@@ -133,114 +148,38 @@ class RoundContext:
     def free(self, row: int, kept: Sequence[float], enough: float) -> int | None:
         return self._lengths.free(row, kept, enough)
 
+    def end(self, proposal: Proposal, limits: Sequence[tuple[int, Stop]]) -> None:
+        """End a round: a reason for every row's end, tokens known ahead before the drafter's, and
+        none that policies leave out or constraints do not allow."""
+        if not proposal.steps and not proposal.catch_up_seconds and not proposal.free_steps:
+            proposal.steps = max(map(len, proposal.tokens))  # it has no model
+        for i, (limit, why) in enumerate(limits):
+            assert len(proposal.tokens[i]) <= limit, "no more is proposed than was asked for"
+            if proposal.stopped_by[i] is None:
+                self._stop(i, limit, why, proposal)
+            if self._asks and proposal.shown[i] and (count := self._lengths.trim(i)):
+                del proposal.tokens[i][max(len(proposal.tokens[i]) - count, 0) :]
+                proposal.stopped_by[i] = Stop.CONFIDENCE
+        if self._foresees:
+            self._foreseen.prepend(proposal)
+        if self._constrained:
+            self._cut_disallowed(proposal)
 
-def draft(
-    rows: Sequence[Row],
-    seats: Sequence[Seat | None],
-    drafter: Drafter,
-    lengths: Lengths,
-    guide: RoundContext,
-    costs: Costs,
-) -> Proposal:
-    """Draft for every row that has read its prompt, as far as its room, policy and drafter let it.
+    def _stop(self, i: int, limit: int, why: Stop, proposal: Proposal) -> None:
+        """Why a row's draft ended that neither its policy nor its drafter ended."""
+        tokens, eos = proposal.tokens[i], self._rows[i].eos
+        proposal.stopped_by[i] = proposal_stop(len(tokens), limit, why)
+        if not eos.isdisjoint(tokens):  # a block may go on beyond the end of the text
+            del tokens[next(n for n, token in enumerate(tokens, 1) if token in eos) :]
+            proposal.stopped_by[i] = Stop.END_OF_TEXT
 
-    Every row's `stopped_by` is set.
-
-    Args:
-        rows: of the pass.
-        seats: per row what governors need to know; None of rows that decode nothing.
-        drafter: who runs ahead.
-        lengths: how far.
-        guide: for drafters that go token by token.
-        costs: of the pass.
-    """
-    ready = [seat is not None for seat in seats]
-    forced = _forced(rows, ready) if guide.foresees else {}
-    predicted = _predictions(rows, ready) if guide.foresees else {}
-    predicted = {i: tokens for i, tokens in predicted.items() if i not in forced}
-    # A target that drafts cannot go on from tokens it has not verified.
-    idle = {*predicted, *(forced if drafter.target is not None else ())}
-    guide.forced = forced
-    rooms = [
-        max(row.room(drafter.limit) - len(forced.get(i, ())), 0) if on and i not in idle else 0
-        for i, (row, on) in enumerate(zip(rows, ready, strict=True))
-    ]
-    able = [seat if room else None for seat, room in zip(seats, rooms, strict=True)]
-    limits = list(map(draft_limit, lengths.limits(costs, able), rooms))
-    out = _propose(rows, limits, drafter, guide)
-    if guide.asks:
-        _trim(out, lengths)
-    for i in predicted:
-        out.stopped_by[i] = Stop.LIMIT
-    out.predicted.update(predicted)
-    out.forced = {i: len(tokens) for i, tokens in forced.items()}
-    out.prepend({**predicted, **forced})
-    _cut_disallowed(out, rows)
-    return out
-
-
-def _forced(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[int]]:
-    """Tokens that constraints force next, by row; a request that is to run plainly has none."""
-    out = {}
-    for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
-        if row.place is None or not on or row.plain:
-            continue
-        if room := row.room(row.limit):
-            out[i] = row.place.forced(row.context[row.prompt :])[:room]
-    return {i: tokens for i, tokens in out.items() if tokens}
-
-
-def _cut_disallowed(out: Proposal, rows: Sequence[Row]) -> None:
-    """End drafts before the first token that their constraint does not allow."""
-    for i, row in enumerate(rows):
-        if row.place is None or not (tokens := out.tokens[i]):
-            continue
-        good = row.place.valid(row.context[row.prompt :], tokens)
-        if good < len(tokens):
-            del tokens[good:]
-            out.stopped_by[i] = Stop.EXHAUSTED
-            out.forced[i] = min(out.forced.get(i, 0), good)
-
-
-def _predictions(rows: Sequence[Row], ready: Sequence[bool]) -> dict[int, list[int]]:
-    """Tokens that requests themselves predict next, by row."""
-    out = {}
-    for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
-        if row.prediction is not None and on and (room := row.room(row.limit)):
-            out[i] = row.prediction.propose(row.context[row.prompt :], room)
-    return {i: tokens for i, tokens in out.items() if tokens}
-
-
-def _trim(out: Proposal, lengths: Lengths) -> None:
-    """Leave out what policies do not want judged."""
-    for i, shown in enumerate(out.shown):
-        if shown and (count := lengths.trim(i)):
-            del out.tokens[i][max(len(out.tokens[i]) - count, 0) :]
-            out.stopped_by[i] = Stop.CONFIDENCE
-
-
-def _propose(
-    rows: Sequence[Row], limits: Sequence[tuple[int, Stop]], drafter: Drafter, guide: RoundContext
-) -> Proposal:
-    """What the drafter proposes up to these limits, with a reason for every row's end."""
-    most = [limit for limit, _ in limits]
-    if not any(most):
-        out = Proposal.none(len(rows))
-    else:
-        texts = [row.context if limit else None for row, limit in zip(rows, most, strict=True)]
-        for i, tokens in guide.forced.items():
-            texts[i] = texts[i] and [*rows[i].context, *tokens]
-        out = drafter.propose(texts, most, guide)
-        if not out.steps and not out.catch_up_seconds and not out.free_steps:  # it has no model
-            out.steps = max(map(len, out.tokens))
-    for row, (limit, why) in enumerate(limits):
-        tokens = out.tokens[row]
-        assert len(tokens) <= limit, "a drafter proposes no more than it was asked for"
-        if out.stopped_by[row] is not None:
-            continue
-        if rows[row].eos.isdisjoint(tokens):
-            out.stopped_by[row] = proposal_stop(len(tokens), limit, why)
-        else:  # a block may go on beyond the end of the text
-            del tokens[next(i for i, t in enumerate(tokens, 1) if t in rows[row].eos) :]
-            out.stopped_by[row] = Stop.END_OF_TEXT
-    return out
+    def _cut_disallowed(self, proposal: Proposal) -> None:
+        """End drafts before the first token that their constraint does not allow."""
+        for i, row in enumerate(self._rows):
+            if row.place is None or not (tokens := proposal.tokens[i]):
+                continue
+            good = row.place.valid(row.context[row.prompt :], tokens)
+            if good < len(tokens):
+                del tokens[good:]
+                proposal.stopped_by[i] = Stop.EXHAUSTED
+                proposal.forced[i] = min(proposal.forced.get(i, 0), good)

@@ -17,8 +17,8 @@ from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
 from forerun.engine.bans import bans, split_stops
 from forerun.engine.constraint import Place
-from forerun.engine.drafting import RoundContext, draft
-from forerun.engine.endings import reading
+from forerun.engine.drafting import RoundContext
+from forerun.engine.endings import draft_limit, reading
 from forerun.engine.judging import Judgements, RowVerdict, compare, judge, overruled
 from forerun.engine.lengths import Lengths, Memory
 from forerun.engine.meter import Meter
@@ -200,6 +200,21 @@ class Engine:
             self._observe(passed, proposal, judged)
             return self._report(passed, proposal, judged, committed)
 
+    def _draft(self, passed: Pass) -> Proposal:
+        """What is known ahead, then the drafter's tokens, as far as policies and governors go."""
+        guide = self._guide
+        rooms = guide.begin(passed.ready, self.drafter)
+        seats = [self._seat(i) if room else None for i, room in enumerate(rooms)]
+        limits = list(map(draft_limit, self._lengths.limits(passed.costs, seats), rooms))
+        most, proposal = [limit for limit, _ in limits], Proposal.none(len(rooms))
+        if any(most):
+            proposal = self.drafter.propose(guide.texts(most), most, guide)
+        guide.end(proposal, limits)
+        if not all(passed.ready):
+            self._read_along(passed)
+        passed.drafting = self._clock() - passed.began
+        return proposal
+
     def _admit(self) -> None:
         """Let waiting requests join, as rows that have read nothing yet."""
         joining = self._waiting[: self._max_rows - len(self._rows)]
@@ -284,26 +299,16 @@ class Engine:
             self._meter.costs(len(self._rows)),
         )
 
-    def _draft(self, passed: Pass) -> Proposal:
-        seats = [
-            Seat(rides=not row.rounds, unread=self._unread(i), left=row.left) if ready else None
-            for i, (row, ready) in enumerate(zip(self._rows, passed.ready, strict=True))
-        ]
-        proposal = draft(self._rows, seats, self.drafter, self._lengths, self._guide, passed.costs)
-        if not all(passed.ready):
-            self.drafter.follow(
-                [
-                    None if ready else row.context[:n]
-                    for row, n, ready in zip(self._rows, passed.upto, passed.ready, strict=True)
-                ]
-            )
-        passed.drafting = self._clock() - passed.began
-        return proposal
+    def _seat(self, i: int) -> Seat:
+        """What a governor needs to know of a row that may draft."""
+        row, followed = self._rows[i], [rows.lengths[i] for rows in self.drafter.caches]
+        unread = len(row.context) - min(followed) if followed else 0
+        return Seat(rides=not row.rounds, unread=unread, left=row.left)
 
-    def _unread(self, i: int) -> int:
-        """Tokens of a row that the drafter must read before it drafts."""
-        followed = [rows.lengths[i] for rows in self.drafter.caches]
-        return len(self._rows[i].context) - min(followed) if followed else 0
+    def _read_along(self, passed: Pass) -> None:
+        """Let the drafter read what the target reads of long prompts."""
+        texts = zip(self._rows, passed.upto, passed.ready, strict=True)
+        self.drafter.follow([None if ready else row.context[:n] for row, n, ready in texts])
 
     def _verify(self, passed: Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""
