@@ -47,8 +47,8 @@ class RoundContext:
     def begin(self, ready: Sequence[bool], drafter: Drafter) -> list[int]:
         """Begin a round: per row the most tokens that the drafter may add."""
         self._foreseen = Foreseen.of(self._rows, ready) if self._foresees else NOTHING
-        each = zip(self._rows, ready, strict=True)
-        rooms = [row.room(drafter.limit) if on else 0 for row, on in each]
+        pairs = zip(self._rows, ready, strict=True)
+        rooms = [row.room(drafter.limit) if on else 0 for row, on in pairs]
         return self._foreseen.rooms(rooms, drafter) if self._foresees else rooms
 
     def texts(self, most: Sequence[int]) -> Texts:
