@@ -31,11 +31,12 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict
         # A vocabulary of one token has no uncertainty to normalise by.
         most = math.log(logits.shape[-1]) or 1.0
         out["normalized_entropy"] = (out["entropy"] / most).clamp(max=1)
-    if names & {"logit_margin", "softmax_margin"}:
-        best = log.topk(min(2, log.shape[-1]), dim=-1).values
+    if names & {"logit_margin", "softmax_margin", "second"}:
+        best, ranked = log.topk(min(2, log.shape[-1]), dim=-1)
         top = best[..., 0]
         second = best[..., 1] if best.shape[-1] == 2 else torch.full_like(top, -math.inf)
         out["logit_margin"] = top - second
+        out["second"] = ranked[..., -1].to(log.dtype)
         if "softmax_margin" in names:
             out["softmax_margin"] = -torch.expm1(second - top)
         if "top1" in names:

@@ -22,6 +22,7 @@ from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Engine, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Columns, Executor, Facts
+from forerun.runtime.trees import Parents
 
 Script = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor]
 
@@ -37,7 +38,7 @@ class ScriptedModel(Executor):
             given the source and, behind it, the context.
     """
 
-    copies = True
+    copies = trees = True
 
     def __init__(
         self, script: Script, limit: int = 1 << 20, source_limit: int | None = None
@@ -88,8 +89,15 @@ class ScriptedModel(Executor):
     def _grow(self, rows: int) -> None:
         self.history.extend([] for _ in range(rows - len(self.history)))
 
+    def move(self, row: int, source: int, place: int) -> None:
+        self.history[row][place] = self.history[row][source]
+
     def run(
-        self, starts: Sequence[int], pieces: Sequence[Sequence[int]], wanted: Sequence[int]
+        self,
+        starts: Sequence[int],
+        pieces: Sequence[Sequence[int]],
+        wanted: Sequence[int],
+        parents: Parents = (),
     ) -> torch.Tensor:
         """The scripted logits (NaN where they mean nothing)."""
         self._grow(len(starts))
@@ -100,11 +108,15 @@ class ScriptedModel(Executor):
             source = self.sources[row] if self.sources else []
             assert start <= len(held), "fed beyond what the row holds"
             del held[start:]
-            for place, token in enumerate(piece, start=count - len(piece)):
-                held.append(token)
-                assert len(held) <= self.facts.limit, "fed beyond the context"
-                if place >= 0:
-                    out[row, place] = self._logits((*source, *held))
+            paths: list[list[int]] = []
+            for place, token in enumerate(piece):
+                parent = parents[row][place] if parents and parents[row] else -1
+                parent = place - 1 if parent < 0 else parent
+                paths.append([*(paths[parent] if parent >= 0 else held), token])
+                assert start + place < self.facts.limit, "fed beyond the context"
+                if (column := place + count - len(piece)) >= 0:
+                    out[row, column] = self._logits((*source, *paths[-1]))
+            held += piece
         return out
 
 

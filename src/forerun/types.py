@@ -51,7 +51,7 @@ SIGNALS = (
     "top1", "chosen", "entropy", "normalized_entropy", "logit_margin", "softmax_margin"
 )  # fmt: skip
 """What a draft distribution says about a drafted token (fields of `Token`); traces hold these."""
-LIVE_SIGNALS = ("logit_variance",)
+LIVE_SIGNALS = ("logit_variance", "second")
 """Likewise, but only while a model runs."""
 DRAWN = frozenset({"id", "previous", "chosen"})
 """Fields of `Token` that depend on which token was drawn."""
@@ -85,6 +85,8 @@ class Token(NamedTuple):
     """(P1 − P2) / P1 of the two highest probabilities, in [0, 1]."""
     logit_variance: Any = None
     """Variance of the logits of all tokens that are possible, ≥ 0; not in traces."""
+    second: Any = None
+    """Id of the second most likely token; not in traces."""
 
 
 class RoundOutcome(NamedTuple):

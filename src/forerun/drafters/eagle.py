@@ -110,6 +110,8 @@ class EagleDrafter(Drafter):
         if greedy is not None:
             best = self.rows.best(pieces, wanted, greedy)
             ids = self._ids
+            if "second" in greedy:
+                best.signals["second"] = [[ids[int(i)] for i in t] for t in best.signals["second"]]
             step = Step(best=Best([[ids[i] for i in t] for t in best.tokens], best.signals,
                                   best.sound))  # fmt: skip
         else:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from forerun.runtime.trees import FARTHEST
+
 FOLDED = "forerun_folded"
 """Name of `folded_attention` in transformers' registry."""
 
@@ -116,20 +118,47 @@ def mask_of(windows: Windows, make: Callable[[int | None], torch.Tensor]) -> Mas
     return make(windows)
 
 
-def additive_mask(
-    places: torch.Tensor, columns: int, window: int | None, dtype: torch.dtype
+def hidden_columns(
+    places: torch.Tensor, columns: int, window: int | None = None, tree: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Additive `(n, 1, width, columns)`: a token at a place sees the columns up to it.
+    """`(n, width, columns)` bool: a token at a place sees the columns up to it.
 
     Args:
         places: `(n, width)`.
         columns: shown.
         window: of these, how many; None: all.
-        dtype: of the model.
+        tree: `(2, n, width)` positions in the text and what of the columns before it each token
+            sees, as by `branches`; None: tokens follow each other.
     """
-    column, places = torch.arange(columns, device=places.device), places.unsqueeze(-1)
-    hidden = column > places
+    column, place = torch.arange(columns, device=places.device), places.unsqueeze(-1)
+    hidden = column > place
+    if tree is not None:
+        back = (place - column).clamp_(0, FARTHEST)
+        hidden |= (tree[1].unsqueeze(-1) >> back) & 1 == 0
     if window is not None:
-        hidden = hidden | (column <= places - window)
+        newest = place if tree is None else tree[0].unsqueeze(-1)
+        hidden |= positions_of_columns(places, columns, tree).unsqueeze(1) <= newest - window
+    return hidden
+
+
+def positions_of_columns(
+    places: torch.Tensor, columns: int, tree: torch.Tensor | None
+) -> torch.Tensor:
+    """`(n or 1, columns)` positions in the text; arguments as of `hidden_columns`."""
+    column = torch.arange(columns + 1, device=places.device).unsqueeze(0)
+    if tree is not None:  # padding may write beyond what is shown
+        column = column.repeat(len(places), 1).scatter_(1, places.clamp(max=columns), tree[0])
+    return column[:, :columns]
+
+
+def additive_mask(
+    places: torch.Tensor,
+    columns: int,
+    window: int | None,
+    dtype: torch.dtype,
+    tree: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Additive `(n, 1, width, columns)`, of `dtype`; arguments as of `hidden_columns`."""
+    hidden = hidden_columns(places, columns, window, tree)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
     return mask.masked_fill(hidden, torch.finfo(dtype).min).unsqueeze(1)

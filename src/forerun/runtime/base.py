@@ -16,6 +16,7 @@ from forerun.costs import Passes
 from forerun.errors import PromptError, SettingError
 from forerun.runtime.best import read
 from forerun.runtime.states import States
+from forerun.runtime.trees import Parents
 from forerun.signals import float_type, measure
 
 Pieces = Sequence[Sequence[int]]
@@ -99,6 +100,8 @@ class Executor(ABC):
     """Whether passes run on threads of their own. Torch's, which wait for more work busily after
     each operation that they share, would take their cores."""
 
+    trees: bool = False
+    """Whether pieces may be trees, and it has `move`."""
     packs: ClassVar[bool] = False
     """Whether a pass takes the tokens of all rows packed: others pad rows to the longest."""
     levels: tuple[int, ...] = ()
@@ -118,13 +121,18 @@ class Executor(ABC):
         """Keep these rows, in this order, with the tokens each holds; a row may be kept twice."""
 
     @abstractmethod
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         """Feed every row its next tokens.
 
         Args:
             starts: per row the tokens it holds.
             pieces: per row what follows them.
             wanted: per row how many of its last tokens' logits are wanted, 0 ≤ wanted ≤ its piece.
+            parents: what the tokens of a piece follow, with `trees`; empty: each the one before.
+                A token sees what its row holds and those of its piece that it follows, and stands
+                in the text behind these.
 
         Returns:
             `(rows, max(wanted), V)` logits; column `j` of a row is after token
@@ -137,9 +145,14 @@ class Executor(ABC):
         pieces: Pieces,
         wanted: Sequence[int],
         signals: frozenset[str],
+        parents: Parents = (),
     ) -> Best:
         """Like `run`, but only the arg-max of each wanted position and what is said of it."""
-        return best_of(self.run(starts, pieces, wanted), signals)
+        return best_of(self.run(starts, pieces, wanted, *_given(parents)), signals)
+
+    def move(self, row: int, source: int, place: int) -> None:
+        """Let a row hold at `place` what it holds at `source`."""
+        self.copy_in(row, place, self.copy_out(row, source, source + 1))
 
     def copy_out(self, row: int, first: int, last: int) -> Columns:
         """Copy what a row holds of its tokens `first` to `last`, which it must hold."""
@@ -183,6 +196,11 @@ class Executor(ABC):
             f"{self.facts.executor or type(self).__name__} runs no draft that shares the target's "
             "encoder; use a draft model or lookup, or `runtime='torch'`"
         )
+
+
+def _given(parents: Parents) -> tuple[Parents, ...]:
+    """An argument only where there is a tree: not every executor knows them."""
+    return (parents,) if any(parents) else ()
 
 
 def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
@@ -307,13 +325,26 @@ class Rows:
         if self.executor.states is not None:
             self.executor.states.drop(row)
 
+    @torch.inference_mode()
+    def move(self, row: int, source: int, place: int) -> None:
+        """Let a row cover at `place` what it covers at `source`: a token of a tree in the newest
+        pass that is kept, at its place in the text. A path moves from its root on."""
+        assert place <= source < self.lengths[row], "only what is covered can be moved"
+        if place < source:
+            self.executor.move(row, source, place)
+            if self.executor.states is not None:
+                self.executor.states.move(row, source, place)
+
     @_inferring
-    def feed(self, pieces: Pieces, wanted: Sequence[int] | None = None) -> torch.Tensor:
+    def feed(
+        self, pieces: Pieces, wanted: Sequence[int] | None = None, parents: Parents = ()
+    ) -> torch.Tensor:
         """Feed every row its next tokens and cover them; see `Executor.run`.
 
         Args:
             pieces: per row.
             wanted: per row; None wants the logits after every token.
+            parents: per row, of trees.
 
         Raises:
             PromptError: a row would grow beyond the context.
@@ -321,17 +352,21 @@ class Rows:
         began, ends = time.perf_counter(), self._ends(pieces)
         if wanted is None:
             wanted = list(map(len, pieces))
-        logits = self.executor.run(self.lengths, pieces, wanted)
+        logits = self.executor.run(self.lengths, pieces, wanted, *_given(parents))
         self._covered(ends, began)
         return logits
 
     @_inferring
     def best(
-        self, pieces: Pieces, wanted: Sequence[int], signals: frozenset[str] = frozenset()
+        self,
+        pieces: Pieces,
+        wanted: Sequence[int],
+        signals: frozenset[str] = frozenset(),
+        parents: Parents = (),
     ) -> Best:
         """Like `feed`, but only the most likely tokens; see `Executor.best`."""
         began, ends = time.perf_counter(), self._ends(pieces)
-        best = self.executor.best(self.lengths, pieces, wanted, signals)
+        best = self.executor.best(self.lengths, pieces, wanted, signals, *_given(parents))
         self._covered(ends, began)
         return best
 

@@ -53,10 +53,12 @@ def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dic
     """Signals of one distribution whose most likely token was chosen; see `forerun.signals`."""
     top = row[token]
     out: dict[str, float] = {}
-    if names & {"logit_margin", "softmax_margin"}:
+    if names & {"logit_margin", "softmax_margin", "second"}:
         row[token] = -np.inf
-        margin = float(top) - float(row[row.argmax()])
+        second = int(row.argmax())
+        margin = float(top) - float(row[second])
         row[token] = top
+        out["second"] = second
         out["logit_margin"] = margin
         out["softmax_margin"] = -math.expm1(-margin)
     if names & {"top1", "chosen", "entropy", "normalized_entropy"}:

@@ -34,6 +34,7 @@ from forerun.runtime.cache import cache_argument
 from forerun.runtime.fixed_cache import FixedCache
 from forerun.runtime.support import PROVEN, check_supported, probe
 from forerun.runtime.torch_executor import facts_of
+from forerun.runtime.trees import Parents, branches
 
 COLUMNS = 2048
 """Tokens a row has room for from the start: graphs are captured anew when the cache grows."""
@@ -106,6 +107,7 @@ class CudaGraphExecutor(Executor):
     """
 
     copies: ClassVar[bool] = True
+    trees = True
 
     def __init__(
         self, model: Any, compile: bool = False, capture: Callable[..., Any] = Graph
@@ -147,7 +149,9 @@ class CudaGraphExecutor(Executor):
         self.reserve(row + 1, first + columns.count)
         self.cache.copy_in(row, first, columns.states)
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         """One padded pass, or two where prompts are read beside rows that decode."""
         counts, most = list(map(len, pieces)), max(wanted, default=0)
         groups = _by_width(counts)
@@ -156,7 +160,7 @@ class CudaGraphExecutor(Executor):
         for fed in groups:
             rows = [row for row, n in enumerate(fed) if n and wanted[row]]
             last = max((wanted[row] for row in rows), default=0)
-            logits = self._pass(starts, pieces, fed, last, None)
+            logits = self._pass(starts, pieces, fed, last, None, parents)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # else the pass is timed as its launch
             if len(groups) == 1 and all(n == most for n in wanted):
@@ -174,12 +178,13 @@ class CudaGraphExecutor(Executor):
         pieces: Pieces,
         wanted: Sequence[int],
         signals: frozenset[str],
+        parents: Parents = (),
     ) -> Best:
         """The arg-max and its signals are part of the graph; one transfer each way."""
         counts = list(map(len, pieces))
         if len(_by_width(counts)) != 1:
-            return super().best(starts, pieces, wanted, signals)
-        values = self._pass(starts, pieces, counts, max(wanted), signals).tolist()
+            return super().best(starts, pieces, wanted, signals, parents)
+        values = self._pass(starts, pieces, counts, max(wanted), signals, parents).tolist()
         width = len(values[0][0])
         last = [
             [row[width - n :] for row, n in zip(part, wanted, strict=False)]  # padded rows end it
@@ -194,6 +199,7 @@ class CudaGraphExecutor(Executor):
         counts: Sequence[int],
         most: int,
         signals: frozenset[str] | None,
+        parents: Parents,
     ) -> torch.Tensor:
         """Replay a pass; rows with count 0 rest.
 
@@ -209,12 +215,16 @@ class CudaGraphExecutor(Executor):
         ids = [[0] * width for _ in range(rows)]
         positions = [[0] * width for _ in range(rows)]
         places = [[self.cache.columns - 1] * width for _ in range(rows)]
+        seen = [[-1] * width for _ in range(rows)]
         for row, count in enumerate(counts):
             if count:
+                depths, words = branches(parents[row] if parents else (), count)
                 ids[row][width - count :] = pieces[row]
-                positions[row][width - count :] = range(starts[row], starts[row] + count)
+                positions[row][width - count :] = [starts[row] + depth for depth in depths]
                 places[row][width - count :] = range(starts[row], starts[row] + count)
-        inputs = torch.tensor([ids, positions, places])
+                seen[row][width - count :] = words
+        # Passes without trees have graphs of their own, which need no fourth.
+        inputs = torch.tensor([ids, positions, places, *([seen] if any(parents) else [])])
         return self._replayed(inputs, columns, kept, signals)
 
     def _padded(self, width: int) -> int:
@@ -236,7 +246,7 @@ class CudaGraphExecutor(Executor):
     def _replayed(
         self, inputs: torch.Tensor, columns: int, kept: int, signals: frozenset[str] | None
     ) -> torch.Tensor:
-        key = (*inputs.shape[1:], columns, kept, signals)
+        key = (*inputs.shape, columns, kept, signals)
         if (graph := self._captured.get(key)) is None:
             graph = self._captured[key] = self._graph(inputs, columns, kept, signals)
         return graph(inputs)
@@ -270,11 +280,13 @@ class CudaGraphExecutor(Executor):
             ) from error
 
     def _step(self, inputs: torch.Tensor, columns: int, kept: int) -> torch.Tensor:
-        """The pass itself: tokens at places of the cache see the places up to their own."""
-        ids, positions, places = inputs.unbind()
+        """The pass itself: tokens at places of the cache see the places up to their own, or of
+        these what their tree says."""
+        ids, positions, places = inputs[:3]
+        tree = inputs[1::2] if len(inputs) == 4 else None
 
         def mask(window: int | None) -> torch.Tensor:
-            seen = additive_mask(places, columns, window, self.model.dtype)
+            seen = additive_mask(places, columns, window, self.model.dtype, tree)
             return folded_mask(seen, self._groups)
 
         self.cache.places, self.cache.shown = places, columns

@@ -13,6 +13,7 @@ from forerun.runtime.base import Facts, Pieces, Rows
 from forerun.runtime.cache import CachedExecutor
 from forerun.runtime.drafts import About, Tensors
 from forerun.runtime.states import States
+from forerun.runtime.trees import Parents
 
 KIND = "eagle"
 HEAD = 64
@@ -148,7 +149,9 @@ class HeadExecutor(CachedExecutor):
         """`(tokens, D)` states of all tokens of the next pass, a row's after another's."""
         self.states = States((1,), len(head.norm.weight))
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         rows = [row for row, piece in enumerate(pieces) if piece]
         counts = [len(pieces[row]) for row in rows]
         out = torch.zeros(

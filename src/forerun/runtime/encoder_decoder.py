@@ -12,6 +12,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import ForerunWarning, UnsupportedModelError
+from forerun.runtime.attention import hidden_columns, positions_of_columns
 from forerun.runtime.base import Executor, Facts, Pieces, Rows
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.placement import additive, placement_of
@@ -22,6 +23,7 @@ from forerun.runtime.support import (
     decoder_limit,
     probe_sources,
 )
+from forerun.runtime.trees import Parents, trees_of
 
 
 class OwnCache(RowCache):
@@ -52,6 +54,8 @@ class EncoderDecoderExecutor(Executor):
     Warns:
         ForerunWarning: the model's generation settings hold what is not applied here.
     """
+
+    trees = True
 
     def __init__(
         self, model: Any, encoder: Encoder | None = None, own_settings: bool = True
@@ -107,7 +111,12 @@ class EncoderDecoderExecutor(Executor):
         """The draft reads what this one's encoder read."""
         return EncoderDecoderExecutor(model, self.cross.encoder)
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def move(self, row: int, source: int, place: int) -> None:
+        self.cache.copy_in(row, place, self.cache.copy_out(row, source, source + 1))
+
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         """One padded pass of the rows with something to feed."""
         rows = [row for row, piece in enumerate(pieces) if piece]
         most = max(wanted, default=0)
@@ -119,6 +128,7 @@ class EncoderDecoderExecutor(Executor):
             [starts[row] for row in rows],
             [pieces[row] for row in rows],
             [wanted[row] for row in rows],
+            [parents[row] for row in rows] if parents else (),
         )
         if self.banned:
             banned = torch.tensor(self.banned, device=self.device)
@@ -130,16 +140,23 @@ class EncoderDecoderExecutor(Executor):
         return out
 
     def _pass(
-        self, rows: list[int], starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+        self,
+        rows: list[int],
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        parents: Parents,
     ) -> torch.Tensor:
         """One forward of these rows, whose other arguments come in their order."""
         counts = [len(piece) for piece in pieces]
         width, most = max(counts), max(wanted)
         columns = self.cache.open(rows, starts, width, self.device)
         begin = torch.tensor(starts, device=self.device)[:, None]
-        queries = begin + torch.arange(width, device=self.device)
-        keys = torch.arange(columns, device=self.device)[None]
-        hidden = keys[:, None] > queries[:, :, None]
+        places = begin + torch.arange(width, device=self.device)
+        tree = trees_of(starts, counts, parents, width).to(self.device) if any(parents) else None
+        queries = places if tree is None else tree[0]
+        keys = positions_of_columns(places, columns, tree)
+        hidden = hidden_columns(places, columns, None, tree)
         padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
         across = self._open_sources(rows)
         with self.placement.placed(queries, keys, hidden) as mask, self._picked(counts, wanted):

@@ -14,6 +14,7 @@ from forerun.errors import PromptError
 from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.torch_executor import TorchExecutor
+from forerun.runtime.trees import Parents
 
 Leave = Callable[[int, list[int], torch.Tensor], list[bool]]
 """`(depth, rows, hidden (n, H) of each row's newest token)` to which of the rows leave there."""
@@ -85,6 +86,8 @@ class LayersExecutor(TorchExecutor):
 
     Reference: Wen and Feng 2026, SpecBound, section 2.3.
     """
+
+    trees = False
 
     def __init__(self, model: Any) -> None:
         self.access = LayerAccess(model.eval())
@@ -174,8 +177,10 @@ class LayersExecutor(TorchExecutor):
                 break
         self.draft_seconds += time.perf_counter() - began
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
-        """As `TorchExecutor.run`; pending tokens of the pieces are only finished.
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
+        """As `TorchExecutor.run`, but for trees; pending tokens of the pieces are only finished.
 
         Pending tokens that are not fed are dropped.
         """

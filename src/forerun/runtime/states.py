@@ -70,6 +70,11 @@ class States:
         held = self._held
         self._held = {new: list(held[old]) for new, old in enumerate(rows) if old in held}
 
+    def move(self, row: int, source: int, place: int) -> None:
+        """Let a row have at `place` what it has at `source`, both of its newest pass."""
+        start, states = self._held[row][-1]
+        states[place - start] = states[source - start]
+
     def drop(self, row: int) -> None:
         """Forget what is held of a row."""
         self._held.pop(row, None)

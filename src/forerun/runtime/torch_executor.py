@@ -21,6 +21,7 @@ from forerun.runtime.cache import CachedExecutor, cache_argument
 from forerun.runtime.fingerprints import identity
 from forerun.runtime.states import States, Taps
 from forerun.runtime.support import PROVEN, check_supported, context_limit, probe
+from forerun.runtime.trees import Parents, trees_of
 
 CACHED_MASKS = 64
 """Widest pass whose mask is kept: wider ones read prompts, hardly any two of one length."""
@@ -39,6 +40,8 @@ class TorchExecutor(CachedExecutor):
     Raises:
         UnsupportedModelError: a row cache cannot serve this architecture; says why.
     """
+
+    trees = True
 
     def __init__(self, model: Any) -> None:
         check_supported(model)
@@ -66,23 +69,31 @@ class TorchExecutor(CachedExecutor):
             self.states = States(depths, width)
         return self.states
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         """One padded pass, or two where prompts are read beside rows that decode."""
         if len(pieces) == 1 and pieces[0]:
-            return self._pass([0], starts, pieces, wanted)
+            return self._pass([0], starts, pieces, wanted, parents)
         groups = _by_width(pieces)
         if len(groups) == 1 and len(groups[0]) == len(pieces):
-            return self._pass(groups[0], starts, pieces, wanted)
+            return self._pass(groups[0], starts, pieces, wanted, parents)
         shape = len(pieces), max(wanted, default=0), self.facts.vocab_size
         out = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for rows in groups:
             begin, fed = [starts[row] for row in rows], [pieces[row] for row in rows]
-            logits = self._pass(rows, begin, fed, [wanted[row] for row in rows])
+            trees = [parents[row] for row in rows] if parents else ()
+            logits = self._pass(rows, begin, fed, [wanted[row] for row in rows], trees)
             out[rows, : logits.shape[1]] = logits
         return out
 
     def _pass(
-        self, rows: list[int], starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+        self,
+        rows: list[int],
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        parents: Parents,
     ) -> torch.Tensor:
         """One forward of these rows, whose other arguments come in their order."""
         counts = [len(piece) for piece in pieces]
@@ -93,7 +104,11 @@ class TorchExecutor(CachedExecutor):
         # Of the padded columns, the logits from the first that any row wants.
         first = min(skipped) if most else width - 1
         ids, places = torch.tensor(padded, device=self.device), self._positions(starts, width)
-        mask = self._mask(starts, width, columns)
+        tree = None
+        if any(parents):
+            tree = trees_of(starts, counts, parents, width).to(self.device)
+            places = tree[0].clamp(max=self.facts.limit - 1)
+        mask = self._mask(starts, width, columns, tree)
         if self._taps is None or self.states is None:
             logits = self._forward(ids, places, mask, first)
         else:
@@ -137,11 +152,18 @@ class TorchExecutor(CachedExecutor):
         rows = [self._places[start : start + width] for start in starts]
         return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
-    def _mask(self, starts: Sequence[int], width: int, columns: int) -> Mask:
-        """Of `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i."""
-        return mask_of(
-            self._windows, lambda window: self._mask_within(window, starts, width, columns)
-        )
+    def _mask(
+        self, starts: Sequence[int], width: int, columns: int, tree: torch.Tensor | None = None
+    ) -> Mask:
+        """Of `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i, or what
+        its tree says."""
+
+        def within(window: int | None) -> torch.Tensor:
+            if tree is None:
+                return self._mask_within(window, starts, width, columns)
+            return self._build_mask(window, starts, width, columns, tree)
+
+        return mask_of(self._windows, within)
 
     def _mask_within(
         self, window: int | None, starts: Sequence[int], width: int, columns: int
@@ -159,11 +181,16 @@ class TorchExecutor(CachedExecutor):
         return self._build_mask(window, starts, width, columns)
 
     def _build_mask(
-        self, window: int | None, starts: Sequence[int], width: int, columns: int
+        self,
+        window: int | None,
+        starts: Sequence[int],
+        width: int,
+        columns: int,
+        tree: torch.Tensor | None = None,
     ) -> torch.Tensor:
         begin = torch.tensor(starts, device=self.device).unsqueeze(1)
         places = begin + torch.arange(width, device=self.device)
-        return additive_mask(places, columns, window, self.dtype)
+        return additive_mask(places, columns, window, self.dtype, tree)
 
 
 def torch_rows(model: Any, own_settings: bool = True) -> Rows:

@@ -29,6 +29,7 @@ from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Best, Executor, Facts, Pieces
+from forerun.runtime.trees import Parents
 from forerun.types import SIGNALS, FloatArray, IntArray, Stop
 
 UNLIMITED = 1 << 30
@@ -106,7 +107,9 @@ class NoModel(Executor):
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Nothing to do."""
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         return torch.empty((len(pieces), 0, 1))
 
 

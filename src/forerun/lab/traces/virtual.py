@@ -25,6 +25,7 @@ from forerun.lab.traces.batches import NoModel, Recorded, Replayed
 from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
 from forerun.runtime.base import Pieces
+from forerun.runtime.trees import Parents
 from forerun.types import FloatArray, IntArray
 
 KINDS = ("noise", "cold")
@@ -78,7 +79,9 @@ class _Target(NoModel):
         self._clock = clock
         self.behind_a_draft = False
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         costs, clock = self._clock.costs, self._clock
         unread = sum(len(p) - n for p, n in zip(pieces, wanted, strict=True) if len(p) > n)
         drafted = [max(n - 1, 0) for n in wanted]

@@ -22,6 +22,7 @@ from forerun.runtime.openvino.forms import HALVED, Forms, spans
 from forerun.runtime.openvino.nodes import tap
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.states import States
+from forerun.runtime.trees import Parents
 
 FIRST_BLOCKS = 16
 """Blocks of a new pool; it doubles when it runs out."""
@@ -91,6 +92,7 @@ class OpenVINOExecutor(Executor):
     def _compile(self, graph: ov.Model) -> None:
         precision = self.facts.precision if self.facts.precision in GROUPS else "fp32"
         self._forms = Forms(graph, self.facts, settings(precision, self.threads, self.group))
+        self.trees = self._forms.open.trees and not self._forms.most_split
         self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
 
@@ -164,9 +166,11 @@ class OpenVINOExecutor(Executor):
         """Into the row's blocks, which it is given."""
         self._version += self.pool.write(row, first, columns.states)
 
-    def run(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
         """One packed pass; the logits are the caller's own."""
-        seen = torch.from_numpy(self._pass(starts, pieces, wanted))
+        seen = torch.from_numpy(self._pass(starts, pieces, wanted, parents))
         rows, width = len(wanted), max(wanted, default=0)
         if seen.shape[0] == rows * width:
             return seen.clone().view(rows, width, self.facts.vocab_size)
@@ -181,12 +185,14 @@ class OpenVINOExecutor(Executor):
         pieces: Pieces,
         wanted: Sequence[int],
         signals: frozenset[str],
+        parents: Parents = (),
     ) -> Best:
         """One packed pass, or several where logits are many; they are read where they are."""
         wanting = [row for row, count in enumerate(wanted) if count]
         if len(wanting) > 1 and sum(wanted) > self._most:
-            return self._in_halves(starts, pieces, wanted, signals, wanting[len(wanting) // 2])
-        tokens, sound, values = read(self._pass(starts, pieces, wanted), signals)
+            at = wanting[len(wanting) // 2]
+            return self._in_halves(starts, pieces, wanted, signals, parents, at)
+        tokens, sound, values = read(self._pass(starts, pieces, wanted, parents), signals)
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
         places, width = spans(wanted), max(wanted, default=0)
@@ -206,6 +212,7 @@ class OpenVINOExecutor(Executor):
         pieces: Pieces,
         wanted: Sequence[int],
         signals: frozenset[str],
+        parents: Parents,
         at: int,
     ) -> Best:
         """The rows before `at`, then those from it on."""
@@ -213,10 +220,10 @@ class OpenVINOExecutor(Executor):
         nothing: list[list[int]] = [[] for _ in pieces]
         width = max(wanted)
         first = self.best(
-            starts, [*pieces[:at], *nothing[at:]], [*wanted[:at], *none[at:]], signals
+            starts, [*pieces[:at], *nothing[at:]], [*wanted[:at], *none[at:]], signals, parents
         )
         second = self.best(
-            starts, [*nothing[:at], *pieces[at:]], [*none[:at], *wanted[at:]], signals
+            starts, [*nothing[:at], *pieces[at:]], [*none[:at], *wanted[at:]], signals, parents
         )
 
         def joined(one: list[list[Any]], two: list[list[Any]], filler: Any) -> list[list[Any]]:
@@ -229,7 +236,7 @@ class OpenVINOExecutor(Executor):
         )
 
     def _pass(
-        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
     ) -> NDArray[np.float32]:
         """Run one packed pass; `(sum(wanted), V)`, overwritten by the next one."""
         counts = [len(piece) for piece in pieces]
@@ -246,7 +253,7 @@ class OpenVINOExecutor(Executor):
         self.cover(ends)
         if self.given is not None:
             form.give(self.given.numpy())
-        seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version)
+        seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version, parents)
         if self.states is not None:
             states = torch.from_numpy(form.request.states())
             for row, (first, last) in enumerate(spans(counts)):

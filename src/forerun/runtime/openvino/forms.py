@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.nodes import GIVEN, SOURCE_ROW, caches
+from forerun.runtime.openvino.nodes import GIVEN, SOURCE_ROW, TREES, caches
 from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
 from forerun.runtime.openvino.request import InferRequest
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
+from forerun.runtime.trees import FARTHEST, Parents, branches
 
 SIZES = (1, 4, 5, 8), (12, 16)
 """Tokens that graphs are compiled for: of a row alone, and when rows first share passes."""
@@ -118,6 +119,10 @@ class Form:
         self._shape: tuple[Sequence[int], Sequence[int]] = (), ()
         self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
         self._version = -1
+        self.trees = all(map(self.request.has, TREES))
+        """Whether passes may feed trees."""
+        self._branching = self.trees  # so that the inputs are bound
+        self._chains()
 
     def ports(self, prefix: str = "") -> list[Any]:
         """The inputs that are pools; see `nodes.caches`."""
@@ -146,11 +151,12 @@ class Form:
         ends: Sequence[int],
         tables: Sequence[Sequence[int]],
         version: int,
+        parents: Parents = (),
     ) -> NDArray[np.float32]:
         """One packed pass.
 
         Args:
-            starts, pieces, wanted: see `Executor.run`.
+            starts, pieces, wanted, parents: see `Executor.run`.
             ends: tokens each row holds afterwards. Of the last row that is fed all that the graph
                 takes beyond the pieces: it lies behind them, and what comes next overwrites it.
             tables: each row's blocks, enough for that.
@@ -170,9 +176,36 @@ class Form:
             self._ids[first : first + len(piece)] = array("q", piece)
             self._positions[first:last] = self._places[starts[row] : ends[row]]
             self._past[at] = starts[row]
+        if any(parents):
+            self._branch(starts, parents)
+        elif self._branching:
+            self._chains()
         self.request.longest[0] = max(ends)
         self.request.infer()
         return self._logits
+
+    def _branch(self, starts: Sequence[int], parents: Parents) -> None:
+        """Set the inputs `TREES`, and the positions of tokens that do not follow each other."""
+        squares = []
+        for row, first, last in self._fed:
+            depths, seen = branches(parents[row], len(parents[row]))
+            end, size = first + len(depths), last - first
+            self._positions[first:end] = array("q", [starts[row] + depth for depth in depths])
+            words = np.full(size, -1)
+            words[: len(seen)] = seen
+            back = np.arange(size)[:, None] - np.arange(size)
+            squares.append(((words[:, None] >> back.clip(0, FARTHEST)) & (back >= 0)).ravel() & 1)
+        begins = [0, *accumulate(map(len, squares))]
+        self.request.array(TREES[0], np.concatenate(squares).astype(np.uint8))
+        self.request.array(TREES[1], np.array(begins, np.int32))
+        self._branching = True
+
+    def _chains(self) -> None:
+        """No row feeds a tree."""
+        if self._branching:
+            self.request.array(TREES[0], np.zeros(0, np.uint8))
+            self.request.array(TREES[1], np.zeros(0, np.int32))
+            self._branching = False
 
     def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""

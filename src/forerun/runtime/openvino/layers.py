@@ -99,7 +99,7 @@ class OpenVINOLayersExecutor(LayersExecutor):
     def _graph(self, first: int, last: int) -> ov.Model:
         graph = export_layers(self.model, first, last)
         fuse(graph)
-        return attach(graph)
+        return attach(graph, trees=False)
 
     @torch.inference_mode()
     def _check(self) -> None:

@@ -31,6 +31,10 @@ ROWS = (
 """Inputs that say which tokens belong to which row, in the node's order of inputs."""
 KEYS = "key_cache."
 """The caches of keys have names that begin so and end in the number of the layer."""
+TREES = "tree_mask", "tree_begins"
+"""Inputs of passes that feed trees: a square per fed row, row after row, 1 where a token sees
+another of its row's, padding included; and where each square begins. Without numbers: none is a
+tree."""
 STATES = "states"
 """The output that `tap` adds."""
 GIVEN = "given"
@@ -43,12 +47,14 @@ row of each token: every token counts as a row that reads the last token of its 
 sees all of it and writes what is there already."""
 
 
-def attach(graph: ov.Model) -> ov.Model:
+def attach(graph: ov.Model, trees: bool = True) -> ov.Model:
     """Put paged-attention nodes where placeholders are; the graph is changed and returned.
 
     It gains the inputs `ROWS` and, per call of attention, `key_cache.N` and `value_cache.N` of
     `(blocks, heads, BLOCK, width)`, whose type is the plug-in's choice (`KV_CACHE_PRECISION`).
     Where calls are to sources, these have such inputs of their own, named `SOURCE` + the same.
+    With `trees` it gains the inputs `TREES`, too, unless a layer has a window: the node cuts those
+    by places of the cache, which in branches are not those of the text.
     """
     calls = attentions(graph)
     new: list[ov.Node] = []
@@ -65,6 +71,12 @@ def attach(graph: ov.Model) -> ov.Model:
         return [parameter(prefix + name, ov.Type.i32, shape) for name, shape in named]
 
     own, of_source, last = rows(""), [], iter(())
+    tree: list[ov.Output] = []
+    if trees and not any(call.window for call in calls):
+        tree = [
+            parameter(n, kind, [-1])
+            for n, kind in zip(TREES, (ov.Type.u8, ov.Type.i32), strict=True)
+        ]
     if widths := [w for call in calls if call.source for w in _widths(call)]:
         of_source = rows(SOURCE)
         table = parameter(SOURCE_LAST, ov.Type.f32, [-1, sum(widths)])
@@ -85,7 +97,8 @@ def attach(graph: ov.Model) -> ov.Model:
         states = [place.input_value(i) for i in range(3)]
         if call.source:
             states[1:] = next(last), next(last)
-        node = paged_attention(call, states, caches, of_source if call.source else own)
+        where = (of_source, []) if call.source else (own, tree)
+        node = paged_attention(call, states, caches, *where)
         (following,) = (user.get_node() for user in place.output(0).get_target_inputs())
         for user in following.output(0).get_target_inputs():
             user.replace_source_output(node.output(0))
@@ -185,7 +198,11 @@ def _widths(call: Attention) -> tuple[int, int]:
 
 
 def paged_attention(
-    call: Attention, states: list[ov.Output], caches: list[ov.Output], rows: list[ov.Output]
+    call: Attention,
+    states: list[ov.Output],
+    caches: list[ov.Output],
+    rows: list[ov.Output],
+    tree: Sequence[ov.Output] = (),
 ) -> ov.Node:
     """One node.
 
@@ -194,6 +211,7 @@ def paged_attention(
         states: queries, keys, values, each `(tokens, heads · width)`.
         caches: pools of keys and values.
         rows: the inputs `ROWS`.
+        tree: the inputs `TREES`, if trees are fed.
 
     Raises:
         MissingExtraError: this version of OpenVINO builds the node differently.
@@ -212,7 +230,7 @@ def paged_attention(
         none, none, none_f32, none_f32,  # rotated blocks, deltas, table; xattention threshold
         value(0), value(0), none_f32,  # xattention block size and stride; sinks
         value(0), none, none, none, none,  # adaptive eviction; its sizes and indices; ...
-        value([], np.uint8), none,  # tree masks
+        *(tree or (value([], np.uint8), none)),
     ]  # fmt: skip
     try:
         from openvino._pyopenvino.op import _PagedAttentionExtension

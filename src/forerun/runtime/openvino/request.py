@@ -54,6 +54,13 @@ class InferRequest:
             self._bound[name] = held
         return held[0]
 
+    def has(self, name: str) -> bool:
+        return name in self._index
+
+    def array(self, name: str, values: NDArray[Any]) -> None:
+        """Bind a copy of these numbers."""
+        self._request.set_input_tensor(self._index[name], ov.Tensor(values))
+
     def floats(self, name: str, size: int, width: int) -> NDArray[np.float32]:
         """The buffer of an input of `(size, 1, width)` numbers, bound; kept while its size is."""
         held = self._floats.get(name)
