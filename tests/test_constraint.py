@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -232,6 +233,37 @@ def test_a_mask_is_computed_once_for_draft_and_target() -> None:
     done = run([4], controller="fixed(4)", constraint=Once(False), max_new_tokens=24)
     assert len(done.tokens) > 5
     assert walks[0].asked <= len(done.tokens) + 1  # the same model drafts: nothing is rejected
+
+
+def test_masks_are_computed_while_the_target_runs() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    class Beside(Walk):
+        def allowed(self) -> NDArray[np.bool_]:
+            assert begun.wait(10)
+            mask = super().allowed()
+            ended.set()
+            return mask
+
+    class Waiting(ScriptedModel):
+        """Its passes end when a mask was computed since they began."""
+
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            begun.set()
+            assert ended.wait(10)
+            out = super().run(*args, **kwargs)
+            begun.clear()
+            ended.clear()
+            return out
+
+    class Language(Automaton):
+        def begin(self) -> Walk:
+            return Beside(self.moves, forces=False)
+
+    how: dict[str, Any] = {"controller": "fixed(0)", "max_new_tokens": 12}
+    plain = engine(ScriptedModel(chaotic(1)), eos=[EOS])([4], constraint=Automaton(), **how)
+    done = engine(Waiting(chaotic(1)), eos=[EOS])([4], constraint=Language(), **how)
+    assert done.tokens == plain.tokens
 
 
 class Broken(Automaton):

@@ -285,6 +285,26 @@ def test_an_interruption_leaves_the_model_usable(monkeypatch):
     assert record(model, work).prompts == 1
 
 
+def test_what_is_written_at_an_interrupt_is_the_last_part(monkeypatch):
+    model, counts = scripted(), []
+    work = [Task("any", str(i), [1, 2], Sampling(max_new_tokens=5)) for i in range(5)]
+    real = lab._draft_texts
+
+    def interrupted(*args):
+        counts.append(len(args[2]))
+        if len(counts) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(lab, "_draft_texts", interrupted)
+    kept = []
+    made = lab.parts(model, work, depth=3, batch_size=2, interrupted=kept.append)
+    assert [next(made).trace.ids, next(made).trace.ids] == [("0", "1"), ("2", "3")]
+    assert (counts, kept) == ([2, 2, 2], [2])
+    with pytest.raises(KeyboardInterrupt):
+        next(made)
+
+
 def test_errors():
     work = [Task("any", "0", [1, 2], Sampling(max_new_tokens=5))]
     model = scripted()

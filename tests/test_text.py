@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from forerun import Model
+from forerun.drafters.model import ModelDrafter
 from forerun.engine.text import HELD, UNREADABLE, Detokenizer, StopStrings, _Window, token_bytes
+from forerun.testing import ScriptedModel
 
 LETTERS = ["a", "b", "é", "你", "😀", "👩‍👩‍👧", "🇩🇪", "\u200d", "�", " ", "\n", "the "]  # fmt: skip
 END = "<|end|>"
@@ -149,6 +154,23 @@ def test_a_character_in_parts_is_one_piece(tokenizer):
     for cut in range(len(ids)):
         detokenizer = Detokenizer(tokenizer, ids[:cut])
         assert [detokenizer.push(token) for token in ids[cut:]][-1].endswith("😀")
+
+
+def test_a_stream_drafts_when_its_first_character_is_complete():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    ids = tokenizer.encode("🙂abcdefgh", add_special_tokens=False)
+    says = torch.full((len(tokenizer), len(tokenizer)), -9.0)  # by the token before
+    for before, after in pairwise([ids[-1], *ids]):
+        says[before, after] = 9.0
+    first = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]).strip(" �"))
+    pair = [ScriptedModel(lambda text: says[text[-1]]) for _ in range(2)]
+    model = Model(pair[0], ModelDrafter(pair[1], len(tokenizer)), tokenizer)
+    how = {"controller": "fixed(3)", "max_new_tokens": len(ids) - 1, "ignore_eos": True}
+    events = list(model.stream([ids[-1:]], **how))
+    drafted = [event.round.drafted for event in events]
+    assert drafted[:first] == [0] * first
+    assert drafted[first] == 3
+    assert "".join(p.text for e in events for p in e.pieces).strip().startswith("🙂")
 
 
 def test_three_bytes_are_held_back_and_no_more():

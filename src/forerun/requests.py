@@ -27,7 +27,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class Matcher(Protocol):
-    """Where in a constraint one text is. Only ever asked by one thread."""
+    """Where in a constraint one text is. Asked by one thread at a time."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """`(≤ V,)` tokens that may come next and go on with the text."""

@@ -137,37 +137,52 @@ def test_the_file_s_own_settings_come_first(record):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_keeps_whole_prompts(record, out, monkeypatch, number, code):
+def test_an_interrupt_keeps_what_is_written(record, out, monkeypatch, number, code):
+    from forerun.engine.loop import Engine
     from forerun.lab.traces import record as lab
 
     calls = []
 
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            os.kill(os.getpid(), number)
-        return real(*args)
+    def interrupting(place, name, after):
+        """Signals when a function begins for the n-th time."""
+        real = getattr(place, name)
+        calls.clear()
 
-    real = lab._draft_texts
-    monkeypatch.setattr(lab, "_draft_texts", interrupted)
-    result = record("--batch-size", "1", "--json")
-    assert (result.code, result.out) == (code, "")
-    assert result.err == f"interrupted; {out} holds 2 of 3 prompts\n"
-    trace = read(out)
-    assert (trace.prompts, trace.about["complete"]) == (2, False)
+        def call(*args):
+            calls.append(args)
+            if len(calls) == after:
+                os.kill(os.getpid(), number)
+            return real(*args)
 
-    out.unlink()
-    monkeypatch.setattr(lab, "_draft_texts", real)
+        return monkeypatch.context(), lambda patch: patch.setattr(place, name, call)
+
     record()
     whole = read(out)
-    assert trace.draft_tokens.tolist() == whole.take([0, 1]).draft_tokens[:, :6].tolist()
-
-    out.unlink()
-    monkeypatch.setattr(lab, "_draft_texts", interrupted)
-    calls[:] = [None, None]
-    result = record()
-    assert (result.code, out.exists()) == (code, False)
-    assert result.err == "interrupted before the first batch was complete; nothing is saved\n"
+    for place, name, after, kept in (
+        (lab, "_draft_texts", 1, [0, 1, 2]),  # while the first batch is drafted for
+        (Engine, "step", 5, [1]),  # while it is written: the second prompt has three tokens
+        (Engine, "step", 2, []),
+    ):
+        out.unlink(missing_ok=True)
+        context, apply = interrupting(place, name, after)
+        with context as patch:
+            apply(patch)
+            result = record("--json")
+        assert (result.code, result.out) == (code, "")
+        if not kept:
+            line = "interrupted before the first text was complete; nothing is saved\n"
+            assert (result.err, out.exists()) == (line, False)
+            continue
+        assert result.err == (
+            f"interrupted; drafting for {len(kept)} texts that are complete\n"
+            f"interrupted; {out} holds {len(kept)} of 3 prompts\n"
+        )
+        trace = read(out)
+        assert trace.about["complete"] is (len(kept) == 3)
+        wanted = whole.take(kept)
+        width = trace.tokens.shape[1]
+        assert trace.ids == wanted.ids
+        assert trace.draft_tokens.tolist() == wanted.draft_tokens[:, :width].tolist()
 
 
 def test_mistakes(record, out, tmp_path, monkeypatch):

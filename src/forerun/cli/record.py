@@ -111,18 +111,23 @@ def _record(
         trace.write(output)
         return trace
 
+    def interrupted(count: int) -> None:
+        note(stderr(), f"interrupted; drafting for {count} texts that are complete")
+
+    made = parts(
+        job.model, tasks, depth=depth, batch_size=job.batch_size, rule=job.rule,
+        interrupted=interrupted,
+    )  # fmt: skip
     try:
         with progress("recording", len(tasks), "prompts") as tell:
-            for part in parts(
-                job.model, tasks, depth=depth, batch_size=job.batch_size, rule=job.rule
-            ):
+            for part in made:
                 done.append(part)
                 tell("recording", sum(p.trace.prompts for p in done))
     except KeyboardInterrupt:
         if done:
             note(stderr(), f"interrupted; {output} holds {save().prompts} of {len(tasks)} prompts")
         else:
-            note(stderr(), "interrupted before the first batch was complete; nothing is saved")
+            note(stderr(), "interrupted before the first text was complete; nothing is saved")
         raise
     return save()
 

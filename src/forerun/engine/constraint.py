@@ -64,12 +64,22 @@ class Place:
             logits[i].masked_fill_(torch.from_numpy(~mask).to(logits.device), -torch.inf)
 
     def valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """How many tokens of a draft are allowed, one after the other."""
-        for i, token in enumerate(draft):
-            mask = self._mask([*output, *draft[:i]])
-            if mask is None or not mask[token]:
-                return i
-        return len(draft)
+        """How many tokens of a draft are allowed, one after the other; this needs no mask."""
+        end = next((i for i, token in enumerate(draft) if token in self._eos), len(draft))
+        try:
+            if not self._follow([*output, *draft[:end]]):
+                return max(len(self._at) - len(output), 0)
+            return end + (end < len(draft) and self._matcher.complete())
+        except Exception as error:  # of anybody's constraint
+            self.error = error
+            return 0
+
+    def prepare(self, output: Sequence[int], draft: Sequence[int]) -> None:
+        """Compute the masks that `restrict` wants next, while a pass runs."""
+        self._begin(output)
+        for i in range(min(len(draft) + 1, KEPT)):
+            if self._mask([*output, *draft[:i]]) is None:
+                return
 
     def forced(self, output: Sequence[int]) -> list[int]:
         try:

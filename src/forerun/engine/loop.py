@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from operator import add, eq, sub
 from secrets import randbits
@@ -88,6 +89,7 @@ class Engine:
         self._reuse = Reuse(prefixes, caches)
         alone = all(rows.executor.own_threads for rows in caches)
         self._threads: AbstractContextManager[Any] = OneThread() if alone else nullcontext()
+        self._beside = ThreadPoolExecutor(1, "forerun-masks")  # starts nothing before it is used
         self._refresh()
 
     def submit(
@@ -272,6 +274,7 @@ class Engine:
         )
         self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock)
         self._may_exclude = any(row.sampling.excludes for row in rows)
+        self._constrained = any(row.place is not None for row in rows)
         self._scores = any(
             row.request.logprobs is not None or row.request.keep_logits for row in rows
         )
@@ -345,7 +348,10 @@ class Engine:
             best = self.target.best(pieces, wanted)
             self._tell(best.tokens, pieces, wanted)
             return compare(rows, proposal.tokens, best, wanted)
+        masks = self._masks(proposal, wanted) if self._constrained else None
         logits = self.target.feed(pieces, wanted)
+        if masks is not None:
+            masks.result()
         if not any(wanted):
             return {}
         if self.drafter.hears:
@@ -365,6 +371,20 @@ class Engine:
         if self._scores:
             scoring.note(rows, proposal, logits, out)
         return out
+
+    def _masks(self, proposal: Proposal, wanted: Sequence[int]) -> Future[None]:
+        """What constraints allow behind the drafts, computed beside the pass."""
+        held = [
+            (row.place, row.context[row.prompt :], tokens)
+            for row, tokens, n in zip(self._rows, proposal.tokens, wanted, strict=True)
+            if row.place is not None and n
+        ]
+
+        def prepare() -> None:
+            for place, output, tokens in held:
+                place.prepare(output, tokens)
+
+        return self._beside.submit(prepare)
 
     def _tell(self, best: Sequence[Sequence[int]], pieces: Pieces, wanted: Sequence[int]) -> None:
         """Tell the drafter what the target said, if it hears it."""

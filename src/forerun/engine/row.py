@@ -17,7 +17,7 @@ from forerun.engine.constraint import Place
 from forerun.engine.noise import Noise, stream
 from forerun.engine.prediction import PredictionCursor
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
-from forerun.engine.text import Detokenizer, StopStrings
+from forerun.engine.text import HELD, Detokenizer, StopStrings
 from forerun.errors import ForerunError
 from forerun.requests import Request, Sampling
 
@@ -40,7 +40,8 @@ class Row:
     limit: int
     """Most tokens of context."""
     rests_first: bool
-    """Whether its first token comes without a draft, as soon as plainly."""
+    """Whether its first token comes without a draft, as soon as plainly; of a stream, its first
+    character."""
     submitted: float
     place: Place | None = None
     """In its constraint, if it has one."""
@@ -106,9 +107,14 @@ class Row:
 
     def room(self, drafter_limit: int) -> int:
         """Most tokens worth drafting: all must fit, with the target's own that follows."""
-        if self.rests_first and not self.rounds:
+        if self.rests_first and (not self.rounds or self._begins):
             return 0
         return max(0, min(self._draft_full, drafter_limit) - len(self.context))
+
+    @property
+    def _begins(self) -> bool:
+        """Whether a stream's first character is not complete yet."""
+        return self.request.stream and self.produced <= HELD and self.text.holds
 
     def predicted(self, drafted: int, accepted: int) -> None:
         """What became of a draft of its prediction."""

@@ -153,6 +153,11 @@ class Detokenizer:
         """The text this token adds; empty while a character is unfinished."""
         return self._way.push(token) if self._way else ""
 
+    @property
+    def holds(self) -> bool:
+        """Whether the newest token left a character unfinished."""
+        return self._way is not None and self._way.holds
+
     def flush(self) -> str:
         """Whatever an unfinished character at the very end decodes to."""
         return self._way.flush() if self._way else ""
@@ -177,6 +182,10 @@ class _Bytes:
         if not self._begun and data:
             self._begun, data = True, self._known.begin(token)
         return self._utf8.decode(data)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -210,6 +219,10 @@ class _Window:
         self._read = len(self._tokens)
         self._shown = self._decode()
         return new
+
+    @property
+    def holds(self) -> bool:
+        return len(self._tokens) > self._read
 
     def flush(self) -> str:
         return "" if self._shown is None else self._decode()[len(self._shown) :]

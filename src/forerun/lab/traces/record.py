@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -109,8 +110,11 @@ def parts(
     depth: int = 24,
     batch_size: int = 16,
     rule: str | AcceptanceRule = "gumbel",
+    interrupted: Callable[[int], None] | None = None,
 ) -> Iterator[RecordedPart]:
     """Record batch by batch, in the order of the tasks; a caller may stop between batches.
+
+    Interrupted, it goes on with what is written of the batch: its complete texts are the last part.
 
     Args:
         model: a target and a draft model.
@@ -118,9 +122,12 @@ def parts(
         depth: K ≥ 1, tokens drafted from each position.
         batch_size: prompts decoded together.
         rule: by which sampled texts are judged, `gumbel` or `standard`.
+        interrupted: told how many texts are complete, before they are drafted for; a second
+            interrupt drops them.
 
     Raises:
         SettingError: no draft model, another rule, or a setting out of range.
+        KeyboardInterrupt: after the last part.
         PromptError: no prompts, or a text that the draft's context cannot hold.
     """
     whole("depth", depth, 1)
@@ -137,7 +144,7 @@ def parts(
                 f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
                 f"draft's context holds {drafter.limit}; lower max_new_tokens"
             )
-    return _parts(model, drafter, tasks, depth, batch_size, judge)
+    return _parts(model, drafter, tasks, depth, batch_size, judge, interrupted)
 
 
 def finish(
@@ -253,25 +260,54 @@ def _parts(
     depth: int,
     batch_size: int,
     rule: AcceptanceRule,
+    interrupted: Callable[[int], None] | None,
 ) -> Iterator[RecordedPart]:
     for start in range(0, len(tasks), batch_size):
         batch, began = tasks[start : start + batch_size], time.perf_counter()
-        completions = model.generate(
-            [task.tokens for task in batch],
-            plain=True,
-            rule=rule,
-            sampling=[task.sampling for task in batch],
-            batch_size=batch_size,
-        )
+        completions, interrupt = _write(model, batch, rule, batch_size)
+        if interrupt is not None and not completions:
+            raise interrupt
         wrote = time.perf_counter()
-        texts = [
-            _text(model, task, done, depth, rule)
-            for task, done in zip(batch, completions, strict=True)
-        ]
-        drafts = _draft_texts(model.target, drafter, texts, depth)
+        texts = [_text(model, batch[i], done, depth, rule) for i, done in completions.items()]
+        drafts: list[_Draft] = []
+        if interrupt is None:
+            try:
+                drafts = _draft_texts(model.target, drafter, texts, depth)
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            if interrupted is not None:
+                interrupted(len(texts))
+            drafts = _draft_texts(model.target, drafter, texts, depth)
         pairs = zip(texts, drafts, strict=True)
         trace = concatenate([_trace(model, text, draft, depth) for text, draft in pairs])
         yield RecordedPart(trace, wrote - began, time.perf_counter() - began)
+        if interrupt is not None:
+            raise interrupt
+
+
+def _write(
+    model: Model, batch: Sequence[Task], rule: AcceptanceRule, batch_size: int
+) -> tuple[dict[int, Completion], KeyboardInterrupt | None]:
+    """The texts that are complete, by place and in its order, and what interrupted the others."""
+    stream = model.stream(
+        [task.tokens for task in batch],
+        plain=True,
+        rule=rule,
+        sampling=[task.sampling for task in batch],
+        batch_size=batch_size,
+        first_token_soon=False,
+    )
+    done: dict[int, Completion] = {}
+    interrupt = None
+    with closing(stream):
+        try:
+            for event in stream:
+                if event.completion is not None:
+                    done[event.request] = event.completion
+        except KeyboardInterrupt as error:
+            interrupt = error
+    return dict(sorted(done.items())), interrupt
 
 
 def _text(
