@@ -259,7 +259,6 @@ def test_a_file_that_changes_does_not_change_a_model_that_runs(tmp_path, damage)
             {"adapter_config.json": '{"base_model_name_or_path": "some/base"}'},
             "a LoRA adapter of some/base; merge it first",
         ),
-        ({"openvino_model.xml": "", "config.json": "{}"}, "an exported OpenVINO model"),
         (
             {"config.json": '{"quantization_config": {"quant_method": "awq"}}'},
             "quantised by awq, which is not read here; use the checkpoint",

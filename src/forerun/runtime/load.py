@@ -6,6 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from forerun.errors import (
 from forerun.runtime import gguf
 from forerun.runtime.packing import unmapped
 
+EXPORTED = "openvino_model.xml"
+"""What optimum calls the graph of an exported model."""
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -80,6 +83,10 @@ def load_model(
     where, path = resolve_device(device), gguf.locate(name)
     wanted = resolve_dtype(dtype)
     options: dict[str, Any] = {"dtype": wanted or "auto", "use_safetensors": True}
+    if exported(name):
+        raise UnsupportedModelError(
+            f"{str(name)!r} holds an exported OpenVINO model, which the runtime openvino runs"
+        )
     if path is None:
         _check_path(name)
     else:
@@ -250,7 +257,7 @@ def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     if _is_plain_llama(name):
         from transformers import PreTrainedConfig
 
-        return PreTrainedConfig.from_pretrained(str(name))
+        return PreTrainedConfig(**read_json(Path(name).expanduser() / "config.json"))
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(str(name), trust_remote_code=trust_remote_code)
@@ -264,7 +271,7 @@ def _plain_tokenizer(name: str | Path) -> Any:
     """
     if not _is_plain_llama(name):
         return None
-    settings = _read_json(Path(name).expanduser() / "tokenizer_config.json")
+    settings = read_json(Path(name).expanduser() / "tokenizer_config.json")
     generic = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     if not generic or "auto_map" in settings:
         return None
@@ -275,18 +282,27 @@ def _plain_tokenizer(name: str | Path) -> Any:
 
 def _is_plain_llama(name: str | Path) -> bool:
     """Whether a folder's config.json can be read as it is, without the family's class."""
-    config = _read_json(Path(name).expanduser() / "config.json")
+    config = read_json(Path(name).expanduser() / "config.json")
     plain = config.get("model_type") == "llama" and "auto_map" not in config
     return plain and "max_position_embeddings" in config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """An object in a file; empty if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def exported(name: str | Path) -> Path | None:
+    """The folder of an exported OpenVINO model that a name means, or None if it means none."""
+    with suppress(OSError, ValueError, RuntimeError):  # no name of a folder
+        folder = Path(name).expanduser()
+        if (folder / EXPORTED).is_file() and not list(folder.glob("*.safetensors")):
+            return folder
+    return None
 
 
 def _check_path(name: str | Path) -> None:
@@ -308,17 +324,12 @@ def _check_path(name: str | Path) -> None:
 def _other_format(folder: Path) -> str | None:
     """What a folder holds that is not read here, and the way out; None: nothing of the kind."""
     if (folder / "adapter_config.json").is_file() and not list(folder.glob("model*.safetensors")):
-        base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (
             f"holds a LoRA adapter of {base or 'a model it does not name'}; merge it first: "
             "PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)"
         )
-    if (folder / "openvino_model.xml").is_file() and not list(folder.glob("*.safetensors")):
-        return (
-            "holds an exported OpenVINO model, whose attention keeps its cache inside; use the "
-            "checkpoint it was made from, or a GGUF file"
-        )
-    quantised = _read_json(folder / "config.json").get("quantization_config")
+    quantised = read_json(folder / "config.json").get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     if method in ("awq", "gptq"):
         return (

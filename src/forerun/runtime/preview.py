@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from forerun.errors import ForerunError, ModelError
+from forerun.errors import ForerunError, MissingExtraError, ModelError
 from forerun.runtime import gguf
-from forerun.runtime.load import read_config
+from forerun.runtime.load import EXPORTED, exported, read_config
 from forerun.runtime.support import context_limit, refusal
 
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
@@ -75,11 +75,13 @@ def preview(name: str | Path) -> Preview:
         )
     from forerun.runtime.openvino.load import files
 
+    if folder := exported(name):
+        return _exported(folder, installed)
     here = [path for path in files(name) if path.suffix == ".safetensors"]
     if not here:
         raise ModelError(
-            f"no model of safetensors or GGUF at {str(name)!r} on this machine; give a folder, a "
-            "GGUF file, or an id that was downloaded"
+            f"no model of safetensors, GGUF or OpenVINO at {str(name)!r} on this machine; give a "
+            "folder, a GGUF file, or an id that was downloaded"
         )
     try:
         config = read_config(name)
@@ -104,6 +106,24 @@ def preview(name: str | Path) -> Preview:
         f"openvino(precision='int8') would take {weights / 1e6:,.0f} MB and be another model"
         if installed
         else f"torch, {size / 1e6:,.0f} MB",
+    )
+
+
+def _exported(folder: Path, installed: bool) -> Preview:
+    if not installed:
+        raise MissingExtraError.of("openvino", "openvino")
+    from forerun.runtime.openvino.exported import graph_of
+
+    _, facts = graph_of(folder)
+    return Preview(
+        str(folder),
+        str(read_config(folder).model_type),
+        facts.weights,
+        facts.precision,
+        (folder / EXPORTED).with_suffix(".bin").stat().st_size,
+        facts.limit,
+        facts.token_bytes,
+        f"openvino, weights as they are ({facts.precision})",
     )
 
 

@@ -17,7 +17,7 @@ from forerun.errors import ForerunWarning, MissingExtraError, SettingError, Unsu
 from forerun.registry import Registry
 from forerun.runtime import gguf
 from forerun.runtime.base import Rows
-from forerun.runtime.load import load_model, resolve_device, resolve_dtype, run_once
+from forerun.runtime.load import exported, load_model, resolve_device, resolve_dtype, run_once
 from forerun.runtime.packing import pack, unpacked
 from forerun.runtime.torch_executor import torch_rows
 
@@ -182,7 +182,7 @@ def _exportable(source: Source) -> bool:
     """Whether a model is on this machine and its export fits into the free memory."""
     from forerun.runtime.openvino.load import files
 
-    if gguf.locate(source.name):
+    if gguf.locate(source.name) or exported(source.name):
         return True
     here = files(source.name)
     if here and _relative(here[0]):

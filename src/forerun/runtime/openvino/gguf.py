@@ -24,6 +24,7 @@ from forerun.runtime.openvino.export import (
     placeholder,
     reason,
 )
+from forerun.runtime.openvino.ports import before, last_two, replace
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Those that tests compare with `transformers`."""
@@ -93,7 +94,7 @@ def _rewritten(graph: ov.Model, file: GGUF) -> ov.Model:
         op.parameter(ov.PartialShape(shape), ov.Type.i64) for shape in ([-1, 1], [-1, 1], [-1])
     ]
     for port, by in ((ports["inp_tokens"], ids), (ports["inp_pos"], positions)):
-        _replace(port, op.convert(op.reshape(by, integers([1, 1, 1, -1]), False), "i32"))
+        replace(port, op.convert(op.reshape(by, integers([1, 1, 1, -1]), False), "i32"))
     nodes = graph.get_ordered_ops()
     calls: list[Attention] = []
     for node in nodes:
@@ -106,7 +107,7 @@ def _rewritten(graph: ov.Model, file: GGUF) -> ov.Model:
         )
     for node in nodes:  # of the last layer, which is over all tokens here
         if node.get_type_name() == "Gather" and _names(node.input_value(1), "inp_out_ids"):
-            _replace(node.output(0), node.input_value(0).get_node())
+            replace(node.output(0), node.input_value(0).get_node())
     made = ov.Model([op.result(_head(graph, wanted))], inputs, file.architecture)
     name(made, INPUTS, "logits", calls)
     return made
@@ -116,30 +117,30 @@ def _mark(node: ov.Node, calls: list[Attention], file: GGUF) -> None:
     """Put a placeholder where attention to a cache is."""
     if node.get_input_size() != 5:
         raise UnsupportedModelError(f"{file.path.name}: attention with sinks is not served")
-    query = _before(_before(node.input_value(0), "Transpose"), "Convert")
+    query = before(before(node.input_value(0), "Transpose"), "Convert")
     key, value = (_written(node.input_value(i), file) for i in (1, 2))
-    heads, _ = _last_two(query)
-    key_heads, key_width = _last_two(key)
+    heads, _ = last_two(query)
+    key_heads, key_width = last_two(key)
     window = 0
     if _names(node.input_value(3), "self_kq_mask_swa"):
         window = int(file.get("attention.sliding_window"))
     scale = float(node.input_value(4).get_node().data)
-    call = Attention(heads, key_heads, key_width, _last_two(value)[1], scale, window)
+    call = Attention(heads, key_heads, key_width, last_two(value)[1], scale, window)
     out = placeholder(call, len(calls), [query, key, value])
     calls.append(call)
     (turned,) = node.output(0).get_target_inputs()
     (widened,) = turned.get_node().output(0).get_target_inputs()
     shape = integers([1, -1, heads, call.value_size])
-    _replace(widened.get_node().output(0), op.reshape(out, shape, False))
+    replace(widened.get_node().output(0), op.reshape(out, shape, False))
 
 
 def _written(port: ov.Output, file: GGUF) -> ov.Output:
     """What a pass writes into the cache that attention reads: `(1, tokens, heads, width)`."""
-    cache = _before(port, "Transpose", "Reshape", "Broadcast", "Unsqueeze", "Convert").get_node()
+    cache = before(port, "Transpose", "Reshape", "Broadcast", "Unsqueeze", "Convert").get_node()
     if cache.get_type_name() != "ScatterUpdate":
         raise UnsupportedModelError(f"{file.path.name}: attention to no cache is not served")
     flat = cache.input_value(2)
-    return _before(_before(flat, "Reshape"), "Convert")
+    return before(before(flat, "Reshape"), "Convert")
 
 
 def _head(graph: ov.Model, wanted: ov.Node) -> ov.Node:
@@ -147,7 +148,7 @@ def _head(graph: ov.Model, wanted: ov.Node) -> ov.Node:
     result = next(x for x in graph.get_results() if x.get_friendly_name() == "result_output")
     product = result.input_value(0).get_node()
     states = product.input_value(0)
-    flat = op.reshape(states, integers([-1, _last_two(states)[1]]), False)
+    flat = op.reshape(states, integers([-1, last_two(states)[1]]), False)
     seen = op.gather(flat, wanted, integers(0))
     attributes = product.get_attributes()
     return op.matmul(
@@ -155,24 +156,7 @@ def _head(graph: ov.Model, wanted: ov.Node) -> ov.Node:
     )
 
 
-def _before(port: ov.Output, *types: str) -> ov.Output:
-    """What came before nodes that only move, repeat or round numbers."""
-    while port.get_node().get_type_name() in types:
-        port = port.get_node().input_value(0)
-    return port
-
-
 def _names(port: ov.Output, name: str) -> bool:
     """Whether it comes straight from this input."""
-    source = _before(port, "Squeeze", "Reshape", "Convert", "Slice", "Unsqueeze").get_node()
+    source = before(port, "Squeeze", "Reshape", "Convert", "Slice", "Unsqueeze").get_node()
     return source.get_type_name() == "Parameter" and source.get_friendly_name() == name
-
-
-def _last_two(port: ov.Output) -> tuple[int, int]:
-    first, last = list(port.get_partial_shape())[-2:]
-    return first.get_length() if first.is_static else -1, last.get_length()
-
-
-def _replace(port: ov.Output, by: ov.Node) -> None:
-    for user in list(port.get_target_inputs()):
-        user.replace_source_output(by.output(0))

@@ -15,7 +15,7 @@ from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
-from forerun.runtime.load import load_model
+from forerun.runtime.load import EXPORTED, exported, load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import export, in_fp32, reason
@@ -76,7 +76,7 @@ def from_name(
 
     Args:
         name: a folder, a Hugging Face id, or a GGUF file (`gguf.locate`).
-        precision: as for `from_model`; None: "fp32", or the GGUF file's own.
+        precision: as for `from_model`; None: "fp32", or what a GGUF file or exported model has.
         threads, progress: as for `from_model`.
         trust_remote_code: run code that comes with the model.
 
@@ -84,13 +84,13 @@ def from_name(
         ModelError: missing, corrupt, or no causal language model.
         UnsupportedModelError, SettingError: as for `from_model`.
     """
-    if path := gguf.locate(name):
+    if path := gguf.locate(name) or exported(name):
         if precision is not None:
             raise SettingError(
-                f"{path.name} is run in the precision of the file, got precision={precision!r}; "
-                "leave it out"
+                f"{path.name} is run in the precision of its weights, got precision="
+                f"{precision!r}; leave it out"
             )
-        return from_gguf(path, threads, progress)
+        return _as_it_is(path, threads, progress)
     precision = precision or "fp32"
     settings(precision, threads or torch.get_num_threads())
     options = _Options(precision, threads, progress)
@@ -106,25 +106,28 @@ def from_name(
     return _of_torch(entry, lambda: model, str(name), options)
 
 
-def from_gguf(
-    path: Path, threads: int | None = None, progress: Progress | None = None
-) -> OpenVINOExecutor:
-    """An executor for a GGUF file, in the precision of the file.
-
-    Raises:
-        ModelError, UnsupportedModelError: it cannot be read, or not here.
-    """
-    from forerun.runtime.openvino.gguf import graph_of
-
+def _as_it_is(path: Path, threads: int | None, progress: Progress | None) -> OpenVINOExecutor:
+    """An executor for a GGUF file or a folder of an exported model, in its own precision."""
     options = _Options(None, threads, progress)
+    if path.is_dir():
+        parts = [path / EXPORTED, (path / EXPORTED).with_suffix(".bin")]
+        parts += path.glob("*config.json")
+    else:
+        parts = [path]
 
     def make() -> store.Stored:
         if progress:
-            progress("reading the GGUF file")
-        file = gguf.read(path)
-        return store.Stored(graph_of(file), replace(file.facts(), executor="openvino"), None)
+            progress(f"reading {path.name}")
+        if path.is_dir():
+            from forerun.runtime.openvino.exported import graph_of
 
-    return _made(store.key(store.of_files([path]), "gguf"), make, str(path), options)
+            return store.Stored(*graph_of(path), None)
+        from forerun.runtime.openvino.gguf import graph_of as graph_of_gguf
+
+        file = gguf.read(path)
+        return store.Stored(graph_of_gguf(file), replace(file.facts(), executor="openvino"), None)
+
+    return _made(store.key(store.of_files(parts), "as it is"), make, str(path), options)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def key(weights: str, form: str) -> str:
 
     Args:
         weights: hash of weights and configuration (`of_model`, `of_files`).
-        form: of the weights: "f32", "int8" or "gguf".
+        form: of the weights: "f32", "int8" or "as it is".
     """
     versions = [version(name) for name in ("openvino", "torch", "transformers")]
     return sha256(json.dumps([FORMAT, weights, form, *versions]).encode()).hexdigest()[:32]

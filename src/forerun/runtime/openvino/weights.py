@@ -9,6 +9,8 @@ import openvino as ov
 import openvino.opset15 as op
 from numpy.typing import NDArray
 
+from forerun.runtime.openvino.ports import replace
+
 _AS_THEY_ARE = "decompression_0", "disabled_constant_folding_0"
 """Attributes of a conversion that the plug-in leaves to the product which reads it."""
 
@@ -44,7 +46,7 @@ def halve(graph: ov.Model) -> int:
             continue
         if held := tables.setdefault(table.data.ctypes.data, half(table.data)):
             row = op.convert(op.gather(held, node.input_value(1), node.input_value(2)), "f32")
-            _replace(node, row)
+            replace(node.output(0), row)
     return _rewritten(graph, wide)
 
 
@@ -65,7 +67,7 @@ def widen(graph: ov.Model) -> None:
     """Hold matrices that were halved in fp32 again, for clones of the graph to share."""
     for convert in list(halves(graph)):
         bits = convert.input_value(0).get_node().data.view(np.uint16)
-        _replace(convert, op.constant((bits.astype(np.uint32) << 16).view(np.float32)))
+        replace(convert.output(0), op.constant((bits.astype(np.uint32) << 16).view(np.float32)))
 
 
 def compress(graph: ov.Model) -> int:
@@ -97,7 +99,9 @@ def _rewritten(graph: ov.Model, rewritten: Callable[[NDArray[np.float32]], ov.No
         matrix = rewritten(np.ascontiguousarray(outputs_first))
         if matrix is None:
             continue
-        _replace(node, op.matmul(node.input_value(0), matrix, attributes["transpose_a"], True))
+        replace(
+            node.output(0), op.matmul(node.input_value(0), matrix, attributes["transpose_a"], True)
+        )
         done += 1
     graph.validate_nodes_and_infer_types()
     return done
@@ -115,11 +119,6 @@ def halves(graph: ov.Model) -> Iterator[ov.Node]:
             source = node.input_value(0).get_node()
             if source.get_type_name() == "Constant" and source.get_element_type() == ov.Type.bf16:
                 yield node
-
-
-def _replace(node: ov.Node, by: ov.Node) -> None:
-    for user in node.output(0).get_target_inputs():
-        user.replace_source_output(by.output(0))
 
 
 def _bfloat16(bits: NDArray[np.uint16]) -> ov.Node:
