@@ -159,7 +159,7 @@ def _new(port: ov.Output, called: str) -> ov.Output:
     if not past or past.get_node().get_type_name() != "ReadValue":
         raise UnsupportedModelError(
             f"{called!r}: its attention reads no cache of its own; export it with its cache "
-            "(optimum-cli export openvino --task text-generation-with-past)"
+            "(optimum's task text-generation-with-past)"
         )
     return joined.input_value(1)
 
