@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.lab.traces.trace import SIGNALS, Trace
+from forerun.lab.traces.trace import JUDGED, SIGNALS, Trace
 
 
 def trace_of(hits: Any, depth: int = 12, **changes: Any) -> Trace:
@@ -35,12 +35,18 @@ def trace_of(hits: Any, depth: int = 12, **changes: Any) -> Trace:
         "ends": np.full((prompts, size), depth + 1),
         "accept_prob": kept.astype(float),
         "signals": {name: np.where(run, 0.9, 0.1) for name in SIGNALS},
-        "target_top1": np.ones((prompts, size)),
-        "target_entropy": np.zeros((prompts, size)),
-        "top5_overlap": np.ones((prompts, size)),
+        "lengths": np.full((prompts, size), depth),
+        "stops": np.zeros((prompts, size), np.int64),
+        "judged": judged_greedily(run),
         "about": {"draft": {"name": "someone/draft"}},
     }
     return Trace(**{**fields, **changes})
+
+
+def judged_greedily(right: Any) -> dict[str, Any]:
+    """`JUDGED` of `(prompts, T, K)` drafted tokens that are the target's own, or its second."""
+    values = {"ratio": right, "variation": ~right, "gap": ~right, "rank": ~right}
+    return {name: values.get(name, np.ones_like(right)).astype(float) for name in JUDGED}
 
 
 def periodic(length: int, prompts: int = 8, size: int = 60, depth: int = 12) -> Trace:

@@ -29,6 +29,7 @@ from forerun.lab.bounds.stopping import Stopper, columns
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.trace import SIGNALS, Trace
+from made_traces import judged_greedily
 
 SOME = ("fixed(3)", "hf-threshold(threshold=0.5,length=4)", "svip(threshold=0.5,keep=false)")
 CELLS = (
@@ -89,7 +90,8 @@ def random_trace(seed: int, prompts: int = 5, longest: int = 9, depth: int = 4, 
         tokens=tokens, draft_tokens=drafted * on_text[..., None], matches=matches * on_text,
         ends=ends * on_text, accept_prob=kept * on_text[..., None],
         signals={name: signals[name] * on_text[..., None] for name in SIGNALS},
-        target_top1=top1[..., 0], target_entropy=doubt[..., 0], top5_overlap=top1[..., 0],
+        lengths=depth * on_text, stops=np.zeros_like(ends),
+        judged=judged_greedily((kept * on_text[..., None]).astype(bool)),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError
 from forerun.lab.traces import record as lab
 from forerun.lab.traces.record import Task, record
-from forerun.lab.traces.trace import SIGNALS
+from forerun.lab.traces.trace import JUDGED, SIGNALS
 from forerun.runtime.base import Facts
 from forerun.signals import measure
 from forerun.testing import ScriptedModel
@@ -165,7 +165,7 @@ def test_runs_that_meet_say_the_same(sampling, rule):
     trace = sampled(sampling, prompts=20, rule=rule)
     on = trace.matches[:, :-1] > 0
     assert 0.2 < on.mean() < 0.95
-    for values in (trace.draft_tokens, *trace.signals.values()):
+    for values in (trace.draft_tokens, *trace.signals.values(), *trace.judged.values()):
         np.testing.assert_array_equal(values[:, :-1][on][:, 1:], values[:, 1:][on][:, :-1])
     shifted = np.minimum(trace.matches[:, 1:] + 1, trace.depth)
     np.testing.assert_array_equal(trace.matches[:, :-1][on], shifted[on])
@@ -184,10 +184,12 @@ def test_a_text_does_not_depend_on_who_is_recorded_with_it(monkeypatch, rule):
     monkeypatch.setattr(lab, "ELEMENTS", 2 * VOCAB)  # two positions at once
     monkeypatch.setattr(lab, "TAILS", 3)
     alone = sampled(SAMPLED[0], prompts=7, rule=rule, batch_size=1)
-    for name in ("tokens", "draft_tokens", "matches", "accept_prob", "top5_overlap"):
+    for name in ("tokens", "draft_tokens", "matches", "accept_prob"):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
     for name in SIGNALS:
         np.testing.assert_array_equal(together.signals[name], alone.signals[name])
+    for name in JUDGED:
+        np.testing.assert_array_equal(together.judged[name], alone.judged[name])
 
 
 @pytest.mark.parametrize("rule", ["standard", "gumbel"])
@@ -230,21 +232,38 @@ def replace_budget(task, tokens):
     return replace(task, sampling=replace(task.sampling, max_new_tokens=tokens))
 
 
-def test_what_the_target_says():
-    trace = sampled(Sampling(), prompts=3)
-    target, draft = (t.softmax(-1).numpy() for t in tables())
-    state = before(trace)
-    np.testing.assert_allclose(trace.target_top1, target.max(-1)[state], rtol=1e-6)
-    entropy = -(target * np.log(target)).sum(-1)
-    np.testing.assert_allclose(trace.target_entropy, entropy[state], rtol=1e-6)
-    assert (trace.top5_overlap == 1).all()  # of five tokens in all
-    np.testing.assert_allclose(trace.signals["top1"][..., 0], draft.max(-1)[state], rtol=1e-6)
-
-
-def test_top5_overlap():
-    target_logits = torch.tensor([[9.0, 8, 7, 6, 5, 0, 0, 0]])
-    draft_logits = torch.tensor([[9.0, 8, 0, 0, 0, 7, 6, 5]])
-    assert float(lab._of_target(target_logits, draft_logits)["top5_overlap"]) == 0.4
+@pytest.mark.parametrize("rule", ["standard", "gumbel"])
+@pytest.mark.parametrize("sampling", [Sampling(), *SAMPLED])
+def test_what_both_models_say_on_and_off_the_text(sampling, rule):
+    """Of every drafted token, against the tables that they are made of."""
+    trace = sampled(sampling, prompts=4, rule=rule)
+    target, draft = chances(sampling)
+    raw = tables()[0].softmax(-1).numpy()
+    drafted, inside = trace.draft_tokens, trace.valid[..., None] & np.ones(6, bool)
+    state = np.concatenate([before(trace)[..., None], drafted[..., :-1]], -1)
+    assert (inside & (np.arange(6) > trace.matches[..., None])).any()  # off the text, too
+    if sampling.greedy:
+        match = drafted == target.argmax(-1)[state]
+        expected = {"ratio": match, "variation": ~match, "target_top1": np.ones(match.shape)}
+    else:
+        rows = np.minimum(1, target / draft.clip(1e-300))
+        expected = {
+            "ratio": np.take_along_axis(rows[state], drafted[..., None], -1)[..., 0],
+            "variation": (1 - np.minimum(target, draft).sum(-1))[state],
+            "target_top1": target.max(-1)[state],
+        }
+    own = np.take_along_axis(target[state], drafted[..., None], -1)
+    expected["rank"] = (target[state] > own).sum(-1)
+    expected["target_entropy"] = -(raw * np.log(raw)).sum(-1)[state]
+    with np.errstate(divide="ignore"):
+        expected["gap"] = np.log(target.max(-1)[state]) - np.log(own[..., 0])
+    for name, values in expected.items():
+        np.testing.assert_allclose(trace.judged[name][inside], values[inside], rtol=1e-5, atol=1e-6)
+    assert (trace.judged["top5_overlap"][inside] == 1).all()  # of five tokens in all
+    if rule == "standard" and not sampling.greedy:  # by coins a draft draws other than its best
+        return
+    first = trace.judged["target_rank"][..., 0][trace.valid]
+    np.testing.assert_array_equal(first == 0, (drafted[..., 0] == trace.tokens)[trace.valid])
 
 
 def test_end_of_text():
@@ -314,7 +333,7 @@ def test_errors():
         record(model, work, batch_size=0)
     with pytest.raises(PromptError, match="no prompts"):
         record(model, [])
-    with pytest.raises(SettingError, match=r"needs a draft model.*NullDrafter"):
+    with pytest.raises(SettingError, match=r"draft must be somebody who drafts"):
         record(forerun.Model(model.target, NullDrafter()), work)
 
 

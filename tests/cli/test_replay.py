@@ -14,6 +14,7 @@ from forerun.controllers import CONTROLLERS
 from forerun.lab.traces.costs import Cell, Costs
 from forerun.lab.traces.replay import replay as replayed
 from forerun.lab.traces.trace import SIGNALS, Trace
+from made_traces import judged_greedily
 
 pytest.importorskip("pyarrow")
 COSTS = ["--costs", "c=10,slope=0.02"]
@@ -40,9 +41,9 @@ def made(prompts: int = 6, length: int = 20, depth: int = 8) -> Trace:
         ends=np.full((prompts, length), depth + 1),
         accept_prob=prob,
         signals={name: random.random(shape).astype(np.float32).astype(float) for name in SIGNALS},
-        target_top1=np.ones((prompts, length)),
-        target_entropy=np.ones((prompts, length)),
-        top5_overlap=np.ones((prompts, length)),
+        lengths=np.full((prompts, length), depth),
+        stops=np.zeros((prompts, length), dtype=np.int64),
+        judged=judged_greedily(runs),
         about={"target": "made"},
     )
 
@@ -134,9 +135,9 @@ def test_shares_of_the_bounds(replay, monkeypatch):
     from forerun.lab.traces import replay_report
 
     # Fitting it takes long and is tested elsewhere.
-    best = replayed(made(), "fixed(3)", Cell.synthetic(10, 0.02)).seconds
+    best = replayed(made(), "fixed(3)", Cell.synthetic(10, 0.02)).speedup
     monkeypatch.setattr(
-        replay_report, "informed", lambda trace, cell: SimpleNamespace(seconds=best)
+        replay_report, "informed", lambda trace, cell: SimpleNamespace(speedup=best)
     )
     argv = (*COSTS, "--controller", "fixed(3)", "--controller", "fixed(0)", "--bounds")
     groups = [one["families"]["all"] for one in replay(*argv, "--json").json["controllers"]]
@@ -178,6 +179,44 @@ def test_whole_batches(replay, tmp_path):
     assert "no costs of a batch of 3: those of 1 are taken" in shown.err
 
 
+RULED = ("--rules", "standard;ears(beta=0.1); spec-verification(tau=2)", "--controller", "fixed(3)")
+
+
+def test_rules(replay, tmp_path):
+    path = tmp_path / "out.csv"
+    document = replay(*COSTS, *RULED, "--bounds", "-o", str(path), "--json").json
+    groups = {one["rule"]: one["families"]["all"] for one in document["controllers"]}
+    usual, ears, lenient = groups.values()
+    assert list(groups)[1:] == ["ears(beta=0.1)", "spec-verification(tau=2)"]
+    strict = replayed(made(), "fixed(3)", Cell.synthetic(10, 0.02))
+    assert usual["rounds"] == ears["rounds"] == strict.rounds.sum()
+    assert (usual["drift"], ears["drift"]) == (0, 0)
+    assert lenient["rounds"] < usual["rounds"]  # it keeps the target's second choice
+    assert lenient["drift"] > 0.1
+    speeds = [bound["speedup"]["mean"] for bound in document["lenient_bound"]]
+    assert speeds == sorted(speeds)
+    assert [bound["drift"] <= bound["budget"] for bound in document["lenient_bound"]] == [True] * 4
+    assert path.read_text().count("ears(beta=0.1)") == 3
+    shown = replay(*COSTS, *RULED, "--bounds").out
+    assert re.search(r"rule .*tokens/round +drift\n", shown)
+    assert re.search(r"^fixed\(3\) +standard ", shown, re.MULTILINE)
+    assert "length and leniency chosen together" in shown
+    together = replay(*COSTS, *RULED, "--batch", "3", "--json").json["controllers"]
+    assert [one["families"]["all"]["rounds"] for one in together] == [
+        group["rounds"] for group in groups.values()
+    ]
+
+
+def test_rules_that_cannot_be_replayed(replay):
+    for rule, message in (
+        ("block", "judges drafts as a whole"),
+        ("fly", "reads more of the two models than a trace holds"),
+        ("easd(n=3,entropy=0)", "n of a rule in a replay must be 5"),
+        ("nobody", "nobody"),
+    ):
+        assert message in replay(*COSTS, "--rules", rule).error
+
+
 def test_interrupted(replay, monkeypatch, tmp_path):
     from forerun.lab.traces import replay_report as lab
 
@@ -193,7 +232,7 @@ def test_interrupted(replay, monkeypatch, tmp_path):
     path = tmp_path / "out.csv"
     result = replay(*COSTS, "--controller", "fixed", "--controller", "svip", "-o", str(path))
     assert result.code == 130
-    assert "interrupted after 1 of 2 controllers" in result.err
+    assert "interrupted after 1 of 2 replays" in result.err
     assert "fixed" in result.out
     assert path.read_text().count("fixed,") == 3
     result = replay(*COSTS, "--controller", "svip")

@@ -96,7 +96,7 @@ def test_summary(run, prompts):
     assert out.startswith("2 texts, ")
     assert "predicted" in out
     assert "(untuned)" in out
-    assert "where time goes: shallow layers " in out
+    assert "where time goes: layers " in out
     last = out.strip().splitlines()[-1]
     assert last.startswith('--draft "specbound(threshold=')
     assert "exits=''" in last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +31,14 @@ def replay(
         list[str] | None,
         option("SPEC", "Like gammatune(eta=0.3); repeatable. Default: all that are registered."),
     ] = None,
+    rules: Annotated[
+        str | None,
+        option(
+            "SPECS",
+            'Judge the recorded runs by these rules, like "ears(beta=0.1);easd;cm-asd"; what '
+            "follows is the text's own. Default: what was kept when they were recorded.",
+        ),
+    ] = None,
     family: Annotated[
         list[str] | None, option("NAME", "Only prompts of this family; repeatable.")
     ] = None,
@@ -47,7 +56,7 @@ def replay(
         flag(
             "--bounds",
             "Also show the share of what is possible: of the clairvoyant oracle, and of the best "
-            "that sees only what a controller sees.",
+            "that sees only what a controller sees. With --rules: the best at a price of drift.",
         ),
     ] = False,
     clock: Annotated[
@@ -84,34 +93,44 @@ def replay(
     texts = _of(Trace.read(trace), family or [])
     warn_of_mixed_models(texts.about, costs_table.about)
     if clock is not None:
-        if bounds or batch > 1:
-            raise SettingError("a clock is of texts served one by one; leave out --batch, --bounds")
+        if bounds or batch > 1 or rules:
+            raise SettingError(
+                "a clock is of texts served one by one; leave out --batch, --bounds, --rules"
+            )
         _timed(texts, cell, controllers, clock, seed, as_json)
         return
-    limits = {}
+    judges = report.rules_of(rules) if rules else [None]
+    limits, lenient = {}, []
     if bounds:
         with status("reading") as tell:
-            limits = report.bounds(texts, cell, tell)
-    shared = 1
-    if batch > 1:
-        run = report.in_batches(texts, costs_table, batch, context)
-        if cell.batch != batch and not synthetic:
-            near = f"no costs of a batch of {batch}: those of {cell.batch} are taken"
-            note(stderr(), f"{near}; forerun costs --batch {batch} measures them")
-    else:
-        run, shared = report.by_itself(texts, cell), cell.batch
+            if rules:
+                tell("finding the bound with rules")
+                lenient = report.lenient(texts, cell)
+            else:
+                limits = report.bounds(texts, cell, tell)
+    if batch > 1 and cell.batch != batch and not synthetic:
+        near = f"no costs of a batch of {batch}: those of {cell.batch} are taken"
+        note(stderr(), f"{near}; forerun costs --batch {batch} measures them")
+    runs = {
+        rule: report.by_itself(texts, cell, rule)
+        if batch == 1
+        else report.in_batches(texts, costs_table, batch, context, rule)
+        for rule in judges
+    }
     results: list[Result] = []
+    jobs = list(product(controllers.items(), runs.items()))
     try:
-        with progress("replaying", len(controllers)) as tell:
-            for spec, made in controllers.items():
-                results.append(report.result(texts, run, spec, made, limits, shared))
+        with progress("replaying", len(jobs)) as tell:
+            for (spec, made), (rule, run) in jobs:
+                shared = cell.batch if batch == 1 else 1
+                results.append(report.result(texts, run, spec, made, limits, shared, rule))
                 tell("replaying", len(results))
     except KeyboardInterrupt:
         if results:
-            note(stderr(), f"interrupted after {len(results)} of {len(controllers)} controllers")
-            _output(results, texts, cell, batch, synthetic, output, as_json)
+            note(stderr(), f"interrupted after {len(results)} of {len(jobs)} replays")
+            _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
         raise
-    _output(results, texts, cell, batch, synthetic, output, as_json)
+    _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
 
 
 def warn_of_mixed_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
@@ -187,16 +206,23 @@ def _output(
     synthetic: bool,
     output: str | None,
     as_json: bool,
+    lenient: list[dict[str, Any]],
 ) -> None:
     from forerun.lab.traces import replay_report as report
 
     if output is not None:
         report.write_csv(results, output)
     if as_json:
-        print_json(report.document(results, trace, cell, rows))
+        print_json(report.document(results, trace, cell, rows, lenient))
         return
     order = sorted(results, key=lambda r: -r.groups["all"]["speedup"]["mean"])
     _show(order, trace, cell, rows, synthetic)
+    if lenient:
+        note(stdout(), "\nlength and leniency chosen together, all ratios known")
+        shown = table("drift at most", right=["speed-up", "drift"])
+        for bound in lenient:
+            shown.add_row(f"{bound['budget']:g}", _half(bound["speedup"]), f"{bound['drift']:.4f}")
+        stdout().print(shown)
     if output is not None:
         note(stderr(), f"saved to {output}")
 
@@ -210,19 +236,26 @@ def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic:
     first = results[0].groups["all"]
     rate = "tokens/pass" if synthetic else "tokens/s"  # a second is a target pass then
     heads = ["speed-up", rate, "rounds", "drafted", "wasted"]
-    shown = table("controller", right=[*heads, *first.get("share", {})], no_wrap=True)
+    ruled = results[0].rule is not None
+    names, more = (
+        (("controller", "rule"), ("tokens/round", "drift")) if ruled else (("controller",), ())
+    )
+    shown = table(*names, right=[*heads, *more, *first.get("share", {})], no_wrap=True)
     for result in results:
         group = result.groups["all"]
+        own = f"{group['tokens_per_round']['mean']:.3f}", f"{group['drift']:.4f}"
         shown.add_row(
             result.spec,
+            *([result.rule] if ruled else []),
             Text(_half(group["speedup"]), "bold"),
             f"{group['tokens_per_second']['mean']:,.{2 if synthetic else 1}f}",
             *(f"{group[name]:,}" for name in heads[2:]),
+            *(own if ruled else ()),
             *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
         )
     console.print(shown)
     families = [name for name in results[0].groups if name != "all"]
-    if len(families) > 1:
+    if len(families) > 1 and not ruled:
         note(console, "\nspeed-up by family")
         shown = table("controller", right=families, no_wrap=True)
         for result in results:

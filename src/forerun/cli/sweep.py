@@ -131,7 +131,7 @@ def _show(sweep: Sweep, live: list[Confirmed]) -> None:
     note(
         console,
         f"{len(search.exits.texts):,} texts, {len(search.scores):,} settings, "
-        f"{search.exits.prefixes:,} prefixes run\n",
+        f"{search.exits.positions:,} positions\n",
     )
     timed = {c.setting: c for c in live}
     right = ("threshold", "anneal", "width", "bonus", "predicted", "live", "95 % interval")
@@ -156,9 +156,7 @@ def _show(sweep: Sweep, live: list[Confirmed]) -> None:
         if name == "threshold":
             values = values[:: max(1, len(values) // 10)]
         note(console, f"{name:<10}" + "  ".join(f"{value} {score:.2f}" for value, score in values))
-    parts = search.costs.parts(search.work(best.setting))
-    total = sum(parts.values())
-    shares = ", ".join(f"{name} {seconds / total * 100:.0f} %" for name, seconds in parts.items())
+    shares = ", ".join(f"{name} {x * 100:.0f} %" for name, x in search.parts(best.setting).items())
     note(console, f"\nwhere time goes: {shares}; {best.per_round:.2f} tokens per round")
     if best.speedup["mean"] < 1:
         note(console, "plain decoding is faster than every setting on these prompts")

@@ -110,14 +110,14 @@ class PositionRule(AcceptanceRule):
         accepted = (uniforms[:, :width] < accept).cumprod(-1).sum(-1)
         probs = _following(odds, weighed, accepted)
         lost = _bonus_drift(odds, weighed)
-        drift = None if self.lossless else _drift(odds, weighed, accepted)
+        drift = None if self.lossless else drift_of(odds, weighed, accepted)
         if odds.all_greedy:
             return Verdict(accepted, probs.argmax(-1), accept, drift=drift, bonus_drift=lost)
         return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift, lost)
 
 
-def _drift(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
-    """`(rows, K)` as in `Verdict`."""
+def drift_of(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
+    """`(rows, K)` as in `Verdict`, of so many accepted tokens."""
     drift = torch.zeros_like(weighed.accept)
     if weighed.drift is not None:
         place = torch.arange(odds.width, device=accepted.device)

@@ -13,7 +13,6 @@ from forerun.confidence import Confidence
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK, within
-from forerun.signals import measure
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,5 @@ class CMASDRule(Confidence, PositionRule):
 
     def _margin(self, odds: Odds) -> torch.Tensor:
         """`(rows, K)` τ_t."""
-        assert odds.draft.raw is not None
-        signals = measure(odds.draft.raw, odds.draft.tokens, self.reads)
-        sure: torch.Tensor = self.score(**signals).to(odds.dtype)
+        sure: torch.Tensor = self.score(**odds.signals(self.reads)).to(odds.dtype)
         return self.tau + self.gamma * (sure if self.mode == "prose" else 1 - sure)

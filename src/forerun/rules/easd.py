@@ -12,10 +12,8 @@ from forerun.checks import between, choice, flag, whole
 from forerun.citations import bibtex
 from forerun.errors import require
 from forerun.rules.base import ComparedRow, PositionRule
-from forerun.rules.odds import Odds, Weighed
+from forerun.rules.odds import Odds, Weighed, allows_several, nats
 from forerun.rules.spec_verification import SLACK
-from forerun.signals import entropy, float_type
-from forerun.types import Target
 
 EMPTY = 1e-12
 """A residual of no more mass than this is rounding."""
@@ -120,28 +118,21 @@ class EASD(PositionRule):
             return False
         if not self.draft_entropy:
             return True
-        return bool((_entropy(torch.stack([*compared.raw])) > self.entropy - SLACK).any())
+        return bool((nats(torch.stack([*compared.raw])) > self.entropy - SLACK).any())
 
     def fires(self, odds: Odds) -> torch.Tensor:
         """`(rows, K)` bool: where the penalty applies."""
         fires = odds.inside
         if self.draft_entropy:
-            raw = odds.draft.raw
-            assert raw is not None or self.processed
-            own = odds.draft_entropy if self.processed or raw is None else _entropy(raw)
+            own = odds.draft_entropy if self.processed else odds.raw_draft_entropy
             fires = fires & (own > self.entropy)
         if not fires.any():  # the draft is sure: spare the target's distribution
             return fires
         at, out = odds.take(fires), torch.zeros_like(fires)
-        logits = _raw(at.target)
-        both = at.target_entropy.squeeze(-1) if self.processed else _entropy(logits)
-        both = (both > self.entropy) & _has_others(at.target.logits)
+        both = at.target_entropy.squeeze(-1) if self.processed else at.raw_entropy
+        both = (both > self.entropy) & at.open
         if self.overlap:
-            assert at.draft.raw is not None
-            ranks = min(self.n, logits.shape[-1])
-            best, guess = (x.topk(ranks, dim=-1).indices for x in (logits, at.draft.raw))
-            shared = (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
-            both &= shared >= math.ceil(self.overlap * self.n - 1e-9)
+            both &= at.shared(self.n) >= math.ceil(self.overlap * self.n - 1e-9)
         out[fires] = both.squeeze(-1)
         return out
 
@@ -149,26 +140,10 @@ class EASD(PositionRule):
         """`(rows,)` bool: where the target alone is so unsure of what follows the whole draft."""
         row = torch.arange(len(odds.lengths), device=odds.lengths.device)
         own = odds.target.logits[row, odds.lengths]
-        logits = own if self.processed else _raw(odds.target)[row, odds.lengths]
-        fires = _entropy(logits) > self.entropy
+        fires = nats(own if self.processed else odds.raw[row, odds.lengths]) > self.entropy
         if self.processed:
             fires &= ~odds.greedy.squeeze(-1)
-        return fires & (odds.lengths > 0) & _has_others(own)
-
-
-def _raw(target: Target) -> torch.Tensor:
-    return target.logits if target.raw is None else target.raw
-
-
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    return entropy(logits.log_softmax(-1, dtype=float_type(logits)))
-
-
-def _has_others(logits: torch.Tensor) -> torch.Tensor:
-    """Whether a token may be struck: the target allows another one."""
-    if logits.shape[-1] == 1:
-        return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-    return logits.topk(2, dim=-1).values[..., -1] > -torch.inf
+        return fires & (odds.lengths > 0) & allows_several(own)
 
 
 def _without(odds: Odds, token: torch.Tensor, residual: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from forerun.signals import entropy, float_type
+from forerun.errors import require
+from forerun.signals import entropy, float_type, measure
 from forerun.types import Draft, Target
 
 
@@ -59,6 +60,8 @@ class Odds:
     target: Target
     taken: torch.Tensor | None = None
     """`(rows, K)` bool: the positions of other odds that these were taken from."""
+    recorded: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """`(rows, K)` signals and `top5_overlap` of a trace, which holds no logits."""
 
     def take(self, where: torch.Tensor) -> Odds:
         """The positions where `(rows, K)` is true, in order, as rows of one token each."""
@@ -74,9 +77,13 @@ class Odds:
             Draft(at(draft.tokens), ones, at(draft.logits), at(draft.raw)),
             Target(at(target.logits), greedy, at(target.raw)),
             where,
+            {name: at(values) for name, values in self.recorded.items()},
         )
-        for name in self.__dict__.keys() & {"_best", "_log_target", "_log_draft", "match", "ratio"}:
+        for name in self.__dict__.keys() & CARRIED:
             here.__dict__[name] = at(self.__dict__[name])
+        if (view := self.__dict__.get("tokens")) is not None:
+            parts = view.target, view.draft, view.ratio, view.logits
+            here.__dict__["tokens"] = View(*map(at, parts))
         return here
 
     def at(self, values: torch.Tensor) -> torch.Tensor:
@@ -161,6 +168,70 @@ class Odds:
         return self._greedy_else(torch.zeros_like(nats), nats).unsqueeze(-1)
 
     @cached_property
+    def raw_entropy(self) -> torch.Tensor:
+        """`(rows, K)` entropy in nats of the target's distribution at temperature 1."""
+        return nats(self.raw[:, : self.width])
+
+    @cached_property
+    def raw_draft_entropy(self) -> torch.Tensor:
+        """`(rows, K)` likewise of the draft's, which a rule must have asked for."""
+        return nats(self._raw_draft)
+
+    @cached_property
+    def overlap(self) -> torch.Tensor:
+        """`(rows, K)` one less the total-variation distance of target and draft: the probability
+        that `standard` keeps what is drafted there."""
+        if self.draft.logits is None:
+            return self.tokens.target.squeeze(-1)
+        view = self.vocabulary
+        return torch.minimum(view.target, view.draft).sum(-1)
+
+    @cached_property
+    def rank(self) -> torch.Tensor:
+        """`(rows, K)` how many tokens the target prefers to the drafted one."""
+        return (self.target.logits[:, : self.width] > self.tokens.logits).sum(-1)
+
+    @cached_property
+    def open(self) -> torch.Tensor:
+        """`(rows, K)` bool: the target allows more than one token."""
+        return allows_several(self.target.logits[:, : self.width])
+
+    def shared(self, n: int) -> torch.Tensor:
+        """`(rows, K)` how many of each model's `n` likeliest tokens at temperature 1 both have."""
+        if self.recorded:
+            require(n == OVERLAPPED, "n of a rule in a replay", n, f"{OVERLAPPED}, as recorded")
+            return (self.recorded["top5_overlap"] * n).round()
+        n = min(n, self.raw.shape[-1])
+        best = self.raw[:, : self.width].topk(n, dim=-1).indices
+        guess = self._raw_draft.topk(n, dim=-1).indices
+        return (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
+
+    def signals(self, names: Set[str]) -> dict[str, torch.Tensor]:
+        """What the draft's own distribution says of its tokens, `(rows, K)` each."""
+        if self.recorded:
+            return {name: self.recorded[name] for name in names}
+        return measure(self._raw_draft, self.draft.tokens, names)
+
+    def among(self, view: View, top: int, where: torch.Tensor) -> torch.Tensor:
+        """`(n, ...)` whether tokens of a view are among the target's `top` likeliest, of the
+        positions where `(rows, K)` is true; ties count together."""
+        if view is self.tokens:
+            return self.take(where).rank < top
+        logits = self.target.logits[:, : self.width][where]
+        last = logits.topk(min(top, logits.shape[-1]), dim=-1).values[..., -1:]
+        return view.logits[where] >= last
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """`(rows, K + 1, V)` the target's logits at temperature 1."""
+        return self.target.logits if self.target.raw is None else self.target.raw
+
+    @property
+    def _raw_draft(self) -> torch.Tensor:
+        assert self.draft.raw is not None, "a rule that reads the draft says so"
+        return self.draft.raw
+
+    @cached_property
     def best_logit(self) -> torch.Tensor:
         """`(rows, K, 1)` the target's highest processed logit; a NaN if there is one."""
         return self.target.logits[:, : self.width].gather(-1, self._best)
@@ -219,7 +290,7 @@ class Odds:
 
         def drift(at: Odds) -> torch.Tensor:
             if at.draft.logits is None:
-                return at.at(accept) * (1 - at.tokens.target.squeeze(-1))
+                return at.at(accept) * (1 - at.ratio)
             view = at.vocabulary
             kept = view.draft * at._kept(chance, view, excluded)
             return (kept - kept.sum(-1, keepdim=True) * view.target).abs().sum(-1) / 2
@@ -280,6 +351,27 @@ class Odds:
     def _greedy_else(self, one: torch.Tensor, other: torch.Tensor, dims: int = 2) -> torch.Tensor:
         greedy = self.greedy if dims == 2 else self.greedy.unsqueeze(-1)
         return torch.where(greedy, one, other) if self.some_greedy else other
+
+
+OVERLAPPED = 5
+"""Ranks of which a trace knows how many both models share."""
+CARRIED = frozenset((
+    "_best", "_log_target", "_log_draft", "match", "ratio", "top", "best_logit", "target_entropy",
+    "draft_entropy", "raw_entropy", "raw_draft_entropy", "overlap", "rank", "open",
+))  # fmt: skip
+"""What is known of odds, and then of those taken from them."""
+
+
+def nats(logits: torch.Tensor) -> torch.Tensor:
+    """`(...,)` entropy of the distributions of `(..., V)` logits."""
+    return entropy(logits.log_softmax(-1, dtype=float_type(logits)))
+
+
+def allows_several(logits: torch.Tensor) -> torch.Tensor:
+    """`(...,)` whether `(..., V)` logits leave more than one token."""
+    if logits.shape[-1] == 1:
+        return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    return logits.topk(2, dim=-1).values[..., -1] > -torch.inf
 
 
 def sound_length(lengths: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ class Priced(PositionRule):
         if not behind.any():
             return Weighed(ratio)
         keep = torch.zeros_like(asked)
-        keep[asked] = overlap(odds.take(behind)) >= self._price(odds).expand_as(ratio)[asked]
+        likely = odds.take(behind).overlap.view(-1)
+        keep[asked] = likely >= self._price(odds).expand_as(ratio)[asked]
         if odds.some_greedy:
             keep &= ~odds.greedy
         # Of the tokens that were not drafted nobody knows whether they would be kept: this is the
@@ -68,12 +69,3 @@ class Priced(PositionRule):
             spent = torch.zeros(len(odds.lengths), 2, dtype=torch.float64)
         total, tokens = spent.to(odds.ratio.device, odds.dtype).unbind(-1)
         return (self.start + self.pace * (total - self.drift * tokens)).unsqueeze(-1)
-
-
-def overlap(odds: Odds) -> torch.Tensor:
-    """`(n,)` one less the total-variation distance of target and draft, of odds of one token a
-    row: the probability that `standard` keeps what is drafted there."""
-    if odds.draft.logits is None:
-        return odds.tokens.target.view(-1)
-    view = odds.vocabulary
-    return torch.minimum(view.target, view.draft).sum(-1).view(-1)

@@ -69,9 +69,7 @@ def within(
         # The best token itself is kept by any τ; of others, few are near enough to ask more.
         asked = (near & (gap > 0)).any(-1)
         if asked.any():
-            logits = at.target.logits[:, : at.width][asked]
-            last = logits.topk(min(top, logits.shape[-1]), dim=-1).values[..., -1:]
-            kept = near[asked] & (view.logits[asked] >= last)
+            kept = near[asked] & at.among(view, top, asked)
             if tau is not None:
                 kept &= gap[asked] <= tau(at.take(asked)).clamp(min=0)
             near[asked] = kept

@@ -36,17 +36,16 @@ class TracePositions:
         self.first = np.cumsum(trace.sizes) - trace.sizes
         self.matches, self.reach = trace.matches[inside], reach(trace)[inside]
         signals = {name: values[inside] for name, values in trace.signals.items()}
-        self.raw: FloatArray = np.stack(
-            [
-                _log_odds(signals["top1"]),
-                _log_odds(signals["chosen"]),
-                np.log(np.maximum(signals["entropy"], 0) + 1e-4),
-                np.log(np.minimum(signals["logit_margin"], 1e3) + 1e-2),
-                signals["softmax_margin"],
-            ],
-            -1,
-        )
-        """`(positions, K, 5)` signals, scaled so that log-odds are nearly linear in them."""
+        parts = [
+            _log_odds(signals["top1"]),
+            _log_odds(signals["chosen"]),
+            np.log(np.maximum(signals["entropy"], 0) + 1e-4),
+            np.log(np.minimum(signals["logit_margin"], 1e3) + 1e-2),
+            signals["softmax_margin"],
+        ]
+        self.raw: FloatArray = np.nan_to_num(np.stack(parts, -1))
+        """`(positions, K, 5)` signals, scaled so that log-odds are nearly linear in them; 0 where
+        the drafter has none."""
 
     @property
     def depth(self) -> int:

@@ -100,10 +100,10 @@ def reach(trace: Trace) -> IntArray:
     """`(prompts, T)` most tokens a round can draft from each position.
 
     It ends with the budget (one token is always the target's own), with a drafted end of text, and
-    with the trace's depth; 0 beyond the text.
+    with the recorded run; 0 beyond the text.
     """
     room = trace.budgets[:, None] - np.arange(trace.tokens.shape[1]) - 1
-    most = np.minimum(np.minimum(room, trace.ends), trace.depth)
+    most = np.minimum(np.minimum(room, trace.ends), trace.lengths)
     return np.where(trace.valid, np.maximum(most, 0), 0)
 
 

@@ -1,9 +1,9 @@
-"""Costs of the pieces of SpecBound on this machine, to turn counts into seconds."""
+"""Costs of early exits on this machine, to turn counts into seconds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -14,16 +14,13 @@ import torch
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.engine import Completion, Sampling
 from forerun.errors import PromptError
-from forerun.lab.exits.exit_replay import ANNEALS, OwnText, Setting
+from forerun.lab.exits.exit_replay import ANNEALS, COUNTED, OwnText, Setting
 from forerun.model import Model
 from forerun.runtime.base import Rows
-from forerun.runtime.cache import RowCache
-from forerun.runtime.exits import Work, layers_of
+from forerun.runtime.exits import Work
 from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
 
-REPEATS = 15
-"""Timings of each piece."""
 LIVE_TEXTS = 6
 """Texts that are decoded for the fixed costs."""
 LIVE_TOKENS = 32
@@ -32,53 +29,29 @@ LIVE_TOKENS = 32
 
 @dataclass(frozen=True)
 class ExitCosts:
-    """Seconds at batch size 1; lists are indexed by positions at once, from 0 on."""
+    """Seconds at batch size 1, of what `ExitTrace.counts` counts."""
 
-    layer: list[float]
-    """One layer."""
-    project: list[float]
-    """The last norm and the unembedding."""
-    exit: float
+    layers: float
+    """One layer, for a token or for several at once."""
+    exits: float
     """One exit: its head, and whether its confidence suffices."""
-    gather: float
-    """One batch put together for some layers."""
-    step: float
-    """One token that climbs, beyond the above: the engine's work on it included."""
-    round: float
-    """One round, beyond the above."""
+    steps: float
+    """One token that climbs, beyond the above: the engine's work on it, a wider pass."""
+    rounds: float
+    """One round, beyond the above: the last projection, the engine."""
     plain: float
     """One token of plain decoding."""
 
-    def parts(self, work: Work) -> dict[str, float]:
-        """Seconds by part of the work."""
-        layers = {
-            part: sum(self.layer[size] * n for (name, size), n in work.items() if name == part)
-            for part in ("draft", "verify")
-        }
-        projected = (
-            self.project[size] * n for (name, size), n in work.items() if name == "project"
-        )
-        return {
-            "shallow layers": layers["draft"],
-            "exit heads": self.exit * work.passes("exit"),
-            "remaining layers": layers["verify"],
-            "last projection": sum(projected),
-            "everything else": self.gather * work.calls("gather")
-            + self.step * work.passes("step")
-            + self.round * work.calls("project"),
-        }
+    def parts(self, counts: Mapping[str, Any]) -> dict[str, Any]:
+        """Seconds by what was counted, numbers or arrays."""
+        return {name: getattr(self, name) * counts[name] for name in COUNTED}
 
-    def seconds(self, work: Work) -> float:
-        return sum(self.parts(work).values())
+    def seconds(self, counts: Mapping[str, Any]) -> Any:
+        return sum(self.parts(counts).values())
 
     def to_json(self) -> dict[str, Any]:
-        """All fields; times in milliseconds."""
-        return {
-            name: [round(v * 1e3, 4) for v in value]
-            if isinstance(value, list)
-            else round(value * 1e3, 4)
-            for name, value in asdict(self).items()
-        }
+        """All fields in milliseconds."""
+        return {name: round(value * 1e3, 4) for name, value in asdict(self).items()}
 
 
 def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) -> Model:
@@ -97,7 +70,6 @@ def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) ->
     return speculative
 
 
-@torch.inference_mode()
 def measure(
     model: Model,
     rows: Rows,
@@ -107,7 +79,7 @@ def measure(
     width: int,
     tell: Callable[[int, int], None] | None = None,
 ) -> ExitCosts:
-    """Time the pieces one by one, interleaved, and the remaining costs in live rounds.
+    """Fit costs to live rounds that differ in what they run.
 
     Args:
         model: decodes plainly.
@@ -116,96 +88,33 @@ def measure(
         layers: exit layers to choose from.
         texts: outputs of the model; a few are decoded again.
         width: most tokens drafted per round.
-        tell: called with the steps done and their number.
+        tell: called with the texts done and their number.
+
+    Raises:
+        PromptError: no text lasts for two rounds.
     """
     sample = [*texts[:: max(1, len(texts) // LIVE_TEXTS)]][:LIVE_TEXTS]
-    context = int(np.median([len(t.prompt) + len(t.output) // 2 for t in texts]))
-    layer, project, exit_ = _pieces(
-        rows, heads, layers, width, min(max(context, 1), rows.limit - width - 2), tell
-    )
-    rough = ExitCosts(layer, project, exit_, 0.0, 0.0, 0.0, 0.0)
-    return _with_rounds(model, rows, heads, layers, sample, width, rough)
-
-
-def _pieces(
-    rows: Rows,
-    heads: ExitHeads,
-    layers: Sequence[int],
-    width: int,
-    context: int,
-    tell: Callable[[int, int], None] | None,
-) -> tuple[list[float], list[float], float]:
-    """Median seconds of a layer and of a projection by positions, and of an exit."""
-    executor, device, cache = layers_of(rows), rows.device, RowCache()
-    access = executor.access
-    cache.reserve(1, context + width + 2)
-    tokens = torch.arange(width + 2, device=device).unsqueeze(0) % rows.vocab_size
-    positions = context + torch.arange(width + 2, device=device).unsqueeze(0)
-    states = access.embed(tokens, positions)
-
-    clock = _clock(device)
-
-    def took(work: Callable[[], Any]) -> float:
-        _wait(device)
-        began = clock()
-        work()
-        _wait(device)
-        return clock() - began
-
-    def through(count: int) -> None:
-        columns = cache.open([0], [context], count, device)
-        mask = torch.zeros(1, 1, count, columns, dtype=executor.dtype, device=device)
-        access.run(states[:, :count], 0, access.layers, mask, positions[:, :count], cache)
-
-    def ask(depth: int) -> None:
-        logits = heads.logits(depth, states[0, :1])
-        (logits.float() / 1.1).softmax(-1).amax(-1).ge(0.5).tolist()
-
-    sizes = range(1, width + 2)
-    timings: list[tuple[list[float], list[float], float]] = []
-    for repeat in range(REPEATS + 2):
-        timings.append(
-            (
-                [took(lambda n=n: through(n)) / access.layers for n in sizes],  # type: ignore[misc]
-                [took(lambda n=n: access.logits(states[:, :n])) for n in sizes],  # type: ignore[misc]
-                float(np.mean([took(lambda d=d: ask(d)) for d in layers])),  # type: ignore[misc]
-            )
-        )
-        if tell is not None:
-            tell(repeat + 1, REPEATS + 2)
-    timings = timings[2:]  # first calls are slow
-
-    def middle(piece: int) -> list[float]:
-        return [0.0, *np.median([f[piece] for f in timings], axis=0).tolist()]
-
-    return middle(0), middle(1), float(np.median([f[2] for f in timings]))
-
-
-def _with_rounds(
-    model: Model,
-    rows: Rows,
-    heads: ExitHeads,
-    layers: Sequence[int],
-    texts: Sequence[OwnText],
-    width: int,
-    rough: ExitCosts,
-) -> ExitCosts:
-    """The costs of rounds beyond the pieces, from live rounds and what they ran."""
-    beyond: list[tuple[list[float], float]] = []
+    seen: list[tuple[list[float], float]] = []
     alone: list[float] = []
-    for text in texts:
+    for number, text in enumerate(sample):
         sampling = replace(text.sampling, max_new_tokens=min(LIVE_TOKENS, len(text.output)))
         for setting in _varied(layers, width):
             done = timed(speculating(model, rows, heads, setting), text, setting, sampling)
             for work, seconds in [*zip(done.work, done.times, strict=True)][1:]:
-                row = [float(work.calls("gather")), float(work.passes("step")), 1.0]
-                beyond.append((row, seconds - rough.seconds(work)))
+                seen.append((_counted(work), seconds))
         alone += timed(model, text, None, sampling).times[1:]
-    if not beyond or not alone:
+        if tell is not None:
+            tell(number + 1, len(sample))
+    if not seen or not alone:
         raise PromptError("the texts are too short to time; give more prompts or more tokens")
-    gather, step, every = _fit(beyond)
-    [plain] = _fit([([1.0], s) for s in alone])
-    return replace(rough, gather=gather, step=step, round=every, plain=plain)
+    [plain] = _fit([([1.0], seconds) for seconds in alone])
+    return ExitCosts(*_fit(seen), plain)
+
+
+def _counted(work: Work) -> list[float]:
+    """One round's `COUNTED`."""
+    layers = work.calls("draft", "verify")
+    return [float(layers), float(work.calls("exit")), float(work.passes("step")), 1.0]
 
 
 @dataclass(frozen=True)
@@ -300,8 +209,3 @@ def _positive(columns: FloatArray, values: FloatArray) -> FloatArray:
             best, least = np.zeros(columns.shape[1]), error
             best[list(mask)] = costs
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

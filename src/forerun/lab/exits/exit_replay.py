@@ -1,36 +1,40 @@
-"""SpecBound replayed: its exits along a model's own texts, run once for all settings.
+"""SpecBound replayed: a trace with a column per exit.
 
-Whatever the setting, the text is the target's and the hidden states of a prefix are those of a
-plain forward. So the exits are run once per prefix, at all exit layers together, and
-their outputs kept; rounds are then counted without running the model. Off the text, where a draft
-went wrong, the same holds: the few paths that settings take there are run when first needed.
+Whatever the setting, hidden states along a text are those of one plain forward over it, which
+gives every exit's token and confidence at every position. A setting chooses among them: what it
+drafts from a position is a run of a `Trace`, and its rounds are those of the replay. What is
+accepted is exact; a draft goes on behind a wrong token as it would on the text, which is an
+estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
+from forerun.costs import Costs
 from forerun.drafters.specbound import temperature
 from forerun.engine import Sampling
 from forerun.engine.noise import Noise
 from forerun.engine.sampling import Sampler
 from forerun.errors import SettingError
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import Rounds
+from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec
-from forerun.runtime.base import Rows
 from forerun.runtime.drafts import spread
-from forerun.runtime.exits import Work, layers_of
-from forerun.runtime.layers import ExitHeads
-from forerun.types import FloatArray
+from forerun.runtime.layers import ExitHeads, LayerAccess
+from forerun.types import BoolArray, FloatArray, IntArray, Stop
 
 ANNEALS = tuple(0.25 * step for step in range(9))
 """Annealings that can be replayed: a confidence is stored for each."""
-JOINED = 16
-"""Prompts read per pass."""
+COUNTED = ("layers", "exits", "steps", "rounds")
+"""What a replay counts: layers run, exits asked, tokens that climbed, rounds."""
 
 
 @dataclass(frozen=True, order=True)
@@ -85,205 +89,158 @@ class OwnText:
     """Tokens that end a draft."""
 
 
-class Output(NamedTuple):
-    """Outputs of the exits after one prefix."""
+@dataclass(frozen=True)
+class ExitTrace:
+    """What every exit says at every position of some texts."""
 
-    tokens: list[int]
-    """Per exit layer the token it drafts."""
-    sure: FloatArray
-    """`(exit layers, anneals)` float32 annealed top-1 probabilities."""
-
-
-class ExitRound(NamedTuple):
-    """One round, and what it runs."""
-
-    work: Work
-    drafted: int
-    accepted: int
-    committed: int
-
-
-@dataclass
-class Exits:
-    """Outputs of every exit after every prefix that a setting reaches, computed when needed.
-
-    Texts that were sampled were drawn by the noise of their seed (rule `gumbel`); so are drafts.
-
-    Args:
-        rows: a runtime of its own for this (its rows are the texts, from now on).
-        heads: from shallow hidden states to logits.
-        layers: exit layers, rising, each with a head.
-        texts: the target's outputs; of sampled ones with their seed.
-
-    Raises:
-        SettingError: the runtime is in use.
-    """
-
-    rows: Rows
-    heads: ExitHeads
     layers: tuple[int, ...]
+    """Exit layers, rising, each with a head."""
+    depth: int
+    """Layers of the model."""
     texts: Sequence[OwnText]
-    _outputs: dict[tuple[int, int, tuple[int, ...]], Output] = field(
-        default_factory=dict, init=False
-    )
+    tokens: IntArray
+    """`(texts, T, exits)` the token it drafts; -1 beyond the text."""
+    sure: FloatArray
+    """`(texts, T, exits, anneals)` annealed top-1 probability."""
 
-    def __post_init__(self) -> None:
-        if self.rows.lengths:
-            raise SettingError("the exits need a runtime of their own; this one has rows")
-        for first in range(0, len(self.texts), JOINED):
-            group = self.texts[first : first + JOINED]
-            self.rows.read([t.prompt for t in group], max(len(t.output) for t in group) + 1)
+    @classmethod
+    def record(
+        cls,
+        access: LayerAccess,
+        heads: ExitHeads,
+        layers: tuple[int, ...],
+        texts: Sequence[OwnText],
+    ) -> ExitTrace:
+        """Run the model once over every text; sampled ones are drawn by the noise of their seed.
+
+        Args:
+            access: the model's layers.
+            heads: from hidden states to logits.
+            layers: exit layers, rising, each with a head.
+            texts: the model's own; of sampled ones with their seed.
+        """
+        longest = max(len(text.output) for text in texts)
+        tokens = np.full((len(texts), longest, len(layers)), -1)
+        sure = np.zeros((*tokens.shape, len(ANNEALS)))
+        for row, text in enumerate(texts):
+            for column, (ids, confidences) in enumerate(_outputs(access, heads, layers, text)):
+                tokens[row, : len(ids), column] = ids
+                sure[row, : len(ids), column] = confidences
+        return cls(layers, access.layers, texts, tokens, sure)
 
     @property
-    def prefixes(self) -> int:
-        return len(self._outputs)
+    def positions(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(text.output) for text in self.texts)
 
-    def after(self, text: int, position: int, wrong: tuple[int, ...] = ()) -> Output:
-        """Outputs after `position` tokens of a text's output and the tokens `wrong`."""
-        key = (text, position, wrong)
-        if key not in self._outputs:
-            self._outputs[key] = self._run(*key)
-        return self._outputs[key]
+    def counts(self, setting: Setting) -> dict[str, IntArray]:
+        """`(texts,)` of every one of `COUNTED` when each text is decoded by itself.
 
-    @torch.inference_mode()
-    def _run(self, text: int, position: int, wrong: tuple[int, ...]) -> Output:
-        """Take one token up through all exit layers; earlier ones mostly stand there already."""
-        of = self.texts[text]
-        context = [*of.prompt, *of.output[:position], *wrong]
-        contexts: list[Sequence[int] | None] = [None] * len(self.texts)
-        contexts[text] = context
-        exit_logits: list[torch.Tensor] = []
+        Raises:
+            SettingError: an exit layer or an annealing that was not recorded.
+        """
+        try:
+            used = [self.layers.index(layer) for layer in setting.layers]
+            sure = self.sure[:, :, used, ANNEALS.index(setting.anneal)] >= setting.threshold
+        except ValueError as error:
+            raise SettingError(f"{setting.spec()} cannot be replayed: {error}") from error
+        inside = self.tokens[..., 0] >= 0
+        leaves, exit_ = sure.any(-1) & inside, sure.argmax(-1)
+        token = np.take_along_axis(self.tokens[..., used], exit_[..., None], 2)[..., 0]
+        trace = self._runs(setting, leaves, token)
+        width = setting.width
+        deep, asked = (
+            np.pad(_windows(np.where(inside, values, 0), width).cumsum(-1), [(0, 0)] * 2 + [(1, 0)])
+            for values in (np.array(setting.layers)[exit_], exit_ + 1)
+        )
+        """`(texts, T, width + 1)` of drafts of so many tokens."""
+        out = {name: np.zeros(len(self.texts), np.int64) for name in COUNTED}
 
-        def stay(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
-            exit_logits.append(self.heads.logits(layer, hidden))
-            return [False]
+        def count(rounds: Rounds) -> None:
+            at = rounds.prompt, rounds.at
+            drafted = at[0], at[1], rounds.drafted
+            # One more token climbs, and asks all exits in vain; its way is part of the pass.
+            difficult = rounds.stopped_by == Stop.DIFFICULT
+            layers = self.depth + deep[drafted]
+            if not setting.bonus:  # then what was drafted last is not run from the embedding up
+                cut = (rounds.stopped_by >= Stop.EXHAUSTED) & (rounds.drafted > 0)
+                last = deep[drafted] - deep[at[0], at[1], np.maximum(rounds.drafted - 1, 0)]
+                layers = layers - cut * last
+            values = (
+                layers,
+                asked[drafted] + difficult * len(used),
+                rounds.drafted + difficult,
+                1,
+            )
+            for name, value in zip(COUNTED, values, strict=True):
+                out[name][rounds.prompt] += value
 
-        layers_of(self.rows).climb(self.rows.lengths, contexts, self.layers, stay)
-        logits = torch.cat(exit_logits)
-        whole = spread(logits, self.heads.tokens, self.rows.vocab_size)
-        tokens = self._processed(of, context, whole).argmax(-1)
-        return Output(tokens.tolist(), self._sure(logits))
+        replay(trace, setting.controller, Costs.synthetic(1), count)
+        return out
 
-    def _processed(self, of: OwnText, context: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """`(n, V)` logits as the engine processes them for the token after `context`."""
-        count = len(logits)
-        noises = [Noise.of(of.sampling, of.prompt)] * count
-        sampler = Sampler([of.sampling] * count, [of.eos] * count, noises)
-        if sampler.trivial:
-            return logits
-        row = SimpleNamespace(context=context, prompt=len(of.prompt))
-        return sampler.process(logits.unsqueeze(1), [row] * count, [[]] * count)[:, 0]
-
-    def _sure(self, logits: torch.Tensor) -> FloatArray:
-        """`(exit layers, anneals)`, computed as the drafter does."""
-        total = layers_of(self.rows).access.layers
-        columns = []
-        for anneal in ANNEALS:
-            heat = [temperature(layer, total, anneal) for layer in self.layers]
-            divided = logits.float() / torch.tensor(heat, device=logits.device).unsqueeze(1)
-            columns.append(divided.softmax(-1).amax(-1))
-        sure: FloatArray = torch.stack(columns, 1).cpu().numpy()
-        return sure
-
-
-def replay(exits: Exits, text: int, setting: Setting) -> Iterator[ExitRound]:
-    """Round after round of decoding a text with a setting and its controller, on its own.
-
-    Raises:
-        SettingError: an exit layer or an annealing that was not recorded.
-    """
-    try:
-        indices = [exits.layers.index(layer) for layer in setting.layers]
-        anneal = ANNEALS.index(setting.anneal)
-    except ValueError as error:
-        raise SettingError(f"{setting.spec()} cannot be replayed: {error}") from error
-    position, end = 0, len(exits.texts[text].output)
-    while position < end:
-        done = _round(exits, text, position, setting, indices, anneal)
-        yield done
-        position += done.committed
-
-
-def total(exits: Exits, text: int, setting: Setting) -> Work:
-    """The work of all rounds of a text."""
-    work = Work()
-    for done in replay(exits, text, setting):
-        work.update(done.work)
-    return work
-
-
-def _round(
-    exits: Exits, text: int, position: int, setting: Setting, indices: list[int], anneal: int
-) -> ExitRound:
-    """Draft and verify after `position` tokens of the output."""
-    of, work = exits.texts[text], Work()
-    budget = of.sampling.max_new_tokens - position - 1
-    context = exits.rows.limit - 1 - len(of.prompt) - position
-    # A text's first round comes without a draft: its pass reads the prompt.
-    limit = max(0, min(setting.width, budget, context)) if position else 0
-    drafted = accepted = 0
-    depths: list[int] = []
-    together: int | None = 1
-    wrong: tuple[int, ...] = ()
-    while drafted < limit:
-        at = position + accepted
-        outputs = exits.after(text, at, wrong)
-        depths.append(0)
-        exit_, together = _climb(work, depths, setting, outputs.sure[indices, anneal])
-        if exit_ is None:
-            break
-        token = outputs.tokens[indices[exit_]]
-        drafted += 1
-        if not wrong and at < len(of.output) and token == of.output[at]:
-            accepted += 1
-        else:
-            wrong = (*wrong, token)
-        if token in of.eos:
-            break
-    layers = layers_of(exits.rows).access.layers
-    own = setting.bonus or len(depths) > drafted or not depths
-    if depths and (fresh := drafted + own - len(depths)):
-        depths, together = [*depths, *[0] * fresh], None
-    depths = depths or [0]
-    _sweep(work, "verify", depths, 0, layers, together)
-    work["project", len(depths)] += 1
-    return ExitRound(work, drafted, accepted, accepted + (own or accepted < drafted))
+    def _runs(self, setting: Setting, leaves: BoolArray, token: IntArray) -> Trace:
+        """The trace of a setting: where an exit is taken, and what it drafts, `(texts, T)` each."""
+        texts, (count, size), width = self.texts, leaves.shape, setting.width
+        sizes = np.array([len(text.output) for text in texts])
+        output = np.array([[*t.output, *[-2] * (size - len(t.output))] for t in texts])
+        on = _windows(leaves, width).cumprod(-1)
+        lengths = on.sum(-1)
+        matches = (_windows(leaves & (token == output), width).cumprod(-1)).sum(-1)
+        stops = np.where(lengths < width, int(Stop.DIFFICULT), int(Stop.EXHAUSTED))
+        # A text's first round comes without a draft: its pass reads the prompt.
+        lengths[:, 0], stops[:, 0] = 0, int(Stop.EXHAUSTED)
+        if not setting.bonus:  # the last of a whole draft is what the pass ends with
+            matches = np.where(lengths == width, np.minimum(matches, width - 1), matches)
+        eos = np.array(
+            [np.isin(row, list(t.eos)) for row, t in zip(token, texts, strict=True)]
+        ).reshape(count, size)
+        over = (_windows(eos, width) > 0) & (on > 0)
+        runs = _windows(token, width)
+        return Trace(
+            families=("",) * count,
+            ids=tuple(map(str, range(count))),
+            sizes=sizes,
+            budgets=np.array([t.sampling.max_new_tokens for t in texts]),
+            prompt_tokens=np.array([len(t.prompt) for t in texts]),
+            tokens=output,
+            draft_tokens=runs,
+            matches=np.minimum(matches, lengths),
+            ends=np.where(over.any(-1), over.argmax(-1) + 1, width + 1),
+            lengths=lengths,
+            stops=stops,
+            accept_prob=(np.arange(width) < matches[..., None]).astype(float),
+            signals={},
+            judged={},
+        )
 
 
-def _climb(
-    work: Work, depths: list[int], setting: Setting, sure: FloatArray
-) -> tuple[int | None, int | None]:
-    """Take the newest token up.
-
-    Returns:
-        Which of the setting's exits it takes, None if it is difficult; and as `_sweep`.
-    """
-    at, together = 0, None
-    work["step", 1] += 1
-    for number, layer in enumerate(setting.layers):
-        together = _sweep(work, "draft", depths, at, layer, together)
-        at = layer
-        work["exit", 1] += 1
-        if sure[number] >= setting.threshold:
-            return number, together
-    return None, together
+def _windows(values: Any, width: int) -> Any:
+    """`(texts, T, width)` of `(texts, T)`: at each position those from there on, then 0."""
+    padded = np.pad(values, [(0, 0), (0, width - 1)])
+    return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1) * 1
 
 
-def _sweep(
-    work: Work, part: str, depths: list[int], first: int, last: int, together: int | None
-) -> int | None:
-    """Bring all tokens between two depths to `last`, as `LayersExecutor` does.
-
-    `together` is how many tokens are under way together, None at the start; so is the result.
-    """
-    at = first
-    while at < last:
-        until = min([last, *(depth for depth in depths if depth > at)])
-        if count := depths.count(at):
-            work[part, count] += until - at
-            if count != together:
-                work["gather", 1] += 1
-            depths[-count:] = [until] * count
-            together = count
-        at = until
-    return together
+@torch.inference_mode()
+def _outputs(
+    access: LayerAccess, heads: ExitHeads, layers: tuple[int, ...], text: OwnText
+) -> list[tuple[IntArray, FloatArray]]:
+    """Per exit its tokens `(n,)` before each of a text's, and `(n, anneals)` confidences."""
+    model = access.model
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.tensor([[*text.prompt, *text.output][:-1]], device=model.device)
+    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    hidden, at, out = access.embed(ids, positions), 0, []
+    hides = torch.full((ids.shape[1],) * 2, torch.finfo(hidden.dtype).min, device=ids.device)
+    mask = hides.triu(1).to(hidden.dtype)[None, None]
+    noise = Noise.of(text.sampling, text.prompt)
+    sampler = Sampler([text.sampling], [text.eos], [noise])
+    row: Any = SimpleNamespace(context=text.prompt, prompt=len(text.prompt))
+    for layer in layers:
+        hidden, at = access.run(hidden, at, layer, mask, positions), layer
+        logits = heads.logits(layer, hidden[0, len(text.prompt) - 1 :])
+        whole = spread(logits, heads.tokens, vocab)
+        tokens = sampler.process(whole.unsqueeze(0), [row], [text.output])[0].argmax(-1)
+        heat = torch.tensor([temperature(layer, access.layers, a) for a in ANNEALS])
+        divided = logits.float().unsqueeze(1) / heat.to(logits.device).view(1, -1, 1)
+        out.append((tokens.cpu().numpy(), divided.softmax(-1).amax(-1).cpu().numpy()))
+    return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,18 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from forerun.drafters.specbound import SpecBound
 from forerun.engine import Sampling
 from forerun.errors import SettingError, optional, require
 from forerun.lab.exits.exit_costs import ExitCosts, TimedText, measure, speculating, timed
-from forerun.lab.exits.exit_replay import ANNEALS, Exits, OwnText, Setting, total
+from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
 from forerun.lab.provenance import versions
 from forerun.lab.traces.results import geometric
 from forerun.model import Model
 from forerun.prompts import Prompt
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft
-from forerun.runtime.exits import Work, exit_rows, layers_of
+from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.heads import load_heads
 from forerun.runtime.layers import ExitHeads, LogitLens
 
@@ -51,34 +52,25 @@ class Search:
         width: most tokens per round that are tried.
     """
 
-    exits: Exits
+    exits: ExitTrace
     costs: ExitCosts
     width: int = WIDTH
     scores: dict[Setting, float] = field(default_factory=dict, init=False)
     """Predicted speed-up over plain decoding: a geometric mean over the texts."""
 
-    def predicted(self, setting: Setting) -> list[float]:
-        """The speed-up of each text."""
-        texts = self.exits.texts
-        return [
-            len(text.output)
-            * self.costs.plain
-            / self.costs.seconds(total(self.exits, number, setting))
-            for number, text in enumerate(texts)
-        ]
-
     def score(self, setting: Setting) -> float:
-        """The geometric mean of them, once per setting."""
+        """The geometric mean of the texts' speed-ups, once per setting."""
         if setting not in self.scores:
-            ratios = self.predicted(setting)
-            self.scores[setting] = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+            plain = np.array([len(text.output) for text in self.exits.texts]) * self.costs.plain
+            ratios = plain / self.costs.seconds(self.exits.counts(setting))
+            self.scores[setting] = float(np.exp(np.log(ratios).mean()))
         return self.scores[setting]
 
-    def work(self, setting: Setting) -> Work:
-        work = Work()
-        for number in range(len(self.exits.texts)):
-            work.update(total(self.exits, number, setting))
-        return work
+    def parts(self, setting: Setting) -> dict[str, float]:
+        """Share of the time of each part."""
+        parts = self.costs.parts(self.exits.counts(setting))
+        total = sum(seconds.sum() for seconds in parts.values())
+        return {name: float(seconds.sum() / total) for name, seconds in parts.items()}
 
     def best(self) -> Setting:
         """The best so far; the first one of equals."""
@@ -335,7 +327,7 @@ class Sweep:
         advance = partial(tell, "timing")
         widest = max(self._width, UNTUNED)
         costs = measure(model, self._fast, heads, layers, texts, widest, advance)
-        exits = Exits(exit_rows(self._module), heads, layers, texts)
+        exits = ExitTrace.record(self._access, heads, layers, texts)
         self.search = search = Search(exits, costs, self._width)
         self.best = search.run(budget, self._seed, partial(tell, "searching"))
         chosen = search.top(confirmed)
@@ -364,8 +356,6 @@ class Sweep:
         """The document of `sweep specbound`: the fastest settings, and the effect of changes."""
         search, fastest = self.search, live[0]
         assert search is not None
-        parts = search.costs.parts(search.work(fastest.setting))
-        total = sum(parts.values())
         return {
             "schema": SCHEMA,
             "draft": fastest.setting.spec(self.exits),
@@ -376,14 +366,14 @@ class Sweep:
             ],
             "confirmed": [c.to_json(self.exits) for c in live],
             "untuned": None if self.untuned is None else self.untuned.spec(self.exits),
-            "time": {name: round(seconds / total, 4) for name, seconds in parts.items()},
+            "time": {name: round(x, 4) for name, x in search.parts(fastest.setting).items()},
             "sensitivity": {
                 name: [[value, round(score, 4)] for value, score in values]
                 for name, values in search.sensitivity(fastest.setting).items()
             },
             "costs_ms": search.costs.to_json(),
             "tried": len(search.scores),
-            "prefixes": search.exits.prefixes,
+            "positions": search.exits.positions,
             "about": {
                 **about,
                 "settings": fastest.setting.settings(),

@@ -25,6 +25,7 @@ from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.text import Detokenizer, StopStrings
 from forerun.lab.traces.results import COUNTED, Replay, Rounds, Watch, costs_for
+from forerun.lab.traces.rules import RecordedRule
 from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
@@ -43,6 +44,7 @@ def replay_batches(
     rows: int,
     plain_seconds: FloatArray | None = None,
     watch: Watch | None = None,
+    rule: RecordedRule | None = None,
 ) -> Replay:
     """The prompts in the trace's order as requests to an engine that decodes `rows` together.
 
@@ -57,6 +59,7 @@ def replay_batches(
         plain_seconds: those of `replay_batches(trace, "fixed(0)", costs, rows).seconds`, if they
             are known; else that is replayed first.
         watch: called with every round of the rows that decode.
+        rule: as for `replay`.
 
     Returns:
         Counts per prompt. A round's seconds are shared among the rows that decode in it, so that
@@ -74,18 +77,23 @@ def replay_batches(
         plain = Replayed(trace, CONTROLLERS.make("fixed(0)"), _meter(costs), rows)
         plain_seconds = plain.serve(order).seconds
     meter = _meter(lambda size: costs_for(made, costs if isinstance(costs, Costs) else costs(size)))
-    done = Replayed(trace, made, meter, rows, watch).serve(order)
+    done = Replayed(trace, made, meter, rows, watch, rule=rule).serve(order)
     return replace(done, plain_seconds=plain_seconds)
 
 
 def serve_alone(
-    trace: Trace, controller: Controller, cell: Costs, order: IntArray, watch: Watch | None = None
+    trace: Trace,
+    controller: Controller,
+    cell: Costs,
+    order: IntArray,
+    watch: Watch | None = None,
+    rule: RecordedRule | None = None,
 ) -> Replay:
     """Streams of requests that are served one at a time; `order` and results `(streams, n)`."""
     streams = []
     for prompts in order:
         meter = _meter(costs_for(controller, cell))
-        streams.append(Replayed(trace, controller, meter, 1, watch).serve(prompts))
+        streams.append(Replayed(trace, controller, meter, 1, watch, rule=rule).serve(prompts))
     plain = cell.plain * trace.sizes[order].astype(np.float64)
     both = {f.name: np.stack([getattr(one, f.name) for one in streams]) for f in fields(Replay)}
     return Replay(**{**both, "plain_seconds": plain})
@@ -117,7 +125,8 @@ class Recorded(Drafter):
     """Drafts the recorded tokens. Rows join in the order of `prompts`."""
 
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+        self.trace, self.blind = trace, bool(trace.about.get("blind"))
+        self._shown = frozenset(name for name in SIGNALS if trace.says(name))
         self.prompts: list[int] = []
         self.places: list[int] = []
         """Per row its place in the order."""
@@ -152,8 +161,10 @@ class Recorded(Drafter):
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """The recorded tokens; those of rows without a text are fillers."""
-        trace, names = self.trace, sorted((greedy or frozenset()) & frozenset(SIGNALS))
-        tokens = [[0]] * len(texts)
+        trace = self.trace
+        names = sorted((greedy or frozenset()) & self._shown)
+        tokens: list[list[int]] = [[0]] * len(texts)
+        ended: list[Stop | None] = [None] * len(texts)
         signals = {name: [[0.0]] * len(texts) for name in names}
         for row, text in enumerate(texts):
             if text is None:
@@ -161,11 +172,14 @@ class Recorded(Drafter):
             place, begin = self.places[row], self._begins[row]
             prompt = self.prompts[place]
             position = prompt, begin - int(trace.prompt_tokens[prompt]), len(text) - begin
+            if position[2] >= trace.lengths[position[:2]]:
+                ended[row] = Stop(int(trace.stops[position[:2]]))
+                continue
             tokens[row] = [int(trace.draft_tokens[position])]
             for name in names:
                 signals[name][row] = [float(trace.signals[name][position])]
             self.steps[place] += 1
-        return Step(best=Best(tokens, signals, [[True]] * len(texts)))
+        return Step(best=Best(tokens, signals, [[True]] * len(texts)), ended=ended)
 
 
 @dataclass(eq=False)
@@ -191,8 +205,10 @@ class Replayed(Engine):
     def __init__(
         self, trace: Trace, controller: Controller, meter: Meter, rows: int,
         watch: Watch | None = None, models: tuple[NoModel, Recorded] | None = None,
+        rule: RecordedRule | None = None,
     ) -> None:  # fmt: skip
         self._trace, self._controller, self._watch = trace, controller, watch
+        self._rule = rule
         target, drafter = models or (NoModel(), Recorded(trace))
         super().__init__(target, drafter, max_rows=rows, meter=meter)
 
@@ -207,10 +223,11 @@ class Replayed(Engine):
         prompts = [int(prompt) for prompt in order]
         self.drafter.serve(prompts)
         counts = {name: np.zeros(len(prompts), np.int64) for name in COUNTED}
-        none = np.zeros(len(prompts))
+        seconds, plain, drift = np.zeros((3, len(prompts)))
         self._sums = Replay(
-            committed=self._trace.sizes[prompts], seconds=none.copy(), plain_seconds=none, **counts
-        )
+            committed=self._trace.sizes[prompts], seconds=seconds, plain_seconds=plain,
+            drift=drift, **counts,
+        )  # fmt: skip
         self._waiting.extend(self._text(place, prompt) for place, prompt in enumerate(prompts))
         return self.run()
 
@@ -243,19 +260,33 @@ class Replayed(Engine):
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         self.target.feed(pieces, wanted)
-        trace, out = self._trace, Judgements()
+        trace, out = self._trace, dict[int, RowVerdict]()
         for i, row in enumerate(self._rows):
             if not wanted[i]:
                 continue
             prompt = self.drafter.prompts[row.id]
             at, drafted = row.produced, len(proposal.tokens[i])
-            accepted = min(drafted, int(trace.matches[prompt, at]))
+            if self._rule is None:
+                accepted, chance = (
+                    min(drafted, int(trace.matches[prompt, at])),
+                    trace.accept_prob[prompt, at],
+                )
+            else:
+                here = np.array([prompt * trace.tokens.shape[1] + at])
+                spent = np.array([[self._sums.drift[row.id], at]], dtype=float)
+                kept = self._rule.judge(here, np.array([drafted]), spent)
+                accepted, chance = int(kept.accepted[0]), kept.chance[0]
+                self._sums.drift[row.id] += kept.drift[0]
             # Beyond the end of the text it is not read.
-            following = int(trace.tokens[prompt, min(at + accepted, trace.tokens.shape[1] - 1)])
-            prob = trace.accept_prob[prompt, at, :drafted].tolist()
-            out[i] = RowVerdict(accepted, following, prob)
-        self._add(proposal, {i: kept for i, kept in out.items() if isinstance(kept, RowVerdict)})
-        return out
+            end = trace.tokens.shape[1] - 1
+            whole = accepted == wanted[i]  # no token of the target's own
+            following = None if whole else int(trace.tokens[prompt, min(at + accepted, end)])
+            out[i] = RowVerdict(accepted, following, chance[:drafted].tolist())
+        self._add(proposal, out)
+        return dict(out)
+
+    def _has_bonus(self, i: int, proposal: Proposal) -> bool:
+        return not proposal.tokens[i] or self._rule is None or self._rule.has_bonus
 
     def _add(self, proposal: Proposal, judged: dict[int, RowVerdict]) -> None:
         """Count a round, and share its seconds."""

@@ -4,7 +4,9 @@ The target writes its texts plainly. One pass of each model over a text then giv
 distributions at every true prefix, hence the draft's token there and whether the target keeps it.
 A run drafted from position p is those very tokens, up to the first the target does not keep at
 some m ≥ p; from there on it is off the text, and the same for every such p. So only the *tails*
-after a miss are drafted token by token, as rows of one batch that share their text's cache.
+after a miss are drafted, and read by the target, token by token, as rows of one batch that share
+their text's cache. This holds for draft models; any other drafter is asked at every position by the
+live engine (`walk`).
 
 Sampled texts: the rule `standard` proposes d ~ draft, keeps it with probability
 min(1, target(d) / draft(d)) and else commits y ~ norm(max(target − draft, 0)). So y ~ target,
@@ -31,20 +33,22 @@ import torch
 
 from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
+from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Sampling
 from forerun.engine.bans import split_stops
 from forerun.engine.noise import Noise, stream
 from forerun.engine.sampling import Sampler
-from forerun.errors import PromptError, SettingError, require
+from forerun.errors import PromptError, require
 from forerun.lab.provenance import identity, machine
-from forerun.lab.traces.trace import SIGNALS, Trace, concatenate
+from forerun.lab.traces.trace import JUDGED, SIGNALS, Trace, concatenate
+from forerun.lab.traces.walk import judged_columns, walked
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule, sample
 from forerun.runtime.base import Rows
-from forerun.signals import entropy, float_type, measure
+from forerun.signals import measure
 from forerun.types import BoolArray, FloatArray, IntArray
 
-ELEMENTS = 1 << 25
+ELEMENTS = 1 << 24
 """Most logits of one model held at once, so that a large vocabulary does not fill the memory."""
 JUDGES = RULES.make("gumbel"), RULES.make("standard")
 """Rules whose runs can be told from the text alone."""
@@ -117,7 +121,7 @@ def parts(
     Interrupted, it goes on with what is written of the batch: its complete texts are the last part.
 
     Args:
-        model: a target and a draft model.
+        model: a target and any drafter.
         tasks: the prompts. Each text and its coins depend on its own seed alone.
         depth: K ≥ 1, tokens drafted from each position.
         batch_size: prompts decoded together.
@@ -126,7 +130,8 @@ def parts(
             interrupt drops them.
 
     Raises:
-        SettingError: no draft model, another rule, or a setting out of range.
+        SettingError: no drafter, one without a bonus token, another rule, coins for a drafter that
+            is no draft model, or a setting out of range.
         KeyboardInterrupt: after the last part.
         PromptError: no prompts, or a text that the draft's context cannot hold.
     """
@@ -134,7 +139,11 @@ def parts(
     whole("batch size", batch_size, 1)
     judge = RULES.make(rule)
     require(judge in JUDGES, "rule", RULES.text(judge), "'gumbel' or 'standard'")
-    drafter = _drafter(model)
+    drafter = model.drafter
+    require(not isinstance(drafter, NullDrafter), "draft", "none", "somebody who drafts")
+    require(drafter.bonus, "bonus of the drafter", False, "on: a replay counts on that token")
+    if not isinstance(drafter, ModelDrafter):
+        require(judge.gumbel_max, "rule", RULES.text(judge), "'gumbel': coins need a draft model")
     if not tasks:
         raise PromptError("no prompts to record")
     for task in tasks:
@@ -144,7 +153,7 @@ def parts(
                 f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
                 f"draft's context holds {drafter.limit}; lower max_new_tokens"
             )
-    return _parts(model, drafter, tasks, depth, batch_size, judge, interrupted)
+    return _parts(model, tasks, depth, batch_size, judge, interrupted)
 
 
 def finish(
@@ -160,7 +169,8 @@ def finish(
     about = {
         **settings,
         "target": identity(model.target),
-        "draft": identity(_drafter(model).rows),
+        "draft": _drafter(model),
+        "blind": model.drafter.blind,
         "sampling": _sampling(tasks),
         "depth": trace.depth,
         "batch_size": batch_size,
@@ -196,13 +206,12 @@ def _sampling(tasks: Sequence[Task]) -> dict[str, Any]:
     return out
 
 
-def _drafter(model: Model) -> ModelDrafter:
-    if not isinstance(model.drafter, ModelDrafter):
-        raise SettingError(
-            "recording needs a draft model, and this model's drafter is a "
-            f"{type(model.drafter).__name__}; name one as `draft`"
-        )
-    return model.drafter
+def _drafter(model: Model) -> dict[str, Any]:
+    """Who drafts: the model, or the kind of drafter."""
+    drafter = model.drafter
+    if isinstance(drafter, ModelDrafter):
+        return identity(drafter.rows)
+    return {"name": type(drafter).__name__, "sha256": None, "hashed": None}
 
 
 def _budget(model: Model, task: Task) -> int:
@@ -249,13 +258,12 @@ class _Draft:
     """`(n + 1,)` whether the target keeps the draft's token."""
     accept: FloatArray
     """`(n + 1,)` the probability that it does."""
-    target: dict[str, FloatArray]
-    """`(n + 1,)` the fields of `Trace` that describe the target."""
+    judged: dict[str, FloatArray]
+    """`(n + 1, K)` as the tokens, what both models say of them."""
 
 
 def _parts(
     model: Model,
-    drafter: ModelDrafter,
     tasks: Sequence[Task],
     depth: int,
     batch_size: int,
@@ -269,21 +277,33 @@ def _parts(
             raise interrupt
         wrote = time.perf_counter()
         texts = [_text(model, batch[i], done, depth, rule) for i, done in completions.items()]
-        drafts: list[_Draft] = []
+        runs: list[dict[str, Any]] = []
         if interrupt is None:
             try:
-                drafts = _draft_texts(model.target, drafter, texts, depth)
+                runs = _drafted(model, texts, depth)
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:
             if interrupted is not None:
                 interrupted(len(texts))
-            drafts = _draft_texts(model.target, drafter, texts, depth)
-        pairs = zip(texts, drafts, strict=True)
-        trace = concatenate([_trace(model, text, draft, depth) for text, draft in pairs])
+            runs = _drafted(model, texts, depth)
+        pairs = zip(texts, runs, strict=True)
+        trace = concatenate([_trace(model, text, own, depth) for text, own in pairs])
         yield RecordedPart(trace, wrote - began, time.perf_counter() - began)
         if interrupt is not None:
             raise interrupt
+
+
+def _drafted(model: Model, texts: list[_RecordedText], depth: int) -> list[dict[str, Any]]:
+    """Per text the fields of its `Trace` that hold its runs."""
+    if isinstance(model.drafter, ModelDrafter):
+        drafts = _draft_texts(model.target, model.drafter, texts, depth)
+        return [_runs(text, draft, depth) for text, draft in zip(texts, drafts, strict=True)]
+    contexts = [(text.context, text.source) for text in texts]
+    runs = walked(model, contexts, [text.task.sampling for text in texts], depth)
+    for text, own in zip(texts, runs, strict=True):
+        text.tokens = own.pop("tokens")
+    return runs
 
 
 def _write(
@@ -322,6 +342,7 @@ def _text(
     stops = frozenset(split_stops(sampling.stop, model.tokenizer)[1])
     ends = stops | (frozenset() if sampling.ignore_eos else eos)
     noise = Noise.of(sampling, prompt, source, done.seed) if rule.gumbel_max else None
+    task = replace(task, sampling=replace(sampling, seed=done.seed))
     return _RecordedText(task, prompt, len(prompt), done.tokens, ends, coins, noise, source)
 
 
@@ -334,11 +355,10 @@ def _draft_texts(
     prompts, longest = [text.context for text in texts], max(len(t.tokens) for t in texts)
     sources = [text.source for text in texts if text.source is not None]
     try:
-        target.read(prompts, longest, sources or None)
+        target.read(prompts, longest + depth, sources or None)
         rows.read(prompts, longest + depth, drafter.readable(sources) or None)
         drafts = _heads(target, rows, texts, depth)
-        target.keep([])
-        _tails(rows, texts, drafts, depth, target.vocab_size)
+        _tails(target, rows, texts, drafts, depth)
     finally:
         target.keep([])
         rows.keep([])
@@ -350,44 +370,58 @@ def _heads(target: Rows, rows: Rows, texts: list[_RecordedText], depth: int) -> 
     pieces = [[text.context[-1], *text.tokens] for text in texts]
     longest, vocab, device = max(map(len, pieces)), target.vocab_size, target.device
     width = max(1, ELEMENTS // (len(texts) * vocab))
-    sampler = Sampler(
-        [t.task.sampling for t in texts], [t.eos for t in texts], [t.noise for t in texts]
-    )
+    sampler, coins = _samplers(texts)
     outputs, certain = [text.tokens for text in texts], sampler.certain.to(device)
-    records: list[list[dict[str, torch.Tensor]]] = [[] for _ in texts]
+    records: list[list[dict[str, Any]]] = [[] for _ in texts]
     for start in range(0, longest, width):
         fed = [piece[start : start + width] for piece in pieces]
         both = target.feed(fed), _fit(rows.feed(fed), vocab)
-        target_logits, draft_logits = (sampler.shape(z, texts, outputs, start) for z in both)
-        target_sharp, draft_sharp = sampler.sharpen(target_logits), sampler.sharpen(draft_logits)
+        shaped = [sampler.shape(z, texts, outputs, start) for z in both]
+        sharp = [sampler.sharpen(logits) for logits in shaped]
+        truth = [[*text.tokens, -1][start : start + width] for text in texts]
+        count, columns = [len(piece) for piece in fed], both[0].shape[1]
+        best = torch.tensor([[*t, *[-1] * (columns - len(t))] for t in truth], device=device)
+        drafted, verdicts = torch.zeros_like(best), []
         for r, text in enumerate(texts):
-            if not (count := len(fed[r])):
-                continue
-            truth = [*text.tokens, -1][start : start + count]
-            coins = torch.from_numpy(text.coins[start : start + count, :2]).to(device)
-            judged = _judge(
-                target_sharp[r, :count],
-                draft_sharp[r, :count],
-                torch.tensor(truth, device=device),
-                coins,
-                bool(certain[r]),
-            )
-            raw = target_logits[r, :count], draft_logits[r, :count]
-            signals = measure(raw[1], judged["tokens"], set(SIGNALS))
-            records[r].append({**judged, **signals, **_of_target(*raw)})
+            tossed = torch.from_numpy(text.coins[start : start + count[r], :2]).to(device)
+            own = [logits[r, : count[r]] for logits in sharp]
+            verdict = _judge(*own, best[r, : count[r]], tossed, bool(certain[r]))
+            drafted[r, : count[r]] = verdict["tokens"]
+            verdicts.append(verdict)
+        plain = (
+            shaped
+            if coins is sampler
+            else [coins.shape(logits, texts, outputs, start) for logits in both]
+        )
+        best = torch.where(best < 0, shaped[0].argmax(-1), best)
+        judged = judged_columns(coins, *plain, drafted, best, shaped[1])
+        signals = measure(shaped[1], drafted, set(SIGNALS))
+        values = judged | {name: value.cpu().numpy() for name, value in signals.items()}
+        for r, verdict in enumerate(verdicts):
+            own = {name: value[r, : count[r]] for name, value in values.items()}
+            records[r].append(own | {name: v.cpu().numpy() for name, v in verdict.items()})
     return [_assembled(parts, depth) for parts in records]
 
 
-def _assembled(parts: list[dict[str, torch.Tensor]], depth: int) -> _Draft:
+def _samplers(texts: list[_RecordedText]) -> tuple[Sampler, Sampler]:
+    """Of these texts, with their noise and without."""
+    settings, eos = [t.task.sampling for t in texts], [t.eos for t in texts]
+    noises = [t.noise for t in texts]
+    sampler = Sampler(settings, eos, noises)
+    return sampler, Sampler(settings, eos) if any(noises) else sampler
+
+
+def _assembled(parts: list[dict[str, Any]], depth: int) -> _Draft:
     """The parts of one text put together, with room for tails."""
-    flat = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+    flat = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     room = [(0, 0), (0, depth - 1)]
+    deep = {name: np.pad(flat[name][:, None].astype(float), room) for name in (*SIGNALS, *JUDGED)}
     return _Draft(
         tokens=np.pad(flat["tokens"][:, None], room),
-        signals={name: np.pad(flat[name][:, None].astype(float), room) for name in SIGNALS},
+        signals={name: deep[name] for name in SIGNALS},
         hit=flat["hit"],
         accept=flat["accept"],
-        target={name: flat[name] for name in ("target_top1", "target_entropy", "top5_overlap")},
+        judged={name: deep[name] for name in JUDGED},
     )
 
 
@@ -421,26 +455,14 @@ def _judge(
     return {"tokens": tokens, "hit": hit, "accept": ratio * inside}
 
 
-def _of_target(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`(n,)` what `Trace` keeps of the target's logits beside the draft's, `(n, V)` each."""
-    log = target_logits.log_softmax(-1, dtype=float_type(target_logits))
-    most = min(5, target_logits.shape[-1])
-    best, guess = (logits.topk(most, dim=-1).indices for logits in (target_logits, draft_logits))
-    shared = (best.unsqueeze(-1) == guess.unsqueeze(-2)).any(-1).double().mean(-1)
-    return {
-        "target_top1": log.amax(-1).exp(),
-        "target_entropy": entropy(log),
-        "top5_overlap": shared,
-    }
-
-
 def _tails(
-    rows: Rows, texts: list[_RecordedText], drafts: list[_Draft], depth: int, vocab: int
+    target: Rows, rows: Rows, texts: list[_RecordedText], drafts: list[_Draft], depth: int
 ) -> None:
     """Draft on where the target does not keep the draft's token; fills `drafts` in.
 
     Args:
-        rows: the draft model; row r covers text r.
+        target: row r covers text r, and
+        rows: likewise of the draft model.
     """
     misses = [
         (r, m)
@@ -451,14 +473,14 @@ def _tails(
     ]
     for start in range(0, len(misses), TAILS):
         batch = misses[start : start + TAILS]
-        _fork(rows, texts, drafts, batch)
-        _follow(rows, texts, drafts, batch, depth, vocab)
-        rows.keep(range(len(texts)))
+        for side in (target, rows):
+            _fork(side, texts, batch)
+        _follow(target, rows, texts, drafts, batch, depth)
+        for side in (target, rows):
+            side.keep(range(len(texts)))
 
 
-def _fork(
-    rows: Rows, texts: list[_RecordedText], drafts: list[_Draft], misses: list[Position]
-) -> None:
+def _fork(rows: Rows, texts: list[_RecordedText], misses: list[Position]) -> None:
     """Add a row per miss that covers its text up to there."""
     # Copying what is covered already is much cheaper than feeding it again.
     count = len(texts)
@@ -468,50 +490,51 @@ def _fork(
 
 
 def _follow(
+    target: Rows,
     rows: Rows,
     texts: list[_RecordedText],
     drafts: list[_Draft],
     misses: list[Position],
     depth: int,
-    vocab: int,
 ) -> None:
-    """Draft the tails, a step of all of them at a time, as far as the draft's context goes."""
-    sampler = Sampler(
-        [texts[r].task.sampling for r, _ in misses],
-        [texts[r].eos for r, _ in misses],
-        [texts[r].noise for r, _ in misses],
-    )
+    """Draft the tails, a step of all of them at a time, as far as the contexts go."""
+    sampler, coins = _samplers([texts[r] for r, _ in misses])
     stems: Any = [
         SimpleNamespace(context=texts[r].upto(m), prompt=texts[r].prompt) for r, m in misses
     ]
     certain = sampler.certain.to(rows.device)
     ahead = [[int(drafts[r].tokens[m, 0])] for r, m in misses]
+    limit = min(target.limit, rows.limit)
     for step in range(1, depth):
-        on = [len(stem.context) + step <= rows.limit for stem in stems]
+        on = [len(stem.context) + step <= limit for stem in stems]
         if not any(on):
             return
-        pieces = [tokens[-1:] if fits else [] for tokens, fits in zip(ahead, on, strict=True)]
-        pieces = [*[[]] * len(texts), *pieces]
-        logits = rows.feed(pieces, [len(piece) for piece in pieces])[len(texts) :, 0]
-        logits = _fit(logits, vocab)
-        shaped = sampler.shape(logits.unsqueeze(1), stems, ahead, step)
-        logits, processed = shaped[:, 0], sampler.sharpen(shaped)[:, 0]
+        fed = [own[-1:] if fits else [] for own, fits in zip(ahead, on, strict=True)]
+        pieces = [*[[]] * len(texts), *fed]
+        wanted = list(map(len, pieces))
+        both = [side.feed(pieces, wanted)[len(texts) :] for side in (target, rows)]
+        both[1] = _fit(both[1], target.vocab_size)
+        shaped = [sampler.shape(z, stems, ahead, step) for z in both]
+        processed = sampler.sharpen(shaped[1])[:, 0]
         tokens = processed.argmax(-1)
         if not sampler.all_certain:
-            coins = torch.tensor(
+            drawn = torch.tensor(
                 [texts[r].coins[m, step + 1] for r, m in misses], dtype=torch.float64
             )
-            drawn = sample(processed.softmax(-1), coins.to(rows.device))
+            drawn = sample(processed.softmax(-1), drawn.to(rows.device))
             tokens = torch.where(certain, tokens, drawn)
-        signals = measure(logits, tokens, set(SIGNALS))
-        host = {name: values.cpu().numpy() for name, values in signals.items()}
+        plain = shaped if coins is sampler else [coins.shape(z, stems, ahead, step) for z in both]
+        column = tokens.unsqueeze(1)
+        values = judged_columns(coins, *plain, column, shaped[0].argmax(-1), shaped[1])
+        signals = measure(shaped[1], column, set(SIGNALS))
+        values |= {name: value.cpu().numpy() for name, value in signals.items()}
         chosen = tokens.tolist()
         for i, (r, m) in enumerate(misses):
             if on[i]:
                 ahead[i].append(chosen[i])
                 drafts[r].tokens[m, step] = ahead[i][-1]
-                for name, values in host.items():
-                    drafts[r].signals[name][m, step] = values[i]
+                for name, column_of in (drafts[r].signals | drafts[r].judged).items():
+                    column_of[m, step] = values[name][i, 0]
 
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -519,7 +542,7 @@ def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
     return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
-def _trace(model: Model, text: _RecordedText, draft: _Draft, depth: int) -> Trace:
+def _runs(text: _RecordedText, draft: _Draft, depth: int) -> dict[str, Any]:
     """The runs of one text, put together from its positions and its tails."""
     size = len(text.tokens)
     missed = np.flatnonzero(~draft.hit)  # the end of the text is one
@@ -527,26 +550,37 @@ def _trace(model: Model, text: _RecordedText, draft: _Draft, depth: int) -> Trac
     start, step = np.arange(size)[:, None], np.arange(depth)
     on = start + step < miss
     row, column = np.where(on, start + step, miss), np.where(on, 0, start + step - miss)
-
-    def runs(values: Any) -> Any:
-        return values[row, column][None]
-
-    tokens, matches = runs(draft.tokens), np.minimum(miss - start, depth).T
-    over = np.isin(tokens, list(text.eos))
     judged = start + step <= np.minimum(miss, size - 1)
+    return {
+        "draft_tokens": draft.tokens[row, column],
+        "matches": np.minimum(miss - start, depth)[:, 0],
+        "accept_prob": np.where(judged, draft.accept[row], 0.0),
+        "lengths": np.full(size, depth),
+        "stops": np.zeros(size, np.int64),
+        "signals": {name: values[row, column] for name, values in draft.signals.items()},
+        "judged": {name: values[row, column] for name, values in draft.judged.items()},
+    }
+
+
+def _trace(model: Model, text: _RecordedText, runs: dict[str, Any], depth: int) -> Trace:
+    """One text with its runs."""
+    over = np.isin(runs["draft_tokens"], list(text.eos))
+    over &= np.arange(depth) < runs["lengths"][:, None]
+    several = {
+        name: {key: _single(values[None]) for key, values in runs.pop(name).items()}
+        for name in ("signals", "judged")
+    }
     return Trace(
         families=(text.task.family,),
         ids=(text.task.id,),
-        sizes=np.array([size]),
+        sizes=np.array([len(text.tokens)]),
         budgets=np.array([_budget(model, text.task)]),
         prompt_tokens=np.array([text.prompt]),
         tokens=np.array([text.tokens]),
-        draft_tokens=tokens,
-        matches=matches,
-        ends=np.where(over.any(-1), over.argmax(-1) + 1, depth + 1),
-        accept_prob=_single(np.where(judged, draft.accept[row], 0.0)[None]),
-        signals={name: _single(runs(values)) for name, values in draft.signals.items()},
-        **{name: _single(values[None, :size]) for name, values in draft.target.items()},
+        ends=np.where(over.any(-1), over.argmax(-1) + 1, depth + 1)[None],
+        accept_prob=_single(runs.pop("accept_prob")[None]),
+        **several,
+        **{name: values[None] for name, values in runs.items()},
     )
 
 

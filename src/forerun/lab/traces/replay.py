@@ -8,8 +8,8 @@ traces they are distributed as the live engine's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -35,11 +35,19 @@ from forerun.types import (
     Token,
 )
 
+if TYPE_CHECKING:
+    from forerun.lab.traces.rules import RecordedRule
+
 _, _, _, EXHAUSTED, END_OF_TEXT, _ = map(int, Stop)  # numpy is slow with enums
 
 
 def replay(
-    trace: Trace, controller: str | Controller, cell: Costs, watch: Watch | None = None
+    trace: Trace,
+    controller: str | Controller,
+    cell: Costs,
+    watch: Watch | None = None,
+    rule: RecordedRule | None = None,
+    draws: int = 1,
 ) -> Replay:
     """Every prompt by itself, each with a fresh state, as the live engine serves requests.
 
@@ -48,13 +56,17 @@ def replay(
         controller: a spec or an object.
         cell: what a round costs; governors go by these.
         watch: called with every round.
+        rule: what to keep; by default what was kept when the texts were recorded.
+        draws: times that every prompt is served, by other coins of the rule, ≥ 1; results are sums.
 
     Raises:
         UnknownNameError: the controller's name or a setting is not known.
         SettingError: the spec cannot be read, or a setting is refused.
     """
-    order = np.arange(trace.prompts)[:, None]
-    return _serve(trace, CONTROLLERS.make(controller), cell, order, watch).take((slice(None), 0))
+    order = np.tile(np.arange(trace.prompts), draws)[:, None]
+    done = _serve(trace, CONTROLLERS.make(controller), cell, order, watch, rule)
+    sums = {f.name: getattr(done, f.name).reshape(draws, -1).sum(0) for f in fields(done)}
+    return Replay(**sums)
 
 
 def stream(
@@ -94,31 +106,45 @@ def stream(
 
 
 def _serve(
-    trace: Trace, controller: Controller, cell: Costs, order: IntArray, watch: Watch | None
+    trace: Trace,
+    controller: Controller,
+    cell: Costs,
+    order: IntArray,
+    watch: Watch | None,
+    rule: RecordedRule | None = None,
 ) -> Replay:
     """`(rows, places)` numbers of prompts, one row's prompts after another by one state."""
     if isinstance(controller, Governor):
         from forerun.lab.traces.batches import serve_alone  # only this needs torch
 
-        return serve_alone(trace, controller, cell, order, watch)
+        return serve_alone(trace, controller, cell, order, watch, rule)
     assert isinstance(controller, LengthPolicy)
     cell = costs_for(controller, cell)
     count = {name: np.zeros(order.shape, np.int64) for name in COUNTED}
-    spent = np.zeros(order.shape)
+    spent, drift = np.zeros((2, *order.shape))
     texts = _Texts(trace, controller)
-    verify = passes(cell, trace.depth)
+    verify, bonus = passes(cell, trace.depth), rule is None or rule.has_bonus
     row, place, at = np.arange(len(order)), *np.zeros((2, len(order)), np.int64)
     prompt = order[:, 0]
     state = stacked([controller.start(certain) for certain in texts.certain[prompt].tolist()])
     while len(row):
         here = prompt * trace.tokens.shape[1] + at
-        room = np.maximum(trace.budgets[prompt] - at - 1, 0)
+        room = np.maximum(trace.budgets[prompt] - at - bonus, 0)
         drafted, capped = texts.draft(state, here, room)
-        accepted = np.minimum(drafted.lengths, texts.matches[here])
-        took = cell.draft_seconds(drafted.lengths) + verify[drafted.lengths]
-        seen = texts.seen(here, drafted, accepted, took / cell.plain)
+        own, fed, chance = np.ones(len(at), np.int64), drafted.lengths, None
+        if rule is None:
+            accepted = np.minimum(drafted.lengths, texts.matches[here])
+        else:
+            kept = rule.judge(here, drafted.lengths, np.stack([drift[row, place], at], 1))
+            accepted, chance = kept.accepted, kept.chance
+            drift[row, place] += kept.drift
+            if not bonus:
+                own = 1 * ((accepted < drafted.lengths) | (drafted.lengths == 0))
+                fed = np.maximum(drafted.lengths - 1, 0)
+        took = cell.draft_seconds(drafted.lengths) + verify[fed]
+        seen = texts.seen(here, drafted, accepted, took / cell.plain, chance)
         state = controller.observe(state, seen)
-        seconds = cell.draft_seconds(drafted.steps) + verify[drafted.lengths]
+        seconds = cell.draft_seconds(drafted.steps) + verify[fed]
         seconds = seconds + cell.cold * ((drafted.steps > 0) & (drafted.lengths == 0))
         if watch is not None:
             counts = (drafted.lengths, accepted, drafted.steps, drafted.stopped_by)
@@ -127,7 +153,7 @@ def _serve(
         for name, value in zip(COUNTED, done, strict=True):
             count[name][row, place] += value
         spent[row, place] += seconds
-        at = at + accepted + 1
+        at = at + accepted + own
         over = at >= trace.sizes[prompt]
         if not over.any():
             continue
@@ -145,7 +171,7 @@ def _serve(
             state = taken(joined(state, stacked(begun)), index)
     sizes = trace.sizes[order]
     plain = cell.plain * sizes.astype(np.float64)
-    return Replay(committed=sizes, seconds=spent, plain_seconds=plain, **count)
+    return Replay(committed=sizes, seconds=spent, plain_seconds=plain, drift=drift, **count)
 
 
 @dataclass(frozen=True)
@@ -163,12 +189,15 @@ class _Texts:
     def __init__(self, trace: Trace, policy: LengthPolicy) -> None:
         self._policy, self._depth = policy, trace.depth
         self.matches, self._ends = trace.matches.reshape(-1), trace.ends.reshape(-1)
+        self._lengths, self._stops = trace.lengths.reshape(-1), trace.stops.reshape(-1)
         signals = [policy.signals(certain) for certain in (False, True)]
         read = frozenset().union(*signals)
         live = sorted(read & frozenset(LIVE_SIGNALS))
         require(not live, "signals of the controller", ", ".join(live), "in the trace; run it live")
         self._signals = {
-            name: trace.signals[name].reshape(-1) for name in read & frozenset(SIGNALS)
+            name: trace.signals[name].reshape(-1)
+            for name in read & frozenset(SIGNALS)
+            if trace.says(name)
         }
         self._ids = bool(read & {"id", "previous"})
         self._most_trimmed = np.array([not signals[0] & DRAWN, trace.depth], np.int64)
@@ -178,8 +207,7 @@ class _Texts:
         self._before = np.pad(trace.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1].reshape(
             -1
         )
-        prob = trace.accept_prob
-        self.certain: Any = ~((prob > 0) & (prob < 1)).any((1, 2))
+        self.certain: Any = ~trace.tossed
         """`(prompts,)`."""
         self._certain = np.repeat(self.certain, trace.tokens.shape[1])
 
@@ -195,14 +223,25 @@ class _Texts:
         return Token(**signals)
 
     def seen(
-        self, here: IntArray, drafted: _Drafted, accepted: IntArray, took: FloatArray
+        self,
+        here: IntArray,
+        drafted: _Drafted,
+        accepted: IntArray,
+        took: FloatArray,
+        chance: FloatArray | None,
     ) -> RoundOutcome:
-        """The round as the policy sees it, its fields looked up when they are read."""
+        """The round as the policy sees it, its fields looked up when they are read; `chance`
+        `(rows, K)` of a rule's own."""
         most = int(drafted.lengths.max())
+
+        def kept(depth: int) -> FloatArray:
+            recorded: FloatArray = self._prob.take(here * self._depth + depth)
+            return recorded if chance is None else chance[:, depth]
+
         return RoundOutcome(
             drafted.lengths,
             accepted,
-            _Lazy(most, lambda depth: self._prob.take(here * self._depth + depth)),
+            _Lazy(most, kept),
             drafted.stopped_by,
             _Lazy(most, lambda depth: self.token(here, depth)),
             took,
@@ -212,9 +251,12 @@ class _Texts:
         """What each row drafts, and which rounds the depth cut short."""
         wanted = np.broadcast_to(self._policy.limit(state), here.shape)
         limit, why = draft_limit(wanted, room)
-        reach = np.minimum(limit, self._depth)
-        out = self._run(state, here, reach, proposal_stop(reach, limit, why))
-        return out, out.stopped_by == EXHAUSTED
+        length = self._lengths[here]
+        reach = np.minimum(limit, length)
+        why = proposal_stop(reach, limit, why)
+        ends = (why == EXHAUSTED) & (length < self._depth)  # the drafter's own doing
+        out = self._run(state, here, reach, np.where(ends, self._stops[here], why))
+        return out, (out.stopped_by == EXHAUSTED) & ~ends
 
     def _run(self, state: Any, here: IntArray, reach: IntArray, stopped_by: IntArray) -> _Drafted:
         """Draft up to `reach`; rows that reach it were `stopped_by`."""

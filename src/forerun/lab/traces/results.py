@@ -39,6 +39,8 @@ class Replay:
     seconds: FloatArray
     plain_seconds: FloatArray
     """Of plain decoding."""
+    drift: FloatArray
+    """Summed over the text's tokens; 0 under the rule that it was recorded by."""
 
     @property
     def speedup(self) -> FloatArray:
@@ -124,6 +126,8 @@ def summarise(trace: Trace, result: Replay, batch: int = 1) -> dict[str, dict[st
             "tokens": int(group.committed.sum()),
             "speedup": geometric(group.speedup),
             "tokens_per_second": rate(group.committed * batch, group.seconds),
+            "tokens_per_round": rate(group.committed, group.rounds),
+            "drift": float(group.drift.sum() / group.committed.sum()),
             **{key: int(getattr(group, key).sum()) for key in (*COUNTED, "wasted")},
             "seconds": float(group.seconds.sum()),
             "plain_seconds": float(group.plain_seconds.sum()),

@@ -7,7 +7,7 @@ imports neither torch nor, before a file is touched, pyarrow.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,17 @@ from forerun.errors import MissingExtraError, SettingError
 from forerun.types import SIGNALS as SIGNALS
 from forerun.types import BoolArray, FloatArray, IntArray, Token
 
-SCHEMA = 1
+SCHEMA = 2
 KEY = b"forerun.trace"
 """Key in the file's metadata of a JSON object with `schema` and `about`."""
 
 _PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}  # column: field
 _INTS = {"token": "tokens", "matches": "matches", "ends": "ends"}  # column: field, per position
-_REALS = ("target_top1", "target_entropy", "top5_overlap")  # columns and fields, per position
+_RUNS = {"length": "lengths", "stopped_by": "stops"}  # likewise, since schema 2
+_FIRST = ("target_top1", "target_entropy", "top5_overlap")
+"""Of `JUDGED` those that schema 1 has, of a run's first token only."""
+JUDGED = ("ratio", *_FIRST, "gap", "rank", "variation", "target_rank")
+"""What both models say of a drafted token, on and off the text, as rules read it."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,18 @@ class Trace:
     """`(prompts, T)` how many tokens of the run the target keeps, 0..K."""
     ends: IntArray
     """`(prompts, T)` tokens drafted up to and with the first end of text; K + 1 if none."""
+    lengths: IntArray
+    """`(prompts, T)` tokens of the run, 0..K; what is beyond it the drafter did not propose."""
+    stops: IntArray
+    """`(prompts, T)` why the drafter ended a run that is shorter than K, a value of `Stop`."""
     accept_prob: FloatArray
     """`(prompts, T, K)` probability under the rule `standard` of keeping the token given that all
     before it were kept; 0 beyond the first miss and beyond the text."""
     signals: dict[str, FloatArray]
-    """Every one of `SIGNALS`, `(prompts, T, K)`."""
-    target_top1: FloatArray
-    """`(prompts, T)` the target's highest probability, at temperature 1 before any transform."""
-    target_entropy: FloatArray
-    """`(prompts, T)` likewise its entropy in nats."""
-    top5_overlap: FloatArray
-    """`(prompts, T)` share of the target's five likeliest tokens that are among the draft's."""
+    """Every one of `SIGNALS`, `(prompts, T, K)`; NaN where the drafter has no distribution."""
+    judged: dict[str, FloatArray]
+    """Every one of `JUDGED`, `(prompts, T, K)`, by the text's own sampling (docs/trace.md); NaN
+    where a file of schema 1 does not say it."""
     about: dict[str, Any] = field(default_factory=dict)
     """Provenance: models, hashes, sampling, depth, seed, versions, date."""
 
@@ -78,10 +83,26 @@ class Trace:
         return int(self.draft_tokens.shape[2])
 
     @property
+    def sampled(self) -> BoolArray:
+        """`(prompts,)` which texts were drawn at a temperature."""
+        fractions: BoolArray = _fractions(self.judged["ratio"]) | self.tossed
+        return fractions
+
+    @property
+    def tossed(self) -> BoolArray:
+        """`(prompts,)` which texts were judged by coins."""
+        return _fractions(self.accept_prob)
+
+    @property
     def valid(self) -> BoolArray:
         """`(prompts, T)` which positions are text and not padding."""
         inside: BoolArray = np.arange(self.tokens.shape[1]) < self.sizes[:, None]
         return inside
+
+    def says(self, name: str) -> bool:
+        """Whether the drafter has a signal, or a column of `JUDGED`, of any token."""
+        values = (self.signals | self.judged)[name][self.valid]
+        return not bool(np.isnan(values).all())
 
     def at(self, rows: IntArray, position: IntArray) -> Token:
         """Signals `(rows, K)` of the runs drafted from one position per row."""
@@ -91,13 +112,11 @@ class Trace:
     def take(self, index: Sequence[int] | IntArray | BoolArray) -> Trace:
         """A selection of the prompts: their numbers, in the wanted order, or a mask."""
         chosen = np.arange(self.prompts)[index if isinstance(index, np.ndarray) else list(index)]
-        arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
         return replace(
             self,
             families=tuple(self.families[i] for i in chosen),
             ids=tuple(self.ids[i] for i in chosen),
-            signals={name: values[chosen] for name, values in self.signals.items()},
-            **arrays,
+            **_merged([self], lambda arrays: arrays[0][chosen]),
         )
 
     def write(self, path: str | Path) -> None:
@@ -116,13 +135,13 @@ class Trace:
             "prompt": prompt,
             "position": position,
             **{name: getattr(self, attr)[prompt] for name, attr in _PER_PROMPT.items()},
-            **{name: getattr(self, attr)[inside] for name, attr in _INTS.items()},
-            **{name: getattr(self, name)[inside] for name in _REALS},
+            **{name: getattr(self, attr)[inside] for name, attr in (_INTS | _RUNS).items()},
             "draft_tokens": self.draft_tokens[inside],
             "accept_prob": self.accept_prob[inside],
             **{name: self.signals[name][inside] for name in SIGNALS},
+            **{name: self.judged[name][inside] for name in JUDGED},
         }
-        schema = _schema(arrow, self.depth)
+        schema = _schema(arrow, self.depth, SCHEMA)
         head = json.dumps({"schema": SCHEMA, "about": self.about}, ensure_ascii=False)
         table = arrow.table(
             {name: _column(arrow, values[name], kind) for name, kind in schema.items()}
@@ -152,9 +171,10 @@ class Trace:
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise SettingError(f"{path} is not a readable Parquet file: {reason}") from error
-        about = _about(path, table)
-        depth = _check_columns(path, arrow, table, names)
-        single = ("prompt", "position", *_PER_PROMPT, *_INTS, *_REALS)
+        version, about = _about(path, table)
+        depth = _check_columns(path, arrow, table, names, version)
+        runs = _RUNS if version > 1 else {}
+        single = ("prompt", "position", *_PER_PROMPT, *_INTS, *runs)
         flat = {name: table[name].to_numpy() for name in single}
         starts = np.flatnonzero(flat["position"] == 0)
         sizes = np.diff([*starts, len(table)]).astype(np.int64)
@@ -174,25 +194,64 @@ class Trace:
             out[inside] = values
             return out
 
-        def runs(name: str, kind: Any) -> Any:
+        def deep(name: str, kind: Any = np.float64) -> Any:
             return spread(_inner(table[name]).to_numpy().reshape(-1, depth), kind)
 
         first = arrow.array(starts)
+        ints = {attr: spread(flat[name], np.int64) for name, attr in (_INTS | runs).items()}
+        accept = deep("accept_prob")
+        if version > 1:
+            judged = {name: deep(name) for name in JUDGED}
+        else:
+            ints |= {"lengths": np.where(inside, depth, 0), "stops": np.zeros_like(ints["ends"])}
+            own = {name: spread(table[name].to_numpy(), np.float64) for name in _FIRST}
+            judged = _on_the_text(own, ints["matches"], sizes, accept)
         return cls(
             families=tuple(table["family"].take(first).to_pylist()),
             ids=tuple(table["prompt_id"].take(first).to_pylist()),
             sizes=sizes,
-            draft_tokens=runs("draft_tokens", np.int64),
-            accept_prob=runs("accept_prob", np.float64),
-            signals={name: runs(name, np.float64) for name in SIGNALS},
+            draft_tokens=deep("draft_tokens", np.int64),
+            accept_prob=accept,
+            signals={name: deep(name) for name in SIGNALS},
+            judged=judged,
             about=about,
             **{attr: flat[name][starts].astype(np.int64) for name, attr in _PER_PROMPT.items()},
-            **{attr: spread(flat[name], np.int64) for name, attr in _INTS.items()},
-            **{name: spread(flat[name], np.float64) for name in _REALS},
+            **ints,
         )
 
 
-_ARRAYS = ("sizes", "draft_tokens", "accept_prob", *_PER_PROMPT.values(), *_INTS.values(), *_REALS)
+_ARRAYS = (
+    "sizes", "draft_tokens", "accept_prob",
+    *_PER_PROMPT.values(), *_INTS.values(), *_RUNS.values(),
+)  # fmt: skip
+
+
+def _merged(traces: Sequence[Trace], make: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    """The arrays of a trace, each made of those of some traces."""
+    out = {name: make([getattr(trace, name) for trace in traces]) for name in _ARRAYS}
+    for name in ("signals", "judged"):
+        held = [getattr(trace, name) for trace in traces]
+        out[name] = {key: make([values[key] for values in held]) for key in held[0]}
+    return out
+
+
+def _fractions(chances: FloatArray) -> BoolArray:
+    """`(prompts,)` whether any chance is neither 0 nor 1."""
+    out: BoolArray = ((chances > 0) & (chances < 1)).any((1, 2))
+    return out
+
+
+def _on_the_text(
+    first: dict[str, FloatArray], matches: IntArray, sizes: IntArray, accept: FloatArray
+) -> dict[str, FloatArray]:
+    """`JUDGED` as far as a file of schema 1 says it: where a run is on the text."""
+    positions, depth = accept.shape[1:]
+    place = np.arange(positions)[:, None] + np.arange(depth)
+    known = (np.arange(depth) <= matches[..., None]) & (place < sizes[:, None, None])
+    place = np.minimum(place, positions - 1)
+    out = dict.fromkeys(JUDGED, np.full(accept.shape, np.nan))
+    out["ratio"] = np.where(known, accept, np.nan)
+    return out | {name: np.where(known, own[:, place], np.nan) for name, own in first.items()}
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
@@ -215,8 +274,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
         traces[0],
         families=tuple(name for trace in traces for name in trace.families),
         ids=tuple(name for trace in traces for name in trace.ids),
-        signals={name: joined([t.signals[name] for t in traces]) for name in SIGNALS},
-        **{name: joined([getattr(t, name) for t in traces]) for name in _ARRAYS},
+        **_merged(traces, joined),
     )
 
 
@@ -251,8 +309,8 @@ def _arrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _about(path: str | Path, table: Any) -> dict[str, Any]:
-    """The provenance in a file's metadata, its schema checked."""
+def _about(path: str | Path, table: Any) -> tuple[int, dict[str, Any]]:
+    """The schema and the provenance in a file's metadata."""
     head = (table.schema.metadata or {}).get(KEY)
     if head is None:
         raise SettingError(f"{path} is not a trace; make one with forerun record")
@@ -261,14 +319,15 @@ def _about(path: str | Path, table: Any) -> dict[str, Any]:
         schema, about = document["schema"], dict(document["about"])
     except (ValueError, KeyError, TypeError) as error:
         raise SettingError(f"{path} is a damaged trace: its provenance cannot be read") from error
-    if schema != SCHEMA:
+    if schema not in range(1, SCHEMA + 1):
         raise SettingError(
-            f"{path} has trace schema {schema!r} and this forerun reads {SCHEMA}; record it again"
+            f"{path} has trace schema {schema!r} and this forerun reads 1 to {SCHEMA}; record it "
+            "again"
         )
-    return about
+    return schema, about
 
 
-def _schema(arrow: Any, depth: int) -> dict[str, Any]:
+def _schema(arrow: Any, depth: int, version: int) -> dict[str, Any]:
     """The columns and their types, as docs/trace.md describes them."""
     text, integer, real = (
         arrow.dictionary(arrow.int32(), arrow.string()),
@@ -279,9 +338,10 @@ def _schema(arrow: Any, depth: int) -> dict[str, Any]:
         "family": text,
         "prompt_id": arrow.string(),
         **dict.fromkeys(("prompt", "position", *_PER_PROMPT, *_INTS), integer),
-        **dict.fromkeys(_REALS, real),
+        **(dict.fromkeys(_RUNS, integer) if version > 1 else dict.fromkeys(_FIRST, real)),
         "draft_tokens": arrow.list_(integer, depth),
         **dict.fromkeys(("accept_prob", *SIGNALS), arrow.list_(real, depth)),
+        **(dict.fromkeys(JUDGED, arrow.list_(real, depth)) if version > 1 else {}),
     }
 
 
@@ -300,11 +360,13 @@ def _inner(column: Any) -> Any:
     return column.combine_chunks().flatten() if hasattr(column.type, "list_size") else column
 
 
-def _check_columns(path: str | Path, arrow: Any, table: Any, names: Sequence[str]) -> int:
+def _check_columns(
+    path: str | Path, arrow: Any, table: Any, names: Sequence[str], version: int
+) -> int:
     """Raise `SettingError` unless the columns are those of a trace; K."""
     first = table.schema.field("draft_tokens").type if "draft_tokens" in names else None
     depth = getattr(first, "list_size", 1)
-    for name, kind in _schema(arrow, depth).items():
+    for name, kind in _schema(arrow, depth, version).items():
         fault = None
         if name not in names:
             fault = "is missing"

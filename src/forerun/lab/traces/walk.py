@@ -1,0 +1,222 @@
+"""Recording with any drafter: the live engine, drafting before every token and keeping nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from forerun.controllers.base import LengthPolicy
+from forerun.drafters.base import Proposal
+from forerun.engine import Request, Sampling
+from forerun.engine.judging import Judgements, RowVerdict
+from forerun.engine.loop import Engine
+from forerun.engine.sampling import Sampler
+from forerun.lab.traces.trace import JUDGED, SIGNALS
+from forerun.model import Model
+from forerun.rules.gumbel import Gumbel
+from forerun.rules.odds import OVERLAPPED, Odds, nats
+from forerun.runtime.base import Pieces
+from forerun.types import Draft, Target
+
+ALWAYS = frozenset(JUDGED) - {"top5_overlap", "target_rank"}
+"""What is known of a token that was drafted without a distribution."""
+
+
+def judged_columns(
+    sampler: Sampler,
+    target: torch.Tensor,
+    draft: torch.Tensor | None,
+    tokens: torch.Tensor,
+    best: torch.Tensor,
+    ordered: torch.Tensor | None,
+) -> dict[str, Any]:
+    """`(rows, n)` of every one of `JUDGED`.
+
+    Args:
+        sampler: the rows' own, without noise.
+        target: `(rows, n, V)` logits that it shaped.
+        draft: likewise; None if the drafter has no distribution.
+        tokens: `(rows, n)` drafted.
+        best: `(rows, n)` the target's own.
+        ordered: `(rows, n, V)` what the draft drew from, with its noise; None as `draft`.
+    """
+    drawn, greedy = None, sampler.certain
+    if draft is not None and not sampler.all_certain:
+        only = torch.full_like(draft, -torch.inf).scatter(-1, tokens.unsqueeze(-1), 0.0)
+        drawn = torch.where(greedy.to(draft.device).view(-1, 1, 1), only, sampler.sharpen(draft))
+    lengths = torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
+    odds = Odds(
+        Draft(tokens, lengths, drawn, draft), Target(sampler.sharpen(target), greedy, target)
+    )
+    unknown = torch.full_like(odds.ratio, torch.nan)
+    out = {
+        "ratio": odds.ratio,
+        "target_top1": odds.top.squeeze(-1),
+        "target_entropy": nats(target),
+        "gap": (odds.best_logit - odds.tokens.logits).squeeze(-1),
+        "rank": odds.rank,
+        "variation": 1 - odds.overlap,
+        "top5_overlap": unknown,
+        "target_rank": unknown,
+    }
+    if draft is not None and ordered is not None:
+        at = ordered.gather(-1, best.unsqueeze(-1))
+        out["target_rank"] = (ordered > at).sum(-1)
+        out["top5_overlap"] = odds.shared(OVERLAPPED) / min(OVERLAPPED, target.shape[-1])
+    return {name: values.cpu().numpy() for name, values in out.items()}
+
+
+@dataclass(frozen=True)
+class FullDepth(LengthPolicy):
+    """Drafts so many tokens in every round, and is shown everything."""
+
+    depth: int
+
+    summary: ClassVar[str] = "draft so many tokens, and look at all of them"
+    paper: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+
+    def signals(self, certain: bool) -> frozenset[str]:
+        return frozenset(SIGNALS)
+
+    def limit(self, state: Any) -> int:
+        return self.depth
+
+
+@dataclass(frozen=True)
+class GumbelWithDraft(Gumbel):
+    """`gumbel` that has the draft's logits kept, where there are any."""
+
+    reads: bool = False
+
+    @property
+    def reads_draft(self) -> bool:
+        return self.reads
+
+
+@dataclass
+class DraftedRun:
+    """What was drafted before one token of a text."""
+
+    tokens: list[int]
+    stopped_by: int
+    values: dict[str, Any]
+    """`(n,)` of `SIGNALS` and `JUDGED`."""
+
+
+class Recorder(Engine):
+    """Writes texts a token a round, and notes the run drafted before each.
+
+    Args:
+        model: with any drafter.
+        rows: texts written together.
+    """
+
+    def __init__(self, model: Model, rows: int) -> None:
+        super().__init__(model.target, model.drafter, model.tokenizer, model.eos, rows)
+        self.runs: dict[int, list[DraftedRun]] = {}
+        """By request, in the order of its tokens."""
+
+    def record(
+        self, contexts: Sequence[Any], how: Sequence[Sampling], depth: int
+    ) -> list[list[int]]:
+        """The texts; arguments as for `walked`."""
+        rule = GumbelWithDraft(self.drafter.has_distribution)
+        ids = [
+            self.submit(Request(prompt, sampling, FullDepth(depth), rule, source))
+            for (prompt, source), sampling in zip(contexts, how, strict=True)
+        ]
+        self.runs = {number: [] for number in ids}
+        done = {event.request: event.completion for event in self.run() if event.completion}
+        for completion in done.values():
+            if completion.error is not None:
+                raise completion.error
+        return [done[number].tokens for number in ids]
+
+    def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
+        """Note what was drafted; the target's own token is all that stands."""
+        logits = self.target.feed(pieces, wanted)
+        if not any(wanted):
+            return {}
+        self._tell(logits.argmax(-1).tolist(), pieces, wanted)
+        rows, tokens = self._rows, proposal.tokens
+        best = self._sampler.shape(logits, rows, tokens).argmax(-1)
+        width = max(map(len, tokens))
+        values: dict[str, Any] = {}
+        if width:
+            drafted = torch.tensor([[*t, *[0] * (width - len(t))] for t in tokens])
+            coins = Sampler([row.sampling for row in rows], [row.eos for row in rows])
+            draft = ordered = None
+            if proposal.raw:
+                raw = torch.stack(proposal.raw[:width], 1)
+                draft = coins.shape(raw, rows, tokens)
+                ordered = self._sampler.shape(raw, rows, tokens)
+            values = judged_columns(
+                coins, coins.shape(logits[:, :width], rows, tokens), draft,
+                drafted.to(logits.device), best[:, :width], ordered,
+            )  # fmt: skip
+        out = Judgements()
+        for i, row in enumerate(rows):
+            if not wanted[i]:
+                continue
+            count, shown = len(tokens[i]), proposal.shown[i]
+            own: dict[str, Any] = {
+                name: np.array([getattr(t, name) for t in shown] or [None] * count, dtype=float)
+                for name in SIGNALS
+            }
+            own |= {name: values[name][i, :count] for name in JUDGED if count}
+            self.runs[row.id].append(DraftedRun(tokens[i], int(proposal.stopped_by[i] or 0), own))
+            out[i] = RowVerdict(0, int(best[i, 0]), [0.0] * count)
+        return out
+
+
+def walked(
+    model: Model, contexts: Sequence[Any], how: Sequence[Sampling], depth: int
+) -> list[dict[str, Any]]:
+    """Texts with their runs: of each one the fields of its `Trace`, `(T,)` and `(T, K)`.
+
+    Args:
+        model: with any drafter.
+        contexts: per text prompt and source, as `Model.context` gives them.
+        how: per text, with a seed.
+        depth: K, tokens drafted from each position.
+    """
+    recorder = Recorder(model, len(contexts))
+    try:
+        texts = recorder.record(contexts, how, depth)
+    finally:
+        recorder.clear()
+    runs = recorder.runs.values()
+    return [_fields(text, own, depth) for text, own in zip(texts, runs, strict=True)]
+
+
+def _fields(text: Sequence[int], runs: Sequence[DraftedRun], depth: int) -> dict[str, Any]:
+    size = len(text)
+
+    def padded(name: str) -> Any:
+        values = [run.values.get(name, np.empty(0)) for run in runs]
+        known = name in ALWAYS or any(np.isfinite(own).any() for own in values)
+        out = np.full((size, depth), 0.0 if known else np.nan)
+        for row, own in zip(out, values, strict=True):
+            row[: len(own)] = own
+        return out
+
+    lengths = np.array([len(run.tokens) for run in runs])
+    tokens = np.array([[*run.tokens, *[-1] * (depth - len(run.tokens))] for run in runs])
+    ahead = np.array([[*text[p : p + depth], *[-2] * (p + depth - size)] for p in range(size)])
+    kept = (tokens == ahead).cumprod(-1)
+    stops = [run.stopped_by * (len(run.tokens) < depth) for run in runs]
+    return {
+        "tokens": list(text),
+        "draft_tokens": np.maximum(tokens, 0),
+        "matches": kept.sum(-1),
+        "accept_prob": kept.astype(float),
+        "lengths": lengths,
+        "stops": np.array(stops),
+        "signals": {name: padded(name) for name in SIGNALS},
+        "judged": {name: padded(name) for name in JUDGED},
+    }

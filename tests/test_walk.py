@@ -1,0 +1,79 @@
+"""Recording any drafter: the rounds of its replay are those of the live engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forerun.costs import Costs
+from forerun.engine import Sampling
+from forerun.lab.bounds.bounds import oracle
+from forerun.lab.traces.record import Task, record
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.trace import SIGNALS, Trace
+from forerun.lab.traces.tune import tune
+from forerun.model import Model
+from test_drafters import CASES
+
+CELL = Costs.synthetic(10, slope=0.02)
+REMEMBERS = {"lookahead", "model by text"}
+"""What they draft depends on what was drafted before, or on how much is asked for."""
+TWO = {"chain", "chain with eagle", "chain with medusa"}
+"""Who drafts depends on how much is asked for."""
+SILENT = {"lookup", "rest", "lookahead", "model by text"}
+"""Have no distribution."""
+
+
+def recorded(name: str, temperature: float = 0.0) -> tuple[Model, list[Task], Trace]:
+    case = CASES[name]()
+    model = Model(case.target, case.drafter)
+    tasks = [
+        Task("ab"[i % 2], str(i), ids, Sampling(
+            max_new_tokens=12 + 3 * i, temperature=temperature, seed=i, ignore_eos=True,
+        ))
+        for i, ids in enumerate(case.sources or case.prompts)
+    ]  # fmt: skip
+    return model, tasks, record(model, tasks, depth=21)
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "none"])
+def test_replayed_rounds_are_those_of_the_live_engine(name: str, temperature: float) -> None:
+    model, tasks, trace = recorded(name, temperature)
+    if name in SILENT:
+        assert all(
+            np.isnan(values[trace.lengths > 0, 0]).all() for values in trace.signals.values()
+        )
+    for spec in ("fixed(2)", "fixed(6)", "hf-heuristic", "gammatune+(length=3,high=6)"):
+        done = model.generate(
+            [task.tokens for task in tasks], controller=spec, batch_size=1,
+            sampling=[task.sampling for task in tasks],
+        )  # fmt: skip
+        ours = replay(trace, spec, CELL)
+        assert [trace.tokens[i, : trace.sizes[i]].tolist() for i in range(len(done))] == [
+            d.tokens for d in done
+        ]
+        if name in REMEMBERS | TWO:
+            continue
+        for field in ("rounds", "drafted", "accepted"):
+            live = [getattr(d.stats, field) for d in done]
+            assert getattr(ours, field).tolist() == live, (spec, field)
+
+
+@pytest.mark.parametrize("name", ["lookup", "suffix", "eagle"])
+def test_bounds_tuning_and_auto_take_any_trace(name: str) -> None:
+    trace = recorded(name)[2]
+    best = oracle(trace, CELL)
+    for spec in ("auto", "hf-threshold", "cm-asd", "goodput", "fixed(4)"):
+        assert (replay(trace, spec, CELL).seconds >= best.seconds - 1e-9).all()
+    assert tune(trace, CELL, ["fixed"], budget=7).best.after <= best.mean + 1e-9
+
+
+def test_a_file_holds_what_was_not_said(tmp_path) -> None:
+    trace = recorded("lookup")[2]
+    trace.write(tmp_path / "t")
+    again = Trace.read(tmp_path / "t")
+    for name in SIGNALS:
+        np.testing.assert_array_equal(again.signals[name], trace.signals[name])
+    np.testing.assert_array_equal(again.lengths, trace.lengths)
+    assert (trace.lengths[trace.valid] < 21).any()
