@@ -49,7 +49,7 @@ def both_models(temperature: float, seed: int = 0) -> tuple[Draft, Target, Trace
     drawn = torch.distributions.Categorical(logits=draft).sample()
     tokens = drawn if temperature else draft.argmax(-1)
     best = target.argmax(-1)
-    columns = judged_columns(sampler, target, draft, tokens, best, draft)
+    columns = judged_columns(sampler, [target, draft], tokens, best, draft)
     signals = measure(draft, tokens, set(SIGNALS))
     kept = (tokens == best).numpy().cumprod(-1)
     trace = trace_of(
@@ -74,7 +74,8 @@ def test_a_recorded_run_is_judged_as_a_live_one(spec: str, temperature: float) -
     kept = RecordedRule(trace, spec).judge(np.arange(ROWS), np.full(ROWS, K), np.zeros((ROWS, 2)))
     if spec.startswith("budget") and temperature:  # it goes by drift, which is known in the mean
         return
-    np.testing.assert_allclose(kept.chance, live.numpy(), atol=1e-9)
+    chances = np.stack([kept.chance(depth) for depth in range(K)], 1)
+    np.testing.assert_allclose(chances, live.numpy(), atol=1e-9)
     if temperature == 0:  # what is kept is certain, and so is its drift
         verdict = rule.judge(draft, target, torch.zeros(ROWS, K + 1, dtype=torch.float64))
         np.testing.assert_array_equal(kept.accepted, verdict.accepted.numpy())
@@ -112,7 +113,7 @@ def test_what_a_trace_does_not_hold_is_refused() -> None:
         RecordedRule(warm, "typical")
     noisy = both_models(1.0)[2]
     noisy.accept_prob[:] = noisy.accept_prob.round()
-    with pytest.raises(SettingError, match="record them with --rule standard"):
+    with pytest.raises(SettingError, match="record them by the rule `standard`"):
         RecordedRule(noisy, "ears")
 
 

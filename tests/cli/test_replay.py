@@ -179,7 +179,7 @@ def test_whole_batches(replay, tmp_path):
     assert "no costs of a batch of 3: those of 1 are taken" in shown.err
 
 
-RULED = ("--rules", "standard;ears(beta=0.1); spec-verification(tau=2)", "--controller", "fixed(3)")
+RULED = ("--rules", "standard;ears(beta=0.2); spec-verification(tau=2)", "--controller", "fixed(3)")
 
 
 def test_rules(replay, tmp_path):
@@ -187,7 +187,7 @@ def test_rules(replay, tmp_path):
     document = replay(*COSTS, *RULED, "--bounds", "-o", str(path), "--json").json
     groups = {one["rule"]: one["families"]["all"] for one in document["controllers"]}
     usual, ears, lenient = groups.values()
-    assert list(groups)[1:] == ["ears(beta=0.1)", "spec-verification(tau=2)"]
+    assert list(groups)[1:] == ["ears(beta=0.2)", "spec-verification(tau=2)"]
     strict = replayed(made(), "fixed(3)", Cell.synthetic(10, 0.02))
     assert usual["rounds"] == ears["rounds"] == strict.rounds.sum()
     assert (usual["drift"], ears["drift"]) == (0, 0)
@@ -196,7 +196,7 @@ def test_rules(replay, tmp_path):
     speeds = [bound["speedup"]["mean"] for bound in document["lenient_bound"]]
     assert speeds == sorted(speeds)
     assert [bound["drift"] <= bound["budget"] for bound in document["lenient_bound"]] == [True] * 4
-    assert path.read_text().count("ears(beta=0.1)") == 3
+    assert path.read_text().count("ears(beta=0.2)") == 3
     shown = replay(*COSTS, *RULED, "--bounds").out
     assert re.search(r"rule .*tokens/round +drift\n", shown)
     assert re.search(r"^fixed\(3\) +standard ", shown, re.MULTILINE)
@@ -222,11 +222,11 @@ def test_interrupted(replay, monkeypatch, tmp_path):
 
     real, calls = lab.replay, []
 
-    def once(*argv):
+    def once(*argv, **how):
         if calls:
             raise KeyboardInterrupt
         calls.append(argv)
-        return real(*argv)
+        return real(*argv, **how)
 
     monkeypatch.setattr(lab, "replay", once)
     path = tmp_path / "out.csv"

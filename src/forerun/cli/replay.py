@@ -235,22 +235,20 @@ def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic:
     note(console, f"{size}; c = {cell.ratio:.2f}, batch {together}, context {cell.context}\n")
     first = results[0].groups["all"]
     rate = "tokens/pass" if synthetic else "tokens/s"  # a second is a target pass then
-    heads = ["speed-up", rate, "rounds", "drafted", "wasted"]
-    ruled = results[0].rule is not None
-    names, more = (
-        (("controller", "rule"), ("tokens/round", "drift")) if ruled else (("controller",), ())
-    )
-    shown = table(*names, right=[*heads, *more, *first.get("share", {})], no_wrap=True)
+    ruled, counted = results[0].rule is not None, ["rounds", "drafted", "wasted"]
+    more = ["tokens/round", "drift"] if ruled else counted
+    names = ["controller", *(["rule"] if ruled else [])]
+    right = ["speed-up", rate, *more, *first.get("share", {})]
+    shown = table(*names, right=right, no_wrap=True)
     for result in results:
         group = result.groups["all"]
-        own = f"{group['tokens_per_round']['mean']:.3f}", f"{group['drift']:.4f}"
+        kept = [f"{group['tokens_per_round']['mean']:.3f}", f"{group['drift']:.4f}"]
         shown.add_row(
             result.spec,
             *([result.rule] if ruled else []),
             Text(_half(group["speedup"]), "bold"),
             f"{group['tokens_per_second']['mean']:,.{2 if synthetic else 1}f}",
-            *(f"{group[name]:,}" for name in heads[2:]),
-            *(own if ruled else ()),
+            *(kept if ruled else [f"{group[name]:,}" for name in counted]),
             *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
         )
     console.print(shown)

@@ -51,7 +51,8 @@ def lenient_bounds(
     """
     if np.isnan(trace.judged["ratio"]).any():
         raise SettingError("bounds of rules need a trace of schema 2; record it again")
-    plain, tokens = trace.sizes * cell.plain, trace.sizes.sum()
+    plain = trace.sizes.astype(np.float64) * cell.plain
+    tokens = trace.sizes.sum()
 
     def priced(price: float, budget: float) -> LenientBound:
         seconds, drift = _cheapest(trace, cell, price)

@@ -50,7 +50,7 @@ class ExitCosts:
         return sum(self.parts(counts).values())
 
     def to_json(self) -> dict[str, Any]:
-        """All fields in milliseconds."""
+        """All fields by name, in milliseconds."""
         return {name: round(value * 1e3, 4) for name, value in asdict(self).items()}
 
 
@@ -108,7 +108,7 @@ def measure(
     if not seen or not alone:
         raise PromptError("the texts are too short to time; give more prompts or more tokens")
     [plain] = _fit([([1.0], seconds) for seconds in alone])
-    return ExitCosts(*_fit(seen), plain)
+    return ExitCosts(**dict(zip(COUNTED, _fit(seen), strict=True)), plain=plain)
 
 
 def _counted(work: Work) -> list[float]:

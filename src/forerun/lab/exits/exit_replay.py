@@ -130,7 +130,7 @@ class ExitTrace:
 
     @property
     def positions(self) -> int:
-        """Tokens of all texts."""
+        """How many tokens all texts have."""
         return sum(len(text.output) for text in self.texts)
 
     def counts(self, setting: Setting) -> dict[str, IntArray]:

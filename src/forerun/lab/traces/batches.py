@@ -24,7 +24,14 @@ from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.lab.traces.results import COUNTED, Replay, Rounds, Watch, costs_for
+from forerun.lab.traces.results import (
+    COUNTED,
+    AsRecorded,
+    Replay,
+    Rounds,
+    Watch,
+    costs_for,
+)  # fmt: skip
 from forerun.lab.traces.rules import RecordedRule
 from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
@@ -126,7 +133,7 @@ class Recorded(Drafter):
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.blind = trace, bool(trace.about.get("blind"))
-        self._shown = frozenset(name for name in SIGNALS if trace.says(name))
+        self._shown = frozenset(name for name in SIGNALS if trace.knows(name))
         self.prompts: list[int] = []
         self.places: list[int] = []
         """Per row its place in the order."""
@@ -208,7 +215,7 @@ class Replayed(Engine):
         rule: RecordedRule | None = None,
     ) -> None:  # fmt: skip
         self._trace, self._controller, self._watch = trace, controller, watch
-        self._rule = rule
+        self._rule = rule or AsRecorded(trace)
         target, drafter = models or (NoModel(), Recorded(trace))
         super().__init__(target, drafter, max_rows=rows, meter=meter)
 
@@ -266,27 +273,22 @@ class Replayed(Engine):
                 continue
             prompt = self.drafter.prompts[row.id]
             at, drafted = row.produced, len(proposal.tokens[i])
-            if self._rule is None:
-                accepted, chance = (
-                    min(drafted, int(trace.matches[prompt, at])),
-                    trace.accept_prob[prompt, at],
-                )
-            else:
-                here = np.array([prompt * trace.tokens.shape[1] + at])
-                spent = np.array([[self._sums.drift[row.id], at]], dtype=float)
-                kept = self._rule.judge(here, np.array([drafted]), spent)
-                accepted, chance = int(kept.accepted[0]), kept.chance[0]
-                self._sums.drift[row.id] += kept.drift[0]
+            here = np.array([prompt * trace.tokens.shape[1] + at])
+            spent = np.array([[self._sums.drift[row.id], at]], dtype=float)
+            kept = self._rule.judge(here, np.array([drafted]), spent)
+            accepted = int(kept.accepted[0])
+            self._sums.drift[row.id] += float(np.sum(kept.drift))
             # Beyond the end of the text it is not read.
             end = trace.tokens.shape[1] - 1
             whole = accepted == wanted[i]  # no token of the target's own
             following = None if whole else int(trace.tokens[prompt, min(at + accepted, end)])
-            out[i] = RowVerdict(accepted, following, chance[:drafted].tolist())
+            chances = [float(kept.chance(depth)[0]) for depth in range(drafted)]
+            out[i] = RowVerdict(accepted, following, chances)
         self._add(proposal, out)
         return dict(out)
 
     def _has_bonus(self, i: int, proposal: Proposal) -> bool:
-        return not proposal.tokens[i] or self._rule is None or self._rule.has_bonus
+        return not proposal.tokens[i] or self._rule.has_bonus
 
     def _add(self, proposal: Proposal, judged: dict[int, RowVerdict]) -> None:
         """Count a round, and share its seconds."""

@@ -384,8 +384,9 @@ def _heads(target: Rows, rows: Rows, texts: list[_RecordedText], depth: int) -> 
         drafted, verdicts = torch.zeros_like(best), []
         for r, text in enumerate(texts):
             tossed = torch.from_numpy(text.coins[start : start + count[r], :2]).to(device)
-            own = [logits[r, : count[r]] for logits in sharp]
-            verdict = _judge(*own, best[r, : count[r]], tossed, bool(certain[r]))
+            target_sharp, draft_sharp = (logits[r, : count[r]] for logits in sharp)
+            truth_here = best[r, : count[r]]
+            verdict = _judge(target_sharp, draft_sharp, truth_here, tossed, bool(certain[r]))
             drafted[r, : count[r]] = verdict["tokens"]
             verdicts.append(verdict)
         plain = (
@@ -394,12 +395,12 @@ def _heads(target: Rows, rows: Rows, texts: list[_RecordedText], depth: int) -> 
             else [coins.shape(logits, texts, outputs, start) for logits in both]
         )
         best = torch.where(best < 0, shaped[0].argmax(-1), best)
-        judged = judged_columns(coins, *plain, drafted, best, shaped[1])
+        judged = judged_columns(coins, plain, drafted, best, shaped[1])
         signals = measure(shaped[1], drafted, set(SIGNALS))
         values = judged | {name: value.cpu().numpy() for name, value in signals.items()}
         for r, verdict in enumerate(verdicts):
-            own = {name: value[r, : count[r]] for name, value in values.items()}
-            records[r].append(own | {name: v.cpu().numpy() for name, v in verdict.items()})
+            part = {name: value[r, : count[r]] for name, value in values.items()}
+            records[r].append(part | {name: v.cpu().numpy() for name, v in verdict.items()})
     return [_assembled(parts, depth) for parts in records]
 
 
@@ -525,7 +526,7 @@ def _follow(
             tokens = torch.where(certain, tokens, drawn)
         plain = shaped if coins is sampler else [coins.shape(z, stems, ahead, step) for z in both]
         column = tokens.unsqueeze(1)
-        values = judged_columns(coins, *plain, column, shaped[0].argmax(-1), shaped[1])
+        values = judged_columns(coins, plain, column, shaped[0].argmax(-1), shaped[1])
         signals = measure(shaped[1], column, set(SIGNALS))
         values |= {name: value.cpu().numpy() for name, value in signals.items()}
         chosen = tokens.tolist()
@@ -566,10 +567,10 @@ def _trace(model: Model, text: _RecordedText, runs: dict[str, Any], depth: int) 
     """One text with its runs."""
     over = np.isin(runs["draft_tokens"], list(text.eos))
     over &= np.arange(depth) < runs["lengths"][:, None]
-    several = {
-        name: {key: _single(values[None]) for key, values in runs.pop(name).items()}
+    signals, judged = (
+        {key: _single(values[None]) for key, values in runs.pop(name).items()}
         for name in ("signals", "judged")
-    }
+    )
     return Trace(
         families=(text.task.family,),
         ids=(text.task.id,),
@@ -579,7 +580,8 @@ def _trace(model: Model, text: _RecordedText, runs: dict[str, Any], depth: int) 
         tokens=np.array([text.tokens]),
         ends=np.where(over.any(-1), over.argmax(-1) + 1, depth + 1)[None],
         accept_prob=_single(runs.pop("accept_prob")[None]),
-        **several,
+        signals=signals,
+        judged=judged,
         **{name: values[None] for name, values in runs.items()},
     )
 

@@ -22,12 +22,21 @@ from forerun.engine.endings import draft_limit, draft_stop, proposal_stop
 from forerun.errors import require
 from forerun.governors.base import Governor
 from forerun.lab.traces.costs import passes
-from forerun.lab.traces.results import COUNTED, Replay, Rounds, Watch, costs_for
+from forerun.lab.traces.results import (
+    COUNTED,
+    AsRecorded,
+    Kept,
+    Replay,
+    Rounds,
+    Watch,
+    costs_for,
+)  # fmt: skip
 from forerun.lab.traces.trace import Trace
 from forerun.types import (
     DRAWN,
     LIVE_SIGNALS,
     SIGNALS,
+    BoolArray,
     FloatArray,
     IntArray,
     RoundOutcome,
@@ -123,7 +132,8 @@ def _serve(
     count = {name: np.zeros(order.shape, np.int64) for name in COUNTED}
     spent, drift = np.zeros((2, *order.shape))
     texts = _Texts(trace, controller)
-    verify, bonus = passes(cell, trace.depth), rule is None or rule.has_bonus
+    judge = rule or AsRecorded(trace)
+    verify, bonus = passes(cell, trace.depth), judge.has_bonus
     row, place, at = np.arange(len(order)), *np.zeros((2, len(order)), np.int64)
     prompt = order[:, 0]
     state = stacked([controller.start(certain) for certain in texts.certain[prompt].tolist()])
@@ -131,25 +141,20 @@ def _serve(
         here = prompt * trace.tokens.shape[1] + at
         room = np.maximum(trace.budgets[prompt] - at - bonus, 0)
         drafted, capped = texts.draft(state, here, room)
-        own, fed, chance = np.ones(len(at), np.int64), drafted.lengths, None
-        if rule is None:
-            accepted = np.minimum(drafted.lengths, texts.matches[here])
-        else:
-            kept = rule.judge(here, drafted.lengths, np.stack([drift[row, place], at], 1))
-            accepted, chance = kept.accepted, kept.chance
-            drift[row, place] += kept.drift
-            if not bonus:
-                own = 1 * ((accepted < drafted.lengths) | (drafted.lengths == 0))
-                fed = np.maximum(drafted.lengths - 1, 0)
+        kept = judge.judge(here, drafted.lengths, np.stack([drift[row, place], at], 1))
+        accepted, drafts = kept.accepted, drafted.lengths > 0
+        drift[row, place] += kept.drift
+        own = np.where(drafts & (accepted == drafted.lengths), int(bonus), 1)
+        fed = drafted.lengths - (0 if bonus else drafts)
         took = cell.draft_seconds(drafted.lengths) + verify[fed]
-        seen = texts.seen(here, drafted, accepted, took / cell.plain, chance)
+        seen = texts.seen(here, drafted, kept, took / cell.plain)
         state = controller.observe(state, seen)
         seconds = cell.draft_seconds(drafted.steps) + verify[fed]
         seconds = seconds + cell.cold * ((drafted.steps > 0) & (drafted.lengths == 0))
         if watch is not None:
             counts = (drafted.lengths, accepted, drafted.steps, drafted.stopped_by)
             watch(Rounds(prompt, at, *counts, seconds))
-        done = (1, drafted.lengths, accepted, drafted.steps, capped)
+        done = (np.ones_like(at), drafted.lengths, accepted, drafted.steps, capped)
         for name, value in zip(COUNTED, done, strict=True):
             count[name][row, place] += value
         spent[row, place] += seconds
@@ -164,14 +169,18 @@ def _serve(
             over = over[stay]
         prompt = order[row, place]
         if (new := np.flatnonzero(over)).size:
-            index = np.arange(len(row))
-            index[new] = len(row) + np.arange(len(new))
-            certain = texts.certain[prompt]
-            begun = [controller.start(bool(certain[i]), column(state, i)) for i in new.tolist()]
-            state = taken(joined(state, stacked(begun)), index)
+            state = _begun(controller, state, new, texts.certain[prompt])
     sizes = trace.sizes[order]
     plain = cell.plain * sizes.astype(np.float64)
     return Replay(committed=sizes, seconds=spent, plain_seconds=plain, drift=drift, **count)
+
+
+def _begun(controller: LengthPolicy, state: Any, new: IntArray, certain: BoolArray) -> Any:
+    """The state with that of rows `new` at the start of a request that follows another."""
+    index = np.arange(len(certain))
+    index[new] = len(certain) + np.arange(len(new))
+    begun = [controller.start(bool(certain[i]), column(state, i)) for i in new.tolist()]
+    return taken(joined(state, stacked(begun)), index)
 
 
 @dataclass(frozen=True)
@@ -188,8 +197,8 @@ class _Texts:
 
     def __init__(self, trace: Trace, policy: LengthPolicy) -> None:
         self._policy, self._depth = policy, trace.depth
-        self.matches, self._ends = trace.matches.reshape(-1), trace.ends.reshape(-1)
-        self._lengths, self._stops = trace.lengths.reshape(-1), trace.stops.reshape(-1)
+        self._ends, self._stops = trace.ends.reshape(-1), trace.stops.reshape(-1)
+        self._lengths = trace.lengths.reshape(-1)
         signals = [policy.signals(certain) for certain in (False, True)]
         read = frozenset().union(*signals)
         live = sorted(read & frozenset(LIVE_SIGNALS))
@@ -197,12 +206,11 @@ class _Texts:
         self._signals = {
             name: trace.signals[name].reshape(-1)
             for name in read & frozenset(SIGNALS)
-            if trace.says(name)
+            if trace.knows(name)
         }
         self._ids = bool(read & {"id", "previous"})
         self._most_trimmed = np.array([not signals[0] & DRAWN, trace.depth], np.int64)
         """Of rows over which coins are tossed, and of certain ones; see `engine.lengths`."""
-        self._prob = trace.accept_prob.reshape(-1)
         self._tokens = trace.draft_tokens.reshape(-1)
         self._before = np.pad(trace.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1].reshape(
             -1
@@ -222,26 +230,13 @@ class _Texts:
             signals |= {"id": self._tokens.take(index), "previous": before}
         return Token(**signals)
 
-    def seen(
-        self,
-        here: IntArray,
-        drafted: _Drafted,
-        accepted: IntArray,
-        took: FloatArray,
-        chance: FloatArray | None,
-    ) -> RoundOutcome:
-        """The round as the policy sees it, its fields looked up when they are read; `chance`
-        `(rows, K)` of a rule's own."""
+    def seen(self, here: IntArray, drafted: _Drafted, kept: Kept, took: FloatArray) -> RoundOutcome:
+        """The round as the policy sees it, its fields looked up when they are read."""
         most = int(drafted.lengths.max())
-
-        def kept(depth: int) -> FloatArray:
-            recorded: FloatArray = self._prob.take(here * self._depth + depth)
-            return recorded if chance is None else chance[:, depth]
-
         return RoundOutcome(
             drafted.lengths,
-            accepted,
-            _Lazy(most, kept),
+            kept.accepted,
+            _Lazy(most, kept.chance),
             drafted.stopped_by,
             _Lazy(most, lambda depth: self.token(here, depth)),
             took,

@@ -75,6 +75,34 @@ class Rounds:
 Watch = Callable[[Rounds], None]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of one round of some rows."""
+
+    accepted: IntArray
+    """`(rows,)`."""
+    chance: Callable[[int], FloatArray]
+    """`(rows,)` of the token at a depth, as `Verdict.accept_prob`."""
+    drift: FloatArray | float = 0.0
+    """`(rows,)` summed over the positions judged: in the mean over drafts where these were sampled;
+    then a rule that replaces by draws from the target has at least that."""
+
+
+class AsRecorded:
+    """Keeps what was kept when the texts were recorded."""
+
+    has_bonus = True
+
+    def __init__(self, trace: Trace) -> None:
+        self._matches, self._depth = trace.matches.reshape(-1), trace.depth
+        self._prob = trace.accept_prob.reshape(-1)
+
+    def judge(self, here: IntArray, lengths: IntArray, spent: FloatArray) -> Kept:
+        """As `RecordedRule.judge`."""
+        kept = np.minimum(lengths, self._matches[here])
+        return Kept(kept, lambda depth: self._prob.take(here * self._depth + depth))
+
+
 def costs_for(controller: Controller, cell: Costs) -> Costs:
     """What rounds cost under a controller: one that is shown drafted tokens pays for it."""
     asks = not isinstance(controller, LengthPolicy) or controller.stops_early

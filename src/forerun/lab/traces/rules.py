@@ -8,30 +8,16 @@ tokens a round is in docs/papers.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from forerun.errors import SettingError
+from forerun.lab.traces.results import Kept
 from forerun.lab.traces.trace import SIGNALS, Trace
 from forerun.rules import RULES, AcceptanceRule
 from forerun.rules.base import PositionRule, drift_of
 from forerun.rules.odds import Odds, View
 from forerun.types import Draft, FloatArray, IntArray, Target
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is kept of one round of some rows."""
-
-    accepted: IntArray
-    """`(rows,)`."""
-    chance: FloatArray
-    """`(rows, K)` as `Verdict.accept_prob`."""
-    drift: FloatArray
-    """`(rows,)` summed over the positions judged: in the mean over drafts where these were sampled;
-    then a rule that replaces by draws from the target has at least that."""
 
 
 class RecordedRule:
@@ -55,11 +41,11 @@ class RecordedRule:
                 f"rule {name!r} cannot be replayed: it judges drafts as a whole, or the trace is "
                 "of schema 1; record again, or take another rule"
             )
-        sampled, has_draft = trace.sampled, trace.says("top5_overlap")
+        sampled, has_draft = trace.sampled, trace.knows("top5_overlap")
         if (sampled & ~trace.tossed).any() and has_draft:
             raise SettingError(
                 f"rule {name!r} tosses coins and these texts were drawn by noise, which their "
-                "signals hold; record them with --rule standard"
+                "signals hold; record them by the rule `standard`"
             )
         if self.rule.reads_draft and not has_draft:
             raise SettingError(
@@ -73,6 +59,8 @@ class RecordedRule:
         self._values = {n: values.reshape(-1, trace.depth) for n, values in flat.items()}
         try:  # what it reads beyond that is not there
             self.judge(np.zeros(1, np.int64), np.full(1, trace.depth), np.zeros((1, 2)))
+        except SettingError:
+            raise
         except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise SettingError(
                 f"rule {name!r} reads more of the two models than a trace holds: run it live"
@@ -94,7 +82,8 @@ class RecordedRule:
         coins = torch.from_numpy(self._random.random((len(here), self._depth)))
         accepted = (coins < accept).cumprod(-1).sum(-1)
         drift = drift_of(odds, weighed, accepted).sum(-1)
-        return Kept(accepted.numpy(), accept.numpy(), drift.double().numpy())
+        chances = accept.numpy()
+        return Kept(accepted.numpy(), lambda depth: chances[:, depth], drift.double().numpy())
 
     def _odds(self, here: IntArray, lengths: IntArray, spent: FloatArray) -> Odds:
         """The odds of recorded runs: of both models the numbers that rules read, and no logits."""
@@ -122,7 +111,7 @@ class RecordedRule:
             match=value["rank"] == 0,
             ratio=ratio,
             top=value["target_top1"].unsqueeze(-1),
-            tokens=View(*(x.unsqueeze(-1) for x in (chance, drawn, ratio)), logits),
+            tokens=View(chance.unsqueeze(-1), drawn.unsqueeze(-1), ratio.unsqueeze(-1), logits),
             best_logit=torch.zeros_like(logits),
             raw_entropy=value["target_entropy"],
             raw_draft_entropy=value["entropy"],

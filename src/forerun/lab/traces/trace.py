@@ -99,7 +99,7 @@ class Trace:
         inside: BoolArray = np.arange(self.tokens.shape[1]) < self.sizes[:, None]
         return inside
 
-    def says(self, name: str) -> bool:
+    def knows(self, name: str) -> bool:
         """Whether the drafter has a signal, or a column of `JUDGED`, of any token."""
         values = (self.signals | self.judged)[name][self.valid]
         return not bool(np.isnan(values).all())
@@ -176,17 +176,7 @@ class Trace:
         runs = _RUNS if version > 1 else {}
         single = ("prompt", "position", *_PER_PROMPT, *_INTS, *runs)
         flat = {name: table[name].to_numpy() for name in single}
-        starts = np.flatnonzero(flat["position"] == 0)
-        sizes = np.diff([*starts, len(table)]).astype(np.int64)
-        order = np.repeat(np.arange(len(sizes)), sizes)
-        ordered = (
-            len(table) > 0
-            and len(order) == len(table)
-            and np.array_equal(flat["prompt"], order)
-            and np.array_equal(flat["position"], np.arange(len(order)) - starts[order])
-        )
-        if not ordered:
-            raise SettingError(f"{path} is a damaged trace: its positions are not in order")
+        starts, sizes = _texts(path, flat["prompt"], flat["position"])
         inside = np.arange(sizes.max()) < sizes[:, None]
 
         def spread(values: Any, kind: Any) -> Any:
@@ -237,8 +227,7 @@ def _merged(traces: Sequence[Trace], make: Callable[[list[Any]], Any]) -> dict[s
 
 def _fractions(chances: FloatArray) -> BoolArray:
     """`(prompts,)` whether any chance is neither 0 nor 1."""
-    out: BoolArray = ((chances > 0) & (chances < 1)).any((1, 2))
-    return out
+    return np.asarray(((chances > 0) & (chances < 1)).any((1, 2)))
 
 
 def _on_the_text(
@@ -353,6 +342,22 @@ def _column(arrow: Any, values: Any, kind: Any) -> Any:
         return arrow.array(values.astype(kind.to_pandas_dtype()))
     flat = arrow.array(values.astype(kind.value_type.to_pandas_dtype()).reshape(-1))
     return arrow.FixedSizeListArray.from_arrays(flat, type=kind)
+
+
+def _texts(path: str | Path, prompt: IntArray, position: IntArray) -> tuple[IntArray, IntArray]:
+    """Where each text of a file begins, and how many positions it has."""
+    starts = np.flatnonzero(position == 0)
+    sizes = np.diff([*starts, len(position)]).astype(np.int64)
+    order = np.repeat(np.arange(len(sizes)), sizes)
+    ordered = (
+        len(position) > 0
+        and len(order) == len(position)
+        and np.array_equal(prompt, order)
+        and np.array_equal(position, np.arange(len(order)) - starts[order])
+    )
+    if not ordered:
+        raise SettingError(f"{path} is a damaged trace: its positions are not in order")
+    return starts, sizes
 
 
 def _inner(column: Any) -> Any:

@@ -15,6 +15,7 @@ from forerun.engine import Request, Sampling
 from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.loop import Engine
 from forerun.engine.sampling import Sampler
+from forerun.errors import GenerationError
 from forerun.lab.traces.trace import JUDGED, SIGNALS
 from forerun.model import Model
 from forerun.rules.gumbel import Gumbel
@@ -28,8 +29,7 @@ ALWAYS = frozenset(JUDGED) - {"top5_overlap", "target_rank"}
 
 def judged_columns(
     sampler: Sampler,
-    target: torch.Tensor,
-    draft: torch.Tensor | None,
+    both: Sequence[torch.Tensor],
     tokens: torch.Tensor,
     best: torch.Tensor,
     ordered: torch.Tensor | None,
@@ -38,12 +38,13 @@ def judged_columns(
 
     Args:
         sampler: the rows' own, without noise.
-        target: `(rows, n, V)` logits that it shaped.
-        draft: likewise; None if the drafter has no distribution.
+        both: `(rows, n, V)` logits that it shaped, of the target and of the draft; of the target
+            alone if the drafter has no distribution.
         tokens: `(rows, n)` drafted.
         best: `(rows, n)` the target's own.
-        ordered: `(rows, n, V)` what the draft drew from, with its noise; None as `draft`.
+        ordered: `(rows, n, V)` what the draft drew from, with its noise, if it has any.
     """
+    target, draft = both[0], both[1] if len(both) > 1 else None
     drawn, greedy = None, sampler.certain
     if draft is not None and not sampler.all_certain:
         only = torch.full_like(draft, -torch.inf).scatter(-1, tokens.unsqueeze(-1), 0.0)
@@ -134,7 +135,7 @@ class Recorder(Engine):
         done = {event.request: event.completion for event in self.run() if event.completion}
         for completion in done.values():
             if completion.error is not None:
-                raise completion.error
+                raise GenerationError(completion.error, completion)
         return [done[number].tokens for number in ids]
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
@@ -150,15 +151,13 @@ class Recorder(Engine):
         if width:
             drafted = torch.tensor([[*t, *[0] * (width - len(t))] for t in tokens])
             coins = Sampler([row.sampling for row in rows], [row.eos for row in rows])
-            draft = ordered = None
+            both, ordered = [coins.shape(logits[:, :width], rows, tokens)], None
             if proposal.raw:
                 raw = torch.stack(proposal.raw[:width], 1)
-                draft = coins.shape(raw, rows, tokens)
+                both.append(coins.shape(raw, rows, tokens))
                 ordered = self._sampler.shape(raw, rows, tokens)
-            values = judged_columns(
-                coins, coins.shape(logits[:, :width], rows, tokens), draft,
-                drafted.to(logits.device), best[:, :width], ordered,
-            )  # fmt: skip
+            drafted = drafted.to(logits.device)
+            values = judged_columns(coins, both, drafted, best[:, :width], ordered)
         out = Judgements()
         for i, row in enumerate(rows):
             if not wanted[i]:
