@@ -197,7 +197,8 @@ def test_mistakes(record, out, tmp_path, monkeypatch):
         (["--prompts", "builtin:chat", "--split", "train"], "split must be val or test"),
         (["-o", str(tmp_path)], "is a folder; name a file"),
         (["-o", str(tmp_path / "none" / "t")], "there is no folder"),
-        (["--draft", "lookup"], "recording needs a draft model, and --draft lookup is none"),
+        (["--draft", "none"], "draft must be somebody who drafts"),
+        (["--draft", "lookup", "--rule", "standard"], "coins need a draft model"),
     ):
         result = record(*options)
         assert (result.code, message in result.error) == (2, True), result.err
@@ -215,11 +216,12 @@ def test_mistakes(record, out, tmp_path, monkeypatch):
     assert not out.exists()
 
 
-def test_own_target_needs_a_draft(forerun, pair, prompts, out):
-    result = forerun("record", "--target", pair.target, "--prompts", prompts, "-o", str(out))
-    assert (result.code, result.error) == (
-        2, "error: recording needs a draft model; give --draft ID_OR_PATH",
-    )  # fmt: skip
+def test_a_draft_without_a_model(record, out):
+    document = record("--draft", "lookup", "--json").json
+    assert document["about"]["draft"] == {"name": "LookupDrafter", "sha256": None, "hashed": None}
+    trace = read(out)
+    assert not trace.knows("top1")
+    assert trace.lengths.max() <= trace.depth
 
 
 def test_help(forerun):

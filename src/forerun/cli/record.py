@@ -39,7 +39,7 @@ PENALISED = Annotated[
 def record(
     prompts: Annotated[str, options.prompts()],
     output: Annotated[str, options.output("TRACE", "The Parquet file to write.")],
-    models: Annotated[Models, Fields(Models, draft=options.DraftModel)],
+    models: Annotated[Models, Fields(Models)],
     sampling: Annotated[
         dict[str, Any],
         Fields(Sampling, SAMPLING, TRANSFORM, repetition_penalty=(PENALISED, None)),
@@ -60,7 +60,7 @@ def record(
     batch_size: Annotated[int, option("B", "Prompts recorded together.", panel=PROMPTS)] = 16,
     as_json: options.Json = False,
 ) -> None:
-    """Write down what the draft says at every position of the target's own texts.
+    """Write down what the drafter proposes at every position of the target's own texts.
 
     From the file, forerun replay predicts the speed of any controller without running a model.
     Interrupted, it keeps the prompts that are complete.
@@ -77,7 +77,6 @@ def record(
     common = options.sampling({**sampling, "max_new_tokens": max_new_tokens})
     own = sampling["repetition_penalty"] is None
     requested = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
-    models.require_draft_model("recording")
     how = Settings(controller="fixed(0)", rule=rule)
     job, chosen = models.open(requested, common, how, batch_size, chat=chat)
     about = {
