@@ -26,6 +26,7 @@ from forerun.engine.results import Origin
 from forerun.errors import NumericalError, PromptError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows
+from forerun.runtime.timing import Times
 from forerun.testing import ScriptedModel, engine
 from forerun.types import RoundOutcome, Stop, Token
 
@@ -33,7 +34,6 @@ SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
     "hf-threshold(dynamic=True)", "gammatune", "gammatune+", "gammatune+(keep=False)",
     "bounded(gammatune+,low=1,high=3)", "svip", "adaedl(keep=False)", "exllama-ema", "sglang-ema",
-    "exllama-confidence(burn_in=4)",
     "goodput", "bandit(policy=thompson)", "cm-asd", "cm-asd(two_pass=True)",
     "bounded(cm-asd(two_pass=True),high=3)", "auto", "auto(high=3)",
 ]  # fmt: skip
@@ -415,7 +415,7 @@ def test_neither_neighbours_nor_the_clock_change_a_seeds_text(rule: str) -> None
     script, auto = chaotic(3), CONTROLLERS.make("auto")
 
     def served(noise: random.Random) -> Engine:
-        meter = Meter(target=((1, 1e-3), (8, 2e-3)))
+        meter = Meter(times=Times({(1, 1): 1e-3, (1, 8): 2e-3}, taken={(1, 1), (1, 8)}))
         times = itertools.accumulate(iter(lambda: noise.expovariate(1e3), None))
         meter.clock = lambda: next(times)
         draft = ModelDrafter(ScriptedModel(noisy(script, 4, 0.7)), V)

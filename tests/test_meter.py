@@ -8,9 +8,16 @@ import pytest
 
 from forerun.costs import Costs
 from forerun.engine.meter import SAMPLES, STALE, Lap, Meter
+from forerun.runtime.timing import Times
 
-LOADED = ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.0), (8, 2.0), (16, 3.0))
 LEVELS = (1, 4, 8)
+
+
+def times(*steps):
+    """Of the target passes of a row; of the draft those of one token, and of more."""
+    passes = {1: 1.0, 2: 1.2, 4: 1.2, 5: 2.0, 8: 2.0, 16: 3.0}
+    target = {(1, n): seconds for n, seconds in passes.items()}
+    return Times(target, {(1, n): seconds for n, seconds in steps}, set(target))
 
 
 def lap(drafted=0, rows=1, plain=1.0, wide=1.2, step=0.2, **changes):
@@ -32,7 +39,7 @@ def fed(meter, *laps):
 
 
 def test_the_load_is_believed_from_the_first_round_on():
-    meter = Meter(3.0, LOADED, ((1, 0.1), (8, 0.4)), LEVELS)
+    meter = Meter(3.0, times((1, 0.1), (8, 0.4)), LEVELS)
     costs = meter.costs(1)
     assert (costs.plain, costs.draft) == (1.0, 0.1)
     assert [costs.verify_seconds(n) for n in (2, 4, 5, 8, 16)] == [1.2, 1.2, 2.0, 2.0, 3.0]
@@ -73,7 +80,7 @@ def test_the_first_pass_of_a_shape_is_no_sample(rows):
 
 
 def test_what_is_slow_now_and_then_is_not_believed():
-    meter = fed(Meter(3.0, LOADED, ((1, 0.1),), LEVELS), *[lap()] * 20)
+    meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), *[lap()] * 20)
     fed(meter, *[lap(plain=5.0) if n % 2 else lap() for n in range(40)])
     assert meter.costs(1).plain == 1.0
     fed(meter, *[lap(plain=1.5)] * SAMPLES)  # but a machine that got slower is
@@ -81,7 +88,7 @@ def test_what_is_slow_now_and_then_is_not_believed():
 
 
 def test_a_draft_thrown_away_is_no_plain_pass():
-    meter = fed(Meter(3.0, LOADED, ((1, 0.1),), LEVELS), *[lap()] * 5)
+    meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), *[lap()] * 5)
     looks = [lap(1, width=1, verify_seconds=1.3)] * 5
     costs = fed(meter, *looks).costs(1)
     assert costs.plain == 1.0
@@ -89,7 +96,7 @@ def test_a_draft_thrown_away_is_no_plain_pass():
 
 
 def test_the_arm_that_was_not_chosen_is_timed_anew():
-    meter = Meter(3.0, LOADED, ((1, 0.1),), LEVELS)
+    meter = Meter(3.0, times((1, 0.1)), LEVELS)
     assert meter.costs(1).retime == ""
     fed(meter, *[lap(2)] * (STALE + 1))
     assert meter.costs(1).retime == "plain"
@@ -100,7 +107,7 @@ def test_the_arm_that_was_not_chosen_is_timed_anew():
 
 
 def test_a_pass_that_reads_a_prompt_is_no_sample_but_says_what_reading_takes():
-    meter = Meter(3.0, LOADED, ((1, 0.1),), LEVELS)
+    meter = Meter(3.0, times((1, 0.1)), LEVELS)
     before = meter.costs(1)
     assert before.prefill is None, "as long as none was timed"
     fed(meter, *[lap(2, wide=9.0, read_tokens=100)] * 20)
@@ -112,7 +119,7 @@ def test_a_pass_that_reads_a_prompt_is_no_sample_but_says_what_reading_takes():
 
 
 def test_what_a_shape_takes_at_first_is_neither_a_sample_nor_booked():
-    meter = Meter(3.0, LOADED, ((1, 0.1),), LEVELS)
+    meter = Meter(3.0, times((1, 0.1)), LEVELS)
     wide = lap(2, rows=4, wide=100.0, reading_seconds=60.0, reading_tokens=100)
     assert meter.booked(wide) == (None, 0.0)
     fed(meter, *[lap(rows=4)] * 2, wide)
@@ -131,5 +138,5 @@ def test_given_costs_never_change():
 
 
 def test_what_the_engine_adds_is_apart():
-    costs = fed(Meter(3.0, LOADED, (), LEVELS), *[lap(other_seconds=0.2)] * 3).costs(1)
+    costs = fed(Meter(3.0, times(), LEVELS), *[lap(other_seconds=0.2)] * 3).costs(1)
     assert (costs.fixed, costs.plain) == (0.2, 1.2)

@@ -20,7 +20,6 @@ from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.chain import Chain
 from forerun.drafters.eagle import shipped_head
-from forerun.drafters.folders import contents_of
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import with_exits
@@ -43,7 +42,7 @@ from forerun.prompts import Reader, answering, encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, gguf, load_tokenizer
-from forerun.runtime.drafts import own_draft
+from forerun.runtime.drafts import ABOUT, own_draft, read_about
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runtime
 from forerun.settings import Settings, resolve
@@ -358,8 +357,7 @@ def load(
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or default_draft(target))
     # Graphs for early exits are made anew at every start: only for those who ask.
-    default = "torch" if spec.on_torch else default_runtime()
-    runs = RUNTIMES.make(runtime or default)
+    runs = RUNTIMES.make(runtime or ("torch" if spec.on_torch else default_runtime()))
     spec = _running(spec, runs, trust_remote_code)
     where = zoo.locate(target)
     if zoo.is_shipped(target) and dtype is None and resolve_device(device).type == "cpu":
@@ -367,7 +365,14 @@ def load(
     rows = runs.load(Source(where, device, dtype, trust_remote_code))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
-    return Model(drafter.target or rows, drafter, tokenizer, chosen, _prefixes(prefix_cache))
+    model = Model(drafter.target or rows, drafter, tokenizer, chosen, _prefixes(prefix_cache))
+    return _warmed(model) if spec != NoDraft() else model
+
+
+def _warmed(model: Model) -> Model:
+    """The model, what its passes take known."""
+    model.meter.warm()
+    return model
 
 
 def _prefixes(cache: int | str) -> Prefixes | None:
@@ -414,9 +419,11 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     chain = CHAIN.match(text)
     if chain and chain[1] in DRAFTERS and not _exists(text):
         return Chain(drafter_spec(chain[1] + chain[2]), drafter_spec(chain[3]))
-    if _exists(text):
-        return contents_of(text).spec
-    if isinstance(draft, str):
+    if _exists(text) and (Path(text) / ABOUT).is_file():
+        kind = read_about(text).kind
+        named = ("specbound", (), {"exits": text}) if kind == "exits" else (kind, (text,), {})
+        return DRAFTERS.make(Spec(*named))
+    if isinstance(draft, str) and not _exists(text):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:
             spec = parse(text)

@@ -158,6 +158,8 @@ class Drafter(ABC):
     """Wall time spent in model forward passes so far."""
     caches: Sequence[Rows] = ()
     """Rows of its own that follow the engine's, for prefixes to be copied from and into."""
+    model: Rows | None = None
+    """A model of its own whose passes over tokens are its steps, if they need nothing else."""
     hears: bool = False
     """Whether it is told what the target said; see `hear`."""
     shares_layers: bool = False

@@ -31,6 +31,7 @@ class ChainDrafter(Drafter):
         self._first, self._then, self._enough = first, then, enough
         self._members = first, then
         self.target, self.caches, self.limit = then.target, then.caches, then.limit
+        self.model = then.model
         self.blind, self.bonus, self.hears, self.shares_layers = (
             then.blind,
             then.bonus,

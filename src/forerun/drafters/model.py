@@ -35,7 +35,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, rows: Rows | Executor, vocab_size: int) -> None:
         self.rows = rows if isinstance(rows, Rows) else Rows(rows)
-        self.limit, self.caches = self.rows.limit, (self.rows,)
+        self.limit, self.caches, self.model = self.rows.limit, (self.rows,), self.rows
         self._vocab = vocab_size
 
     @property

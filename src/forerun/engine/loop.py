@@ -31,7 +31,7 @@ from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import SettingError, require
-from forerun.governors.base import SLOPE, Outcome, Seat
+from forerun.governors.base import SLOPE, Governor, Outcome, Seat
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import CHUNK, Executor, Pieces, Rows, best_of
@@ -223,7 +223,10 @@ class Engine:
         if not joining:
             return
         del self._waiting[: len(joining)]
-        self._rows.extend(joining)
+        governed = any(isinstance(row.request.controller, Governor) for row in joining)
+        first, self._rows = not self._rows, [*self._rows, *joining]
+        if first and governed and len(joining) > 1:
+            self._meter.expect(len(joining))
         longest = max(row.sampling.max_new_tokens for row in joining)
         room, began = longest + max(row.prompt for row in joining), self._clock()
         sources = [row.request.source for row in joining if row.request.source is not None]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection
 from math import ceil
 from typing import NamedTuple
 
-from forerun.costs import Costs, Passes, bounded
+from forerun.costs import Costs, bounded
 from forerun.drafters.base import Drafter
 from forerun.runtime.base import Rows
+from forerun.runtime.timing import WIDEST, PassTimer, Times, low
 
 RATIO = 5.0
 """Cost ratio until a step was timed, unless the models' sizes say less."""
@@ -20,8 +21,6 @@ SAMPLES = 12
 """Newest samples of a kind that count."""
 LOADED = 3
 """Samples that the seconds of the load count for."""
-LOW = 0.25
-"""Quantile of the samples that is taken for the truth: a machine is never too fast by accident."""
 STALE = 64
 """Rounds after which the arm that was not chosen is timed anew."""
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
@@ -72,8 +71,7 @@ class Meter:
 
     Args:
         ratio: target passes over draft steps, by the models' sizes.
-        target: what passes of one row took when the target was loaded, by width; may be empty.
-        draft: likewise of the draft.
+        times: what passes took before the first round, if any were timed.
         levels: see `Executor.levels`.
         packed: whether the target's passes take the tokens of all rows packed.
     """
@@ -81,16 +79,14 @@ class Meter:
     def __init__(
         self,
         ratio: float = RATIO,
-        target: Passes = (),
-        draft: Passes = (),
+        times: Times | None = None,
         levels: tuple[int, ...] = (),
         packed: bool = False,
     ) -> None:
         self._ratio, self._levels, self._packed = min(ratio, RATIO), levels, packed
-        self._target = Costs(1.0, target or ((1, 1.0), (2, 1.0 + SLOPE)))
-        self._draft = Costs(1.0, draft) if draft else None
-        self._loaded = bool(target)
         self._sizes: dict[int, _Samples] = {}
+        self._timer: PassTimer | None = None
+        self._load(times or Times())
         self._given: Callable[[int], Costs] | None = None
         self.clock: Callable[[], float] = time.perf_counter
         """Seconds; a made-up clock in the lab."""
@@ -99,9 +95,12 @@ class Meter:
 
     @classmethod
     def of(cls, target: Rows, drafter: Drafter) -> Meter:
-        executor, caches = target.executor, drafter.caches
-        draft = caches[0].executor.timed if len(caches) == 1 else ()
-        return cls(drafter.ratio(target), executor.timed, draft, executor.levels, executor.packs)
+        """One that can time these passes; see `warm`."""
+        executor = target.executor
+        meter = cls(drafter.ratio(target), None, executor.levels, executor.packs)
+        if executor.timeable:
+            meter._timer = PassTimer(target, drafter.model, lambda: meter.clock())
+        return meter
 
     @classmethod
     def given(cls, costs: Costs | Callable[[int], Costs]) -> Meter:
@@ -109,6 +108,22 @@ class Meter:
         meter = cls()
         meter._given = (lambda _: costs) if isinstance(costs, Costs) else costs
         return meter
+
+    def warm(self, rows: int = 1) -> None:
+        """Time passes of up to so many rows; see `PassTimer`. There must be no rows."""
+        if self._timer is not None:
+            self._load(self._timer.time(rows))
+
+    def expect(self, rows: int) -> None:
+        """Likewise, before rows share passes, if those of one row were timed."""
+        if self._loaded:
+            self.warm(rows)
+
+    def _load(self, times: Times) -> None:
+        """Start from these, but for sizes that rounds have timed already."""
+        self._loaded = bool(times.target)
+        self._times = times if times.target else Times({(1, 1): 1.0, (1, 2): 1.0 + SLOPE})
+        self._sizes = {rows: known for rows, known in self._sizes.items() if known.rounds}
 
     def costs(self, rows: int) -> Costs:
         """Of a batch of so many rows, ≥ 1."""
@@ -151,8 +166,8 @@ class Meter:
         samples = self._sizes.get(rows)
         if samples is None:
             samples = self._sizes[rows] = _Samples(rows, self._level)
-            if rows == 1 and self._loaded:
-                samples.load(self._target.verify, self._draft)
+            if self._loaded:
+                samples.load(self._times)
         return samples
 
     def _level(self, rows: int, width: float) -> int:
@@ -167,8 +182,7 @@ class Meter:
         levels = () if rows > 1 and self._packed else self._levels
 
         def loaded(width: float) -> float:
-            # Rows that share a pass are, to weights and to arithmetic, a row of so many tokens.
-            return self._target.verify_seconds(width * rows)
+            return self._times.target_seconds(rows, width)
 
         plain = low("plain")
         scale = 1.0 if plain is None else plain / loaded(1)
@@ -181,11 +195,12 @@ class Meter:
             seconds = scale * loaded(level if levels else width) if known is None else known
             passes.append((width, bounded(seconds, width, passes)))
         step = low("step")
-        if step is None:
+        if step is None and self._times.draft:
+            step = scale * self._times.draft_seconds(rows)
+        elif step is None:
             step = plain / self._ratio
-            if self._draft is not None and self._loaded:
-                step = scale * self._draft.verify_seconds(rows)
         first, behind = low("first"), low("behind")
+        reading = self._times.draft.get((1, WIDEST), 0.0) / WIDEST
         return Costs(
             step,
             tuple(passes),
@@ -195,7 +210,7 @@ class Meter:
             free=low("free") or 0.0,
             levels=levels,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
-            reading=_low(self._reading or ()) or 0.0,
+            reading=_low(self._reading or ()) or reading,
             prefill=_low(self._prefill),
             packed=self._packed,
             retime=samples.stale,
@@ -209,21 +224,25 @@ class _Samples:
         self.rows, self._level = rows, level
         self._of: dict[str | int, deque[float]] = {}
         self._shapes: set[tuple[str, int]] = set()
-        self._rounds = self._plain_at = self._judged_at = 0
+        self.rounds = self._plain_at = self._judged_at = 0
         """Rounds, and the newest with a plain pass, and with one that judged."""
         self.costs: Costs | None = None
 
-    def load(self, target: Passes, draft: Costs | None) -> None:
-        """Begin with the seconds of the load."""
-        for width, seconds in target:
-            kind = "plain" if width == 1 else self._level(1, width)
-            if kind == width or kind == "plain":
-                self._of[kind] = deque([seconds] * LOADED, maxlen=SAMPLES)
-                self._shapes.add(("pass", width))
-        if draft is not None:
-            for kind in ("step", "first"):
-                self._of[kind] = deque([draft.plain] * LOADED, maxlen=SAMPLES)
-            self._shapes.add(("step", 1))
+    def load(self, times: Times) -> None:
+        """Begin with what passes took before the first round."""
+        known: dict[str | int, float] = {}
+        for (rows, width), seconds in times.target.items():
+            level = self._level(rows, width)
+            if rows == self.rows and (width == 1 or level == width):
+                known[width if width > 1 else "plain"] = seconds
+                if (rows, width) in times.taken:
+                    self._shapes.add(("pass", level))
+        if (step := times.draft.get((self.rows, 1))) is not None:
+            known |= {"step": step, "first": times.draft.get((self.rows, 2), step)}
+            if any(rows == self.rows for rows, _ in times.taken - {(1, 1)}):
+                self._shapes.add(("step", 1))
+        for kind, seconds in known.items():
+            self._of[kind] = deque([seconds] * LOADED, maxlen=SAMPLES)
 
     def low(self, kind: str | int) -> float | None:
         """The low quantile; None without samples."""
@@ -232,27 +251,27 @@ class _Samples:
     @property
     def stale(self) -> str:
         """The kind of pass to be timed anew, `plain` or `judged`, if one is."""
-        if not self._rounds:
+        if not self.rounds:
             return ""
-        if self._rounds - self._plain_at > STALE or "plain" not in self._of:
+        if self.rounds - self._plain_at > STALE or "plain" not in self._of:
             return "plain"
-        return "judged" if self._rounds - self._judged_at > STALE else ""
+        return "judged" if self.rounds - self._judged_at > STALE else ""
 
     def add(self, lap: Lap) -> None:
-        self._rounds += 1
+        self.rounds += 1
         level = self._level(self.rows, lap.width)
         judged, before = lap.width > 1, self.stale
         known = self._known("pass", level)
         if known and judged:
             self._add(level, lap.verify_seconds)
-            self._judged_at = self._rounds
+            self._judged_at = self.rounds
         elif known:
             self._add("behind" if lap.steps else "plain", lap.verify_seconds)
         if lap.free_steps:
             self._add("free", lap.free_seconds / lap.free_steps)
         elif not lap.steps and known:
             self._add("other", lap.other_seconds)
-            self._plain_at = self._rounds
+            self._plain_at = self.rounds
         if lap.steps and self._known("step", 1):
             later = lap.steps - (lap.first_step_seconds > 0)
             if later > 0 and lap.draft_seconds > lap.first_step_seconds:
@@ -280,4 +299,4 @@ class _Samples:
 
 
 def _low(values: Collection[float]) -> float | None:
-    return sorted(values)[int(LOW * (len(values) - 1))] if values else None
+    return low(values) if values else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from datetime import UTC, datetime
 from hashlib import file_digest, sha256
@@ -14,6 +13,7 @@ import torch
 
 from forerun import __version__, zoo
 from forerun.runtime.base import Rows
+from forerun.runtime.timing import machine as machine_name
 
 HASHED = 4 << 30
 """Weights files of more bytes than this are not read in full to name a model."""
@@ -28,7 +28,7 @@ def machine(runtime: Rows) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": str(runtime.device),
         "dtype": runtime.facts.precision,
-        "cpu": _cpu(),
+        "cpu": machine_name(torch.device("cpu")),
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
@@ -91,10 +91,3 @@ def _folder(name: str) -> Path | None:
     except OSError:
         return None
     return None if config is None else Path(config).parent
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()} × {os.cpu_count()}"

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from forerun.costs import Passes
 from forerun.errors import PromptError, SettingError
 from forerun.runtime.best import read
 from forerun.runtime.states import States
@@ -107,8 +106,8 @@ class Executor(ABC):
     levels: tuple[int, ...] = ()
     """Tokens, rising, up to which a pass of one row takes as long as one of so many; of others
     every token adds something."""
-    timed: Passes = ()
-    """What passes of one row took when the model was loaded; empty if nobody looked."""
+    timeable: bool = True
+    """Whether passes may be timed before there are rows: not where each shape is compiled first."""
     states: States | None = None
     """Where passes leave hidden states, once somebody asked for them by `tap`."""
 

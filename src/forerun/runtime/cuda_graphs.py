@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import add
-from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -45,14 +43,13 @@ WIDE = 64
 LAST = 16
 """Widest pass that computes logits of all its tokens."""
 WIDTHS = (1, 2, 4, 8, 16)
-"""Tokens of one row whose passes are captured, and timed, when a model is loaded."""
+"""Tokens of one row whose passes are captured when a model is loaded."""
 COMPILED_WIDTHS = (1, 4, 16)
 """Widths of compiled passes; narrower ones are padded, wider ones are not compiled."""
 COMPILED_COLUMNS = 256
 """As `FEWEST_COLUMNS`, of compiled passes; more come in powers of four."""
 RECOMPILES = 256
 """Shapes that may be compiled; torch's own limit of 8 then runs the rest eagerly."""
-REPEATS = 5
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 log = logging.getLogger(__name__)
@@ -127,8 +124,9 @@ class CudaGraphExecutor(Executor):
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
             probe(Rows(self), model)
         self.levels = COMPILED_WIDTHS if compile else WIDTHS
+        self.timeable = not compile
         if not compile:
-            self.timed = tuple((width, self._seconds(width)) for width in WIDTHS)
+            self._capture_ahead()
 
     def module(self) -> Any:
         return self.model
@@ -300,16 +298,12 @@ class CudaGraphExecutor(Executor):
         return logits
 
     @torch.inference_mode()
-    def _seconds(self, width: int) -> float:
-        """Of a pass that judges so many tokens; it writes where padding does."""
-        inputs = torch.zeros(3, 1, width, dtype=torch.long)
-        inputs[2] = self.cache.columns - 1
-        columns, taken = self._columns(0, width), []
-        for _ in range(1 + REPEATS):
-            began = time.perf_counter()
-            self._replayed(inputs, columns, width, frozenset()).tolist()
-            taken.append(time.perf_counter() - began)
-        return median(taken[1:])
+    def _capture_ahead(self) -> None:
+        """Capture passes of a row that judge few tokens; they write where padding does."""
+        for width in WIDTHS:
+            inputs = torch.zeros(3, 1, width, dtype=torch.long)
+            inputs[2] = self.cache.columns - 1
+            self._replayed(inputs, self._columns(0, width), width, frozenset())
 
 
 def _by_width(counts: Sequence[int]) -> list[list[int]]:

@@ -88,6 +88,7 @@ class LayersExecutor(TorchExecutor):
     """
 
     trees = False
+    timeable = False
 
     def __init__(self, model: Any) -> None:
         self.access = LayerAccess(model.eval())

@@ -94,6 +94,7 @@ def warm_up(model: Model, rows: int) -> None:
         model: to be served.
         rows: requests decoded together, at most.
     """
+    model.meter.warm(rows)
     meter = Meter.of(model.target, model.drafter)  # first uses say nothing of what rounds cost
     engine = Engine(model.target, model.drafter, model.tokenizer, model.eos, rows, meter=meter)
     controller, rule = CONTROLLERS.make("fixed(3)"), RULES.make("gumbel")

@@ -25,6 +25,7 @@ from forerun.lab.traces.batches import NoModel, Recorded, Replayed
 from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
 from forerun.runtime.base import Pieces
+from forerun.runtime.timing import Times
 from forerun.runtime.trees import Parents
 from forerun.types import FloatArray, IntArray
 
@@ -191,8 +192,9 @@ def engine_under(
     from true passes of one row, as from those of a load."""
     true, target = clock.costs, _Target(clock)
     widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
-    passes = tuple((n, true.verify_seconds(n)) for n in widths)
-    meter = Meter(true.ratio, passes, ((1, true.draft),), true.levels)
+    passes = {(1, n): true.verify_seconds(n) for n in widths}
+    times = Times(passes, {(1, 1): true.draft}, set(passes))
+    meter = Meter(true.ratio, times, true.levels)
     meter.clock = clock
     return Replayed(trace, controller, meter, rows, models=(target, _Drafter(trace, clock, target)))
 

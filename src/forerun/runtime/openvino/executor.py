@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from operator import add
 from typing import Any
@@ -13,7 +12,6 @@ import openvino as ov
 import torch
 from numpy.typing import NDArray
 
-from forerun.costs import bounded
 from forerun.errors import SettingError
 from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
@@ -29,14 +27,9 @@ FIRST_BLOCKS = 16
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
-TIMED_CONTEXT, TURNS = 64, 6
-"""Tokens of the row whose passes are timed when a model is loaded, and passes of each width, of
-which the shortest counts."""
 GROUPS = {"float32": 0, "bfloat16": 0, "int8": 64}
 """Inputs of a product that share a scale when they are rounded to 8 bits, where the CPU multiplies
 8-bit numbers (VNNI, AMX); 0: none are rounded. GGUF has blocks of 32 weights, and so have these."""
-WIDTHS = 2, 4, 5, 8, 16
-"""Tokens of passes that are timed where no graph is for a fixed number."""
 PRECISIONS = {
     "float32": "float32",
     "fp32": "float32",
@@ -103,9 +96,7 @@ class OpenVINOExecutor(Executor):
             width = tap(graph, depths)
             del self._forms, self.pool  # before as much is taken again
             self._compile(graph)
-            for tokens in {1, *(self.levels or WIDTHS)}:
-                self.run([0], [[0] * tokens], [tokens])
-            self.keep([], [])
+            self.warm()
             self.settle()
             self.states = States(depths, width)
         return self.states
@@ -121,31 +112,14 @@ class OpenVINOExecutor(Executor):
         self._forms.pad(least)
         self.levels = self._forms.levels
 
-    def time_passes(self) -> None:
-        """Note what passes of a row take, when there are no rows; that also spares real ones the
-        first pass of each graph, which takes several times as long."""
-        if not self.levels and self.facts.precision == "bfloat16":
-            return
-        context = min(TIMED_CONTEXT, self.facts.limit // 2)
-        if self.facts.source_limit is not None:
-            self.attend([[0]])
-        self.run([0], [[0] * context], [0])
-        last, split = max(self.levels, default=0), self._forms.most_split
-        wider = (2 * last, 4 * last) if last else WIDTHS
-        widths = sorted({1, *self.levels, *wider})
-        real = [n for n in widths if n <= HALVED or not split]  # the others are made of these
-        seconds = {n: math.inf for n in real if context + n <= self.facts.limit}
-        for tokens in list(seconds) * TURNS:  # in turns, as live: each finds the caches cold
-            began = time.perf_counter()
-            self.run([context], [[0] * tokens], [tokens])
-            seconds[tokens] = min(seconds[tokens], time.perf_counter() - began)
-        out = [(1, seconds[1])]
-        for tokens in widths[1:]:
-            first = out[-1][0]
-            taken = bounded(seconds.get(tokens, math.inf), tokens, out)
-            out += [(n, taken) for n in sorted({first + 1, tokens} if tokens <= last else {tokens})]
-        self.timed = tuple(out)
-        self.keep([], [])
+    def warm(self) -> None:
+        """Take the first pass of each graph, which takes several times as long as later ones; there
+        must be no rows."""
+        for tokens in (n for n in (1, *self.levels) if n <= self.facts.limit):
+            if self.facts.source_limit is not None:
+                self.attend([[0]])
+            self.run([0], [[0] * tokens], [tokens])
+            self.keep([], [])
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""

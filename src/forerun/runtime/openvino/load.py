@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import openvino as ov
 import torch
 
+from forerun.cache import keep_json, kept_json
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
@@ -26,10 +29,12 @@ from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import compress, halve
 from forerun.runtime.sources import Encoder
 from forerun.runtime.support import refusal
+from forerun.runtime.timing import machine
 from forerun.runtime.torch_executor import facts_of
 
 Progress = Callable[[str], None]
 """Called with a line before each thing that may take seconds."""
+CPU = torch.device("cpu")
 
 
 def from_model(
@@ -173,16 +178,26 @@ def _of_torch(
 
 
 def _compiled(
-    graph: ov.Model, facts: Facts, threads: int | None, again: Callable[[], ov.Model] | None
+    graph: ov.Model,
+    facts: Facts,
+    threads: int | None,
+    entry: str | None,
+    again: Callable[[], ov.Model],
 ) -> OpenVINOExecutor:
-    """An executor whose passes compute the same whatever their width."""
-    for group in (None, 0):
+    """An executor whose passes compute the same whatever their width. How it gets there depends on
+    the machine, takes long to try, and is kept."""
+    about = [entry, facts.precision, threads or torch.get_num_threads(), machine(CPU)]
+    key = sha256(json.dumps(about).encode()).hexdigest()[:32]
+    known = kept_json("widths", key) if entry else None
+    for group, fewest in [known] if known else [(None, 0), (0, 0)]:
         try:
-            executor = OpenVINOExecutor(graph, facts, threads, group, again)
+            executor = OpenVINOExecutor(graph, facts, threads, group, again if entry else None)
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
-        if fewest := fewest_tokens(executor):
+        if fewest := fewest or fewest_tokens(executor):
             executor.pad(fewest)
+            if entry:
+                keep_json("widths", key, [group, fewest])
             break
     return executor
 
@@ -225,7 +240,7 @@ def _executor(
 
     graph = attach(stored.graph)
     if facts.source_limit is None:
-        executor = _compiled(graph, facts, options.threads, again if entry else None)
+        executor = _compiled(graph, facts, options.threads, entry, again)
     else:
         assert torch_model is not None, "only torch models have encoders"
         executor = SourcedOpenVINOExecutor(
@@ -239,7 +254,7 @@ def _executor(
             options.threads,
         )
     probe(executor, stored.reference or reference_of(executor))
-    executor.time_passes()
+    executor.warm()
     if entry:
         executor.settle = partial(store.let_go, entry)
         executor.settle()

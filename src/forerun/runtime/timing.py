@@ -1,0 +1,248 @@
+"""What passes of a target and of its draft take here: timed before the first round, and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from forerun.cache import keep_json, kept_json
+from forerun.costs import Costs
+from forerun.runtime.base import Rows
+
+ROWS = 1, 2, 4, 8, 16
+"""Sizes of batches that are timed."""
+WIDTHS = 1, 2, 4, 5, 8
+"""Tokens of a row alone, where the executor has no levels; and of any"""
+WIDEST = 16
+SHARED = 1, 4
+"""Tokens in each of several rows."""
+SAMPLES = 4
+"""Passes of a shape, as far as there is time."""
+LOW = 0.25
+"""Quantile of the samples that is taken for the truth: a machine is never too fast by accident."""
+SECONDS, PLAIN = 0.3, 10
+"""What all this may take before a first round: seconds, or plain passes where these take longer."""
+OFF = 1.3
+"""How many times more or less a plain pass may take than is kept; else all is timed anew."""
+FORMAT = 1
+"""Goes up when what older versions kept must not be used."""
+MARGIN = frozenset({"logit_margin"})
+"""What `auto` reads of a draft."""
+
+Shape = tuple[int, int]
+"""Rows of a pass, and tokens in each."""
+
+
+def low(seconds: Collection[float]) -> float:
+    """The low quantile of at least one sample."""
+    return sorted(seconds)[int(LOW * (len(seconds) - 1))]
+
+
+@dataclass
+class Times:
+    """Seconds of passes by shape."""
+
+    target: dict[Shape, float] = field(default_factory=dict)
+    draft: dict[Shape, float] = field(default_factory=dict)
+    """Of two tokens a row right behind a pass of the target, of one right behind these."""
+    taken: set[Shape] = field(default_factory=set)
+    """Those of the target that this process has taken before: the first takes longer."""
+
+    @cached_property
+    def _sizes(self) -> tuple[dict[int, Costs], dict[int, Costs]]:
+        wide = {rows for rows, tokens in self.target if rows == 1 or tokens > 1}
+        target = {shape: s for shape, s in self.target.items() if shape[0] in wide}
+        return _by_rows(target), _by_rows(self.draft)
+
+    def target_seconds(self, rows: int, width: float) -> float:
+        """Of a pass of the target of so many tokens a row."""
+        return _seconds(self._sizes[0], rows, width)
+
+    def draft_seconds(self, rows: int) -> float:
+        """Of a step of the draft, where it was timed."""
+        return _seconds(self._sizes[1], rows, 1)
+
+    @classmethod
+    def kept(cls, key: str) -> Times:
+        """What is on disk, if anything is."""
+        lists = kept_json("timings", key)
+        try:
+            target, draft = ({(rows, n): float(s) for rows, n, s in shapes} for shapes in lists)
+            return cls(target, draft)
+        except (TypeError, ValueError):
+            return cls()
+
+    def keep(self, key: str) -> None:
+        """Leave it on disk for later starts on this machine."""
+        lists = [[(*shape, s) for shape, s in of.items()] for of in (self.target, self.draft)]
+        keep_json("timings", key, lists)
+
+
+def _by_rows(times: Mapping[Shape, float]) -> dict[int, Costs]:
+    """Passes of each size, as costs."""
+    return {
+        size: Costs(1.0, tuple(sorted((n, s) for (rows, n), s in times.items() if rows == size)))
+        for size in {rows for rows, _ in times}
+    }
+
+
+def _seconds(timed: Mapping[int, Costs], rows: int, width: float) -> float:
+    """Of a pass of so many rows, linear between the sizes timed.
+
+    Beyond the largest, rows that share a pass are, to weights and arithmetic, tokens of fewer.
+    """
+    below = max(size for size in timed if size <= rows)
+    above = min((size for size in timed if size > rows), default=0)
+    if not above or below == rows:
+        return timed[below].verify_seconds(width * rows / below)
+    share = (rows - below) / (above - below)
+    ends = timed[below].verify_seconds(width), timed[above].verify_seconds(width)
+    return (1 - share) * ends[0] + share * ends[1]
+
+
+class PassTimer:
+    """Times passes as rounds take them: steps of the draft, then a pass of the target.
+
+    What it learns is kept by models, machine, threads and versions, and counts at the next start if
+    a plain pass takes as long as it says.
+
+    Args:
+        target: without rows, whenever passes are timed.
+        draft: likewise; None where a step of the draft is no pass over tokens alone.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, target: Rows, draft: Rows | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._target, self._draft, self._clock = target, draft, clock
+        self._models = [target] if draft is None else [target, draft]
+        self._key = ""
+        self._plain = self._left = self._rate = 0.0
+        """Seconds of a plain pass, those that may yet be spent, and the least that a token took in
+        any pass."""
+        self.times = Times()
+
+    def time(self, rows: int = 1) -> Times:
+        """Time passes of up to so many rows, but for shapes that are known, while time is left.
+
+        The others are timed at a later start, and by rounds as they come.
+        """
+        began = self._clock()
+        if not self._key:
+            self._begin()
+        self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
+        known = len(self.times.target)
+        alone = sorted({1, *(self._target.executor.levels or WIDTHS), WIDEST})
+        longest = min(WIDEST, *(model.limit - 1 for model in self._models))
+        for size in ROWS:
+            widths = [n for n in (alone if size == 1 else SHARED) if n <= longest]
+            new = [n for n in widths if (size, n) not in self.times.target]
+            if size < 2 * rows and any(self._affords(2, size, n) for n in new):
+                with self._joined(size):
+                    self._sample(size, new)
+        for shorter, level in pairwise(self._target.executor.levels):  # as long as the longest
+            if (1, level) in self.times.target:
+                self.times.target.setdefault((1, shorter + 1), self.times.target[1, level])
+        if len(self.times.target) > known:
+            self.times = replace(self.times)  # what it derives is of these
+            self.times.keep(self._key)
+        return self.times
+
+    def _begin(self) -> None:
+        """Take a plain pass, and believe what is kept if that says the same."""
+        self._key = self._name()
+        with self._joined(1):
+            plain = self._plain = self._rate = self._pass(self._target, 1, 1)
+        kept = Times.kept(self._key)
+        before = kept.target.get((1, 1), 0.0)
+        if before / OFF <= plain <= before * OFF:
+            self.times = kept
+            self._rate = min(s / (rows * n) for (rows, n), s in kept.target.items())
+        self.times.taken.add((1, 1))
+
+    def _sample(self, rows: int, widths: Sequence[int]) -> None:
+        """Time passes of several widths in turns, so that each finds the caches as in a round."""
+        target: dict[int, list[float]] = {}
+        draft: dict[int, list[float]] = {}
+        for width in [*widths] * SAMPLES:
+            began = self._clock()
+            if not self._affords(2 - (width in target), rows, width):
+                continue
+            if self._draft is not None:
+                reads = [WIDEST] if (rows, width) == (1, WIDEST) else []
+                for tokens in (*reads, 2, 1):
+                    self._add(self._draft, rows, tokens, draft)
+            self._rate = min(self._add(self._target, rows, width, target), self._rate)
+            self._left -= self._clock() - began
+        self.times.target.update({(rows, n): low(seconds) for n, seconds in target.items()})
+        self.times.draft.update({(rows, n): low(seconds) for n, seconds in draft.items()})
+        self.times.taken.update((rows, n) for n in target)
+
+    def _affords(self, passes: int, rows: int, tokens: int) -> bool:
+        return passes * rows * tokens * self._rate <= self._left
+
+    def _add(self, model: Rows, rows: int, tokens: int, samples: dict[int, list[float]]) -> float:
+        """Add a sample, behind a pass that is none if it is the first of its shape. Returns the
+        seconds of a token."""
+        if tokens not in samples:
+            self._pass(model, rows, tokens)
+        seconds = self._pass(model, rows, tokens)
+        samples.setdefault(tokens, []).append(seconds)
+        return seconds / (rows * tokens)
+
+    def _pass(self, model: Rows, rows: int, tokens: int) -> float:
+        """Seconds of a pass behind the one token that each row holds."""
+        pieces = [[0] * tokens for _ in range(rows)]
+        drafts = model is self._draft
+        began = self._clock()
+        model.best(pieces, [1 if drafts else tokens] * rows, MARGIN if drafts else frozenset())
+        seconds = self._clock() - began
+        for row in range(rows):
+            model.rollback(row, 1)
+        return seconds
+
+    @contextmanager
+    def _joined(self, rows: int) -> Iterator[None]:
+        """Rows of one token each, for as long as it is entered."""
+        try:
+            for model in self._models:
+                encodes = model.facts.source_limit is not None
+                model.join(rows, 1 + WIDEST, [[0]] * rows if encodes else None)
+                model.feed([[0]] * rows, [0] * rows)
+            yield
+        finally:
+            for model in self._models:
+                model.keep([])
+
+    def _name(self) -> str:
+        """Of what is kept: another one for other models, another machine, threads or versions."""
+        names = ["forerun", "torch", *(["openvino"] if find_spec("openvino") else [])]
+        parts = [FORMAT, machine(self._target.device), *map(version, names)]
+        for model in self._models:
+            threads = getattr(model.executor, "threads", None) or torch.get_num_threads()
+            parts += [{**asdict(model.facts), "name": ""}, threads]
+        return sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:32]
+
+
+def machine(device: torch.device) -> str:
+    """The name of a GPU, or of the CPU and how many cores there are."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} × {os.cpu_count()}"

@@ -1,0 +1,207 @@
+"""Passes are timed before the first round, robustly, within a bound, once for a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.drafters.model import ModelDrafter
+from forerun.engine.loop import Engine
+from forerun.engine.meter import Meter
+from forerun.runtime import Rows
+from forerun.runtime.timing import OFF, PLAIN, WIDEST, PassTimer
+from forerun.testing import ScriptedModel
+
+TABLE = torch.eye(5).roll(1, dims=1)
+Cost = Callable[[int, int, int], float]
+"""Seconds of the n-th pass of a shape, by n, rows and tokens in each."""
+
+
+class Machine:
+    """A clock that only passes of its models move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(ScriptedModel):
+    """Takes the machine's time; the first pass of a shape takes `cold` times as long."""
+
+    def __init__(
+        self, machine: Machine, cost: Cost, limit: int = 1 << 20, cold: float = 10
+    ) -> None:
+        super().__init__(TABLE, limit)
+        self._machine, self._cost, self._cold = machine, cost, cold
+        self.shapes: list[tuple[int, int]] = []
+
+    def run(self, starts: Any, pieces: Any, wanted: Any, parents: Any = ()) -> torch.Tensor:
+        shape = len(pieces), max(map(len, pieces))
+        cold = 1 if shape in self.shapes else self._cold
+        self.shapes.append(shape)
+        self._machine.now += cold * self._cost(len(self.shapes), *shape)
+        return super().run(starts, pieces, wanted, parents)
+
+
+def target_cost(n: int, rows: int, tokens: int) -> float:
+    return 2e-4 * (0.9 + 0.1 * rows * tokens)
+
+
+def draft_cost(n: int, rows: int, tokens: int) -> float:
+    return 2e-5 * (0.9 + 0.1 * rows * tokens)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+
+
+def started(
+    cost: Cost = target_cost,
+    draft: Cost | None = draft_cost,
+    limit: int = 1 << 20,
+    cold: float = 10,
+) -> tuple[PassTimer, Slow, Slow | None]:
+    """A timer of a new process, and its models."""
+    machine = Machine()
+    target = Slow(machine, cost, limit, cold)
+    drafts = None if draft is None else Slow(machine, draft)
+    rows = None if drafts is None else Rows(drafts)
+    return PassTimer(Rows(target), rows, machine), target, drafts
+
+
+def test_what_passes_take_is_known_and_nothing_is_left_behind() -> None:
+    timer, target, draft = started()
+    times = timer.time()
+    assert set(times.target) == {(1, n) for n in (1, 2, 4, 5, 8, 16)}
+    assert set(times.draft) == {(1, 1), (1, 2), (1, WIDEST)}
+    for (rows, n), seconds in times.target.items():
+        assert seconds == pytest.approx(target_cost(0, rows, n)), "the first of a shape is none"
+    assert times.draft[1, 1] == pytest.approx(2e-5)
+    assert times.taken == set(times.target)
+    for model in (target, draft):
+        assert model is not None
+        assert model.history == []
+
+
+def test_passes_that_are_slow_by_accident_do_not_count() -> None:
+    timer, *_ = started(lambda n, rows, k: target_cost(n, rows, k) * (5 if n % 3 == 0 else 1))
+    times = timer.time()
+    assert times.target[1, 5] == pytest.approx(target_cost(0, 1, 5))
+
+
+def test_batches_are_timed_when_one_can_occur() -> None:
+    timer, target, _ = started()
+    timer.time()
+    assert all(rows == 1 for rows, _ in target.shapes)
+    times = timer.time(16)
+    assert {rows for rows, _ in times.target} == {1, 2, 4, 8, 16}
+    assert {n for rows, n in times.target if rows == 16} == {1, 4}
+    assert times.target[16, 4] == pytest.approx(target_cost(0, 16, 4))
+    few, target, _ = started(lambda n, rows, k: 1e-4, None)
+    few.time(3)
+    assert {rows for rows, _ in target.shapes} == {1, 2, 4}
+
+
+def test_a_second_start_takes_a_plain_pass() -> None:
+    first, *_ = started()
+    known = first.time(16).target
+    again, target, draft = started()
+    times = again.time(16)
+    assert times.target == known
+    assert times.taken == {(1, 1)}
+    assert target.shapes == [(1, 1), (1, 1)], "one that begins, and one that is timed"
+    assert draft is not None
+    assert draft.shapes == [(1, 1)]
+
+
+@pytest.mark.parametrize("factor", [1.2 * OFF, 1 / (1.2 * OFF)])
+def test_a_table_of_another_day_is_made_anew(factor: float) -> None:
+    started()[0].time()
+    busy, target, _ = started(lambda n, rows, k: factor * target_cost(n, rows, k))
+    assert busy.time().target[1, 8] == pytest.approx(factor * target_cost(0, 1, 8))
+    assert len(target.shapes) > 6
+    near, target, _ = started(lambda n, rows, k: factor * 1.1 * target_cost(n, rows, k))
+    near.time()
+    assert len(target.shapes) == 2
+
+
+def test_another_model_has_a_table_of_its_own() -> None:
+    started()[0].time()
+    timer, target, _ = started(limit=4096)
+    timer.time()
+    assert len(target.shapes) > 6
+
+
+def test_a_large_model_is_timed_in_parts() -> None:
+    """Within ten plain passes a start; what was timed stays, and more is added."""
+    known: set[tuple[int, int]] = set()
+    sizes = []
+    for _ in range(5):
+        timer, target, _ = started(lambda n, rows, k: 0.5 * (0.7 + 0.3 * k), None, cold=1)
+        began = timer._clock()
+        times = timer.time()
+        assert timer._clock() - began <= PLAIN * 0.5 + 0.5
+        assert known <= set(times.target)
+        known = set(times.target)
+        sizes.append(len(known))
+    assert known == {(1, n) for n in (1, 2, 4, 5, 8)}, "16 tokens take too long, twice"
+    assert sizes == sorted(sizes)
+    assert sizes[0] >= 2
+    assert len(target.shapes) == 2, "what cannot be had costs nothing"
+
+
+def test_costs_are_true_from_the_first_round() -> None:
+    machine = Machine()
+    target, draft = Slow(machine, target_cost), Slow(machine, draft_cost)
+    drafter = ModelDrafter(Rows(draft), 5)
+    meter = Meter.of(Rows(target), drafter)
+    meter.clock = machine
+    assert not meter.timed(1)
+    meter.expect(4)
+    assert not target.shapes, "only where passes of one row were timed"
+    meter.warm()
+    costs = meter.costs(1)
+    assert meter.timed(1)
+    assert costs.plain == pytest.approx(2e-4)
+    assert costs.draft == pytest.approx(2e-5)
+    assert costs.verify_seconds(5) == pytest.approx(target_cost(0, 1, 5))
+    assert costs.reading == pytest.approx(draft_cost(0, 1, WIDEST) / WIDEST)
+    assert not meter.timed(4)
+    meter.expect(4)
+    assert meter.timed(4)
+    assert meter.costs(4).verify_seconds(4) == pytest.approx(target_cost(0, 4, 4))
+    assert meter.costs(3).plain == pytest.approx(target_cost(0, 3, 1)), "between two sizes"
+    assert meter.costs(3).draft == pytest.approx(draft_cost(0, 3, 1))
+
+
+def test_an_engine_times_batches_before_their_first_round() -> None:
+    from forerun.controllers import CONTROLLERS
+    from forerun.engine import Sampling
+    from forerun.rules import RULES
+
+    def sizes(controller: str, prompts: int) -> set[int]:
+        machine = Machine()
+        target, draft = Slow(machine, target_cost), Slow(machine, draft_cost)
+        drafter = ModelDrafter(Rows(draft), 5)
+        rows = Rows(target)
+        meter = Meter.of(rows, drafter)
+        meter.clock = machine
+        meter.warm()
+        engine = Engine(rows, drafter, meter=meter)
+        target.shapes.clear()
+        for _ in range(prompts):
+            how = Sampling(max_new_tokens=2), CONTROLLERS.make(controller), RULES.make("exact")
+            engine.submit([1], *how)
+        done = [e.completion.tokens for e in engine.run() if e.completion]
+        assert done == [[2, 3]] * prompts
+        return {count for count, _ in target.shapes}
+
+    assert sizes("auto", 1) == {1}
+    assert sizes("fixed(1)", 4) == {4}, "who weighs nothing needs no costs"
+    assert sizes("auto", 4) == {2, 4}
