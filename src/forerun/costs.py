@@ -71,6 +71,9 @@ class Costs:
     packed: bool = False
     """Whether a pass takes the tokens of all its rows packed, so that its width is their mean, and
     not the longest."""
+    tree: float = 0.0
+    """What a pass takes more where second choices are among its tokens, besides its width. Only a
+    `Meter` knows it."""
     retime: str = ""
     """The kind of pass that was not timed for long, `plain` or `judged`: the next round should be
     one, if it can be afforded. Only a `Meter` says so."""
@@ -216,7 +219,7 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; what only a `Meter` knows is no part of them."""
-        hidden = {"free", "reading", "prefill", "packed", "retime"}
+        hidden = {"free", "reading", "prefill", "packed", "tree", "retime"}
         return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod

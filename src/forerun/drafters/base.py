@@ -33,6 +33,9 @@ class Proposal:
     logits: list[torch.Tensor] = field(default_factory=list)
     """Per step `(rows, V)` processed logits the tokens were drawn from; empty where all tokens were
     certain."""
+    leaves: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Rows of whose draft second choices are judged, too: `(place, token)` of each, beside the
+    drafted token at that place."""
     raw: list[torch.Tensor] = field(default_factory=list)
     """Per step `(rows, V)` logits of the draft at temperature 1, where rules read them."""
     predicted: set[int] = field(default_factory=set)
@@ -54,6 +57,11 @@ class Proposal:
     """In a chain, tokens of the longest draft by the drafter without a model, and"""
     free_seconds: float = 0.0
     """the seconds of these."""
+
+    @property
+    def widths(self) -> list[int]:
+        """Tokens of each row that the target judges."""
+        return [len(own) + len(self.leaves.get(i, ())) for i, own in enumerate(self.tokens)]
 
     @classmethod
     def none(cls, rows: int) -> Proposal:

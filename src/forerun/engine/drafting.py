@@ -9,6 +9,7 @@ import torch
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.endings import draft_stop, proposal_stop
 from forerun.engine.foreseen import NOTHING, Foreseen
+from forerun.engine.leaves import grow, takes_leaves
 from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
@@ -27,7 +28,12 @@ class RoundContext:
     """
 
     def __init__(
-        self, rows: Sequence[Row], lengths: Lengths, sampler: Sampler, clock: Callable[[], float]
+        self,
+        rows: Sequence[Row],
+        lengths: Lengths,
+        sampler: Sampler,
+        clock: Callable[[], float],
+        trees: bool,
     ) -> None:
         self._rows, self._lengths, self._sampler, self.clock = rows, lengths, sampler, clock
         rules = [row.request.rule for row in rows]
@@ -43,6 +49,7 @@ class RoundContext:
         """Whether every token is the arg-max of something."""
         self._asks = lengths.stops_early
         """Whether policies are shown what is drafted."""
+        self._leafy = [trees and "second" in lengths.signals and takes_leaves(row) for row in rows]
 
     def begin(self, ready: Sequence[bool], drafter: Drafter) -> list[int]:
         """Begin a round: per row the most tokens that the drafter may add."""
@@ -150,7 +157,7 @@ class RoundContext:
 
     def end(self, proposal: Proposal, limits: Sequence[tuple[int, Stop]]) -> None:
         """End a round: a reason for every row's end, tokens known ahead before the drafter's, and
-        none that policies leave out or constraints do not allow."""
+        none that policies leave out or constraints do not allow; then second choices."""
         if not proposal.steps and not proposal.catch_up_seconds and not proposal.free_steps:
             proposal.steps = max(map(len, proposal.tokens))  # it has no model
         for i, (limit, why) in enumerate(limits):
@@ -164,6 +171,8 @@ class RoundContext:
             self._foreseen.prepend(proposal)
         if self._constrained:
             self._cut_disallowed(proposal)
+        if any(self._leafy):
+            grow(proposal, self._rows, self._leafy, self._lengths)
 
     def _stop(self, i: int, limit: int, why: Stop, proposal: Proposal) -> None:
         """Why a row's draft ended that neither its policy nor its drafter ended."""

@@ -33,6 +33,15 @@ class RowVerdict:
     `Verdict.drift`."""
     error: Exception | None = None
     """Why there is no token to follow."""
+    probs: torch.Tensor | None = None
+    """`(V,)` what `following` was drawn from, in a row with leaves; None if it was certain."""
+    leaf: int | None = None
+    """Which of the row's leaves is kept behind the accepted tokens; `following` follows it."""
+
+    @property
+    def committed(self) -> int:
+        """Tokens it adds to the text, unless that ends before."""
+        return self.accepted + (self.leaf is not None) + (self.following is not None)
 
 
 Judgements = dict[int, RowVerdict | Exception]
@@ -195,6 +204,8 @@ def _per_row(
         if lost is not None and bonus is not None:
             lost.append(bonus[i])
         out[row] = RowVerdict(kept, following[i], probs[i][:n], lost)
+        if row in proposal.leaves and verdict.next_probs is not None:
+            out[row].probs = verdict.next_probs[i]
         if kept == wanted[row]:
             out[row].following = None
         elif failed[i]:

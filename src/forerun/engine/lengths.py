@@ -116,8 +116,11 @@ class Lengths:
         self._changed()
 
     def _changed(self) -> None:
-        self.signals: frozenset[str] = frozenset().union(*(row.signals for row in self._rows))
-        """Everything that any row's policy is shown."""
+        self.signals: frozenset[str] = frozenset().union(
+            *(row.signals for row in self._rows),
+            *(group.governor.signals for group in self._groups),
+        )
+        """Everything that any row's policy is shown, or its governor wants."""
         self._hidden = [dict.fromkeys(self.signals - row.signals) for row in self._rows]
         self.stops_early = any(row.policy.stops_early for row in self._rows)
         """Whether any may end a draft early."""
@@ -214,6 +217,17 @@ class Lengths:
         """What a row's policy may see of a token."""
         hidden = self._hidden[i]
         return token._replace(**hidden) if hidden else token
+
+    def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
+        """Per row the places of its draft whose second choices shall be judged, too; `drafted` as
+        of `Plan.leaves`."""
+        out: list[list[int]] = [[] for _ in self._rows]
+        for group in self._groups:
+            if group.plan is not None:
+                places = group.plan.leaves([drafted[i] for i in group.seats])
+                for i, own in zip(group.seats, places, strict=True):
+                    out[i] = own
+        return out
 
     def trim(self, i: int) -> int:
         """How many of its newest tokens a row that has ended leaves out."""

@@ -21,6 +21,7 @@ from forerun.engine.constraint import Place
 from forerun.engine.drafting import RoundContext
 from forerun.engine.endings import draft_limit, reading
 from forerun.engine.judging import Judgements, RowVerdict, compare, judge, overruled
+from forerun.engine.leaves import attached, follow, follow_shaped
 from forerun.engine.lengths import Lengths, Memory
 from forerun.engine.meter import Meter
 from forerun.engine.prediction import PredictionCursor
@@ -275,7 +276,8 @@ class Engine:
             [row.eos for row in rows],
             [row.noise for row in rows],
         )
-        self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock)
+        trees = self.target.executor.trees
+        self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock, trees)
         self._may_exclude = any(row.sampling.excludes for row in rows)
         self._constrained = any(row.place is not None for row in rows)
         self._scores = any(
@@ -346,17 +348,34 @@ class Engine:
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         """Feed the target, and judge the drafts of rows whose logits are wanted."""
-        rows = self._rows
+        rows, leaves = self._rows, proposal.leaves
+        grown, counts, parents = (
+            attached(pieces, wanted, leaves) if leaves else (pieces, wanted, ())
+        )
         if self._compares and self._only_compares and self._sampler.trivial:
-            best = self.target.best(pieces, wanted)
+            best = self.target.best(grown, counts, NO_SIGNALS, parents)
             self._tell(best.tokens, pieces, wanted)
-            return compare(rows, proposal.tokens, best, wanted)
+            out = compare(rows, proposal.tokens, best, wanted)
+            follow(out, proposal, best, wanted)
+            return out
         masks = self._masks(proposal, wanted) if self._constrained else None
-        logits = self.target.feed(pieces, wanted)
+        logits = self.target.feed(grown, counts, parents)
         if masks is not None:
             masks.result()
         if not any(wanted):
             return {}
+        tails = {i: logits[i, wanted[i] : counts[i]].clone() for i in leaves}
+        logits = logits[:, : max(wanted)]
+        out = self._judge_logits(proposal, logits, pieces, wanted)
+        if leaves:
+            follow_shaped(out, proposal, rows, tails, self._sampler)
+        return out
+
+    def _judge_logits(
+        self, proposal: Proposal, logits: torch.Tensor, pieces: Pieces, wanted: Sequence[int]
+    ) -> Judgements:
+        """Judge the drafts by `(rows, max(wanted), V)` logits, which may be changed."""
+        rows = self._rows
         if self.drafter.hears:
             self._tell(logits.argmax(-1).tolist(), pieces, wanted)
         if self._compares:
@@ -411,10 +430,14 @@ class Engine:
                 # Its newest token is what the next round feeds the drafter.
                 old = kept.accepted if kept.following is not None else kept.accepted - 1
                 self.drafter.rollback(i, len(row.context) + max(old, 0))
-                forced = proposal.forced.get(i, 0)
-                count, reason = row.commit(
-                    proposal.tokens[i], kept.accepted, kept.following, forced
-                )
+                forced, accepted = proposal.forced.get(i, 0), kept.accepted
+                tokens = proposal.tokens[i]
+                if kept.leaf is not None:
+                    first = self.target.lengths[i] - len(proposal.leaves[i])
+                    self.target.move(i, first + kept.leaf, len(row.context) + accepted)
+                    tokens = [*tokens[:accepted], proposal.leaves[i][kept.leaf][1]]
+                    accepted += 1
+                count, reason = row.commit(tokens, accepted, kept.following, forced)
                 out[i] = count, reason or ("error" if kept.error else None)
                 self.target.rollback(i, len(row.context) - 1)
                 if row.request.stream:
@@ -428,10 +451,8 @@ class Engine:
     def _observe(self, passed: Pass, proposal: Proposal, judged: Judgements) -> None:
         """Tell policies and governors what became of their rows, and the meter what it took."""
         seen: list[RoundOutcome | None] = [None] * len(self._rows)
-        decoded = [kept for kept in judged.values() if isinstance(kept, RowVerdict)]
-        for i, kept in judged.items():
-            if not isinstance(kept, RowVerdict):
-                continue
+        decoded = {i: kept for i, kept in judged.items() if isinstance(kept, RowVerdict)}
+        for i, kept in decoded.items():
             if i in proposal.predicted:  # says nothing of the drafter
                 self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
             elif kept.accepted >= (forced := proposal.forced.get(i, 0)):  # these say nothing either
@@ -441,8 +462,8 @@ class Engine:
                 )  # fmt: skip
         lap = lap_of(passed, proposal, self._clock())
         outcome = Outcome(
-            [kept.accepted + (kept.following is not None) for kept in decoded],
-            [len(kept.accept_prob) for kept in decoded],
+            [kept.committed for kept in decoded.values()],
+            [proposal.widths[i] for i in decoded],
             proposal.steps + (proposal.catch_up_seconds > 0),  # that step drafted, too
             *self._meter.booked(lap),
         )

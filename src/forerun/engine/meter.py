@@ -53,6 +53,8 @@ class Lap(NamedTuple):
     """how many tokens that were."""
     read_tokens: int = 0
     """Tokens of prompts that the target's pass read besides."""
+    tree: bool = False
+    """Whether second choices were among its tokens."""
 
     @property
     def seconds(self) -> float:
@@ -213,6 +215,7 @@ class Meter:
             reading=_low(self._reading or ()) or reading,
             prefill=_low(self._prefill),
             packed=self._packed,
+            tree=samples.tree,
             retime=samples.stale,
         )
 
@@ -261,8 +264,11 @@ class _Samples:
         self.rounds += 1
         level = self._level(self.rows, lap.width)
         judged, before = lap.width > 1, self.stale
-        known = self._known("pass", level)
-        if known and judged:
+        known = self._known("tree" if lap.tree else "pass", level)
+        if known and lap.tree:
+            self._add(f"tree{level}", lap.verify_seconds)
+            self._judged_at = self._rounds
+        elif known and judged:
             self._add(level, lap.verify_seconds)
             self._judged_at = self.rounds
         elif known:
@@ -283,8 +289,22 @@ class _Samples:
 
     def new(self, lap: Lap) -> bool:
         """Whether a pass or a step of a round was the first of its shape."""
-        made = ("pass", self._level(self.rows, lap.width)) in self._shapes
+        what = "tree" if lap.tree else "pass"
+        made = (what, self._level(self.rows, lap.width)) in self._shapes
         return not made or (lap.steps > 0 and ("step", 1) not in self._shapes)
+
+    @property
+    def tree(self) -> float:
+        """See `Costs.tree`: the mean over widths that were timed with second choices and without;
+        0 until there are enough."""
+        more = [
+            low - plain
+            for kind, taken in self._of.items()
+            if isinstance(kind, str) and kind.startswith("tree") and len(taken) >= LOADED
+            if (low := _low(taken)) is not None
+            if (plain := self.low(int(kind[4:]))) is not None
+        ]
+        return max(sum(more) / len(more), 0.0) if more else 0.0
 
     def _known(self, what: str, level: int) -> bool:
         """Whether a shape has run before; from now on it has."""

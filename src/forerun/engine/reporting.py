@@ -46,7 +46,8 @@ def lap_of(passed: Pass, proposal: Proposal, now: float) -> Lap:
     drafting = passed.drafting - reading - free if steps else 0.0
     return Lap(
         rows=rows,
-        width=passed.costs.width(list(map(len, proposal.tokens)), rows),
+        width=passed.costs.width(proposal.widths, rows),
+        tree=bool(proposal.leaves),
         steps=steps,
         draft_seconds=drafting,
         first_step_seconds=proposal.first_seconds,
@@ -93,6 +94,9 @@ def round_of(
         counted["predicted"] = drafted
     if i in proposal.forced:
         counted["forced"] = proposal.forced[i]
+    if i in proposal.leaves:
+        counted["leaves"] = len(proposal.leaves[i])
+        counted["leaves_kept"] = int(kept.leaf is not None)
     drafting, verifying, other = seconds
     return Round(
         drafted=drafted,

@@ -73,7 +73,7 @@ class Sampler:
         logits: torch.Tensor,
         texts: Sequence[PenalizedText],
         drafted: Sequence[Sequence[int]],
-        first: int = 0,
+        first: int | None = 0,
     ) -> torch.Tensor:
         """Apply each row's transform.
 
@@ -82,7 +82,7 @@ class Sampler:
                 tokens.
             texts: each row's context and how much of it is the prompt (for penalties).
             drafted: tokens drafted so far, per row.
-            first: drafted tokens before position 0.
+            first: drafted tokens before position 0; None: all of each row's.
 
         Returns:
             `(rows, n, V)` logits whose softmax is the distribution to sample from; the input
@@ -101,8 +101,7 @@ class Sampler:
         """The first half of `process`, with its arguments: all but temperature and truncation; for
         rows that draw by noise truncation, too, and the noise, times the temperature.
 
-        With `first` None, position 0 follows all that a row has drafted; `own` logits may be
-        changed in place.
+        `own` logits may be changed in place.
         """
         if not self._reshapes:
             return logits

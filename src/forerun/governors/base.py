@@ -73,6 +73,14 @@ class Plan(ABC):
         """
         return len(kept)
 
+    def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
+        """Per seat at which places of its draft the second choices shall be judged, too.
+
+        Args:
+            drafted: per seat the tokens to judge; 0 of one that takes no second choices.
+        """
+        return [[] for _ in drafted]
+
     def trim(self, seat: int) -> int:
         """How many of the newest tokens of a seat that `trims` to leave out, when it has ended."""
         return 0
@@ -92,6 +100,8 @@ class Governor(Controller, ABC):
     high: int = 32
 
     name: ClassVar[str] = ""
+    signals: ClassVar[frozenset[str]] = frozenset()
+    """What a draft shall say of its tokens besides what the policy reads."""
 
     def __post_init__(self) -> None:
         good = isinstance(self.policy, Forecaster)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
+from forerun.checks import whole
 from forerun.controllers.base import Chance, Forecaster, mechanism
 from forerun.controllers.survival import Survival
 from forerun.costs import Costs
 from forerun.governors.base import Governor, Outcome, Plan, Seat
 
+SECOND = 0.4
+"""Chance that, where a drafted token is rejected, the draft's second choice is the target's."""
 FORESEEN = 8
 """Tokens of a model's draft that are weighed against a free one."""
 
@@ -49,6 +52,8 @@ class Renewal(Governor):
             was weighed by its chances before, and the clock has outliers. The reserve pays in full.
         prior: plain rounds that a request's own rate is added to, > 0.
         carried: share of that rate that the next request starts from, in [0, 1].
+        leaves: the most second choices of the draft per round that are judged beside its tokens,
+            each where it is worth its place in the target's pass, ≥ 0 (0: none).
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
@@ -61,10 +66,19 @@ class Renewal(Governor):
     most: float = mechanism(1.0, off=1e9)
     prior: float = mechanism(4.0, off=1e9)
     carried: float = mechanism(0.5, off=0.0)
+    leaves: int = 0
 
     summary: ClassVar[str] = "draft on while the next token is worth more than its time"
     paper: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("leaves", self.leaves)
+
+    @property
+    def signals(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"second"} if self.leaves else ())
 
     def start(self) -> Pace:
         return Pace(self.reserve, self.budget)
@@ -80,6 +94,7 @@ class Renewal(Governor):
     ) -> _Weighed:
         """Draft where what may be lost pays for a look at a token."""
         plan = _Weighed(self.rate(pace), pace, costs, seats, rows, paid)
+        plan.most_leaves = self.leaves
         if costs.retime == "plain" or not plan.begins(seats):
             return plan
         plan.most = [
@@ -141,6 +156,9 @@ class _Weighed(Plan):
         self._trimmed = [0] * len(seats)
         self._tokens = 0
         self._outlooks = [seat.outlook for seat in seats]
+        self._kept: list[list[float]] = [[] for _ in seats]
+        """Per seat the chances that its first, first two, … tokens are all kept."""
+        self.most_leaves = 0
         self.most = [0] * len(seats)
 
     def begins(self, seats: Sequence[Seat]) -> bool:
@@ -195,6 +213,7 @@ class _Weighed(Plan):
         for seat, chance in enumerate(chances):
             if chance is None:
                 continue
+            self._kept[seat].append(chance.kept)
             own = 0.0
             if self._trims[seat]:
                 own = self._surplus[seat] + chance.kept - here
@@ -233,6 +252,23 @@ class _Weighed(Plan):
             width = costs.width([tokens] * rows, self._rows)
             loss += costs.verify_seconds(width) - costs.verify[0][1]
         return (1 - kept / rows) * loss <= self._budget
+
+    def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
+        """Where a rejection is likeliest, as many as are worth their places in the target's pass,
+        if together they are worth what a tree takes."""
+        widest, total, out = max(*drafted, self._paid), 0.0, []
+        for tokens, chances in zip(drafted, self._kept, strict=True):
+            hits = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[:tokens]])]
+            order = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)
+            order = order[: self.most_leaves]
+            worth = [0.0]
+            for width, place in enumerate(order, tokens + 1):
+                dear = self._added(width) if self._apart or width > widest else 0.0
+                worth.append(worth[-1] + hits[place] - self._price * dear)
+            best = max(worth)
+            total += best
+            out.append(order[: worth.index(best)])
+        return out if total > self._price * self._costs.tree else [[] for _ in drafted]
 
     def trim(self, seat: int) -> int:
         """Those that are not worth their place in the target's pass."""

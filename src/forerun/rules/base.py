@@ -54,6 +54,10 @@ class AcceptanceRule(ABC):
     gumbel_max: ClassVar[bool] = False
     """Whether they get noise of their seed's, and all that is drawn is an arg-max."""
 
+    takes_leaves: ClassVar[bool] = False
+    """Whether, where a drafted token is rejected, the draft's second choice may be judged, too: it
+    is kept if it is the target's arg-max, or in rows that toss coins by `second_draw`."""
+
     @property
     def has_bonus(self) -> bool:
         """Whether a draft that is kept whole is followed by a token of the target's own in the same
@@ -197,6 +201,29 @@ def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     # The first token strictly above the point, and one of positive weight: not `searchsorted`,
     # since a parallel sum may differ by rounding across tokens of weight zero.
     return (cumulative > point).view(torch.uint8).argmax(-1)
+
+
+def second_draw(
+    probs: torch.Tensor, drawn_from: torch.Tensor, token: int
+) -> tuple[float, torch.Tensor]:
+    """Recursive rejection sampling: judge a second token where the first was rejected.
+
+    Args:
+        probs: `(V,)` what comes there, if nothing else is judged (`Verdict.next_probs`).
+        drawn_from: `(V,)` the distribution that the token was drawn from, after the first.
+        token: the second.
+
+    Returns:
+        How likely it is kept, and `(V,)` the distribution of what comes if it is not. Together they
+        emit `probs`.
+
+    Reference: Yang et al. 2024, Multi-Candidate Speculative Decoding, Algorithm 1; Jeon et al.
+    2024, Recursive Speculative Decoding (without replacement).
+    """
+    rest = (probs - drawn_from).clamp(min=0)
+    mass = rest.sum()
+    # Rounding may leave nothing: then the token is kept, or the first answer stands.
+    return float(probs[token] / drawn_from[token]), rest / mass if mass > 0 else probs
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Exact(AcceptanceRule):
     bibtex: ClassVar[str] = bibtex("leviathan2023")
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
+    takes_leaves: ClassVar[bool] = True
     greedy_only: ClassVar[bool] = True
 
     def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:

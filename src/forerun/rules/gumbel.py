@@ -26,6 +26,7 @@ class Gumbel(AcceptanceRule):
     bibtex: ClassVar[str] = bibtex("daliri2025")
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
+    takes_leaves: ClassVar[bool] = True
     gumbel_max: ClassVar[bool] = True
 
     def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:

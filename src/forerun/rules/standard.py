@@ -26,6 +26,7 @@ class Standard(PositionRule):
     bibtex: ClassVar[str] = bibtex("leviathan2023", "chen2023")
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
+    takes_leaves: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:
         return Weighed(odds.ratio)

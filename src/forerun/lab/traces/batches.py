@@ -24,6 +24,8 @@ from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.text import Detokenizer, StopStrings
+from forerun.errors import require
+from forerun.governors import Governor
 from forerun.lab.traces.results import (
     COUNTED,
     AsRecorded,
@@ -38,7 +40,7 @@ from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.trees import Parents
-from forerun.types import SIGNALS, FloatArray, IntArray, Stop
+from forerun.types import LIVE_SIGNALS, SIGNALS, FloatArray, IntArray, Stop
 
 UNLIMITED = 1 << 30
 """A context limit beyond every text of a trace."""
@@ -214,6 +216,9 @@ class Replayed(Engine):
         watch: Watch | None = None, models: tuple[NoModel, Recorded] | None = None,
         rule: RecordedRule | None = None,
     ) -> None:  # fmt: skip
+        wanted = controller.signals if isinstance(controller, Governor) else frozenset()
+        live = ", ".join(sorted(wanted & frozenset(LIVE_SIGNALS)))
+        require(not live, "signals of the controller", live, "in the trace; run it live")
         self._trace, self._controller, self._watch = trace, controller, watch
         self._rule = rule or AsRecorded(trace)
         target, drafter = models or (NoModel(), Recorded(trace))

@@ -140,6 +140,9 @@ class OpenVINOExecutor(Executor):
         """Into the row's blocks, which it is given."""
         self._version += self.pool.write(row, first, columns.states)
 
+    def move(self, row: int, source: int, place: int) -> None:
+        self.pool.move(row, source, place)
+
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
     ) -> torch.Tensor:

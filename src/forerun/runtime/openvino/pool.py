@@ -100,6 +100,14 @@ class Pool:
             _blocks_of(tensor)[blocks, :, places % BLOCK] = new.numpy().transpose(1, 0, 2)
         return changed
 
+    def move(self, row: int, source: int, place: int) -> None:
+        """Let a row have at `place` what it has at `source`."""
+        (a, i), (b, j) = divmod(source, BLOCK), divmod(place, BLOCK)
+        table = self.tables[row]
+        for tensor in self._tensors:
+            pool = tensor.data
+            pool[table[b], :, j] = pool[table[a], :, i]
+
     def grow(self, blocks: int) -> None:
         """Have at least so many blocks; contents are kept.
 
