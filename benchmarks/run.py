@@ -16,6 +16,7 @@ from benchmarks import (
     fairness,
     gpu,
     gumbel,
+    leaves,
     live,
     overhead,
     plain,
@@ -58,6 +59,14 @@ def _speedup(
 def _gumbel(prompts: int = 10, tokens: int = 64):
     """Sampled text by common noise and by coins."""
     gumbel.main(forerun.load(dtype="float32"), prompts, tokens)
+
+
+@app.command("leaves")
+def _leaves(
+    prompts: int = 10, tokens: int = 64, temperature: float = 0.0, runtime: Runtime = "auto"
+):
+    """Second choices in the target's pass: tokens a round and time, with and without."""
+    leaves.main(forerun.load(dtype="float32", runtime=runtime), prompts, tokens, temperature)
 
 
 @app.command("starting-lengths")

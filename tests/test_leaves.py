@@ -14,13 +14,16 @@ from forerun.costs import Costs
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Completion, Engine, Sampling
 from forerun.engine.meter import Lap, Meter
+from forerun.errors import SettingError
 from forerun.governors import Seat
 from forerun.governors.renewal import SECOND, Renewal
+from forerun.lab.traces.batches import replay_batches
 from forerun.rules import RULES
 from forerun.rules.base import second_draw
 from forerun.runtime.torch_executor import TorchExecutor
 from forerun.testing import ScriptedModel, engine
 from forerun.types import Draft, Target
+from made_traces import periodic
 from rule_tools import LAST
 from test_engine import chaotic, noisy
 from tiny import build, texts
@@ -178,6 +181,11 @@ def test_sampled_texts_have_the_targets_distribution() -> None:
     expected = first.unsqueeze(-1) * table.softmax(-1) * len(done)
     assert leaves > 100
     assert float(((seen - expected) ** 2 / expected).sum()) < 57.4
+
+
+def test_a_trace_without_second_choices_refuses_to_replay_them() -> None:
+    with pytest.raises(SettingError, match=r"signals of the controller .*second"):
+        replay_batches(periodic(3), "auto(leaves=2)", Costs.synthetic(5), 1)
 
 
 def plan(costs: Costs, chances: list[float], leaves: int = 8, **more: Any) -> list[int]:

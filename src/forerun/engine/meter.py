@@ -267,7 +267,7 @@ class _Samples:
         known = self._known("tree" if lap.tree else "pass", level)
         if known and lap.tree:
             self._add(f"tree{level}", lap.verify_seconds)
-            self._judged_at = self._rounds
+            self._judged_at = self.rounds
         elif known and judged:
             self._add(level, lap.verify_seconds)
             self._judged_at = self.rounds
