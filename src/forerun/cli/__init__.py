@@ -37,6 +37,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "ablate": ("ablate:ablate", "Replay a controller without each of its mechanisms."),
         "tune": ("tune:tune", "Search the parameters of controllers on a trace."),
         "sweep": ("sweep:app", "Tune a drafter's settings for your model."),
+        "lm-eval": (
+            "lm_eval:lm_eval",
+            "Evaluate a model that speculates by lm-evaluation-harness (extra lm-eval).",
+        ),
         "layers": ("layers:layers", "Show the likeliest token after every layer of a target."),
         "calibrate": ("calibrate:app", "Measure the settings a method needs for your models."),
         "audit": ("audit:audit", "Compare speculative with plain decoding, token by token."),

@@ -59,8 +59,8 @@ def tune(
         list[str] | None,
         option(
             "ENGINE:FILE",
-            "Save the best that another engine can do, for vllm, transformers or llama.cpp; "
-            "repeatable.",
+            "Save the best that another engine can do: vllm, transformers, llama.cpp, "
+            "tensorrt-llm, openvino-genai, sglang or exllamav3; repeatable.",
             panel=OUTPUT,
         ),
     ] = None,

@@ -7,10 +7,10 @@ import functools
 from types import MethodType
 from typing import Any
 
-from forerun.controllers import CONTROLLERS, Controller
+from forerun.controllers import Controller
 from forerun.errors import SettingError
-from forerun.hosts.speculative import PreparedCall, Speculative
-from forerun.rules import RULES, AcceptanceRule
+from forerun.hosts.speculative import Speculative
+from forerun.rules import AcceptanceRule
 
 
 def attach(
@@ -83,30 +83,10 @@ class Attached:
                     f"{name} cannot be served by speculation; leave it out, or call "
                     "type(model).generate(model, ...)"
                 )
-        spec, streamer = self._speculative, kwargs.get("streamer")
-        controller = CONTROLLERS.make(kwargs.pop("controller", None) or spec.controller)
-        rule = RULES.make(kwargs.pop("rule", None) or spec.rule)
         kwargs.pop("assistant_tokenizer", None)
-
-        def decode(
-            model: Any,
-            input_ids: Any,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            inputs_tensor: Any = None,
-            **given: Any,
-        ) -> Any:
-            source = inputs_tensor if model.config.is_encoder_decoder else None
-            return spec.decode(
-                model,
-                PreparedCall(
-                    input_ids, logits_processor, stopping_criteria, generation_config, given,
-                    source, streamer, controller, rule,
-                ),
-            )  # fmt: skip
-
-        return plain(self._model, *args, custom_generate=decode, **self._stopped(kwargs))
+        # transformers hands on what the signature names, but for the streamer.
+        run = functools.partial(self._speculative, streamer=kwargs.get("streamer"))
+        return plain(self._model, *args, custom_generate=run, **self._stopped(kwargs))
 
     def _stopped(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Stop strings as criteria: transformers drops the tokenizer that they need."""

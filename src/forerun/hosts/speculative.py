@@ -138,21 +138,18 @@ class Speculative:
         rule: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What `generate` calls once everything is prepared."""
-        source = inputs_tensor if model.config.is_encoder_decoder else None
-        call = PreparedCall(
-            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, source,
-            None, CONTROLLERS.make(controller or self.controller), RULES.make(rule or self.rule),
-        )  # fmt: skip
-        return self.decode(model, call)
-
-    def decode(self, model: Any, call: PreparedCall) -> Any:
-        """What `generate` returns.
+        """What `generate` calls once everything is prepared, and what it returns.
 
         Raises:
             SettingError, PromptError: it cannot be served.
             GenerationError: the model failed; errors of processors and criteria come as they are.
         """
+        source = inputs_tensor if model.config.is_encoder_decoder else None
+        call = PreparedCall(
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, source,
+            model_kwargs.pop("streamer", None), CONTROLLERS.make(controller or self.controller),
+            RULES.make(rule or self.rule),
+        )  # fmt: skip
         call.check()
         with self._evaluating(model):
             runner = self._built(model)

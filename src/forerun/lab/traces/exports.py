@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from forerun import zoo
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import UnknownNameError
 from forerun.lab.traces.costs import Cell
-from forerun.lab.traces.spaces import Real, Space, Tokens
+from forerun.lab.traces.spaces import SPACES, Real, Space, Tokens
 from forerun.lab.traces.trace import Trace
 from forerun.lab.traces.tune import SearchResult, search
 from forerun.registry import Spec, parse
@@ -48,11 +49,24 @@ class ExportJob:
     seed: int = 0
 
     @property
-    def draft(self) -> str | None:
-        """The draft model's name in the trace; None if it is the shipped one or has none."""
+    def draft(self) -> str:
+        """Who drafted: an id, the folder of what ships, the name of a folder or file, or a spec."""
         identity = self.trace.about.get("draft")
-        name = identity.get("name") if isinstance(identity, Mapping) else None
-        return name if isinstance(name, str) and name not in ("shipped", "unnamed") else None
+        name = identity.get("name") if isinstance(identity, Mapping) else identity
+        if name == "shipped":
+            return str(zoo.DRAFT)
+        return name if isinstance(name, str) and name != "unnamed" else "ID_OR_PATH"
+
+    @property
+    def matched(self) -> tuple[int, int] | None:
+        """Longest and shortest match of a drafter that copies from the text; None of a model."""
+        name = self.draft.partition("(")[0]
+        if name not in ("lookup", "suffix"):
+            return None
+        from forerun.drafters import DRAFTERS
+
+        made: Any = DRAFTERS.make(self.draft)
+        return made.n, made.least if name == "lookup" else 1
 
     @property
     def sampled(self) -> bool:
@@ -91,12 +105,16 @@ def vllm(job: ExportJob) -> Export:
     longest = max(length for _, _, length in ranges)
     config: dict[str, Any] | None = None
     if longest:
-        config = {
-            "method": "draft_model",
-            "model": job.draft or "ID_OR_PATH",
-            "num_speculative_tokens": longest,
-        }
-        if job.sampled:  # else it drafts greedily, and accepts less
+        if job.matched is None:
+            config = {"method": "draft_model", "model": job.draft}
+        elif job.draft.startswith("suffix"):
+            depth = job.matched[0] + longest
+            config = {"method": "suffix", "suffix_decoding_max_tree_depth": depth}
+        else:
+            most, least = job.matched
+            config = {"method": "ngram", "prompt_lookup_max": most, "prompt_lookup_min": least}
+        config["num_speculative_tokens"] = longest
+        if job.sampled and job.matched is None:  # else it drafts greedily, and accepts less
             config["draft_sample_method"] = "probabilistic"
         if len(ranges) > 1:
             config["num_speculative_tokens_per_batch_size"] = ranges
@@ -117,12 +135,11 @@ def tensorrt_llm(job: ExportJob) -> Export:
     )
     rows, config = _by_batch(job), None
     if longest := max(row["num_speculative_tokens"] for row in rows):
-        config = {
-            "decoding_type": "Draft_Target",
-            "max_draft_len": longest,
-            "speculative_model_dir": job.draft or "ID_OR_PATH",
-            "draft_len_schedule": {row["batch"]: row["num_speculative_tokens"] for row in rows},
-        }
+        drafts: dict[str, Any] = {"decoding_type": "Draft_Target", "speculative_model_dir": job.draft}
+        if job.matched is not None:
+            drafts = {"decoding_type": "NGram", "max_matching_ngram_size": job.matched[0]}
+        schedule = {row["batch"]: row["num_speculative_tokens"] for row in rows}
+        config = {**drafts, "max_draft_len": longest, "draft_len_schedule": schedule}
     use = "trtllm-serve TARGET --extra_llm_api_options FILE with this speculative_config"
     document = {"speculative_config": config, "per_batch_size": rows}
     return _json("tensorrt-llm", document, use, cannot, _fixed(rows))
@@ -138,7 +155,9 @@ def openvino_genai(job: ExportJob) -> Export:
         "documentation of 2026.4"
     )
     threshold: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
-    policies = [best_fixed(job.trace, job.cell), _search(job, parse("hf-threshold"), threshold)]
+    policies = [best_fixed(job.trace, job.cell)]
+    if job.matched is None:
+        policies.append(_search(job, parse("hf-threshold"), threshold))
     best = max(policies, key=lambda result: result.after)
     controller: Any = CONTROLLERS.make(best.best)
     config: dict[str, Any] | None = None
@@ -146,7 +165,10 @@ def openvino_genai(job: ExportJob) -> Export:
         config = {"assistant_confidence_threshold": controller.threshold}
     elif controller.length:
         config = {"num_assistant_tokens": controller.length}
-    use = 'GenerationConfig(**document["generation_config"]) of a pipeline with draft_model(...)'
+        if job.matched is not None:
+            config["max_ngram_size"] = job.matched[0]
+    kind = "draft_model(...)" if job.matched is None else "prompt_lookup=True"
+    use = f'GenerationConfig(**document["generation_config"]) of a pipeline with {kind}'
     document = {"generation_config": config, "speedup_searched": round(best.after, 4)}
     return _json("openvino-genai", document, use, cannot, (best.best,))
 
@@ -173,21 +195,28 @@ def _fixed(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def transformers(job: ExportJob) -> Export:
-    """Generation config of the *assistant* of transformers: the best of its three policies."""
+    """Generation config of the *assistant* of transformers: the best of its three policies.
+
+    Of the model itself where the text is copied from: the best length.
+    """
     cannot = (
         "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
         "where scikit-learn is installed moves assistant_confidence_threshold by itself"
     )
     length: Space = {"length": Tokens(1, 32)}
-    policies = [
-        best_fixed(job.trace, job.cell),
-        _search(job, parse("hf-heuristic"), length),
-        _search(job, parse("hf-threshold"), {**length, "threshold": Real(0, 1)}),
-    ]
+    policies = [best_fixed(job.trace, job.cell)]
+    if job.matched is None:
+        policies += [
+            _search(job, parse("hf-heuristic"), length),
+            _search(job, parse("hf-threshold"), {**length, "threshold": Real(0, 1)}),
+        ]
     best = max(policies, key=lambda result: result.after)
     controller: Any = CONTROLLERS.make(best.best)
     config: dict[str, Any] | None = None
-    if controller.length:
+    if controller.length and job.matched is not None:
+        most, _ = job.matched
+        config = {"prompt_lookup_num_tokens": controller.length, "max_matching_ngram_size": most}
+    elif controller.length:
         config = {
             "num_assistant_tokens": controller.length,
             # Of the two, the one that starts each request afresh, as ours does.
@@ -197,7 +226,8 @@ def transformers(job: ExportJob) -> Export:
             # Left out it would be 0.4; 0 never stops.
             "assistant_confidence_threshold": getattr(controller, "threshold", 0.0),
         }
-    use = 'assistant_model.generation_config.update(**document["generation_config"])'
+    whose = "assistant_model" if job.matched is None else "model"
+    use = f'{whose}.generation_config.update(**document["generation_config"])'
     document = {"generation_config": config, "speedup_searched": round(best.after, 4)}
     return _json("transformers", document, use, cannot, (best.best,))
 
@@ -219,30 +249,101 @@ def llama_cpp(job: ExportJob) -> Export:
         return controller
 
     fixed = best_fixed(job.trace, job.cell)
+    if job.matched is not None:
+        return _llama_cpp_file(fixed, cannot, [
+            "--spec-type ngram-simple",
+            f"--spec-ngram-simple-size-n {job.matched[0]}",
+            f"--spec-ngram-simple-size-m {CONTROLLERS.make(fixed.best).length}",
+        ])  # fmt: skip
     start = {"length": max(CONTROLLERS.make(fixed.best).length, 1), "threshold": 0.0}
     space: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
     base = parse(CONTROLLERS.text(make(start)))
     result = _search(job, base, space, make)
     best: Any = CONTROLLERS.make(result.best)
-    flags = ["--spec-type none"]
-    if result.after > 1:
-        flags = [
-            "--spec-type draft-simple",
-            "--spec-draft-model DRAFT.gguf",
-            f"--spec-draft-n-max {best.length}",
-            "--spec-draft-n-min 0",
-            f"--spec-draft-p-min {best.threshold:g}",
-        ]
-        if job.sampled:  # else it drafts greedily, and accepts less
-            flags.append("--spec-draft-sampling probabilistic")
+    draft = job.draft if job.draft.endswith(".gguf") else "DRAFT.gguf"
+    flags = [
+        "--spec-type draft-simple",
+        f"--spec-draft-model {draft}",
+        f"--spec-draft-n-max {best.length}",
+        "--spec-draft-n-min 0",
+        f"--spec-draft-p-min {best.threshold:g}",
+    ]
+    if job.sampled:  # else it drafts greedily, and accepts less
+        flags.append("--spec-draft-sampling probabilistic")
+    return _llama_cpp_file(result, cannot, flags)
+
+
+def _llama_cpp_file(result: SearchResult, cannot: str, flags: Sequence[str]) -> Export:
+    pays = result.after > 1
     head = [
         f"# use: llama-server -m TARGET.gguf $(grep -v '^#' THIS_FILE)   (speed-up on the "
         f"prompts searched: {max(result.after, 1.0):.2f})",
         "# builds before the flags were renamed: --draft-max, --draft-min, --draft-p-min",
         f"# cannot: {cannot}",
     ]
-    spec = result.best if result.after > 1 else "fixed(length=0)"
-    return Export("\n".join([*head, *flags]) + "\n", cannot, (spec,))
+    lines = [*head, *(flags if pays else ["--spec-type none"])]
+    return Export("\n".join(lines) + "\n", cannot, (result.best if pays else "fixed(length=0)",))
+
+
+def sglang(job: ExportJob) -> Export:
+    """`--speculative-adaptive-config` of SGLang: the best moving average of each batch size.
+
+    By its source of 0.5.23; not parsed by it. It starts at `--speculative-num-steps`.
+    """
+    cannot = (
+        "SGLang adapts the drafts of EAGLE heads alone (topk 1): one length for the whole batch, "
+        "by the mean over its requests, kept from request to request; written by its source of "
+        "0.5.23"
+    )
+    names = "ema_alpha", "update_interval", "warmup_batches", "up_hysteresis", "down_hysteresis"
+    slots: dict[str, Any] = {}
+    specs = []
+    for cell in sorted(job.cells, key=lambda cell: cell.batch):
+        average = _search(replace(job, cell=cell), parse("sglang-ema"), SPACES["sglang-ema"])
+        best = max(best_fixed(job.trace, cell), average, key=lambda result: result.after)
+        made: Any = CONTROLLERS.make(best.best)
+        moves = best.name == "sglang-ema"
+        steps = list(made.steps) if moves else [made.length]
+        settings = {name: getattr(made, name) for name in names if moves}
+        slots[str(cell.batch)] = {"candidate_steps": steps, **settings}
+        specs.append(best.best)
+    use = (
+        "--speculative-algorithm EAGLE --speculative-draft-model-path HEAD "
+        "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6 "
+        "--speculative-adaptive --speculative-adaptive-config THIS_FILE"
+    )
+    return _json("sglang", slots, use, cannot, tuple(specs))
+
+
+def exllamav3(job: ExportJob) -> Export:
+    """Arguments of exllamav3's `Generator`: a fixed length, or a stop where keeping is unlikely.
+
+    By its source of 1.6.5; not parsed by it.
+    """
+    cannot = (
+        "exllamav3 has one ceiling for the whole batch, and counts by the draft's largest logit "
+        "where exllama-confidence goes by its log-odds; written by its source of 1.6.5"
+    )
+    policies = [best_fixed(job.trace, job.cell)]
+    if job.matched is None:
+        space: Space = {"confidence": Real(0, 1), "high": Tokens(1, 32)}
+        policies.append(_search(job, parse("exllama-confidence"), space))
+    best = max(policies, key=lambda result: result.after)
+    made: Any = CONTROLLERS.make(best.best)
+    arguments: dict[str, Any] | None = None
+    if best.name == "exllama-confidence":
+        arguments = {
+            "num_draft_tokens": made.high,
+            "dynamic_draft_tokens": True,
+            "draft_confidence": made.confidence,
+        }
+    elif made.length:
+        arguments = {"num_draft_tokens": made.length, "dynamic_draft_tokens": False}
+        if job.matched is not None:
+            arguments["ngram_match_min"] = job.matched[1]
+    use = 'Generator(..., **document["generator"])'
+    document = {"generator": arguments, "speedup_searched": round(best.after, 4)}
+    return _json("exllamav3", document, use, cannot, (best.best,))
 
 
 EXPORTS: Mapping[str, Callable[[ExportJob], Export]] = {
@@ -251,6 +352,8 @@ EXPORTS: Mapping[str, Callable[[ExportJob], Export]] = {
     "llama.cpp": llama_cpp,
     "tensorrt-llm": tensorrt_llm,
     "openvino-genai": openvino_genai,
+    "sglang": sglang,
+    "exllamav3": exllamav3,
 }
 
 

@@ -1,0 +1,85 @@
+"""`forerun lm-eval`: tasks of lm-evaluation-harness, and what a rule costs there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from forerun import zoo
+from forerun.checks import whole
+from forerun.cli.shared import options
+from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.options import PROMPTS, option
+from forerun.cli.shared.report import check_writable, hold_output, print_json, save_json
+
+
+@options.command
+def lm_eval(
+    tasks: Annotated[str, option("NAME,...", "Tasks of lm-evaluation-harness.", panel=PROMPTS)],
+    target: options.Target = None,
+    draft: options.Draft = None,
+    runtime: Annotated[
+        str,
+        option(
+            "SPEC",
+            "What runs the models: torch (lm-eval's own model class, attached), or openvino.",
+            panel=options.MODELS,
+        ),
+    ] = "torch",
+    dtype: options.Dtype = None,
+    controller: options.Controller = None,
+    rule: options.Rule = None,
+    include_path: Annotated[
+        str | None, option("DIR", "A folder of further tasks.", panel=PROMPTS)
+    ] = None,
+    limit: Annotated[
+        int | None, option("N", "Only the first N documents of each task.", panel=PROMPTS)
+    ] = None,
+    batch_size: Annotated[int, option("B", "Texts decoded together.", panel=PROMPTS)] = 16,
+    output: Annotated[str | None, options.output("FILE", "Also save the results as JSON.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Evaluate a model that speculates by lm-evaluation-harness (extra lm-eval).
+
+    The results gain acceptance, tokens per second and, under a lossy rule, the drift: what a rule
+    costs on a task. Tasks that score given texts see no rule.
+    """
+    import warnings
+
+    whole("batch_size", batch_size, 1)
+    check_writable(output)
+    hold_output(output)
+    from forerun.errors import ForerunWarning
+    from forerun.hosts.lm_eval import Evaluated, evaluate
+    from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, default_draft
+
+    model = Evaluated(
+        str(zoo.locate(target)), draft or str(default_draft(target)),
+        controller or DEFAULT_CONTROLLER, rule or DEFAULT_RULE, runtime, dtype, batch_size,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ForerunWarning)
+        whole_results = evaluate(model, tasks.split(","), limit, include_path)
+    for warning in caught:
+        if issubclass(warning.category, ForerunWarning):
+            note(stderr(), str(warning.message))
+    results = {key: whole_results[key] for key in ("results", "configs", "forerun")}
+    if output:
+        save_json(output, results)
+    if as_json:
+        print_json(results)
+    else:
+        _show(results)
+
+
+def _show(results: dict[str, Any]) -> None:
+    shown = table("task", "metric", right=("value", "±"))
+    for task, scores in results["results"].items():
+        for name, value in scores.items():
+            metric, _, how = name.partition(",")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                error = scores.get(f"{metric}_stderr,{how}")
+                spread = f"{error:.4f}" if isinstance(error, float) else ""
+                shown.add_row(task, name, f"{value:.4f}", spread)
+    stdout().print(shown)
+    for name, value in results["forerun"].items():
+        note(stdout(), f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
