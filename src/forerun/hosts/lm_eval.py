@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,10 @@ class Speculated:
 
     completions: list[Completion] = field(default_factory=list)
     seconds: float = 0.0
+
+    def add(self, completions: Sequence[Completion], seconds: float) -> None:
+        self.completions += completions
+        self.seconds += seconds
 
     def summary(self) -> dict[str, Any]:
         """Over all texts; rates are None if nothing was generated."""
@@ -87,8 +92,6 @@ def evaluate(
     )  # fmt: skip
     scored = [n for n, c in results["configs"].items() if c["output_type"] != "generate_until"]
     if scored and not rule.lossless:
-        import warnings
-
         warnings.warn(
             f"{', '.join(scored)}: the target alone scores given texts, so these results say "
             f"nothing of {model.rule}",
@@ -118,8 +121,7 @@ def _attached(how: Evaluated, speculated: Speculated) -> Any:
     def generate(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         out = attached(*args, **kwargs)
-        speculated.seconds += time.perf_counter() - began
-        speculated.completions += speculative.last
+        speculated.add(speculative.last, time.perf_counter() - began)
         return out
 
     model.generate = generate
@@ -134,4 +136,4 @@ def _own(how: Evaluated, speculated: Speculated) -> Any:
     shared: Mapping[str, Any] = {
         "controller": how.controller, "rule": how.rule, "batch_size": how.batch_size
     }  # fmt: skip
-    return HarnessModel(model, speculated, shared)
+    return HarnessModel(model, speculated.add, shared)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from forerun.engine import Completion
 from forerun.errors import GenerationError
 from forerun.model import Model
 from forerun.requests import Sampling
-
-if TYPE_CHECKING:
-    from forerun.hosts.lm_eval import Speculated
 
 MAX_NEW_TOKENS = 256
 """Of tasks that name no `max_gen_toks`; lm-eval's own."""
@@ -25,13 +23,18 @@ class HarnessModel(TemplateLM):
 
     Args:
         model: that writes.
-        speculated: gets what it wrote.
+        wrote: told the texts of a task, and the seconds that they took.
         settings: of `Model.generate`.
     """
 
-    def __init__(self, model: Model, speculated: Speculated, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        wrote: Callable[[Sequence[Completion], float], None],
+        settings: Mapping[str, Any],
+    ) -> None:
         super().__init__()
-        self._model, self._speculated, self._settings = model, speculated, settings
+        self._model, self._wrote, self._settings = model, wrote, settings
 
     @property
     def eot_token_id(self) -> int:
@@ -60,8 +63,7 @@ class HarnessModel(TemplateLM):
             )
         began = time.perf_counter()
         done = self._model.generate(prompts, sampling=samplings, **self._settings)
-        self._speculated.seconds += time.perf_counter() - began
-        self._speculated.completions += done
+        self._wrote(done, time.perf_counter() - began)
         for completion in done:
             if completion.error is not None:
                 raise GenerationError(completion.error, completion)

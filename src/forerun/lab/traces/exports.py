@@ -135,7 +135,10 @@ def tensorrt_llm(job: ExportJob) -> Export:
     )
     rows, config = _by_batch(job), None
     if longest := max(row["num_speculative_tokens"] for row in rows):
-        drafts: dict[str, Any] = {"decoding_type": "Draft_Target", "speculative_model_dir": job.draft}
+        drafts: dict[str, Any] = {
+            "decoding_type": "Draft_Target",
+            "speculative_model_dir": job.draft,
+        }
         if job.matched is not None:
             drafts = {"decoding_type": "NGram", "max_matching_ngram_size": job.matched[0]}
         schedule = {row["batch"]: row["num_speculative_tokens"] for row in rows}
