@@ -414,7 +414,8 @@ def test_exllamav3_gets_a_length_and_a_confidence():
 
 
 def drafted_by(draft):
-    return replace(JOB, trace=replace(JOB.trace, about={**JOB.trace.about, "draft": draft}))
+    about = {"draft": draft} if isinstance(draft, dict) else {"drafter": draft}
+    return replace(JOB, trace=replace(JOB.trace, about={**JOB.trace.about, **about}))
 
 
 def test_what_ships_is_named_by_its_folder_and_files_by_their_name():
@@ -429,7 +430,7 @@ def test_what_ships_is_named_by_its_folder_and_files_by_their_name():
 @pytest.mark.parametrize("engine", sorted(set(EXPORTS) - {"sglang"}))
 def test_copied_drafts_have_other_engines_settings(engine, draft):
     """Greedily or sampled: such drafts have no distribution."""
-    made = export(engine, drafted_by({"name": draft}))
+    made = export(engine, drafted_by(draft))
     (length,) = {CONTROLLERS.make(spec).length for spec in made.specs} - {0} or {0}
     wanted = {
         "vllm": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},

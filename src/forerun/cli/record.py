@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from forerun.prompts import Prompt
 
 SCHEMA = 1
+COPYING = "lookup", "suffix"
+"""Drafters whose settings exports give to other engines."""
 TRANSFORM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
 PENALISED = Annotated[
     float | None,
@@ -79,12 +81,14 @@ def record(
     requested = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)
     how = Settings(controller="fixed(0)", rule=rule)
     job, chosen = models.open(requested, common, how, batch_size, chat=chat)
+    spec = str(job.about["draft"])
     about = {
         "prompts": prompts if is_shipped(prompts) else Path(prompts).name,
         "split": split if is_shipped(prompts) else None,
         "limit": limit,
         "seed": seed,
         "rule": rule,
+        "drafter": spec if spec.partition("(")[0] in COPYING else None,
         "chat": job.about["chat"],
     }
     trace = _record(job, chosen, depth, output, about)

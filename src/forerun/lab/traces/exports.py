@@ -50,23 +50,23 @@ class ExportJob:
 
     @property
     def draft(self) -> str:
-        """Who drafted: an id, the folder of what ships, the name of a folder or file, or a spec."""
+        """The draft model: an id, the folder of what ships, or the name of a folder or file."""
         identity = self.trace.about.get("draft")
-        name = identity.get("name") if isinstance(identity, Mapping) else identity
+        name = identity.get("name") if isinstance(identity, Mapping) else None
         if name == "shipped":
             return str(zoo.DRAFT)
         return name if isinstance(name, str) and name != "unnamed" else "ID_OR_PATH"
 
     @property
     def matched(self) -> tuple[int, int] | None:
-        """Longest and shortest match of a drafter that copies from the text; None of a model."""
-        name = self.draft.partition("(")[0]
-        if name not in ("lookup", "suffix"):
+        """Longest and shortest match of a drafter that copies from the text; None of others."""
+        spec = self.trace.about.get("drafter")
+        if not isinstance(spec, str):
             return None
         from forerun.drafters import DRAFTERS
 
-        made: Any = DRAFTERS.make(self.draft)
-        return made.n, made.least if name == "lookup" else 1
+        made: Any = DRAFTERS.make(spec)
+        return made.n, made.least if spec.startswith("lookup") else 1
 
     @property
     def sampled(self) -> bool:
@@ -107,7 +107,7 @@ def vllm(job: ExportJob) -> Export:
     if longest:
         if job.matched is None:
             config = {"method": "draft_model", "model": job.draft}
-        elif job.draft.startswith("suffix"):
+        elif str(job.trace.about["drafter"]).startswith("suffix"):
             depth = job.matched[0] + longest
             config = {"method": "suffix", "suffix_decoding_max_tree_depth": depth}
         else:
@@ -325,20 +325,20 @@ def exllamav3(job: ExportJob) -> Export:
     """
     cannot = (
         "exllamav3 has one ceiling for the whole batch, and counts by the draft's largest logit "
-        "where exllama-confidence goes by its log-odds; written by its source of 1.6.5"
+        "in bins where calibrated takes its probability; written by its source of 1.6.5"
     )
     policies = [best_fixed(job.trace, job.cell)]
     if job.matched is None:
-        space: Space = {"confidence": Real(0, 1), "high": Tokens(1, 32)}
-        policies.append(_search(job, parse("exllama-confidence"), space))
+        space: Space = {"threshold": Real(0, 1), "high": Tokens(1, 32)}
+        policies.append(_search(job, parse("calibrated"), space))
     best = max(policies, key=lambda result: result.after)
     made: Any = CONTROLLERS.make(best.best)
     arguments: dict[str, Any] | None = None
-    if best.name == "exllama-confidence":
+    if best.name == "calibrated":
         arguments = {
             "num_draft_tokens": made.high,
             "dynamic_draft_tokens": True,
-            "draft_confidence": made.confidence,
+            "draft_confidence": made.threshold,
         }
     elif made.length:
         arguments = {"num_draft_tokens": made.length, "dynamic_draft_tokens": False}
