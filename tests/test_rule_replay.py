@@ -115,6 +115,11 @@ def test_what_a_trace_does_not_hold_is_refused() -> None:
     noisy.accept_prob[:] = noisy.accept_prob.round()
     with pytest.raises(SettingError, match="record them by the rule `standard`"):
         RecordedRule(noisy, "ears")
+    sure = both_models(1.0)[2]  # texts that no coin could have ended differently
+    sure.judged["ratio"][:3, :, 0] = 0
+    sure.accept_prob[:3] = 0
+    sure.matches[:3] = 0
+    RecordedRule(sure, "ears")
 
 
 # --- the bound -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forerun.lab.traces.rules import RecordedRule
 
 SCHEMA = 1
-DRAWS = 4
+DRAWS = 16
 """Times that sampled prompts are served by a rule's coins."""
 
 

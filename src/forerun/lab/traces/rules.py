@@ -20,6 +20,10 @@ from forerun.rules.odds import Odds, View
 from forerun.types import Draft, FloatArray, IntArray, Target
 
 
+ROUNDED = 1e-3
+"""How far two ways of computing an acceptance ratio may differ."""
+
+
 class RecordedRule:
     """A rule over a trace.
 
@@ -42,7 +46,7 @@ class RecordedRule:
                 "of schema 1; record again, or take another rule"
             )
         sampled, has_draft = trace.sampled, trace.knows("top5_overlap")
-        if (sampled & ~trace.tossed).any() and has_draft:
+        if _noisy(trace) and has_draft:
             raise SettingError(
                 f"rule {name!r} tosses coins and these texts were drawn by noise, which their "
                 "signals hold; record them by the rule `standard`"
@@ -121,6 +125,14 @@ class RecordedRule:
             **processed,
         )
         return odds
+
+
+def _noisy(trace: Trace) -> bool:
+    """Whether a token that coins would have judged was not judged by them."""
+    ratio, depth = trace.judged["ratio"], np.arange(trace.depth)
+    place = np.arange(ratio.shape[1])[:, None] + depth
+    judged = (depth <= trace.matches[..., None]) & (place < trace.sizes[:, None, None])
+    return bool((judged & (np.abs(trace.accept_prob - ratio) > ROUNDED)).any())
 
 
 def _untempered(trace: Trace) -> bool:
