@@ -144,6 +144,7 @@ def test_the_oracle_by_hand():
         "fixed(0)", "fixed(2)", "fixed(9)", "hf-heuristic", "hf-threshold(dynamic=true)",
         "gammatune(length=3)", "gammatune+(keep=false)", "svip(keep=false)", "goodput",
         "adaedl(threshold=0.3)", "cm-asd", "cm-asd(two_pass=true)", "bandit", "exllama-ema",
+        "exllama-confidence",
     )),
 )  # fmt: skip
 def test_no_controller_beats_the_oracle(seed, cell, spec):

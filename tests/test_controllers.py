@@ -73,6 +73,11 @@ CASES = {
         "exllama-ema(length=2,skip_ema=2,probe=3,probe_interval=2,high=9)",
         "exllama-ema(alpha_up=0.5,alpha_down=0.5,skip_ema=0)",
     ],
+    "exllama-confidence": [
+        "exllama-confidence",
+        "exllama-confidence(high=9,burn_in=4,least=1,decay=0.9)",
+        "exllama-confidence(persistent=False,confidence=0.7,burn_in=0)",
+    ],
     "sglang-ema": [
         "sglang-ema",
         "sglang-ema(candidate_steps='0,1,3',length=3,update_interval=2,warmup_batches=1)",
@@ -161,6 +166,15 @@ BAD = {
         "probe=0",
         "probe_interval=0",
         "high=0",
+    ],
+    "exllama-confidence": [
+        "confidence=1.1",
+        "decay=-0.1",
+        "decay=2",
+        "least=0",
+        "burn_in=-1",
+        "high=0",
+        "persistent=1",
     ],
     "sglang-ema": [
         "length=4",

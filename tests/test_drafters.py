@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,13 @@ from forerun.drafters.block import BlockDrafter
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.datastore import SORTED, Datastore
 from forerun.drafters.eagle import EagleDrafter, head_rows
+from forerun.drafters.eagle3 import Eagle3
 from forerun.drafters.kangaroo import KangarooDrafter
 from forerun.drafters.lookahead import LookaheadDrafter
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.medusa import MedusaDrafter
 from forerun.drafters.model import ModelDrafter
+from forerun.drafters.mtp import MTP
 from forerun.drafters.ngrams import NGrams
 from forerun.drafters.none import NullDrafter
 from forerun.drafters.rest import REST, RESTDrafter
@@ -48,6 +52,7 @@ from forerun.types import Stop, Token
 from marks import slow_but
 from sourced import build as build_encoder_decoder
 from test_engine import V, chaotic, noisy
+from test_mtp import MtpModel, saved
 from test_retokenized import DRAFT, STORY, TARGET, writes
 from tiny import VOCAB, build, texts
 
@@ -108,6 +113,29 @@ def on_states() -> Case:
                 texts(1, 9, 4, 6))  # fmt: skip
 
 
+def published() -> Case:
+    """An untrained head in another's layout, which says less than half of the vocabulary."""
+    rows = torch_rows(TINY)
+    drafter = Eagle3(str(Path(__file__).parent / "data" / "eagle3" / "llama")).build(rows, None)
+    return Case(rows, drafter, texts(1, 9, 4, 6))
+
+
+KEPT = tempfile.TemporaryDirectory()
+
+
+@cache
+def with_a_layer() -> Any:
+    """A target whose checkpoint brings a layer for multi-token prediction."""
+    if MtpModel is None:
+        pytest.skip("this transformers has no MtpModel")
+    return saved(Path(KEPT.name), "qwen3_5", pytest.MonkeyPatch())
+
+
+def brought() -> Case:
+    rows = torch_rows(with_a_layer())
+    return Case(rows, MTP().build(rows, None), texts(1, 9, 4, 6))
+
+
 ENCODES = build_encoder_decoder("marian", decoder_layers=3)
 SOURCES = [[5, 6, 7, 8], [9], [11, 12, 13, 14, 15, 16], [40, 3, 40]]
 
@@ -161,6 +189,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "chain with eagle": lambda: chained(on_states),
     "chain with medusa": lambda: chained(heads_on_top),
     "eagle": on_states,
+    "eagle3": published,
+    "mtp": brought,
     "none": lambda: scripted(NullDrafter),
     "specbound": lambda: early_exits(SpecBound(exits="", threshold=0.1, depth=3, layers=1)),
     "adadecode": lambda: early_exits(AdaDecode(exits="", threshold=0.2)),
@@ -200,7 +230,8 @@ def test_every_drafter_is_in_the_table() -> None:
 def test_greedy_text_is_that_of_plain_decoding(name: str, controller: str, max_rows: int) -> None:
     case = CASES[name]()
     if case.drafter.target is not None:
-        wanted = plainly(Case(torch_rows(TINY), NullDrafter(), case.prompts), ignore_eos=True)
+        model = with_a_layer() if name == "mtp" else TINY
+        wanted = plainly(Case(torch_rows(model), NullDrafter(), case.prompts), ignore_eos=True)
     else:
         wanted = plainly(case, ignore_eos=True)
     assert written(case, controller, max_rows, ignore_eos=True) == wanted

@@ -34,6 +34,7 @@ SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
     "hf-threshold(dynamic=True)", "gammatune", "gammatune+", "gammatune+(keep=False)",
     "bounded(gammatune+,low=1,high=3)", "svip", "adaedl(keep=False)", "exllama-ema", "sglang-ema",
+    "exllama-confidence(burn_in=4)",
     "goodput", "bandit(policy=thompson)", "cm-asd", "cm-asd(two_pass=True)",
     "bounded(cm-asd(two_pass=True),high=3)", "auto", "auto(high=3)",
 ]  # fmt: skip

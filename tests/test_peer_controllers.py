@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forerun.types import RoundOutcome, Stop
+from forerun.types import RoundOutcome, Stop, Token
 from test_controllers import ALL, NONE, goes, lengths, make, outcome
 
 
@@ -96,6 +96,56 @@ def test_adaedl_relaxes_after_a_long_draft_with_a_rejection():
 def test_adaedl_threshold_stays_a_probability():
     assert trace("adaedl(epsilon=1,beta2=0)", [NONE], "threshold") == [1.0]
     assert trace("adaedl(epsilon=1,beta2=0)", [(2, 2, Stop.CONFIDENCE)], "threshold") == [0.0]
+
+
+# --- exllama-confidence -------------------------------------------------------------------------
+
+
+def confident(policy, rounds):
+    """The state after rounds of `(probabilities, accepted)`."""
+    state = policy.start()
+    for tops, accepted in rounds:
+        tokens = [Token(top1=top) for top in tops]
+        stop = int(Stop.LIMIT)
+        round = RoundOutcome(len(tops), accepted, [1.0] * len(tops), stop, tokens)
+        state = policy.observe(state, round)
+    return state
+
+
+def test_exllama_confidence_by_hand():
+    policy = make("exllama-confidence(burn_in=6,least=2,decay=0.5)")
+    # σ(2.5) = 0.924 and σ(0.5) = 0.622: bins 2 and 0 of log-odds.
+    sure, unsure = 0.924, 0.622
+    state = confident(policy, [([sure, sure, unsure, sure], 2)])
+    # Tested 2 sure, both kept, and the rejected unsure one; what follows it was not judged.
+    np.testing.assert_allclose(state.tested[[6, 8]], [0.5, 1.0])
+    np.testing.assert_allclose(state.accepted[[6, 8]], [0.0, 1.0])
+    assert state.chances.tolist() == [1.0] * 13, "too few"
+    state = confident(policy, [([sure] * 9 + [unsure], 9), ([unsure] * 8, 2)])
+    # 9 sure, 9 kept, then all halved twice; unsure: (1 ÷ 2 + 3) ÷ 2 = 1.75 < 2 is not believed.
+    np.testing.assert_allclose(state.tested[[6, 8]], [1.75, 2.25])
+    assert state.chances.tolist() == [1.0] * 13, "4 in all, of 6"
+    policy = make("exllama-confidence(burn_in=4,least=1,decay=0.5)")
+    state = confident(policy, [([sure] * 9 + [unsure], 9), ([unsure] * 8, 2)])
+    # Nearest at or below, else above: 1 of 1.75 unsure tokens was kept (2 ÷ 2 of 3 ÷ 2 + ¼).
+    np.testing.assert_allclose(state.chances[[0, 6, 7]], 1 / 1.75)
+    np.testing.assert_allclose(state.chances[[8, 12]], 1.0)
+    memo, goes = None, []
+    for top in (sure, unsure, unsure):
+        go, memo = policy.step(state, memo, Token(top1=top))
+        goes.append(go)
+    assert goes == [True, True, False], "1, 0.57, 0.33 < 0.4"
+    assert policy.trim(state, memo) == 0
+    assert policy.start(True, state) is state
+    assert policy.step(state, None, Token()) == (True, 1.0), "a drafter that says nothing"
+
+
+def test_exllama_confidence_learns_from_what_was_decided_only():
+    policy = make("exllama-confidence(burn_in=0,least=1)")
+    tokens = [Token(top1=0.9)] * 3
+    cut = RoundOutcome(3, 3, [1.0] * 3, int(Stop.BUDGET), tokens)
+    assert policy.observe(policy.start(), cut) is not None
+    assert policy.observe(policy.start(), cut).tested.sum() == 0
 
 
 # --- exllama-ema --------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ SETTINGS = {
     "svip": ["svip(keep=false,threshold=0.2)"],
     "adaedl": ["adaedl(keep=false,threshold=0.8)"],
     "exllama-ema": ["exllama-ema(skip_ema=2,probe_interval=3)"],
+    "exllama-confidence": ["exllama-confidence(high=12,burn_in=9,least=2,confidence=0.7)"],
     "sglang-ema": ["sglang-ema(length=0,candidate_steps='0,2,6',warmup_batches=0)"],
     "cm-asd": [
         "cm-asd(alpha=1,high=16)",

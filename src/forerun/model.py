@@ -20,6 +20,7 @@ from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.chain import Chain
 from forerun.drafters.eagle import shipped_head
+from forerun.drafters.folders import contents_of
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.drafters.specbound import with_exits
@@ -42,7 +43,7 @@ from forerun.prompts import Reader, answering, encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, gguf, load_tokenizer
-from forerun.runtime.drafts import ABOUT, own_draft, read_about
+from forerun.runtime.drafts import own_draft
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runtime
 from forerun.settings import Settings, resolve
@@ -419,11 +420,9 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     chain = CHAIN.match(text)
     if chain and chain[1] in DRAFTERS and not _exists(text):
         return Chain(drafter_spec(chain[1] + chain[2]), drafter_spec(chain[3]))
-    if _exists(text) and (Path(text) / ABOUT).is_file():
-        kind = read_about(text).kind
-        named = ("specbound", (), {"exits": text}) if kind == "exits" else (kind, (text,), {})
-        return DRAFTERS.make(Spec(*named))
-    if isinstance(draft, str) and not _exists(text):
+    if _exists(text):
+        return contents_of(text).spec
+    if isinstance(draft, str):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:
             spec = parse(text)

@@ -20,6 +20,7 @@ CONTROLLERS = Registry(
         "svip": "forerun.controllers.svip:SVIP",
         "adaedl": "forerun.controllers.adaedl:AdaEDL",
         "exllama-ema": "forerun.controllers.exllama_ema:ExLlamaEMA",
+        "exllama-confidence": "forerun.controllers.exllama_confidence:ExLlamaConfidence",
         "sglang-ema": "forerun.controllers.sglang_ema:SGLangEMA",
         "cm-asd": "forerun.controllers.cm_asd:CMASD",
         "bounded": "forerun.controllers.bounded:Bounded",

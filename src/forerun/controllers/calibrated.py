@@ -63,7 +63,7 @@ class Calibrated(Forecaster):
 
     Args:
         high: positions that are calibrated, ≥ 1; for its own word the most tokens per round (ours).
-        acceptance: α₀, in [0, 1] (ours; vLLM starts every `p̂` at σ(1.5) = 0.82).
+        acceptance: α₀, in [0, 1] (ours; vLLM has no such mean).
         damping: κ, weight of the starting values in observations, > 0 (vLLM: a Newton step is
             shortened by n/(n + 50)).
         window: rounds over which what was seen fades, ≥ 1 (vLLM fits to the last 100 steps).

@@ -79,6 +79,13 @@ def picked(values: tuple[Any, ...], index: Any) -> Any:
     return np.array(values)[index] if isinstance(index, _Array) else values[index]
 
 
+def entry(table: Any, index: Any) -> Any:
+    """The number at a place of a table, of as many tables as there are places."""
+    if isinstance(index, _Array):
+        return np.take_along_axis(table, index[None], 0)[0]
+    return float(table[index])
+
+
 def entries(table: Any) -> Any:
     """A view of a table whose entries are read and written by that index."""
     return table.data if table.ndim == 1 else table  # of one request: Python's own numbers

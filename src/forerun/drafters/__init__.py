@@ -18,6 +18,8 @@ DRAFTERS = Registry(
         "shared": "forerun.drafters.shared:SharedDraft",
         "block": "forerun.drafters.block:BlockDraft",
         "eagle": "forerun.drafters.eagle:Eagle",
+        "eagle3": "forerun.drafters.eagle3:Eagle3",
+        "mtp": "forerun.drafters.mtp:MTP",
         "specbound": "forerun.drafters.specbound:SpecBound",
         "adadecode": "forerun.drafters.adadecode:AdaDecode",
         "kangaroo": "forerun.drafters.kangaroo:Kangaroo",

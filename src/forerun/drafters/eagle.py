@@ -19,6 +19,7 @@ from forerun.runtime.eagle import (
     KIND,
     EagleHead,
     HeadExecutor,
+    StateReader,
     facts_of,
     given,
     head_of,
@@ -40,19 +41,21 @@ class EagleDrafter(Drafter):
         target: its executor leaves states; the engine verifies with it.
         states: those.
         head: whose projection of states is used.
-        tokens: `(V,)` ids of the head's vocabulary, rising.
+        tokens: `(V,)` ids of the tokens that it says.
         rows: the head's.
     """
 
     def __init__(
-        self, target: Rows, states: States, head: EagleHead, tokens: torch.Tensor, rows: Rows
+        self, target: Rows, states: States, head: StateReader, tokens: torch.Tensor, rows: Rows
     ) -> None:
         self.target: Rows = target
         self.rows, self.caches, self.limit = rows, (rows,), target.limit
         self._states, self._head = states, head
         self._tokens, self._ids = tokens.long().to(target.device), tokens.tolist()
-        cut = torch.full((target.vocab_size,), len(tokens))
-        cut[tokens.long()] = torch.arange(len(tokens))
+        cut = torch.arange(target.vocab_size)
+        if head.reads < target.vocab_size:
+            cut.fill_(len(tokens))
+            cut[tokens.long()] = torch.arange(len(tokens))
         self._cut: list[int] = cut.tolist()
         own = rows.executor.states
         assert own is not None, "a head leaves its outputs"
@@ -140,7 +143,7 @@ class EagleDrafter(Drafter):
                 continue
             known = self._states.read(row, max(n - 1, 0), n + len(piece) - 1)
             states = self._head.fused(known.to(self.rows.device), len(self._states.depths))
-            # The first token has none before it, and what was copied into a row has no states.
+            # The first token has none before it, and what was copied into a row has none.
             out.append(torch.nn.functional.pad(states, (0, 0, len(piece) - len(states), 0)))
         if out:
             given(self.rows, torch.cat(out))
@@ -230,9 +233,9 @@ def eagle_drafter(target: Rows, folder: str) -> EagleDrafter:
 
 def head_rows(head: EagleHead, target: Rows, name: str) -> Rows:
     """Rows of a head, on the kind of executor that runs its target."""
-    facts = facts_of(head, target, name)
+    facts = facts_of(head, head.reads, target, name)
     if target.facts.executor == "openvino":
         from forerun.runtime.openvino.eagle import openvino_head
 
         return Rows(openvino_head(head, facts, target.executor))
-    return Rows(HeadExecutor(head.to(target.device), facts))
+    return Rows(HeadExecutor(head.to(target.device), facts, target.device))

@@ -1,16 +1,19 @@
-"""One decoder layer on the hidden states of a target: the head behind the drafter `eagle`."""
+"""One decoder layer on the hidden states of a target: what heads of this kind share, and the head
+behind the drafter `eagle`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from forerun.runtime.base import Facts, Pieces, Rows
-from forerun.runtime.cache import CachedExecutor
+from forerun.runtime.cache import CachedExecutor, RowCache
 from forerun.runtime.drafts import About, Tensors
 from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
@@ -18,30 +21,176 @@ from forerun.runtime.trees import Parents
 KIND = "eagle"
 HEAD = 64
 """Width of an attention head."""
-ROTARY_BASE = 10_000.0
 EPS = 1e-5
+ROTARY = tuple(10_000.0 ** (-2 * i / HEAD) for i in range(HEAD // 2))
+"""Radians per place by which pairs turn."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of queries to keys and values, `(n, heads, tokens, HEAD)` each, and its result."""
+"""Attention of queries to keys and values, `(n, heads, tokens, width)` each, and its result."""
+
+
+class StateReader(Protocol):
+    """What says the next token from the newest one and a state of the one before it."""
+
+    width: int
+    """D, of the states that it reads within a draft: its own outputs."""
+    reads: int
+    """Ids that it can read, from 0 on: all of the target's, or those of a cut vocabulary."""
+    first: int
+    """Place of the first token that others see: 1 if none is read that has no state before it."""
+
+    def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
+        """`(..., D)` of the target's states `(..., depths × H)`."""
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        states: torch.Tensor,
+        places: torch.Tensor,
+        seen: torch.Tensor,
+        cache: RowCache,
+    ) -> torch.Tensor:
+        """`(n, tokens, D)` outputs of a pass that was opened in the cache.
+
+        Args:
+            ids: `(n, tokens)`.
+            states: `(n, tokens, D)` of the token before each.
+            places: `(n, tokens)`.
+            seen: `(n, 1, tokens, columns)` whether a token sees a column.
+            cache: of keys and values.
+        """
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of outputs `(..., D)`."""
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """Sizes of a head's layer."""
+
+    width: int
+    """D."""
+    inner: int
+    """M, of the feed-forward part."""
+    heads: int
+    """Of queries, and"""
+    key_heads: int
+    """of keys and values, which divide them."""
+    head_width: int = HEAD
+    eps: float = EPS
+    rates: tuple[float, ...] = ROTARY
+    """Radians per place by which pairs of a head's numbers turn."""
+    stretch: float = 1.0
+    """What turned queries and keys are multiplied by."""
+    head_norms: bool = False
+    """Whether queries and keys are normed."""
+    norm_output: bool = False
+    """Whether the output, which is fed back within a draft, is normed."""
 
 
 class Norm(nn.Module):
     """`rms(x) · weight`."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, eps: float = EPS) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms(x) * self.weight
+        return rms(x, self.eps) * self.weight
 
 
-class EagleHead(nn.Module):
+class StateHead(nn.Module, ABC):
+    """A decoder layer that reads a token and a state: queries, keys and values of what `entered`
+    makes of both. All numbers are float32.
+
+    Args:
+        form: its sizes.
+        read: numbers per token that queries, keys and values are made of.
+    """
+
+    reads: int
+    first = 0
+    rates: torch.Tensor
+
+    def __init__(self, form: HeadForm, read: int) -> None:
+        super().__init__()
+        width, inner = form.width, form.inner
+        self.form, self.width = form, width
+        self.attention_norm, self.mlp_norm, self.norm = (Norm(width, form.eps) for _ in range(3))
+        self.query_norm = Norm(form.head_width, form.eps) if form.head_norms else None
+        self.key_norm = Norm(form.head_width, form.eps) if form.head_norms else None
+        pairs = form.heads + 2 * form.key_heads
+        self.qkv = nn.Linear(read, pairs * form.head_width, bias=False)
+        self.out = nn.Linear(form.heads * form.head_width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.register_buffer("rates", torch.tensor(form.rates), persistent=False)
+
+    @abstractmethod
+    def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds to, `(n, tokens, D)`, and what it reads, `(n, tokens, read)`."""
+
+    @abstractmethod
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of outputs `(..., D)`."""
+
+    def turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`(n, heads, tokens, width)` with their positions in them: halves turn each other."""
+        angles = positions[:, None, :, None].float() * self.rates
+        first, second = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        out = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return out if self.form.stretch == 1.0 else out * self.form.stretch
+
+    def layer(
+        self, ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """`(n, tokens, D)` outputs.
+
+        Args:
+            ids: `(n, tokens)`.
+            states: `(n, tokens, D)` of the token before each.
+            positions: `(n, tokens)`, or `(1, tokens)` of all.
+            attend: to what is before; it is given queries and keys with their positions in them.
+        """
+        x, read = self.entered(ids, states)
+        form = self.form
+        heads = self.qkv(read).unflatten(-1, (-1, form.head_width)).transpose(1, 2)
+        query, key, value = heads.split([form.heads, form.key_heads, form.key_heads], 1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = self.turned(query, positions), self.turned(key, positions)
+        x = x + self.out(attend(query, key, value).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        x = x + self.down(F.silu(gate) * up)
+        return self.norm(x) if form.norm_output else x
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        states: torch.Tensor,
+        places: torch.Tensor,
+        seen: torch.Tensor,
+        cache: RowCache,
+    ) -> torch.Tensor:
+        """See `StateReader`."""
+        grouped = self.form.heads != self.form.key_heads
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            keys, values = cache.update(key, value, 0)
+            return F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=seen, enable_gqa=grouped
+            )
+
+        return self.layer(ids, states, places, attend)
+
+
+class EagleHead(StateHead):
     """Says the next token from the newest one and the target's states of the one before it.
 
     `x = layer(W · [rms(embedding); rms(state)])`, where the state is `W_f · [rms(h_a); rms(h_b);
     ...]` of the token before, or within a draft the output x of the step before; logits are
-    `embedding · norm(x)` over a cut vocabulary of V tokens. All numbers are float32.
+    `embedding · norm(x)` over a cut vocabulary of V tokens.
 
     Args:
         width: D, a multiple of `HEAD`.
@@ -51,8 +200,8 @@ class EagleHead(nn.Module):
     """
 
     def __init__(self, width: int, inner: int, vocab: int, states: int) -> None:
-        super().__init__()
-        self.heads = width // HEAD
+        super().__init__(HeadForm(width, inner, width // HEAD, width // HEAD), width)
+        self.reads = vocab
         table = torch.empty(vocab + 1, width)
         if not table.is_meta:  # where torch takes seconds to draw nothing
             table.normal_()
@@ -60,11 +209,6 @@ class EagleHead(nn.Module):
         """The last row stands for every token outside the vocabulary."""
         self.fuse = nn.Linear(states, width, bias=False)
         self.input = nn.Linear(2 * width, width, bias=False)
-        self.attention_norm, self.mlp_norm, self.norm = Norm(width), Norm(width), Norm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
 
     def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
         """`(..., D)` of the target's states `(..., depths × H)`."""
@@ -72,44 +216,19 @@ class EagleHead(nn.Module):
         out: torch.Tensor = self.fuse(parts.flatten(-2))
         return out
 
-    def layer(
-        self, ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """`(n, tokens, D)` outputs.
-
-        Args:
-            ids: `(n, tokens)` in the cut vocabulary, V for others.
-            states: `(n, tokens, D)` of the token before each.
-            positions: `(n, tokens)`, or `(1, tokens)` of all.
-            attend: to what is before; it is given queries and keys with their positions in them.
-        """
+    def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The projection of token and state, and its norm."""
         x = self.input(torch.cat([rms(self.embedding(ids)), rms(states)], -1))
-        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, HEAD))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = attend(_turned(query, positions), _turned(key, positions), value)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        out: torch.Tensor = x + self.down(F.silu(gate) * up)
-        return out
+        return x, self.attention_norm(x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., V)` of outputs `(..., D)`."""
         return F.linear(self.norm(x), self.embedding.weight[:-1])
 
 
-def rms(x: torch.Tensor) -> torch.Tensor:
+def rms(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     """`x` over its root mean square, of the last dimension."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def _turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: `(n, heads, tokens, HEAD)`, halves turned against each other."""
-    half = HEAD // 2
-    rates = ROTARY_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[:, None, :, None].float() * rates
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def shapes(about: About, tensors: Tensors, width: int) -> Mapping[str, tuple[int, ...]]:
@@ -140,17 +259,17 @@ class HeadExecutor(CachedExecutor):
     """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass.
 
     Args:
-        head: on its device.
+        head: on that device.
         facts: of it.
+        device: its own.
     """
 
-    def __init__(self, head: EagleHead, facts: Facts) -> None:
+    def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
         super().__init__()
-        self.head, self.facts = head, facts
-        self.device = head.norm.weight.device
+        self.head, self.facts, self.device = head, facts, device
         self.given: torch.Tensor | None = None
         """`(tokens, D)` states of all tokens of the next pass, a row's after another's."""
-        self.states = States((1,), len(head.norm.weight))
+        self.states = States((1,), head.width)
 
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
@@ -168,14 +287,15 @@ class HeadExecutor(CachedExecutor):
         states = torch.nn.utils.rnn.pad_sequence(list(self.given.split(counts)), batch_first=True)
         columns = self.cache.open(rows, begins, width, self.device)
         places = torch.tensor(begins)[:, None] + torch.arange(width)
-        seen = (torch.arange(columns) <= places[..., None])[:, None].to(self.device)
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            keys, values = self.cache.update(key, value, 0)
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
-
-        x = self.head.layer(
-            ids.to(self.device), states.to(self.device), places.to(self.device), attend
+        seen = torch.arange(columns) <= places[..., None]
+        if self.head.first:  # what has no state before it is seen by itself alone
+            seen &= (torch.arange(columns) >= self.head.first) | (places[..., None] == 0)
+        x = self.head.run(
+            ids.to(self.device),
+            states.to(self.device),
+            places.to(self.device),
+            seen[:, None].to(self.device),
+            self.cache,
         )
         assert self.states is not None
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -185,15 +305,16 @@ class HeadExecutor(CachedExecutor):
         return out
 
 
-def facts_of(head: EagleHead, target: Rows, name: str) -> Facts:
-    """What there is to know of a head on a target; its projection of states is not of a step."""
-    vocab, width = head.embedding.weight.shape
+def facts_of(head: StateHead, vocab: int, target: Rows, name: str) -> Facts:
+    """What there is to know of a head on a target that says `vocab` tokens; its projection of
+    states is not of a step."""
+    parts = head.named_parameters()
     return Facts(
-        vocab_size=vocab - 1,
+        vocab_size=vocab,
         limit=target.limit,
         layers=1,
-        weights=sum(p.numel() for p in head.parameters()) - head.fuse.weight.numel(),
-        token_bytes=8 * width,
+        weights=sum(p.numel() for name, p in parts if not name.startswith("fuse")),
+        token_bytes=8 * head.form.key_heads * head.form.head_width,
         executor="torch",
         name=name,
     )

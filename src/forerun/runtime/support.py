@@ -106,7 +106,7 @@ def refusal(config: Any, encoders: bool = False) -> str | None:
     if odd := sorted(layers - {"full_attention", "sliding_attention"}):
         return f"layers of type {', '.join(odd)} keep a state that cannot be rolled back"
     for sign in ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim"):
-        if hasattr(config, sign):
+        if hasattr(config, sign) and not layers:
             return "its recurrent state cannot be rolled back"
     if getattr(config, "alibi", False):
         return "its attention biases (ALiBi) do not take positions per row"

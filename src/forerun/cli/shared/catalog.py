@@ -29,6 +29,8 @@ _DRAFTER_PAPERS = {
     "lookahead": ("lookahead2024",),
     "medusa": ("medusa2024",),
     "eagle": ("eagle32025",),
+    "eagle3": ("eagle32025",),
+    "mtp": ("deepseekv32024",),
     "suffix": ("suffix2025",),
     "shared": ("cmasd2025",),
     "block": ("specdec2023", "cmasd2025"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli.shared import options
@@ -179,11 +180,14 @@ class Models:
         remember: bool,
     ) -> Job:
         from forerun.controllers import CONTROLLERS
+        from forerun.drafters.folders import contents_of
         from forerun.model import default_draft, drafter_spec, load
         from forerun.rules import RULES
 
         chosen = draft or default_draft(self.target)
         spec = drafter_spec(chosen)
+        if draft is not None and Path(draft).exists():
+            note(stderr(), f"{draft}: {contents_of(draft).about}")
         model = load(
             self.target,
             spec.remembering() if remember else spec,

@@ -112,6 +112,10 @@ SPACES: Mapping[str, Space] = {
         "skip_ema": Real(0, 1), "probe": Tokens(1, 4), "probe_interval": Integer(4, 64, True),
         "high": Tokens(4, 32),
     },
+    "exllama-confidence": {
+        "confidence": Real(0, 1), "decay": Real(0.9, 1), "least": Real(1, 64, True),
+        "burn_in": Integer(0, 256), "high": Tokens(4, 32),
+    },
     "sglang-ema": {
         "candidate_steps": _LADDERS, "ema_alpha": Real(0.02, 1), "update_interval": Integer(1, 10),
         "warmup_batches": Integer(0, 20), "up_hysteresis": Real(-1, 1),

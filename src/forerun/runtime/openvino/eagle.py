@@ -39,7 +39,7 @@ class _Step(torch.nn.Module):
         return F.linear(self.head.norm(x[:, 0][wanted]), self.table), x
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads = self.head.heads
+        heads = self.head.form.heads
         self.calls.append(Attention(heads, heads, HEAD, HEAD, HEAD**-0.5, 0))
         mixed: torch.Tensor = torch.ops.forerun.paged(q, k, v, len(self.calls) - 1)
         return mixed.transpose(1, 2)
@@ -47,7 +47,7 @@ class _Step(torch.nn.Module):
 
 def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecutor:
     """An executor of a head, on as many threads as its target; see `HeadExecutor`."""
-    width = len(head.norm.weight)
+    width = head.width
     places = torch.arange(_TOKENS)
     example = places[:, None], places[:, None], places[1:], torch.zeros(_TOKENS, 1, width)
     calls: list[Attention] = []

@@ -1,0 +1,51 @@
+"""A published EAGLE-3 head drafts, on the target's hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.drafters.base import Drafter, DrafterSpec
+from forerun.drafters.eagle import EagleDrafter
+from forerun.errors import SettingError, require
+from forerun.runtime.base import Rows
+from forerun.runtime.eagle import HeadExecutor, facts_of
+from forerun.runtime.eagle3 import depths_of, load_head, read_config
+
+
+@dataclass(frozen=True)
+class Eagle3(DrafterSpec):
+    """A head of EAGLE-3, as its makers publish it, drafts token by token on the target's states.
+
+    Args:
+        path: a folder of `speculators`, or of the authors' layout, trained for this target.
+
+    Reference: Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models
+    via Training-Time Test, section 3; `Eagle3DraftModel` in speculators.
+    """
+
+    summary: ClassVar[str] = "a published EAGLE-3 head (speculators, or its authors' layout) drafts"
+    paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
+    on_torch: ClassVar[bool] = True
+
+    path: str
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.path, str) and bool(self.path)
+        require(good, "eagle3 path", self.path, "a folder with a published EAGLE-3 head")
+
+    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+        """The drafter, on the target's states.
+
+        Raises:
+            SettingError: the target's runtime gives no states, or has no such depths.
+            ModelError: the head is damaged, another target's, or of a form that is not read.
+        """
+        if target.facts.source_limit is not None:
+            raise SettingError("eagle3 is for decoder-only targets, and this one has an encoder")
+        depths = depths_of(read_config(self.path), target.facts.layers)
+        states = target.executor.tap(depths)
+        head, tokens = load_head(self.path, target, states.width, len(depths))
+        facts = facts_of(head, len(tokens), target, self.path)
+        rows = Rows(HeadExecutor(head, facts, target.device))
+        return EagleDrafter(target, states, head, tokens, rows)

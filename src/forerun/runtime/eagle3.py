@@ -1,0 +1,263 @@
+"""EAGLE-3 heads as their makers publish them: folders of `speculators`, and the authors' layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forerun.errors import ModelError, SettingError
+from forerun.runtime.base import Rows
+from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
+from forerun.runtime.packing import dense, unmapped
+
+CONFIG = "config.json"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Variants of the layer, as both layouts name them; false where a file does not say."""
+LAYERS = ("llama", "qwen3")
+"""Model types of which the layer may be."""
+TURNS = ("default", "linear", "llama3", "yarn")
+"""Rotary positions that are the same in contexts of all lengths."""
+NAMES = {
+    "input_layernorm.weight": "attention_norm.weight",
+    "hidden_norm.weight": "state_norm.weight",
+    "post_attention_layernorm.weight": "mlp_norm.weight",
+    "self_attn.o_proj.weight": "out.weight",
+    "self_attn.q_norm.weight": "query_norm.weight",
+    "self_attn.k_norm.weight": "key_norm.weight",
+    "mlp.down_proj.weight": "down.weight",
+    "norm.weight": "norm.weight",
+    "fc.weight": "fuse.weight",
+    "input_norm.weight": "fuse_norm.weight",
+    "lm_head.weight": "unembedding.weight",
+}
+"""Their names of tensors, and ours."""
+JOINED = {
+    "qkv.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"],
+    "gate_up.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+}
+"""Tensors that are one here."""
+ASIDE = ("verifier_", "t2d", "rotary_emb.")
+"""Beginnings of tensors that drafting does not need."""
+
+
+class Eagle3Head(StateHead):
+    """The layer of EAGLE-3: token and state are read side by side, and it adds to the state.
+
+    `x = g + layer([norm(e); norm(g)])`, where g is `W_f · [h_a; h_b; h_c]` of the token before, or
+    within a draft the output x of the step before; logits are `U · norm(x)`.
+
+    Args:
+        form: its sizes.
+        flags: those of `FLAGS` that are set.
+        table: `(V', D)` embeddings of the tokens that it reads, which are looked up only.
+        vocab: V, tokens that it says.
+        states: all depths' states of a token together.
+    """
+
+    first = 1
+
+    def __init__(
+        self, form: HeadForm, flags: Set[str], table: torch.Tensor, vocab: int, states: int
+    ) -> None:
+        super().__init__(form, 2 * form.width)
+        self.flags, self.table, self.reads = flags, table, len(table)
+        self.state_norm = Norm(form.width, form.eps)
+        self.fuse = nn.Linear(states, form.width, bias=False)
+        normed = "norm_before_fc" in flags or "fc_norm" in flags
+        self.fuse_norm = Norm(states, form.eps) if normed else None
+        self.unembedding = nn.Linear(form.width, vocab, bias=False)
+
+    def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
+        """`(..., D)` of the target's states `(..., depths × H)`."""
+        states = states.float()
+        if self.fuse_norm is not None:
+            parts = depths if "fc_norm" in self.flags else 1
+            normed = rms(states.unflatten(-1, (parts, -1)), self.form.eps).flatten(-2)
+            states = normed * self.fuse_norm.weight
+        out: torch.Tensor = self.fuse(states)
+        return out
+
+    def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state; token and state side by side, normed."""
+        token = self.attention_norm(F.embedding(ids, self.table).float())
+        state = self.state_norm(states)
+        x = state if "norm_before_residual" in self.flags else states
+        return x, torch.cat([token, state], -1)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of outputs `(..., D)`."""
+        out: torch.Tensor = self.unembedding(x if self.form.norm_output else self.norm(x))
+        return out
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """What config.json in a folder says; empty if there is none that can be read."""
+    try:
+        given = json.loads(Path(folder, CONFIG).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def depths_of(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Depths of the target whose states a head reads; EAGLE-3's own three where it names none."""
+    nested = config.get("eagle_config") or {}
+    name = "eagle_aux_hidden_state_layer_ids"
+    named = config.get(name) or nested.get(name)
+    return list(named) if named else [2, layers // 2, layers - 3]
+
+
+def load_head(
+    folder: str, target: Rows, width: int, depths: int
+) -> tuple[Eagle3Head, torch.Tensor]:
+    """The head in a folder, on its target's device, and the `(V,)` ids of the tokens it says.
+
+    Args:
+        folder: of either layout.
+        target: what it drafts for.
+        width: H, of the target's states.
+        depths: how many of them it reads.
+
+    Raises:
+        ModelError: damaged, another target's, or of a form that is not read here, which is named.
+    """
+    config = read_config(folder)
+    form, flags = _form(folder, config)
+    tensors = _tensors(folder)
+    vocab = target.vocab_size
+    table = tensors.pop("embed_tokens.weight", None)
+    if table is None:
+        table = _of_target(folder, target, "get_input_embeddings", "embeddings")
+    shift = tensors.pop("d2t", None)
+    own = _renamed(folder, tensors)
+    count = vocab if shift is None else len(shift)
+    tokens = torch.arange(count) + (0 if shift is None else shift.long().cpu())
+    if "unembedding.weight" not in own:
+        whole = _of_target(folder, target, "get_output_embeddings", "unembedding")
+        own["unembedding.weight"] = whole[tokens.to(whole.device)].float()
+    if len(table) < vocab or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+        raise ModelError(
+            f"the head in {folder!r} is of another target: it reads {len(table)} tokens and says "
+            f"ids up to {int(tokens.max())}, and this one has {vocab}"
+        )
+    form = replace(form, head_norms="query_norm.weight" in own)
+    with torch.device("meta"):
+        head = Eagle3Head(form, flags, table.to(target.device), count, width * depths)
+    _check(folder, own, {name: tuple(t.shape) for name, t in head.state_dict().items()})
+    head.load_state_dict(own, assign=True)
+    head.rates = torch.tensor(form.rates)
+    return head.to(target.device).eval().requires_grad_(False), tokens
+
+
+def _form(folder: str, config: Mapping[str, Any]) -> tuple[HeadForm, Set[str]]:
+    """Sizes, and those of `FLAGS` that are set, by config.json."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    own = dict(config.get("transformer_layer_config") or config)
+    kind = own.pop("model_type", "llama")
+    nested = config.get("eagle_config") or {}
+    flags = {name for name in FLAGS if config.get(name, nested.get(name))}
+    if kind not in LAYERS:
+        raise _unread(folder, f"a layer of {kind}; those of {' and '.join(LAYERS)} are")
+    try:
+        layer = AutoConfig.for_model(kind, **own)
+        turns = LlamaRotaryEmbedding(layer)
+        heads, key_heads = layer.num_attention_heads, layer.num_key_value_heads
+        head_width = layer.head_dim or layer.hidden_size // heads
+        form = HeadForm(
+            layer.hidden_size, layer.intermediate_size, heads, key_heads, head_width,
+            layer.rms_norm_eps, tuple(turns.inv_freq.tolist()), float(turns.attention_scaling),
+            norm_output="norm_output" in flags,
+        )  # fmt: skip
+    except Exception as error:  # whatever a configuration class refuses
+        raise ModelError(f"{CONFIG} in {folder!r} cannot be right: {error}") from error
+    turn = (layer.rope_parameters or {}).get("rope_type", "default")
+    sliding = "sliding_attention" in (getattr(layer, "layer_types", None) or ())
+    for wrong, what in (
+        (layer.num_hidden_layers != 1, f"{layer.num_hidden_layers} layers; one is"),
+        (layer.hidden_act != "silu", f"the activation {layer.hidden_act}; silu is"),
+        (turn not in TURNS, f"rotary positions {turn}; {', '.join(TURNS)} are"),
+        (2 * len(form.rates) != form.head_width, "rotary positions of a part of a head"),
+        (sliding, "a sliding window"),
+        (flags >= {"norm_before_fc", "fc_norm"}, "both norm_before_fc and fc_norm"),
+    ):
+        if wrong:
+            raise _unread(folder, what)
+    return form, flags
+
+
+def _tensors(folder: str) -> dict[str, torch.Tensor]:
+    """All tensors of a folder by the authors' names, the one layer's without its number."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
+    if not files:
+        pickled = Path(folder, "pytorch_model.bin").is_file()
+        hint = (
+            "; pytorch_model.bin is a pickle, which can run code and is not read: "
+            "safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True), "
+            "'model.safetensors') makes one"
+        )
+        raise ModelError(f"{folder!r} holds no .safetensors{hint if pickled else ''}")
+    out: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            out |= {name: unmapped(tensor) for name, tensor in load_file(str(file)).items()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights in {folder!r}: {error}") from error
+    if damaged := [n for n, t in out.items() if not bool(t.isfinite().all())]:
+        raise ModelError(f"the head in {folder!r} is damaged: {damaged[0]} holds NaN or infinity")
+    short = {n.removeprefix("midlayer.").removeprefix("layers.0."): t for n, t in out.items()}
+    return {n: t for n, t in short.items() if not n.startswith(ASIDE) and "rotary_emb" not in n}
+
+
+def _renamed(folder: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The layer's tensors by our names."""
+    out = {NAMES[n]: tensors.pop(n).float() for n in list(tensors) if n in NAMES}
+    for name, parts in JOINED.items():
+        if all(part in tensors for part in parts):
+            out[name] = torch.cat([tensors.pop(part).float() for part in parts])
+    norms = [f"fc_norm.{i}.weight" for i in range(len(tensors))]
+    if by_depth := [tensors.pop(name).float() for name in norms if name in tensors]:
+        out["fuse_norm.weight"] = torch.cat(by_depth)
+    if tensors:
+        raise _unread(folder, f"the tensor {min(tensors)}")
+    return out
+
+
+def _of_target(folder: str, target: Rows, method: str, what: str) -> torch.Tensor:
+    """A table that a head shares with its target."""
+    model = target.executor.module()
+    if model is None:
+        raise SettingError(
+            f"the head in {folder!r} shares its target's {what}, which the runtime "
+            f"{target.facts.executor} does not show; use the runtime torch"
+        )
+    table: torch.Tensor = dense(getattr(model, method)().weight).detach()
+    return table
+
+
+def _check(
+    folder: str, own: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse tensors of other names or shapes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    if differing := sorted(n for n in {*shapes, *wanted} if shapes.get(n) != wanted.get(n)):
+        first = differing[0]
+        raise ModelError(
+            f"the head in {folder!r} does not fit this target: {first} is "
+            f"{shapes.get(first, 'missing')}, wanted {wanted.get(first, 'none')}"
+        )
+
+
+def _unread(folder: str, what: str) -> ModelError:
+    return ModelError(f"the head in {folder!r} is of a form that is not read here: {what}")

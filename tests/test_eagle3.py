@@ -1,0 +1,199 @@
+"""Published EAGLE-3 heads: numbers of the package that made them, both layouts, exact text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.drafters import DRAFTERS
+from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.eagle3 import Eagle3
+from forerun.errors import ModelError, SettingError
+from forerun.model import Model, drafter_spec
+from forerun.runtime import Rows, torch_rows
+from forerun.runtime.eagle import given
+from forerun.testing import ScriptedModel
+from test_states import RUNTIMES, alone
+from tiny import VOCAB, build, texts
+
+DATA = Path(__file__).parent / "data" / "eagle3"
+"""Made by dev/eagle3_heads.py."""
+HEADS = ("llama", "qwen3", "whole")
+
+
+def authors_layout(folder: Path, name: str = "llama", table: bool = False) -> str:
+    """A head of `speculators` as EAGLE's authors lay theirs out; without its embeddings."""
+    config = json.loads((DATA / name / "config.json").read_text())
+    flat = {**config["transformer_layer_config"], "draft_vocab_size": config["draft_vocab_size"]}
+    # The target has too few layers for the depths that theirs do not name.
+    flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    tensors = load_file(DATA / name / "model.safetensors")
+    if not table:
+        del tensors["embed_tokens.weight"]
+    named = {key.replace("layers.0.", "midlayer."): value for key, value in tensors.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(flat))
+    save_file(named, folder / "model.safetensors")
+    return str(folder)
+
+
+def changed(folder: Path, **changes: Any) -> str:
+    """A head of `speculators` with another configuration, its own or its layer's."""
+    shutil.copytree(DATA / "llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    for key, value in changes.items():
+        (layer if key in layer else config)[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def drafter_of(path: str, rows: Rows) -> EagleDrafter:
+    made = drafter_spec(path).build(rows, None)
+    assert isinstance(made, EagleDrafter)
+    return made
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_are_those_of_speculators(name: str) -> None:
+    """Of the first token of a draft at every place, and of two more, by its own outputs."""
+    kept = load_file(DATA / f"{name}.safetensors")
+    ids, states, wanted = kept["ids"].tolist(), kept["states"], kept["logits"]
+    drafter = drafter_of(str(DATA / name), torch_rows(build("llama")))
+    rows, head = drafter.rows, drafter._head
+    with torch.inference_mode():
+        for place in range(len(ids) - 2):
+            rows.keep([])
+            rows.join(1, 40)
+            known = head.fused(states[: place + 1], 3)
+            given(rows, torch.nn.functional.pad(known, (0, 0, 1, 0)))
+            got = rows.feed([[5, *ids[: place + 1]]], [1])  # whatever the text's first token is
+            for ahead in range(3):
+                torch.testing.assert_close(got[0, 0], wanted[ahead, place], atol=1e-4, rtol=1e-4)
+                if ahead < 2:
+                    end = rows.lengths[0]
+                    assert rows.executor.states is not None
+                    given(rows, rows.executor.states.read(0, end - 1, end))
+                    got = rows.feed([[ids[place + 1 + ahead]]], [1])
+
+
+def test_the_draft_reads_the_targets_three_depths() -> None:
+    model, (text,) = build("llama"), texts(9)
+    rows = torch_rows(model)
+    drafter = drafter_of(str(DATA / "llama"), rows)
+    rows.read([text], 20)
+    drafter.join([text], 20)
+    step = drafter.step([text], None)
+    assert step.logits is not None
+    with torch.inference_mode():
+        again = drafter_of(str(DATA / "llama"), rows).rows
+        again.join(1, 20)
+        known = drafter._head.fused(alone(model, text)[:-1], 3)
+        given(again, torch.nn.functional.pad(known, (0, 0, 1, 0)))
+        wanted = again.feed([text], [1])[0, 0]
+    torch.testing.assert_close(step.logits[0, drafter._tokens], wanted, atol=1e-4, rtol=1e-4)
+    assert int((step.logits[0] > -torch.inf).sum()) == len(wanted) == 40
+
+
+@pytest.mark.parametrize("name", [*HEADS, "authors"])
+def test_greedy_text_is_plain(name: str, tmp_path: Path) -> None:
+    model, prompts = build("qwen2"), texts(5, 1, 9)
+    path = authors_layout(tmp_path / "own") if name == "authors" else str(DATA / name)
+    rows = torch_rows(model)
+    how: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    plain = Model(rows, DRAFTERS.make("none").build(None, None)).generate(prompts, **how)
+    fast = Model(rows, drafter_of(path, rows))
+    for controller in ("fixed(3)", "auto", "exllama-confidence"):
+        done = fast.generate(prompts, controller=controller, **how)
+        assert [c.tokens for c in done] == [c.tokens for c in plain]
+        if controller == "fixed(3)":
+            assert sum(c.stats.drafted for c in done) > 60
+
+
+def test_a_target_on_openvino_has_its_head_on_torch() -> None:
+    model, prompts = build("llama"), texts(5, 9)
+    how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
+    rows = RUNTIMES["openvino"](model)
+    plain = Model(rows, DRAFTERS.make("none").build(None, None)).generate(prompts, **how)
+    done = Model(rows, drafter_of(str(DATA / "llama"), rows)).generate(prompts, **how)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    assert sum(c.stats.drafted for c in done) > 20
+
+
+def test_both_layouts_are_one_head(tmp_path: Path) -> None:
+    rows = torch_rows(build("llama"))
+    one = drafter_of(str(DATA / "llama"), rows)._head
+    other = drafter_of(authors_layout(tmp_path / "own", table=True), rows)._head
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    assert torch.equal(one.table, other.table)
+    shared = drafter_of(authors_layout(tmp_path / "shared"), rows)._head
+    assert shared.table.data_ptr() == build_table(rows).data_ptr(), "not a copy"
+
+
+def build_table(rows: Rows) -> torch.Tensor:
+    table: torch.Tensor = rows.executor.module().get_input_embeddings().weight
+    return table
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2}, "not read here: 2 layers; one is"),
+        ({"hidden_act": "gelu"}, "the activation gelu; silu is"),
+        ({"model_type": "mistral"}, "a layer of mistral; those of llama and qwen3 are"),
+        ({"norm_before_fc": True}, r"fuse_norm\.weight is missing, wanted \(96,\)"),
+        ({"norm_before_fc": True, "fc_norm": True}, "both norm_before_fc and fc_norm"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         "rotary positions dynamic"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, r"fuse\.weight is \(32, 96\), wanted"),
+        ({"intermediate_size": 40}, r"down\.weight is \(32, 48\), wanted \(32, 40\)"),
+    ],
+)  # fmt: skip
+def test_other_forms_are_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        drafter_of(changed(tmp_path / "head", **changes), torch_rows(build("llama")))
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = str(DATA / "llama")
+    with pytest.raises(ModelError, match=r"is of another target: it reads 97 tokens"):
+        drafter_of(path, torch_rows(build("llama", vocab_size=120)))
+    with pytest.raises(ModelError, match=r"fuse\.weight is \(32, 96\), wanted \(32, 192\)"):
+        drafter_of(path, torch_rows(build("llama", hidden_size=64)))
+    deep = changed(tmp_path / "deep", eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    with pytest.raises(SettingError, match="depths must rise from 1 to at most the target's 3"):
+        drafter_of(deep, torch_rows(build("llama")))
+    with pytest.raises(SettingError, match="does not give; use torch or openvino"):
+        Eagle3(path).build(Rows(ScriptedModel(torch.eye(4))), None)
+    tensors = load_file(DATA / "llama" / "model.safetensors")
+    shutil.copytree(DATA / "llama", tmp_path / "odd")
+    save_file({**tensors, "fc.bias": torch.ones(32)}, tmp_path / "odd" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"not read here: the tensor fc\.bias"):
+        drafter_of(str(tmp_path / "odd"), torch_rows(build("llama")))
+    tensors["norm.weight"][3] = torch.nan
+    save_file(tensors, tmp_path / "odd" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"norm\.weight holds NaN or infinity"):
+        drafter_of(str(tmp_path / "odd"), torch_rows(build("llama")))
+    (tmp_path / "odd" / "model.safetensors").rename(tmp_path / "odd" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle"):
+        drafter_of(str(tmp_path / "odd"), torch_rows(build("llama")))
+    for bad in ("", 3):
+        with pytest.raises(SettingError, match="eagle3 path"):
+            Eagle3(bad)  # type: ignore[arg-type]
+
+
+def test_the_default_depths_are_eagles_own() -> None:
+    from forerun.runtime.eagle3 import depths_of
+
+    assert depths_of({}, 32) == [2, 16, 29]
+    assert depths_of({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, 32) == [1, 5]
+    assert VOCAB == 97, "as of the heads that are kept"
