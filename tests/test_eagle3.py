@@ -116,6 +116,7 @@ def test_greedy_text_is_plain(name: str, tmp_path: Path) -> None:
             assert sum(c.stats.drafted for c in done) > 60
 
 
+@pytest.mark.slow
 def test_a_target_on_openvino_has_its_head_on_torch() -> None:
     model, prompts = build("llama"), texts(5, 9)
     how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}

@@ -25,6 +25,11 @@ def test_text_alone_on_stdout(generate):
     assert "colours" not in one.err
 
 
+def test_what_a_draft_folder_holds_is_in_one_line(generate, pair):
+    result = generate("x", "--max-new-tokens", "2")
+    assert result.error.count(f"{pair.draft}: a llama model\n") == 1
+
+
 def test_json_document_keeps_its_shape(generate):
     document = generate("Hello", "--max-new-tokens", "8", "--json", "--compare").json
     assert document["schema"] == 1

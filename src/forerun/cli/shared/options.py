@@ -235,9 +235,10 @@ Draft = Annotated[
     str | None,
     option(
         "ID_OR_PATH|SPEC",
-        "Who runs ahead: a smaller model, or a drafter like lookup(n=3) or none. Default: the "
-        "shipped draft for the shipped target, shared or block where the target's folder has one, "
-        "else memory, with a head behind it (memory+eagle) where there is one.",
+        "Who runs ahead: a smaller model, a folder with a trained draft or a published EAGLE-3 "
+        "head, or a drafter like lookup(n=3), mtp or none. Default: the shipped draft for the "
+        "shipped target, shared or block where the target's folder has one, else memory, with a "
+        "head behind it (memory+eagle) where there is one.",
         panel=MODELS,
     ),
 ]
