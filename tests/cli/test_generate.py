@@ -10,6 +10,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from forerun.engine import Sampling
 
@@ -25,9 +26,16 @@ def test_text_alone_on_stdout(generate):
     assert "colours" not in one.err
 
 
-def test_what_a_draft_folder_holds_is_in_one_line(generate, pair):
-    result = generate("x", "--max-new-tokens", "2")
-    assert result.error.count(f"{pair.draft}: a llama model\n") == 1
+def test_what_a_draft_folder_holds_is_in_one_line(forerun, pair, tmp_path):
+    """Unless it is a model, as which any other folder is taken."""
+    from forerun.runtime.drafts import About, save_draft
+    from forerun.runtime.eagle import EagleHead
+
+    own = {**EagleHead(64, 32, 5, 32).state_dict(), "tokens": torch.arange(5, dtype=torch.int32)}
+    save_draft(tmp_path, About("eagle", None, {"depths": [1]}), own)
+    options = ("--target", pair.target, "--draft", str(tmp_path), "--max-new-tokens", "2", "--json")
+    result = forerun("generate", "x", *options)
+    assert result.err == f"{tmp_path}: trained by forerun for eagle\n", "and nothing else"
 
 
 def test_json_document_keeps_its_shape(generate):

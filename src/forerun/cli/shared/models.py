@@ -181,13 +181,12 @@ class Models:
     ) -> Job:
         from forerun.controllers import CONTROLLERS
         from forerun.drafters.folders import contents_of
+        from forerun.drafters.model import ModelDraft
         from forerun.model import default_draft, drafter_spec, load
         from forerun.rules import RULES
 
         chosen = draft or default_draft(self.target)
         spec = drafter_spec(chosen)
-        if draft is not None and Path(draft).exists():
-            note(stderr(), f"{draft}: {contents_of(draft).about}")
         model = load(
             self.target,
             spec.remembering() if remember else spec,
@@ -196,6 +195,8 @@ class Models:
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
         )
+        if draft is not None and not isinstance(spec, ModelDraft) and Path(draft).exists():
+            note(stderr(), f"{draft}: {contents_of(draft).about}")
         about = {
             "target": self.target or "shipped",
             "draft": draft or ("shipped" if self.target is None else str(chosen)),
