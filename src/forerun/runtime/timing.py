@@ -29,8 +29,9 @@ WIDTHS = 1, 2, 4, 5, 8
 WIDEST = 16
 SHARED = 1, 4
 """Tokens in each of several rows."""
-SAMPLES = 4
-"""Passes of a shape, as far as there is time."""
+SAMPLES, SHARED_SAMPLES = 4, 2
+"""Passes of a shape of one row, and of several, as far as there is time: the largest batch shall be
+timed before the smallest is known to a hundredth."""
 LOW = 0.25
 """Quantile of the samples that is taken for the truth: a machine is never too fast by accident."""
 SECONDS, PLAIN = 0.3, 10
@@ -178,7 +179,7 @@ class PassTimer:
         """Time passes of several widths in turns, so that each finds the caches as in a round."""
         target: dict[int, list[float]] = {}
         draft: dict[int, list[float]] = {}
-        for width in [*widths] * SAMPLES:
+        for width in [*widths] * (SAMPLES if rows == 1 else SHARED_SAMPLES):
             began = self._clock()
             if not self._affords(2 - (width in target), rows, width):
                 continue
