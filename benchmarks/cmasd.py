@@ -18,7 +18,8 @@ from benchmarks.quality import bar
 from forerun import zoo
 from forerun.costs import Costs
 from forerun.lab.traces.replay import replay
-from forerun.zoo.promptset import ShippedPrompt
+from forerun.zoo import ShippedPrompt
+from recipes.scoring import score
 
 FULL = "cm-asd"
 ONE = {
@@ -134,7 +135,7 @@ def quality(family: str, prompts: Sequence[ShippedPrompt], texts: Sequence[str])
     """BLEU or the share of right answers in percent; None for stories."""
     if family == "stories":
         return None
-    metrics = zoo.score(family, prompts, texts)
+    metrics = score(family, prompts, texts)
     return (
         metrics["bleu"]
         if "bleu" in metrics

@@ -17,7 +17,7 @@ from forerun import zoo
 from forerun.rules.easd import EASD
 from forerun.runtime.load import load_model
 from forerun.signals import entropy
-from forerun.zoo.scoring import final_number, verdicts
+from recipes.scoring import final_number, verdicts
 from recipes.tasks import FAMILIES
 
 LENGTH, MANY = "fixed(5)", 16

@@ -14,8 +14,8 @@ import forerun
 from benchmarks.common import console
 from forerun.engine import Sampling
 from forerun.engine.results import Origin
-from forerun.zoo.scoring import verdicts
 from recipes.evaluate import wilson
+from recipes.scoring import verdicts
 from recipes.tasks import FAMILIES, arithmetic
 from recipes.tasks.base import Pool
 

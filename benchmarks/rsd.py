@@ -25,7 +25,7 @@ from benchmarks.quality import Problem, coins
 from forerun import zoo
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.load import load_model
-from forerun.zoo.scoring import final_number
+from recipes.scoring import final_number
 from recipes.tasks import arithmetic
 from recipes.tasks.base import Pool
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.zoo.promptset import DRAFT, FOLDER, TARGET, families, long_families
+from forerun.zoo import DRAFT, FOLDER, TARGET, families, long_families
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train the models that ship.")
 

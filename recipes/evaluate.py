@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from forerun.zoo.promptset import DRAFT, TARGET, ShippedPrompt, families, prompts
-from forerun.zoo.scoring import score, verdicts
+from forerun.zoo import DRAFT, TARGET, ShippedPrompt, families, prompts
 from recipes.distill import complete
+from recipes.scoring import score, verdicts
 
 BATCH = 50
 

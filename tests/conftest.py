@@ -35,7 +35,7 @@ def _own_memory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 @pytest.fixture(autouse=True)
 def _without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests find the same models whether it is installed or not."""
-    monkeypatch.setattr("forerun.zoo.promptset.find_spec", lambda name: None)
+    monkeypatch.setattr("forerun.zoo.find_spec", lambda name: None)
 
 
 @pytest.fixture

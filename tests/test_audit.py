@@ -16,7 +16,8 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError
 from forerun.lab.audit import Kind, audit, checks, explain, first_difference
-from forerun.lab.bench.peers import Peer, PeerOutput
+from forerun.lab.bench.methods import Run
+from forerun.lab.bench.peers import Peer
 from forerun.model import Model
 from forerun.runtime import Executor, Rows, TorchExecutor, torch_rows
 from forerun.testing import ScriptedModel
@@ -304,7 +305,7 @@ class Scripted(Peer):
 
     def generate(self, prompts: Any, max_new_tokens: int, repetition_penalty: float = 1.0) -> Any:
         assert max_new_tokens == 12
-        return PeerOutput([self.outputs[PROMPTS.index(p)] for p in prompts], 0.0)
+        return Run(0.0, [self.outputs[PROMPTS.index(p)] for p in prompts])
 
 
 def test_a_peer_is_compared_with_plain_and_with_its_own_plain() -> None:

@@ -25,7 +25,7 @@ from forerun.errors import PromptError, SettingError
 from forerun.lab.bench import bench, page, report
 from forerun.lab.bench.bench import Results, load, measure
 from forerun.lab.bench.methods import PLAIN, Ours, Run, groups
-from forerun.lab.bench.peers import PeerError, PipedPeer, named
+from forerun.lab.bench.peers import Peer, PeerError, named
 from forerun.lab.bench.report import ALL
 from forerun.prompts import Prompt
 from forerun.requests import Sampling
@@ -443,19 +443,19 @@ class LLM:
 """
 
 
-class TestPipedPeer:
+class TestPeer:
     """The real runner, in a Python of its own, with a vLLM that only pretends."""
 
     @pytest.fixture
     def vllm(self, tmp_path, monkeypatch):
         (tmp_path / "vllm.py").write_text(VLLM)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        made: list[PipedPeer] = []
+        made: list[Peer] = []
 
         def start(text="vllm", model="m", draft=None, python=sys.executable):
             first = {"model": model, "draft": draft, "dtype": "float32"}
             (command,) = named(text, {"vllm": python})
-            made.append(PipedPeer(command, first))
+            made.append(Peer(command, first))
             return made[-1]
 
         yield start
@@ -466,7 +466,7 @@ class TestPipedPeer:
         peer = vllm("vllm-draft(tokens=4)", draft="d")
         assert peer.start() is None
         assert peer.versions == {"vllm": "9.9"}
-        assert (peer.name, peer.plain, peer.rows) == ("vllm-draft(tokens=4)", "vllm", None)
+        assert (peer.name, peer.plain, peer.largest_batch) == ("vllm-draft(tokens=4)", "vllm", None)
         assert peer.arithmetic == "same"
         out = peer.generate([[1, 2], [5]], 3)
         assert out.tokens == [[5, 5, 5], [9, 9, 9]]

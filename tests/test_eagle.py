@@ -18,7 +18,8 @@ from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save
 from forerun.runtime.eagle import EPS, EagleHead
 from forerun.testing import ScriptedModel
 from forerun.training.eagle import EagleTrainer
-from forerun.training.fit import Document, TrainingSettings
+from forerun.training.fit import Document
+from forerun.training.settings import TrainingSettings
 from sourced import build as build_encoder_decoder
 from test_states import RUNTIMES, alone
 from tiny import VOCAB, build, texts

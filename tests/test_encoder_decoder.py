@@ -20,6 +20,7 @@ from forerun.runtime import Rows, load_model, torch_rows
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.support import PROVEN_ENCODER_DECODER, REFUSED_ENCODER_DECODER, refusal
 from forerun.testing import ScriptedModel
+from marks import slow_but
 from sourced import FAMILIES, alone, build
 from tiny import LIMIT, VOCAB
 from tiny import build as build_decoder
@@ -104,7 +105,7 @@ def play(played: Played) -> None:
     assert len(played.texts) == 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, {"t5", "marian", "bart"}.__contains__))
 def test_rows_on_openvino_equal_the_model_run_alone(family: str) -> None:
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino.load import from_model

@@ -26,7 +26,8 @@ from forerun.runtime.heads import (
 )
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.training.exits import ExitTrainer
-from forerun.training.fit import Document, TrainingSettings
+from forerun.training.fit import Document
+from forerun.training.settings import TrainingSettings
 
 WIDTH = 32
 

@@ -150,7 +150,7 @@ def test_the_second_early_exit() -> None:
         at += r.committed
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", slow_but([True, False], bool))
 def test_sampled_text_has_the_targets_distribution(keep: bool) -> None:
     model = four_tokens()
     done = drawn(model, kangaroo(model, 0.75, 3, depth=1, keep=keep), 4)

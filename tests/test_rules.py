@@ -644,7 +644,7 @@ def test_real_coins_tell_a_wrong_rule():
 # --- sample -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.sampled_from([0.0, 1e-300, 1e-30, 1e-9, 0.1, 1 / 3, 1.0, 7.0]), min_size=1).filter(
         any

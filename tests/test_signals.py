@@ -112,7 +112,7 @@ def test_uniform_and_one_token():
     assert alone["logit_margin"].item() == math.inf
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=8),
     st.sets(st.sampled_from(sorted(NAMES))),

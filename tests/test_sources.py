@@ -15,7 +15,8 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, PromptError, SettingError, UnknownNameError
 from forerun.lab.audit import Kind, audit
-from forerun.lab.bench.peers import Peer, PeerOutput
+from forerun.lab.bench.methods import Run
+from forerun.lab.bench.peers import Peer
 from forerun.lab.calibrate import easd
 from forerun.lab.traces import measuring
 from forerun.lab.traces.record import Task, record
@@ -149,7 +150,7 @@ class InProcess(Peer):
         self.name, self.plain, self._peer = name, plain, peer
 
     def generate(self, prompts, max_new_tokens, repetition_penalty=1.0):
-        return PeerOutput(self._peer.generate(prompts, max_new_tokens, repetition_penalty), 0.0)
+        return Run(0.0, self._peer.generate(prompts, max_new_tokens, repetition_penalty))
 
 
 def test_the_audit_is_clean_beside_transformers(model: Model) -> None:

@@ -120,7 +120,7 @@ def test_greedy_equals_plain_with_every_kind_of_controller(controller: str) -> N
         assert [c.tokens for c in done] == plain
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     gains=st.lists(st.sampled_from([0.0, 0.5, 1.0, 5.0, 50.0]), min_size=1, max_size=9),
     threshold=st.sampled_from([0.2, 0.5, 0.9]),
@@ -190,7 +190,7 @@ def forward(model: Any, tokens: list[int]) -> Any:
 # The runtime by itself
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_states_keys_and_logits_equal_a_plain_forward(data: st.DataObject) -> None:
     """Random texts, exit depths, stops, rejections: everything equals the model run alone."""

@@ -111,7 +111,7 @@ made = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(setting=made, text=st.integers(0, len(PROMPTS) - 1))
 def test_rounds_are_those_of_decoding(recorded: ExitTrace, setting: Setting, text: int) -> None:
     """Every counter, too, of a text in which no wrong token was followed by another. Without its

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forerun.zoo.scoring import BOYS as BOYS
-from forerun.zoo.scoring import GIRLS as GIRLS
+from recipes.scoring import BOYS as BOYS
+from recipes.scoring import GIRLS as GIRLS
 
 
 def _words(text: str) -> list[str]:

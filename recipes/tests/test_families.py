@@ -9,9 +9,9 @@ from itertools import islice
 import pytest
 
 from forerun.zoo import families, long_families, prompts, sources
-from forerun.zoo.scoring import final_number, holds
 from recipes.build_prompts import training_prompts
 from recipes.recipe import Recipe
+from recipes.scoring import final_number, holds
 from recipes.tasks import (
     FAMILIES,
     LONG_FAMILIES,

@@ -6,7 +6,7 @@ import json
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -235,12 +235,7 @@ class Reader:
         if wrap is None:
             sources = (tokenizer, config, saved_generation_config(str(target)))
             ends = [getattr(part, "eos_token_id", None) for part in sources]
-            eos = [
-                i
-                for end in ends
-                if end is not None
-                for i in (end if isinstance(end, list) else [end])
-            ]
+            eos = [i for end in ends for i in (end if isinstance(end, list) else [end])]
             wrap = chat.is_instruct(tokenizer, eos)
         return cls(tokenizer, limit + encodes, encodes, wrap, system)
 
@@ -493,6 +488,29 @@ def read_stdin() -> str:
         raise PromptError(f"stdin is not UTF-8 text: {error}") from error
 
 
+def read_text(path: str | Path) -> str:
+    """The UTF-8 text of a file, without the mark that editors put before it; ``-`` reads stdin."""
+    if path == "-":
+        return read_stdin()
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """The values of a file, a line of JSON each, with their places for error messages."""
+    # Not `splitlines`: JSON strings may hold other line separators.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except json.JSONDecodeError as error:
+                wrong = f"not JSON ({error.msg} at column {error.colno})"
+                raise SettingError(f"{where}: {wrong}") from error
+
+
 def read_file(path: str) -> list[Prompt]:
     """The prompts of a file, a JSON string or object per line; ``-`` reads stdin.
 
@@ -501,27 +519,17 @@ def read_file(path: str) -> list[Prompt]:
         SettingError: a line that cannot be read; its number is named.
         OSError: the file cannot be read.
     """
-    try:
-        text = read_stdin() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
-    # Not `splitlines`: JSON strings may hold other line separators.
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = [_line(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+    prompts = [_line(value, where) for where, value in json_lines(path)]
     if not prompts:
         raise PromptError(f"{path} holds no prompts; write one JSON string or object per line")
     return prompts
 
 
-def _line(line: str, where: str) -> Prompt:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SettingError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+def _line(value: Any, where: str) -> Prompt:
     if isinstance(value, str):
         return Prompt(value, where=where)
     if not isinstance(value, dict):
-        raise SettingError(f"{where}: expected a string or an object, got {line.strip()[:40]}")
+        raise SettingError(f"{where}: expected a string or an object, got {str(value)[:40]}")
     try:
         return replace(_prompt(value), where=where)
     except (PromptError, SettingError) as error:

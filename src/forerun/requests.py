@@ -283,10 +283,11 @@ class Request:
             raise PromptError(
                 f"the prompt has {count} tokens and the context holds {limit}; shorten the prompt"
             )
-        if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
-            raise PromptError(f"the prompt holds token ids outside the vocabulary of {vocab_size}")
+        _check_ids("prompt", self.prompt, vocab_size)
         if self.prediction:
-            self._check_prediction(vocab_size)
+            _check_ids("prediction", self.prediction, vocab_size)
+            if not self.rule.lossless:
+                raise SettingError("a prediction goes with a lossless rule; leave one of them out")
         for name in ("logit_bias", "eos", "allowed_tokens"):
             for token in getattr(self.sampling, name) or ():
                 if not 0 <= token < vocab_size:
@@ -330,16 +331,12 @@ class Request:
             raise PromptError(
                 f"the source has {len(source)} tokens and the encoder reads {limit}; shorten it"
             )
-        if not 0 <= min(source) <= max(source) < vocab_size:
-            raise PromptError(f"the source holds token ids outside the vocabulary of {vocab_size}")
+        _check_ids("source", source, vocab_size)
 
-    def _check_prediction(self, vocab_size: int) -> None:
-        if not 0 <= min(self.prediction) <= max(self.prediction) < vocab_size:
-            raise PromptError(
-                f"the prediction holds token ids outside the vocabulary of {vocab_size}"
-            )
-        if not self.rule.lossless:
-            raise SettingError("a prediction goes with a lossless rule; leave one of them out")
+
+def _check_ids(what: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise PromptError(f"the {what} holds token ids outside the vocabulary of {vocab_size}")
 
 
 def _number(name: str, value: Any) -> float:

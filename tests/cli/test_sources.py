@@ -90,7 +90,7 @@ def test_audit_calibrate_and_costs(forerun, models, prompts):
 
 def test_bench_with_beam_search(forerun, models, prompts, tmp_path):
     done = forerun("bench", *models, "--prompt-file", prompts, "--max-new-tokens", "6",
-                   "--controllers", "fixed(2)", "--peers", "transformers-beam(3),transformers",
+                   "--controllers", "fixed(2)", "--peers", "transformers-beam(3)",
                    "-o", str(tmp_path / "out"))  # fmt: skip
     assert done.code == 0, done.err
     assert "transformers-beam(be" in done.out  # the name goes on in the next line

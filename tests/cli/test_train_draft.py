@@ -81,8 +81,8 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(kind, folders, pairs, tmp_path
 
     import forerun
     from forerun.cli.shared.training_texts import read_pairs
-    from forerun.training.fit import TrainingSettings
     from forerun.training.grafts import GraftTrainer
+    from forerun.training.settings import TrainingSettings
 
     model = forerun.load(folders.target, "none", device="cpu", dtype="float32")
     texts, settings = (
@@ -212,7 +212,8 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     from forerun.runtime.adapters import AdapterExecutor
     from forerun.runtime.base import Rows
     from forerun.training.adapters import AdapterTrainer
-    from forerun.training.fit import Document, TrainingSettings
+    from forerun.training.fit import Document
+    from forerun.training.settings import TrainingSettings
 
     model = forerun.load(folders.decoder, "none", device="cpu", dtype="float32")
     trainer = AdapterTrainer(model.target, TrainingSettings("kangaroo", (2,), batch=2))

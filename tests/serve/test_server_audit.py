@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from forerun.cli import app
 from forerun.errors import SettingError
-from forerun.lab.server_audit import OpenAIServer, ServerText, ToldToken, compare, forerun_plain
+from forerun.lab.server_audit import OpenAIServer, ToldToken, compare, forerun_plain
 from serve.conftest import running
 from serve.test_tools import Served
 
 
-def text(*places: tuple[str, dict[str, float]], finish: str = "length") -> ServerText:
-    return ServerText([ToldToken(token, top[token], top) for token, top in places], finish)
+def text(*places: tuple[str, dict[str, float]]) -> list[ToldToken]:
+    return [ToldToken(token, top[token], top) for token, top in places]
 
 
 A = ("a", {"a": -0.1, "b": -3.0})
@@ -84,4 +84,4 @@ def test_servers_that_cannot_be_audited(shipped):
     foreign._model = {"id": "x", "owned_by": "vllm"}
     with pytest.raises(SettingError, match="against"):
         forerun_plain(foreign)
-    assert math.isfinite(OpenAIServer(shipped.url).write("Once", 1).places[0].logprob)
+    assert math.isfinite(OpenAIServer(shipped.url).write("Once", 1)[0].logprob)

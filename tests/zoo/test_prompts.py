@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from forerun.zoo import DRAFT, TARGET, families, long_families, prompts, sources
-from forerun.zoo.promptset import FOLDER
+from forerun.zoo import DRAFT, FOLDER, TARGET, families, long_families, prompts, sources
 
 
 def test_importing_the_zoo_is_light() -> None:

@@ -28,7 +28,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "zoo": ("zoo:app", "The models that ship: the model card."),
     },
     "Lab": {
-        "record": ("record:record", "Write down what the draft says at every position."),
+        "record": ("record:record", "Write down what the drafter proposes at every position."),
         "costs": (
             "costs:costs",
             "Measure a draft step, target passes by width.",

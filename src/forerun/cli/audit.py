@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,9 +14,9 @@ from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, one_line, stderr, stdout, table
-from forerun.cli.shared.models import Chat, Models
+from forerun.cli.shared.models import Chat, Models, PolicyOptions
 from forerun.cli.shared.options import SAMPLING, SPECULATION, Fields, option
-from forerun.cli.shared.progress import progress
+from forerun.cli.shared.progress import collected
 from forerun.cli.shared.report import print_json
 from forerun.errors import ModelError, SettingError, UnknownNameError, require
 
@@ -32,16 +34,29 @@ TRANSFORMERS = (
     "transformers-assisted(heuristic,5)",
 )
 """What is compared: plain, and assisted with a fixed and a varying length."""
-SHIPPED_LIMIT = 10
-"""Shipped prompts of each family compared by default."""
+SHIPPED_LIMIT, SHIPPED_TOKENS = 10, 128
+"""Shipped prompts of each family compared by default, and tokens that a server is asked for."""
+PRECISIONS = ("bf16", "int8")
+MOVES = {
+    "how far the logits moved": "moved",
+    "gap of the two best, all positions": "gaps_all",
+    "gap where another is best": "gaps_where_best_differs",
+    "gap where texts part": "gaps_where_texts_part",
+}
+"""Rows of the table of `--precision`, and their names in its document."""
 SERVERS = "A server instead of a model"
-COLOURS = {"near-tie": "yellow", "bug": "bold red", "differs": "red"}
+COLOURS = {
+    "near-tie": "yellow", "bug": "bold red", "differs": "red",
+    "other text": "red", "fault": "bold red",
+}  # fmt: skip
+KEY = "OPENAI_API_KEY"
 
 
 @options.command
 def audit(
     models: Annotated[Models, Fields(Models)],
     chat: Annotated[Chat, Fields(Chat)],
+    policies: Annotated[PolicyOptions, Fields(PolicyOptions, only=("controller",))],
     prompts: Annotated[
         str | None, options.prompts("Default for the shipped target: builtin.")
     ] = None,
@@ -50,7 +65,6 @@ def audit(
         int | None, options.limit(f"Default: all, or without --prompts {SHIPPED_LIMIT}.")
     ] = None,
     max_new_tokens: options.OwnMaxNewTokens = None,
-    controller: options.Controller = None,
     rule: Annotated[
         str, option("SPEC", "What to keep; a lossless rule.", panel=SPECULATION)
     ] = "gumbel",
@@ -109,35 +123,31 @@ def audit(
     At each first difference the logits are recomputed in several shapes: it is a floating-point
     near-tie, or a bug. The exit code is 1 if there is a bug.
     """
+    from forerun.prompts import default_source, find_prompts, seeded
+
     if peer is not None and peer not in PEERS:
         raise UnknownNameError.among("peer", peer, PEERS)
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
-
-    from forerun.prompts import default_source, find_prompts, seeded
-    from forerun.settings import Settings
-
-    if server is not None or against is not None:
-        _audit_server(server, against, prompts, split, limit, max_new_tokens, as_json)
-        return
-    _check_temperature(temperature, rule, peer or precision)
-    where = default_source(prompts, models.target)
-    common: dict[str, Any] = {"temperature": temperature}
+    if against is not None and server is None:
+        raise SettingError("--against needs --server URL")
+    if server is None:
+        _check_temperature(temperature, rule, peer or precision)
+    where = default_source(prompts, None if server else models.target)
     limit = SHIPPED_LIMIT if prompts is None and limit is None else limit
-    chosen = seeded(find_prompts(where, split, limit, max_new_tokens), 0)
-
+    requested = find_prompts(where, split, limit, max_new_tokens, penalised=server is None)
+    settings: dict[str, Any] = {"prompts": where, "split": split, "limit": limit}
+    settings["max_new_tokens"] = max_new_tokens
+    if server is not None:
+        return _servers(server, against, requested, settings, as_json)
+    chosen = seeded(requested, 0)
     if precision is not None:
-        from forerun.cli.audit_precision import precision_audit
-
-        settings = {"prompts": where, "split": split, "limit": limit}
-        settings["max_new_tokens"] = max_new_tokens
-        precision_audit(models, precision, chosen, chat, settings, as_json)
-        return
+        return _precisions(_in_both(models, precision), chosen, chat, settings, as_json)
 
     from forerun.lab import audit as lab
-    from forerun.lab.audit_report import document
+    from forerun.settings import Settings
 
     lab.check_lossless(rule)
-    how = Settings(controller, rule)
+    common, how = {"temperature": temperature}, Settings(policies.controller, rule)
     job, rows = models.open(chosen, common, how, batch_size, chat=chat)
     for row in rows if peer else ():
         lab.check_common(replace(row.sampling, temperature=0.0))  # as it is audited then
@@ -153,39 +163,21 @@ def audit(
             peers=peers,
         )
         planned = lab.checks(batch_size, peers)
-        done, interrupted = _collected(run, len(rows) * len(planned))
+        done, interrupted = collected(run, "comparing", len(rows) * len(planned), "texts")
     if as_json:
-        settings = {"prompts": where, "split": split, "limit": limit, "peer": peer}
-        settings = {**job.about, **settings, "max_new_tokens": max_new_tokens, **common}
-        print_json(document(job.model, rows, done, not interrupted, settings))
+        about = {**job.about, **settings, "peer": peer, **common}
+        print_json(lab.document(job.model, rows, done, not interrupted, about))
     else:
         _show(job.model, rows, done, planned)
+    _leave(interrupted, any(c.kind == "bug" for c in done))
+
+
+def _leave(interrupted: bool, bad: bool) -> None:
+    """End with the exit code that says so."""
     if interrupted:
         raise KeyboardInterrupt
-    if any(c.kind == "bug" for c in done):
+    if bad:
         raise typer.Exit(1)
-
-
-def _audit_server(
-    server: str | None,
-    against: str | None,
-    source: str | None,
-    split: str,
-    limit: int | None,
-    cap: int | None,
-    as_json: bool,
-) -> None:
-    """Audit a server on prompts that need no model here."""
-    from forerun.cli.audit_server import server_audit
-    from forerun.prompts import default_source, find_prompts
-
-    if server is None:
-        raise SettingError("--against needs --server URL")
-    where = default_source(source, None)
-    limit = SHIPPED_LIMIT if source is None and limit is None else limit
-    chosen = find_prompts(where, split, limit, cap, penalised=False)
-    settings = {"prompts": where, "split": split, "limit": limit, "max_new_tokens": cap}
-    server_audit(server, against, chosen, settings, as_json)
 
 
 def _check_temperature(temperature: float, rule: str, greedy: str | None) -> None:
@@ -199,35 +191,15 @@ def _check_temperature(temperature: float, rule: str, greedy: str | None) -> Non
         raise SettingError(f"rule {rule!r} tosses coins, so that texts differ; audit it greedily")
 
 
-def _collected(run: Iterator[Comparison], total: int) -> tuple[list[Comparison], bool]:
-    """What was compared, and whether that was interrupted."""
-    done: list[Comparison] = []
-    try:
-        with progress("comparing", total, "texts") as tell:
-            for comparison in run:
-                done.append(comparison)
-                tell("comparing", len(done))
-    except KeyboardInterrupt:
-        note(stderr(), "interrupted; this is what was compared")
-        return done, True
-    return done, False
-
-
 def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
     """Those of transformers that can run; the others are named on stderr."""
-    from forerun.cli.shared.bench_inputs import model_paths
-    from forerun.lab.bench.peers import PipedPeer, named, opening
+    from forerun.cli.shared.bench_inputs import start_peers
+    from forerun.lab.bench.peers import named
 
-    able: list[Peer] = []
-    first = opening(job.model, *model_paths(job, models.target, models.draft))
-    for command in [one for name in TRANSFORMERS for one in named(name, {})]:
-        peer = PipedPeer(command, first)
-        stack.callback(peer.close)
-        reason = peer.start()
-        if reason is None:
-            able.append(peer)
-        else:
-            note(stderr(), f"{command.label} is left out: {reason}")
+    commands = [one for name in TRANSFORMERS for one in named(name, {})]
+    able, skipped = start_peers(stack, job, models, commands)
+    for skip in skipped:
+        note(stderr(), f"{skip['name']} is left out: {skip['reason']}")
     if not able:
         raise ModelError("no peer can run with this target; leave --peer out")
     return able
@@ -239,7 +211,7 @@ def _show(
     done: list[Comparison],
     planned: Sequence[tuple[str, str]],
 ) -> None:
-    from forerun.lab.audit_report import counts, summary
+    from forerun.lab.audit import counts, summary
 
     console = stdout()
     for comparison in done:
@@ -262,7 +234,7 @@ def _show(
 
 def _difference(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> Iterator[Text]:
     """Four lines: the kind, the common text, and the two continuations."""
-    from forerun.lab.audit_report import around
+    from forerun.lab.audit import around
 
     row, difference = rows[comparison.prompt], comparison.difference
     assert difference is not None
@@ -277,3 +249,122 @@ def _difference(model: Model, rows: Sequence[Prompt], comparison: Comparison) ->
     width = max(len(comparison.check), len(comparison.against))
     for name, text in zip((comparison.against, comparison.check), continuations[::-1], strict=True):
         yield Text.assemble((f"    {name:<{width}}  ", "dim"), one_line(text) or "(end)")
+
+
+def _in_both(models: Models, precision: str) -> tuple[Models, Models]:
+    """The target alone in float32 and in another precision, both on the runtime named.
+
+    Raises:
+        SettingError: an unknown precision, or one that the runtime does not have.
+    """
+    from forerun.runtime.runtimes import RUNTIMES, OpenVINORuntime, TorchRuntime
+
+    require(precision in PRECISIONS, "--precision", precision, " or ".join(PRECISIONS))
+    runtime = RUNTIMES.make(models.runtime or "torch")
+    exact = replace(models, draft="none", dtype="float32")
+    if isinstance(runtime, OpenVINORuntime):
+        names = [RUNTIMES.text(replace(runtime, precision=p)) for p in ("fp32", precision)]
+        return replace(exact, runtime=names[0]), replace(exact, runtime=names[1])
+    if not isinstance(runtime, TorchRuntime):
+        raise SettingError(
+            f"--precision compares on torch or openvino, got --runtime {models.runtime}"
+        )
+    if precision == "int8":
+        raise SettingError("torch has no int8 weights here; add --runtime openvino")
+    exact = replace(exact, runtime="torch")
+    return exact, replace(exact, dtype="bfloat16")
+
+
+def _precisions(
+    both: tuple[Models, Models],
+    prompts: Sequence[Prompt],
+    chat: Chat,
+    settings: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Compare a model with itself in another precision, and print the table or the document."""
+    from forerun.lab.precision import compare, summary
+    from forerun.lab.provenance import versions
+
+    first, rows = both[0].open(prompts, chat=chat)
+    second = both[1].load()
+    ids, samplings = [row.ids for row in rows], [row.sampling for row in rows]
+    run = compare(first.model, second.model, ids, samplings)
+    texts, interrupted = collected(run, "comparing", len(rows), "texts")
+    result, name = summary(texts), second.about["dtype"]
+    if as_json:
+        about = {key: second.about[key] for key in ("target", "runtime", "device")}
+        parted = [
+            {
+                "id": rows[text.prompt].id,
+                "family": rows[text.prompt].family,
+                "first_difference": text.first,
+                "other_best": [{"position": at, "gap": text.gaps[at]} for at in text.other],
+            }
+            for text in texts
+            if text.first is not None or text.other
+        ]
+        settings = {**about, "precision": name, **settings}
+        document = {"schema": 1, **result, "differences": parted, "settings": settings}
+        print_json({**document, "versions": versions()})
+    else:
+        shown = table(f"{name} against float32", right=("median", "99 %", "largest"))
+        for label, key in MOVES.items():
+            values = result[key]
+            shown.add_row(
+                label, *(["–"] * 3 if values is None else map("{:.4f}".format, values.values()))
+            )
+        stdout().print(shown)
+        note(
+            stdout(),
+            f"\n{result['texts_differ']} of {result['texts']} texts differ; another token is best "
+            f"at {result['positions_differ']:,} of {result['positions']:,} positions",
+        )
+    _leave(interrupted, False)
+
+
+def _servers(
+    url: str,
+    against: str | None,
+    prompts: Sequence[Prompt],
+    settings: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Ask a server, and another or the same without speculation; print differences or a document.
+
+    Raises:
+        SettingError: a server that fails or gives no log-probabilities.
+    """
+    from forerun.lab.server_audit import OpenAIServer, compare, forerun_plain
+
+    key = os.environ.get(KEY)
+    server = OpenAIServer(url, key)
+    other = OpenAIServer(against, key) if against else forerun_plain(server, key)
+
+    def asked() -> Iterator[Any]:
+        for prompt in prompts:
+            most = int(prompt.settings.get("max_new_tokens", SHIPPED_TOKENS))
+            yield server.write(prompt.content, most), other.write(prompt.content, most)
+
+    pairs, interrupted = collected(asked(), "asking", len(prompts), "prompts")
+    _leave(interrupted and not pairs, False)
+    compared = compare(pairs)
+    counts = Counter(str(c.outcome) for c in compared)
+    line = f"{counts['identical']:,} of {len(compared):,} identical" + "".join(
+        f", {counts[name]:,} {name}" for name in ("near-tie", "other text", "fault")
+    )
+    differing = [(prompts[c.prompt], c) for c in compared if c.position is not None]
+    if as_json:
+        differences = [{"family": p.family, "id": p.id, **asdict(c)} for p, c in differing]
+        print_json({
+            "schema": 1, "summary": line, "compared": len(compared), "differences": differences,
+            "settings": {"server": url, "against": against, **settings},
+        })  # fmt: skip
+    else:
+        for prompt, c in differing:
+            tokens = " / ".join("(end)" if t is None else repr(one_line(t)) for t in c.tokens)
+            what = f"  {prompt.id}: at output token {c.position} {tokens}: {c.reason}"
+            kind = (c.outcome.value, COLOURS[c.outcome.value])
+            stdout().print(Text.assemble(kind, what), soft_wrap=True)
+        note(stdout(), Text(line, "bold"))
+    _leave(interrupted, counts["other text"] + counts["fault"] > 0)

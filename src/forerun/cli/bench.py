@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
-from forerun.cli.bench_compare import compare
 from forerun.cli.shared import options
 from forerun.cli.shared.bench_inputs import (
     Compared,
@@ -20,10 +20,8 @@ from forerun.cli.shared.bench_inputs import (
     model_name,
     our_methods,
     read_peers,
-    read_pythons,
-    read_recorded,
     read_sizes,
-    their_methods,
+    start_peers,
 )
 from forerun.cli.shared.console import note, status, stderr, stdout, table
 from forerun.cli.shared.models import Chat, Models
@@ -36,12 +34,14 @@ if TYPE_CHECKING:
     from forerun.cli.shared.models import Job
     from forerun.lab.bench.bench import Results
     from forerun.lab.bench.methods import Group
-    from forerun.lab.bench.report import Cell, Document
+    from forerun.lab.bench.report import Cell, Change, Document
     from forerun.prompts import Prompt
 
 FIXED = "fixed(5)"  # measured beside the default controller
 METHODS = "What is compared"  # panel of the help text, as the next
 ORACLE = "Share of the oracle"
+DRIFT = 0.05
+"""A change of plain decoding above which the machine was in another state."""
 
 app = typer.Typer(
     help="Measure methods and other implementations side by side; writes a report.",
@@ -174,17 +174,19 @@ def bench(
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = read_sizes(batch)
     requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens, models.target)
-    pythons = read_pythons(peer_python or [])
 
     from forerun.lab.bench.methods import groups
     from forerun.lab.bench.page import PAGE
+    from forerun.lab.bounds.shares import shares
+    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.trace import Trace
     from forerun.model import DEFAULT_CONTROLLER
 
-    recorded = read_recorded(trace, costs)
+    recorded = (Trace.read(trace), Costs.read(costs)) if trace and costs else None
     compared = Compared.read(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}",
         rules,
-        read_peers(peers, pythons, peer or []),
+        read_peers(peers, peer_python or [], peer or []),
         temperature,
     )
 
@@ -206,15 +208,13 @@ def bench(
     work = groups(make_tasks(chosen, seed, compared), sizes)
     results = _measure(models, job, compared, work, folder, settings)
     if recorded is not None:
-        _add_shares(results, recorded, compared.controllers)
+        with status("replaying") as tell:
+            results.document["shares"] = shares(*recorded, compared.controllers, tell)
     cells = _finish(results)
     if as_json:
         return print_json(results.summary(cells))
     _show(results.document, cells)
     note(stderr(), f"report: {folder / PAGE}")
-
-
-app.command("compare")(compare)
 
 
 def _open(
@@ -247,7 +247,13 @@ def _measure(
     target = job.model.target
     provenance = machine(target) | {"target": identity(target), "draft": draft_identity(job)}
     with ExitStack() as stack:
-        theirs, skipped = their_methods(stack, job, compared, models.target, models.draft)
+        theirs: list[Any] = []
+        skipped = []
+        if compared.temperature > 0:
+            why = "peers are measured greedily, and --temperature is above 0"
+            skipped = [{"name": command.label, "reason": why} for command in compared.peers]
+        else:
+            theirs, skipped = start_peers(stack, job, models, compared.peers)
         methods = [*our_methods(job, compared), *theirs]
         results = lab.Results.open(folder, settings, provenance, methods, skipped)
         for skip in results.document["skipped"]:
@@ -261,14 +267,6 @@ def _measure(
             note(stderr(), "interrupted; the same command goes on from here")
             raise
     return results
-
-
-def _add_shares(results: Results, recorded: tuple[Any, Any], lengths: Sequence[str]) -> None:
-    """Put the controllers' shares of what is possible into the results."""
-    from forerun.lab.bounds.shares import shares
-
-    with status("replaying") as tell:
-        results.document["shares"] = shares(*recorded, lengths, tell)
 
 
 def _finish(results: Results) -> list[Cell]:
@@ -299,3 +297,60 @@ def _show(document: Document, cells: Sequence[Cell]) -> None:
             pace = f"{c.tokens_per_second:,.0f}"
             shown.add_row(c.method, *arithmetic, str(c.batch), speed, pace, identical)
     console.print(shown)
+
+
+@app.command("compare")
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A", help="Results: a folder or its file.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Those to compare with.")],
+    as_json: options.Json = False,
+) -> None:
+    """Say what changed from A to B, and which changes are beyond noise.
+
+    Pairs the prompts and methods both have. Judged is the speed-up over plain decoding of the same
+    run, so that a machine that was busier in one of them does not count.
+    """
+    from forerun.lab.bench import report
+    from forerun.lab.bench.bench import load
+
+    changes = report.compare(load(before), load(after))
+    if not changes:
+        raise SettingError("the two results share no prompts measured by the same method")
+    if as_json:
+        print_json(report.changes(changes))
+        return
+    _show_changes(changes)
+
+
+def _show_changes(changes: Sequence[Change]) -> None:
+    from forerun.lab.bench.report import ALL, LEVEL, show
+
+    console = stdout()
+    several = len({c.batch for c in changes}) > 1
+    right = ("time, A/B", "speed-up, B/A", "B is")
+    shown = table("method", "family", *(["batch"] if several else []), right=right, no_wrap=True)
+    styles = {"faster": "green", "slower": "red", "within noise": "dim"}
+    for c in changes:
+        size = [str(c.batch)] if several else []
+        relative = "–" if c.speedup is None else show(c.speedup)
+        verdict = Text(c.verdict, styles[c.verdict])
+        shown.add_row(c.method, c.family, *size, show(c.seconds), relative, verdict)
+    console.print(shown)
+    beyond = sum(c.verdict != "within noise" for c in changes)
+    note(
+        console,
+        f"\n{beyond} of {len(changes)} cells beyond noise; by chance alone up to about "
+        f"{len(changes) * LEVEL:.1f} would be",
+    )
+    for c in changes:
+        if c.speedup is None and c.family == ALL and abs(c.seconds["mean"] - 1) > DRIFT:
+            at = f" at batch {c.batch}" if several else ""
+            note(
+                console,
+                f"plain decoding itself took {1 / c.seconds['mean']:.2f} times as long in B{at}: "
+                "the machine was in another state, measure again before you trust small changes",
+            )
+    for c in changes:
+        if c.family == ALL and c.same_text < 1:
+            share = f"{(1 - c.same_text) * 100:.0f} %"
+            note(console, f"{c.method} wrote other texts in B for {share} of the prompts")

@@ -9,10 +9,12 @@ from rich.filesize import decimal
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr
-from forerun.cli.shared.options import option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import Fields, option
 from forerun.errors import ModelError, SettingError, require
 
 
+@options.command
 def build_datastore(
     data: Annotated[
         str,
@@ -23,9 +25,8 @@ def build_datastore(
         ),
     ],
     output: Annotated[str, options.output("FILE", "Where the datastore goes.")],
-    target: options.Target = None,
+    models: Annotated[Models, Fields(Models, only=("target", "trust_remote_code"))],
     tokens: Annotated[int, option("N", "Most tokens to keep.")] = 10_000_000,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Make a datastore of texts: the drafter rest continues as they do.
 
@@ -48,9 +49,9 @@ def build_datastore(
     from forerun.runtime import load_tokenizer
 
     with status("reading texts"):
-        tokenizer = load_tokenizer(zoo.locate(target), trust_remote_code)
+        tokenizer = load_tokenizer(zoo.locate(models.target), models.trust_remote_code)
         if tokenizer is None:
-            raise ModelError(f"{target} has no tokenizer")
+            raise ModelError(f"{models.target} has no tokenizer")
         kept, left = [], tokens
         for text in source.texts:
             ids = tokenizer.encode(text, add_special_tokens=False)[:left]

@@ -10,16 +10,17 @@ from rich.filesize import decimal
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr
-from forerun.cli.shared.options import option
+from forerun.cli.shared.models import Models
+from forerun.cli.shared.options import Fields, option
 from forerun.errors import ModelError, SettingError, require
 
 
+@options.command
 def build_memory(
     texts: Annotated[list[str], typer.Argument(metavar="FILE...", help="Files of forerun write.")],
     output: Annotated[str, options.output("FILE", "Where the table goes.")],
-    target: options.Target = None,
+    models: Annotated[Models, Fields(Models, only=("target", "trust_remote_code"))],
     entries: Annotated[int, option("N", "Entries to keep, 8 bytes each.")] = 60_000,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Make a table of the n-grams that a target wrote, for the drafter memory.
 
@@ -39,9 +40,9 @@ def build_memory(
         tokens = sum(len(ids) - given for ids, given in written)
         if not tokens:
             raise SettingError("the texts hold no written token; give files of forerun write")
-        tokenizer = load_tokenizer(zoo.locate(target), trust_remote_code)
+        tokenizer = load_tokenizer(zoo.locate(models.target), models.trust_remote_code)
         if tokenizer is None:
-            raise ModelError(f"{target} has no tokenizer")
+            raise ModelError(f"{models.target} has no tokenizer")
     with status("counting"):
         table = NGrams.build(written, entries)
         about = {"texts": str(len(written)), "tokens": str(tokens)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
 from forerun.cli.shared import options
@@ -13,21 +12,12 @@ from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json, save_json
-from forerun.errors import SettingError, require
+from forerun.errors import require
 
 if TYPE_CHECKING:
     from forerun.lab.calibrate import Calibration, Entropies
 
-app = typer.Typer(
-    help="Measure the settings a method needs for your models, as its paper does.",
-    no_args_is_help=False,
-)
-
-
-@app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+app = options.group("Measure the settings a method needs for your models, as its paper does.")
 
 
 DRAFT = Annotated[
@@ -74,8 +64,6 @@ def easd(
     check_writable(output)
     # As in the paper, the target decodes without penalties.
     requested = find_prompts(source, "val", limit, max_new_tokens, penalised=False)
-    if not target_only:
-        _check_draft(models)
     how = Settings(controller="fixed(5)")
     job, rows = models.open(requested, how=how, batch_size=batch_size, chat=chat)
 
@@ -102,21 +90,6 @@ def easd(
     _show(calibration)
     if output is not None:
         note(stderr(), f"saved to {output}")
-
-
-def _check_draft(models: Models) -> None:
-    """Refuse a drafter that has no entropy before anything is loaded."""
-    from forerun.drafters.lookup import Lookup
-    from forerun.model import drafter_spec
-
-    draft = models.draft
-    by_default = draft is None and models.target is not None
-    if by_default or (draft is not None and isinstance(drafter_spec(draft), Lookup)):
-        raise SettingError(
-            "the penalty of easd needs the draft's entropy, and lookup has no distribution"
-            f"{' (it is the default drafter of your own target)' if by_default else ''}; give "
-            "--draft ID_OR_PATH, or --target-only for easd(overlap=0,draft_entropy=False)"
-        )
 
 
 def _show(result: Calibration) -> None:

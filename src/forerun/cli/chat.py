@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from forerun.cli.shared import options
 from forerun.cli.shared.console import legend, note, stderr, stdout
 from forerun.cli.shared.faces import Growing, play
-from forerun.cli.shared.models import Job, Models
+from forerun.cli.shared.models import Chat, Job, Models, PolicyOptions
 from forerun.cli.shared.options import SAMPLING, Fields
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.requests import Sampling
@@ -43,11 +43,8 @@ def chat(
             optional=True,
         ),
     ],
-    system: options.System = None,
-    controller: options.Controller = None,
-    rule: options.Rule = None,
-    settings: options.SettingsFile = None,
-    remember: options.Remember = None,
+    opened: Annotated[Chat, Fields(Chat, only=("system",))],
+    policies: Annotated[PolicyOptions, Fields(PolicyOptions, without=("exits",))],
     rounds: options.Rounds = False,
 ) -> None:
     """Talk to a model that runs ahead of itself: without --target to smollm2 if it is installed.
@@ -55,26 +52,17 @@ def chat(
     Takes the model's own generation settings where no option is given. Commands: /system TEXT,
     /retry, /clear, /save FILE, /help, /quit. From a pipe every line is a turn.
     """
-    from forerun.settings import resolve
-    from forerun.zoo.promptset import SMOLLM2, smollm2
+    from forerun.zoo import SMOLLM2, smollm2
 
     given = options.sampling(sampling)
     if models.target is None and smollm2() is not None:
         models = replace(models, target=SMOLLM2)
-    how = resolve(settings, controller=controller, rule=rule)
-    job = models.load(how, batch_size=1, remember=remember is not False)
-    Conversation(job, given, system, rounds).run()
+    job = models.load(policies.resolve(), batch_size=1, remember=policies.remember is not False)
+    Conversation(job, given, opened.system, rounds).run()
 
 
 class Conversation:
-    """Turns of a user and a model, and the commands between them.
-
-    Args:
-        job: the model and its policies.
-        given: sampling fields; others are the model's own.
-        system: what the system says first.
-        rounds: print a line per round.
-    """
+    """Turns of a user and a model, and the commands between them."""
 
     def __init__(
         self, job: Job, given: dict[str, Any], system: str | None = None, rounds: bool = False

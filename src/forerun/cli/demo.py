@@ -54,8 +54,7 @@ def demo(
     from forerun.cli.shared.faces import Growing, play, warm_up
     from forerun.cli.shared.models import Models
     from forerun.prompts import Prompt, Reader
-    from forerun.zoo import smollm2
-    from forerun.zoo.promptset import SMOLLM2
+    from forerun.zoo import SMOLLM2, smollm2
 
     console, chats = stderr(), smollm2() is not None
     models = Models(SMOLLM2, runtime=runtime, device=device)

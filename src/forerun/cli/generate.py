@@ -10,7 +10,7 @@ import typer
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr
-from forerun.cli.shared.models import ChatByDefault, Models
+from forerun.cli.shared.models import ChatByDefault, Models, PolicyOptions
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, Fields, flag, option
 from forerun.errors import SettingError
 from forerun.requests import Sampling
@@ -25,6 +25,7 @@ def generate(
     models: Annotated[Models, Fields(Models)],
     sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, without=NO_OPTIONS)],
     chat: Annotated[ChatByDefault, Fields(ChatByDefault)],
+    policies: Annotated[PolicyOptions, Fields(PolicyOptions)],
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -33,8 +34,6 @@ def generate(
             "- reads stdin.",
         ),
     ] = None,
-    exits: options.Exits = None,
-    remember: options.Remember = None,
     language: Annotated[
         str | None,
         option("CODE", "Of translation models: the language to write in.", panel=MODELS),
@@ -47,9 +46,6 @@ def generate(
             panel=MODELS,
         ),
     ] = None,
-    controller: options.Controller = None,
-    rule: options.Rule = None,
-    settings: options.SettingsFile = None,
     prompt_file: Annotated[
         str | None,
         option(
@@ -111,18 +107,16 @@ def generate(
     prompts = read_prompts(prompt, prompt_file)
     common = options.sampling(sampling)
     with status("loading"):
-        from forerun.settings import resolve
-
-        models = models.with_exits(exits)
-        how = resolve(settings, controller=controller, rule=rule, draft=models.draft)
-    learns = not compare if remember is None else remember
+        models = models.with_exits(policies.exits)
+        how = policies.resolve(models.draft)
+    learns = not compare if policies.remember is None else policies.remember
     job, prompts = models.open(prompts, common, how, batch_size, chat=chat, remember=learns)
     job.model.opening = job.model.open(language, decoder_prompt)
     watched = sys.stdout.isatty() and not (as_json or as_lines)
     job = replace(job, logprobs=logprobs, first_token_soon=watched)
-    if settings is not None:
+    if policies.settings is not None:
         used = "{controller}, {rule}, draft {draft}".format_map(job.about)
-        note(stderr(), f"{settings}: {used}")
+        note(stderr(), f"{policies.settings}: {used}")
     if job.about["chat"] and not chat.chat:
         note(stderr(), "the model's chat template is around the prompt; --raw leaves it out")
     if compare:

@@ -31,7 +31,7 @@ def info(
         from forerun.runtime.preview import preview
         from forerun.zoo import locate
 
-        for fact in preview(locate(target)).lines():
+        for fact in preview(locate(target)):
             console.print(fact, soft_wrap=True, highlight=False)
         return
     assert name is not None

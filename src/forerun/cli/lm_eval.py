@@ -8,15 +8,16 @@ from forerun import zoo
 from forerun.checks import whole
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.options import PROMPTS, option
+from forerun.cli.shared.models import Models, PolicyOptions
+from forerun.cli.shared.options import PROMPTS, Fields, option
 from forerun.cli.shared.report import check_writable, hold_output, print_json, save_json
 
 
 @options.command
 def lm_eval(
     tasks: Annotated[str, option("NAME,...", "Tasks of lm-evaluation-harness.", panel=PROMPTS)],
-    target: options.Target = None,
-    draft: options.Draft = None,
+    models: Annotated[Models, Fields(Models, only=("target", "draft", "dtype"))],
+    policy: Annotated[PolicyOptions, Fields(PolicyOptions, only=("controller", "rule"))],
     runtime: Annotated[
         str,
         option(
@@ -25,9 +26,6 @@ def lm_eval(
             panel=options.MODELS,
         ),
     ] = "torch",
-    dtype: options.Dtype = None,
-    controller: options.Controller = None,
-    rule: options.Rule = None,
     include_path: Annotated[
         str | None, option("DIR", "A folder of further tasks.", panel=PROMPTS)
     ] = None,
@@ -53,8 +51,9 @@ def lm_eval(
     from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, default_draft
 
     model = Evaluated(
-        str(zoo.locate(target)), draft or str(default_draft(target)),
-        controller or DEFAULT_CONTROLLER, rule or DEFAULT_RULE, runtime, dtype, batch_size,
+        str(zoo.locate(models.target)), models.draft or str(default_draft(models.target)),
+        policy.controller or DEFAULT_CONTROLLER, policy.rule or DEFAULT_RULE, runtime,
+        models.dtype, batch_size,
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ForerunWarning)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import clean, note, stderr
-from forerun.cli.shared.models import Models
+from forerun.cli.shared.models import Models, PolicyOptions
 from forerun.cli.shared.options import MODELS, SPECULATION, Fields
 from forerun.errors import MissingExtraError
 from forerun.serve.config import Config
@@ -28,15 +28,11 @@ KEY = "FORERUN_API_KEY"
 @options.command
 def serve(
     models: Annotated[Models, Fields(Models)],
+    policies: Annotated[PolicyOptions, Fields(PolicyOptions)],
     naming: Annotated[dict[str, Any], Fields(Config, MODELS, ("name",), optional=True)],
     ruling: Annotated[dict[str, Any], Fields(Config, SPECULATION, ("allowed_rules",))],
     listening: Annotated[dict[str, Any], Fields(Config, "Listening", LISTENING)],
     limits: Annotated[dict[str, Any], Fields(Config, "Limits", LIMITS)],
-    exits: options.Exits = None,
-    remember: options.Remember = None,
-    controller: options.Controller = None,
-    rule: options.Rule = None,
-    settings: options.SettingsFile = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, a page that shows it think, metrics.
 
@@ -52,16 +48,15 @@ def serve(
     first = Config(**chosen)  # mistakes that need no model are told before one is loaded
 
     from forerun.serve.run import serve as run
-    from forerun.settings import resolve
 
-    models = models.with_exits(exits)
+    models = models.with_exits(policies.exits)
     about: dict[str, Any] = {}
 
     def load() -> tuple[Model, Config]:
         job = models.load(
-            resolve(settings, controller=controller, rule=rule),
+            policies.resolve(),
             first.max_rows,
-            remember=len(first.api_keys) < 2 if remember is None else remember,
+            remember=len(first.api_keys) < 2 if policies.remember is None else policies.remember,
         )
         about.update(job.about)
         return job.model, replace(first, controller=job.about["controller"], rule=job.about["rule"])

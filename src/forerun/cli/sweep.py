@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.text import Text as Line
 
 from forerun.cli.shared import options
@@ -22,13 +21,7 @@ if TYPE_CHECKING:
 
 OF_FILE, OF_FAMILY = 30, 5
 """Prompts by default."""
-app = typer.Typer(help="Tune a drafter's settings for your model.", no_args_is_help=False)
-
-
-@app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+app = options.group("Tune a drafter's settings for your model.")
 
 
 @app.command()

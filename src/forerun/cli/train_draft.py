@@ -16,10 +16,10 @@ from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
+from forerun.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from forerun.cli.shared.models import Job
-    from forerun.training.fit import TrainingSettings
 
 SCHEMA = 1
 OWN = "own.jsonl"
@@ -31,6 +31,10 @@ def train_draft(
     output: Annotated[str, options.output("DIR", "Where the draft goes.")],
     models: Annotated[Models, Fields(Models, only=ALONE)],
     chat: Annotated[Chat, Fields(Chat)],
+    training: Annotated[
+        dict[str, Any],
+        Fields(TrainingSettings, without=("kind", "anchors"), layers=(str | None, None)),
+    ],
     which: Annotated[
         str | None,
         typer.Argument(
@@ -62,51 +66,6 @@ def train_draft(
     kind: Annotated[
         str | None, typer.Option("--kind", hidden=True, help="KIND, as it was given before.")
     ] = None,
-    layers: Annotated[
-        str | None,
-        option(
-            "N[,N...]",
-            "Of shared and block: of the draft's decoder (default 1); of medusa: blocks of a head "
-            "(1); of kangaroo: the target's below the adapter (2); of exits: layers to exit after "
-            "(about six); of eagle: depths whose states are read (a third, two thirds, all).",
-        ),
-    ] = None,
-    width: Annotated[
-        int | None,
-        option(
-            "K",
-            "Of block: tokens proposed in a pass (default 8); of medusa: heads (5); of eagle: of "
-            "the layer (256).",
-        ),
-    ] = None,
-    vocab: Annotated[
-        int | None,
-        option(
-            "N",
-            "Of medusa, exits and eagle: the draft says only the N most frequent tokens; 0 is all. "
-            "Default: all, of eagle 8192.",
-        ),
-    ] = None,
-    head: Annotated[
-        str,
-        option(
-            "light|full",
-            "Of exits: an affine map before the model's own LM head, or an LM head per layer.",
-        ),
-    ] = "light",
-    rank: Annotated[int, option("R", "Of light exits: small for large models; 0 is full.")] = 0,
-    loss: Annotated[
-        str,
-        option("hard|distill", "Of exits: learn the last layer's top token, or its distribution."),
-    ] = "hard",
-    steps: Annotated[int, option("N", "Steps of training.")] = 1000,
-    batch: Annotated[
-        int | None, option("B", "Texts per step. Default: 32, of exits and eagle 8.")
-    ] = None,
-    lr: Annotated[
-        float | None,
-        option("X", "Peak learning rate. Default: 0.001, of eagle 0.002, of exits 0.25 / width."),
-    ] = None,
     own: Annotated[
         int,
         option(
@@ -123,7 +82,6 @@ def train_draft(
     held_out: Annotated[
         int, option("N", "Texts kept apart to measure agreement; at most a fifth.")
     ] = 200,
-    seed: Annotated[int, option("S", "Decides texts, order and places.")] = 0,
     as_json: options.Json = False,
 ) -> None:
     """Train a draft that belongs to its target; the target itself stays as it is.
@@ -131,7 +89,7 @@ def train_draft(
     It learns what the target says. Interrupted, the same command goes on; with a larger --steps,
     it trains longer.
     """
-    from forerun.training.fit import CHECKPOINT, TrainingSettings, trainer
+    from forerun.training.fit import CHECKPOINT, trainer
 
     require(held_out >= 1, "held-out", held_out, "≥ 1")
     require(own >= 0, "own", own, "≥ 0")
@@ -139,17 +97,15 @@ def train_draft(
     out = Path(output)
     if out.exists() and not out.is_dir():
         raise SettingError(f"{out} is a file; name a folder")
-    settings = TrainingSettings(
-        which or kind or "shared", _listed(layers), width, steps, batch, lr,
-        seed=seed, vocab=vocab, head=head, rank=rank, loss=loss,
-    )  # fmt: skip
+    training["layers"] = _listed(training["layers"])
+    settings = TrainingSettings(which or kind or "shared", **training)
     _check(settings, models.target, pairs, data)
 
     job = models.alone.load(batch_size=settings.batch or 32, chat=chat)
     if pairs is not None:
         texts = _pairs(job, pairs, out / OWN, own, max_new_tokens)
     else:
-        texts = _documents(job, str(data), seed, out, tokens)
+        texts = _documents(job, str(data), settings.seed, out, tokens)
     every = max(5, -(-len(texts) // held_out))
     unseen = texts[::every]
     learnt = [text for place, text in enumerate(texts) if place % every]
@@ -169,12 +125,12 @@ def train_draft(
                 record["held_out"] = draft.agreement(unseen)
             yield record
 
-    if draft.step < steps:
-        keep(draft, records(), out, CHECKPOINT, until=steps)
+    if draft.step < settings.steps:
+        keep(draft, records(), out, CHECKPOINT, until=settings.steps)
     measured = draft.agreement(unseen)
     about = draft.export(out, len(learnt), measured)
     if as_json:
-        print_json({"schema": SCHEMA, "complete": draft.step >= steps, "draft": str(out),
+        print_json({"schema": SCHEMA, "complete": draft.step >= settings.steps, "draft": str(out),
                     "kind": about.kind, **about.settings, **about.trained})  # fmt: skip
         return
     _show(f"{draft.step} steps, {draft.tokens:,} tokens; held out: ", measured)

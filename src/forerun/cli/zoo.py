@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from forerun.cli.shared import options
 from forerun.errors import SettingError
 from forerun.zoo import card as model_card
 
-app = typer.Typer(help="The models that ship: the model card.", no_args_is_help=False)
+app = options.group("The models that ship: the model card.")
 
 MOVED = (
     "train",
@@ -22,12 +23,6 @@ MOVED = (
     "prompts",
 )
 """Commands of the recipe, which is in the repository and not in the package."""
-
-
-@app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @app.command()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Texts = Sequence[list[int] | None]
 """Per row the committed text to draft from; None for rows that do not draft this round."""
+Prompts = Sequence[Sequence[int]]
+"""Token ids by row."""
 
 
 @dataclass
@@ -194,12 +196,7 @@ class Drafter(ABC):
             guide: for drafters that go token by token.
         """
 
-    def hear(
-        self,
-        texts: Sequence[Sequence[int]],
-        fed: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-    ) -> None:
+    def hear(self, texts: Prompts, fed: Prompts, answers: Prompts) -> None:
         """What the target said of the rows it judged, if `hears`; a `rollback` of each follows.
 
         Args:
@@ -215,12 +212,7 @@ class Drafter(ABC):
     def follow(self, texts: Texts) -> None:
         """Rows are reading a long prompt; a drafter with a cache may read along."""
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Rows were added at the end; each is expected to grow by `room` tokens.
 
         `sources` are what their target's encoder read; only of encoder-decoder targets.

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import draft_path, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
-from forerun.drafters.stepping import step_by_step
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
+from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.runtime.base import CHUNK, Rows
 from forerun.runtime.drafts import draft_folder
 from forerun.runtime.grafts import graft_rows, load_graft, model_of
@@ -41,12 +41,7 @@ class BlockDrafter(Drafter):
         sizes = target.facts.weights, self.rows.facts.weights
         return self.width * sizes[0] / sizes[1] if all(sizes) else 5.0
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Empty rows on the target's encoder states."""
         self.rows.join(len(prompts), max(map(len, prompts)) + room + self.width, sources)
         self._answers.extend([None] * len(prompts))
@@ -69,19 +64,27 @@ class BlockDrafter(Drafter):
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """One pass for all places, then a token of each as far as the controllers want."""
         most = [min(n, self.width) for n in most]
-        return step_by_step(_Columns(self, max(most)), texts, most, guide)
+        places: list[torch.Tensor] = []
 
-    def ask(self, texts: Texts, count: int) -> list[torch.Tensor | None]:
-        """Per text at least `(count, V)` logits of its next places; not asked again for a text
-        whose places are known."""
+        def ask(place: int, texts: Texts) -> torch.Tensor:
+            if place == 0:  # whose time the pass takes
+                places.extend(self._ask(texts, max(most)))
+            return torch.stack([row[min(place, len(row) - 1)] for row in places])
+
+        return step_by_step(ByPlace(ask), texts, most, guide)
+
+    def _ask(self, texts: Texts, count: int) -> list[torch.Tensor]:
+        """Per text at least `(count, V)` logits of its next places, zeros of no text; not asked
+        again for a text whose places are known."""
         new: list[list[int] | None] = []
         for text, answer in zip(texts, self._answers, strict=True):
             known = answer is not None and answer[0] == text and len(answer[1]) >= count
             new.append(None if known else text)
         if any(text is not None for text in new):
             self._feed(new, count)
+        blank = next(torch.zeros_like(answer[1][:1]) for answer in self._answers if answer)
         return [
-            None if text is None or answer is None else answer[1]
+            blank if text is None or answer is None else answer[1]
             for text, answer in zip(texts, self._answers, strict=True)
         ]
 
@@ -103,25 +106,6 @@ class BlockDrafter(Drafter):
             if text is not None:
                 self.rows.rollback(row, len(text))
                 self._answers[row] = list(text), logits[row]
-
-
-class _Columns:
-    """What a pass says, place by place. It is asked with the first, whose time the pass takes."""
-
-    def __init__(self, drafter: BlockDrafter, count: int) -> None:
-        self._drafter, self._count = drafter, count
-        self._rows: list[torch.Tensor] = []
-        self._place = -1
-
-    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """The next place of every row."""
-        if not self._rows:
-            asked = self._drafter.ask(texts, self._count)
-            blank = next(torch.zeros_like(logits[:1]) for logits in asked if logits is not None)
-            self._rows = [blank if logits is None else logits for logits in asked]
-        self._place += 1
-        at = [row[min(self._place, len(row) - 1)] for row in self._rows]
-        return Step(torch.stack(at))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from operator import mul
 from typing import Any, ClassVar
 
 from forerun.checks import between
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
 from forerun.types import Token
@@ -49,12 +49,7 @@ class ChainDrafter(Drafter):
     def ratio(self, target: Rows) -> float:
         return self._then.ratio(target)
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         for member in self._members:
             member.join(prompts, room, sources)
 
@@ -69,7 +64,7 @@ class ChainDrafter(Drafter):
     def follow(self, texts: Texts) -> None:
         self._then.follow(texts)
 
-    def hear(self, *about: Sequence[Sequence[int]]) -> None:
+    def hear(self, *about: Prompts) -> None:
         self._then.hear(*about)
 
     def learn(self, text: Sequence[int], prompt: int) -> None:
@@ -158,22 +153,12 @@ class _Certain:
 class Chain(DrafterSpec):
     """What needs no model drafts where it is sure enough, another drafter in all other rounds.
 
-    Written `FIRST+THEN`: `memory+eagle`, `suffix+FOLDER`. Each token of the first is as good as
-    free: `auto` compares what the two are expected to bring, net of the time they take, and where
-    a model is dear the first drafts more. Output is the target's own, whoever drafts.
-
-    When it helps: the first copies what a model would have to compute, the second drafts where
-    nothing repeats. When it hurts: hardly ever.
-
     Args:
         first: `lookup`, `suffix`, `memory` or `rest`.
         then: any drafter, or a model's folder.
         enough: tokens of the first's draft that must be expected to be kept, ≥ 0, for it to go
             before the second's under a policy that knows no costs (ours). Lookup and rest say
             nothing of their tokens, and go first wherever they have any.
-
-    Deviations: the second never goes on behind what the first has drafted. Where the first expects
-    less than the second, its tokens are in the way of better ones, also for nothing.
 
     Reference: ours.
     """

@@ -33,14 +33,7 @@ class Unembedding:
 
 
 class KangarooDrafter(SpecBoundDrafter):
-    """Steps the target's first layers and the adapter; made by `Kangaroo.build`.
-
-    Args:
-        rows: the target, from `forerun.runtime.adapters.adapter_rows`.
-        threshold: η.
-        most: γ.
-        keep: as in `Kangaroo`.
-    """
+    """Steps the target's first layers and the adapter; made by `Kangaroo.build`."""
 
     def __init__(self, rows: Rows, threshold: float, most: int, keep: bool = True) -> None:
         assert isinstance(rows.executor, AdapterExecutor)

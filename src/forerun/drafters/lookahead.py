@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from forerun.checks import flag, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
 
 Run = tuple[int, ...]
 """Tokens that follow each other."""
@@ -32,14 +32,7 @@ class _LookaheadRow:
 
 
 class LookaheadDrafter(Drafter):
-    """Jacobi iteration in the passes that verify, and a pool of the n-grams it runs through.
-
-    Args:
-        width: tokens drafted at most.
-        n: tokens of an n-gram.
-        text: whether the text's own n-grams are in the pool, too.
-        fill: whether places nobody has said anything of begin with some token of the text.
-    """
+    """Jacobi iteration in the passes that verify, and a pool of the n-grams it runs through."""
 
     has_distribution = False
     blind = True
@@ -49,12 +42,7 @@ class LookaheadDrafter(Drafter):
         self._width, self._n, self._text, self._fill = width, n, text, fill
         self._rows: list[_LookaheadRow] = []
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """A pool per new row; with an encoder, the source's n-grams are in it like a prompt's."""
         for source in sources or [()] * len(prompts):
             row = _LookaheadRow()
@@ -77,12 +65,7 @@ class LookaheadDrafter(Drafter):
                 out.tokens[i] = self._draft(self._rows[i], text, min(most[i], self._width))
         return out
 
-    def hear(
-        self,
-        texts: Sequence[Sequence[int]],
-        fed: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-    ) -> None:
+    def hear(self, texts: Prompts, fed: Prompts, answers: Prompts) -> None:
         """One iteration: what was said behind a guess is the next place's guess from now on.
 
         A guess and those that led to it, each said by the target behind the one before it, an
@@ -134,21 +117,6 @@ def _copy(row: _LookaheadRow) -> _LookaheadRow:
 class Lookahead(DrafterSpec):
     """Lookahead decoding: the target's own passes say guesses, and n-grams of them are the draft.
 
-    No model and no training: guesses ride along in the pass that verifies. What the target says
-    behind a guess is the guess for the next place in the next pass (Jacobi iteration), and what
-    followed each other from pass to pass is kept as an n-gram. A draft is the n-gram that begins
-    with the newest token, then the one that begins where it ends, and so on, then guesses. Output
-    is the target's own, exactly: drafted tokens are certain, and the rule judges them so.
-
-    When it helps: where a pass over some tokens costs as much as over one (GPUs at small batches),
-    on text with turns of phrase of its own. When it hurts: where wide passes cost more, as on CPUs
-    and in batches, since hardly any guess is kept; the controller then drafts less, and guesses
-    get on only as far as it drafts.
-
-    Rule: guesses `y` of places beyond the text; a pass over text and guesses gives
-    `y_p ← argmax f(text, y_<p)` (section 3.1; with sampling, too, the guesses are the arg-max); the
-    n-gram ending at p is `y_{p−N+1}, …, y_p`, each of one iteration later than the one before it.
-
     Args:
         width: most tokens of a draft, guesses included, ≥ 1; the window W. It holds beside the
             length controller's limit; reaching it stops with "exhausted". 8 is ours (the paper: 15
@@ -159,15 +127,6 @@ class Lookahead(DrafterSpec):
             the prompt as reference).
         fill: whether a place that nothing is known of begins with some token of the text, as the
             window does in the paper; without, nothing is guessed until an n-gram was drafted.
-
-    Deviations: a pass holds a chain here, where the paper's holds a tree: the window of W × (N − 1)
-    tokens, each seeing but those that led to it, and beside it up to G candidate n-grams. So (1)
-    one candidate is verified per pass, the newest of those that begin with the newest token,
-    lengthened by others; the pool keeps one per first token; (2) guesses stand behind it, in the
-    same chain, and see all of it, also where it is wrong; those whose places the candidate takes
-    are not iterated on in that pass; (3) a guess keeps its place in the text when several tokens
-    are accepted, where the paper's window keeps its place behind the newest token; (4) how far is
-    guessed is bounded by the controller. No lookahead parallelism over several devices.
 
     Reference: Fu et al. 2024, Break the Sequential Dependency of LLM Inference Using Lookahead
     Decoding; Jacobi decoding: Santilli et al. 2023.

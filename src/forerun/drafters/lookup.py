@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
 from forerun.errors import require
 
 
@@ -27,12 +27,7 @@ class LookupDrafter(Drafter):
         self._sources: list[list[int]] = []
         """What stands before each row's text: the source, with an encoder."""
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Start an index per new row, with its source in it."""
         self._index.extend({} for _ in prompts)
         self._covered.extend(0 for _ in prompts)
@@ -78,12 +73,6 @@ class LookupDrafter(Drafter):
 @dataclass(frozen=True)
 class Lookup(DrafterSpec):
     """Prompt lookup: continue the longest earlier match of the last tokens. No model, no cost.
-
-    With an encoder-decoder target the source stands before the text: what is copied from it is
-    drafted (summaries, post-editing; a translation copies names and numbers).
-
-    When it helps: copying, rewriting, extraction, code, periodic text. When it hurts: hardly ever;
-    where nothing repeats it proposes nothing (or short wrong guesses).
 
     Args:
         n: longest suffix to match, in tokens, ≥ 1 (Saxena 2023 and transformers use 3 and 2).

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import draft_path, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
-from forerun.drafters.stepping import step_by_step
+from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
+from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.errors import SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder, spread
@@ -54,12 +54,16 @@ class MedusaDrafter(Drafter):
             return Proposal.none(len(texts))
         known = [text if row in states else None for row, text in enumerate(texts)]
         most = [min(n, self._width) for n in most]
-        return step_by_step(_Asked(self, states), known, most, guide)
 
-    def ask(self, head: int, states: dict[int, torch.Tensor], rows: int) -> torch.Tensor:
+        def ask(head: int, texts: Texts) -> torch.Tensor:
+            asked = {row: state for row, state in states.items() if texts[row] is not None}
+            return self._ask(head, asked, len(texts))
+
+        return step_by_step(ByPlace(ask), known, most, guide)
+
+    def _ask(self, head: int, states: dict[int, torch.Tensor], rows: int) -> torch.Tensor:
         """`(rows, V)` logits of a head; −inf for what it cannot say, nothing in other rows."""
-        began = time.perf_counter()
-        where = list(states)
+        began, where = time.perf_counter(), list(states)
         logits = self._heads.logits(head, torch.stack(list(states.values())))
         out = spread(logits, self._heads.tokens, self.target.vocab_size)
         if len(where) < rows:
@@ -67,19 +71,6 @@ class MedusaDrafter(Drafter):
             out[where] = asked
         self.seconds += time.perf_counter() - began
         return out
-
-
-class _Asked:
-    """The heads of one round, one after the other: a controller may stop before the last."""
-
-    def __init__(self, drafter: MedusaDrafter, states: dict[int, torch.Tensor]) -> None:
-        self._drafter, self._states, self._head = drafter, states, -1
-
-    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """What the next head says."""
-        self._head += 1
-        asked = {row: state for row, state in self._states.items() if texts[row] is not None}
-        return Step(self._drafter.ask(self._head, asked, len(texts)))
 
 
 @dataclass(frozen=True)

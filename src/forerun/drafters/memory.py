@@ -105,19 +105,6 @@ def grown_file(name: str, tokenizer: str) -> Path:
 class MemoryDraft(DrafterSpec):
     """Continue as this text, or what the target wrote for other prompts, most often did. No model.
 
-    Counts of this text, as in `suffix`, and a table of n-grams of other texts of the same target;
-    of the two the surer one says the next token. For SmolLM2 a table ships; for others
-    `forerun build-memory` makes one in minutes. `generate`, `chat` and `serve` add what the target
-    writes to a file of the user's cache, unless told not to. Whatever a table holds, output is the
-    target's own: only speed depends on it.
-
-    When it helps: turns of phrase and code that a model writes again and again, besides all that
-    helps suffix. When it hurts: hardly ever; on text unlike that of its tables it is suffix.
-
-    Rule: the entry of the longest context, of at most 4 tokens, that any table holds; counts of
-    several tables add up. With c hits and k misses behind m tokens its probability is
-    `c / (c + 1.6·k + prior(m))`.
-
     Args:
         table: a file of `forerun build-memory`; None is the one that ships for the target's
             tokenizer, if there is one.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import choice
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, ModelError, require
 from forerun.runtime.base import CHUNK, Executor, Rows
@@ -48,17 +48,12 @@ class ModelDrafter(Drafter):
         sizes = target.facts.weights, self.rows.facts.weights
         return sizes[0] / sizes[1] if all(sizes) else 5.0
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Empty rows: a prompt is read when its row first drafts; sources are encoded now."""
         room += max(map(len, prompts))
         self.rows.join(len(prompts), room, None if sources is None else self.readable(sources))
 
-    def readable(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+    def readable(self, sources: Prompts) -> list[list[int]]:
         """Sources as far as the draft can read them."""
         known, limit = self.rows.vocab_size, self.rows.facts.source_limit
         return [[i if i < known else STAND_IN for i in source[:limit]] for source in sources]
@@ -119,13 +114,6 @@ class ModelDrafter(Drafter):
 @dataclass(frozen=True)
 class ModelDraft(DrafterSpec):
     """A smaller model drafts token by token.
-
-    With another tokenizer than the target's it reads and writes text: what it writes greedily is
-    encoded by the target's (string-level exact match), or it is kept to the tokens that both
-    vocabularies have and drafts these with their distribution (token-level intersection).
-
-    When it helps: when the draft agrees with the target often and costs a fraction of it. When it
-    hurts: when it is nearly as slow as the target, or disagrees.
 
     Args:
         path: a folder or Hugging Face id. A vocabulary of the target's tokenizer that is padded to

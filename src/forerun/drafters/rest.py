@@ -15,14 +15,7 @@ from forerun.errors import ModelError, require
 
 
 class RESTDrafter(Drafter):
-    """Proposes what most often follows the text's last tokens in a datastore.
-
-    Args:
-        store: the datastore.
-        n: longest run of last tokens that is looked up.
-        least: shortest.
-        most: occurrences that are counted.
-    """
+    """Proposes what most often follows the text's last tokens in a datastore."""
 
     has_distribution = False
     blind = True
@@ -56,21 +49,11 @@ class RESTDrafter(Drafter):
 class REST(DrafterSpec):
     """Retrieval: continue the text as a datastore of texts most often does. No model.
 
-    When it helps: text like that of the datastore (code, a site's own answers, templates); it costs
-    next to nothing and needs no training. When it hurts: hardly ever; on other text its guesses are
-    short and wrong.
-
-    Rule: of the last `n` to `least` tokens the longest run that occurs in the datastore; of its
-    occurrences the most frequent next token, then the most frequent after that among those that
-    agree, and so on. The datastore is made by `forerun build-datastore`.
-
     Args:
         datastore: its file.
         n: longest run to look up, tokens, `least ≤ n ≤ 32` (ours).
         least: shortest, ≥ 1 (ours).
         most: occurrences that are counted, evenly spaced among all, ≥ 1 (ours).
-
-    Deviations: the paper verifies a tree of continuations, here a draft is a chain.
 
     Reference: He et al. 2024, REST: Retrieval-Based Speculative Decoding.
     """

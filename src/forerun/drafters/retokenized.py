@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, Prompts, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ModelError
 from forerun.runtime.base import CHUNK, Rows
@@ -49,12 +49,7 @@ class RetokenizedDrafter(Drafter):
         """Weights that a pass of the target reads over those of a pass of the draft."""
         return max(target.facts.weights / max(self.rows.facts.weights, 1), 1.0)
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         self.rows.join(len(prompts), max(map(len, prompts)) + room)
         self._held.extend([] for _ in prompts)
 

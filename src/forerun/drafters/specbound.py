@@ -35,18 +35,7 @@ def temperature(layer: int, layers: int, anneal: float) -> float:
 
 
 class SpecBoundDrafter(Drafter):
-    """Steps the target's own shallow layers; made by `SpecBound.build`.
-
-    Args:
-        rows: the target; it keeps the states, and the engine verifies with it.
-        heads: what turns shallow hidden states into logits.
-        layers: exit layers in use, rising, each with a head; the last may be all of the target's,
-            where a token leaves in any case and with the target's own logits.
-        threshold: τ.
-        anneal: a.
-        width: W, tokens per round.
-        bonus: as in `SpecBound`.
-    """
+    """Steps the target's own shallow layers; made by `SpecBound.build`."""
 
     shares_layers = True
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from forerun.drafters.base import Proposal, Step, StepContext, Texts
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Stepper(Protocol):
@@ -13,6 +16,17 @@ class Stepper(Protocol):
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """What follows each text; `greedy` as `StepContext.greedy`. None texts get no answer."""
+
+
+class ByPlace:
+    """Steps through a block: `(rows, V)` logits by the place in it, from 0 on, and the texts."""
+
+    def __init__(self, ask: Callable[[int, Texts], torch.Tensor]) -> None:
+        self._ask, self._place = ask, -1
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        self._place += 1
+        return Step(self._ask(self._place, texts))
 
 
 def step_by_step(
@@ -24,12 +38,7 @@ def step_by_step(
 ) -> Proposal:
     """Draft for every row until its limit, its controller, the stepper or the text says stop.
 
-    Args:
-        stepper: the model.
-        texts: per row, None where nothing is drafted.
-        most: per row.
-        guide: sampling and the controllers' decisions.
-        catching_up: whether the first step reads on in texts it had not followed.
+    `catching_up` says that the first step reads on in texts that it had not followed.
     """
     out = Proposal.none(len(texts))
     ahead: list[list[int] | None] = [None if t is None else list(t) for t in texts]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.checks import between, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
 from forerun.drafters.ngrams import Guess, NGrams, follow
 from forerun.drafters.stepping import step_by_step
 from forerun.runtime.base import Best
@@ -112,12 +112,7 @@ class SuffixDrafter(Drafter):
         self._kept: list[float] = []
         """Per row the estimated probability that the draft so far is kept."""
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Counts per new row, with its source in them."""
         self._rows.extend(Occurrences(source) for source in sources or [()] * len(prompts))
 
@@ -178,25 +173,10 @@ def _signals(probability: float) -> dict[str, float]:
 class Suffix(DrafterSpec):
     """Continue the text as it itself most often went on after its last tokens. No model, no cost.
 
-    Of the earlier occurrences of the last tokens those with the longest match are counted; the most
-    frequent follower is drafted, and so on behind it. Unlike lookup it says how sure it is, so that
-    controllers end a draft where it becomes doubtful, and it drafts further where it is sure. With
-    an encoder-decoder target the source stands before the text.
-
-    When it helps: copying, rewriting, extraction, code, periodic text. When it hurts: hardly ever;
-    where nothing repeats it proposes nothing (or short wrong guesses).
-
-    Rule: with m the tokens of the longest match (at most n), c of the places that match so far
-    followed by the token and k by others, its probability is `c / (c + 2.4·k + 3·m^−1.5)`.
-
     Args:
         n: most tokens of a match that count, ≥ 1 (ours).
         least: a draft ends before the probability that all of it is kept falls below this, in
             [0, 1] (ours).
-
-    Deviations: one chain, where the paper has a tree; no tree over past outputs (that is `memory`);
-    the longest match decides, where the paper takes the one with the highest sum of probabilities;
-    counts of the newest 32 occurrences.
 
     Reference: Oliaro et al. 2025, SuffixDecoding.
     """

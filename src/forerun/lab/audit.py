@@ -8,7 +8,8 @@ texts differ from there on. No other difference is correct: `explain` recomputes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from math import inf, isfinite
@@ -22,7 +23,9 @@ from forerun.engine.noise import Noise
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, SettingError, require
 from forerun.lab.bench.peers import Peer
+from forerun.lab.provenance import versions
 from forerun.model import Model
+from forerun.prompts import Prompt
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Rows
 
@@ -36,6 +39,9 @@ CEILING_WIDE = 128.0
 the shipped pair, and growing with width and depth."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 512)
 """Tokens fed in one pass to recompute a position; all of a context that is shorter."""
+SCHEMA = 1
+AROUND, ONWARD = 16, 4
+"""Tokens shown of the common text before a difference, and of each continuation."""
 
 
 @dataclass(frozen=True)
@@ -404,3 +410,75 @@ class _Auditor:
         difference = explain(self.model, self.prompts[prompt], a, b, self.samplings[prompt], rows)
         kind = Kind.NEAR_TIE if difference.near_tie else otherwise
         return Comparison(prompt, check, against, (a, b), kind, difference)
+
+
+def summary(comparisons: Iterable[Comparison]) -> str:
+    """`n of m identical, k near-ties, b bugs`, and the peers' differences if there are any.
+
+    >>> summary([])
+    '0 of 0 identical, 0 near-ties, 0 bugs'
+    """
+    n = counts(list(comparisons))
+    near, bugs = ("" if n[name] == 1 else "s" for name in ("near_ties", "bugs"))
+    line = f"{n['identical']:,} of {n['compared']:,} identical, {n['near_ties']:,} near-tie{near}"
+    line += f", {n['bugs']:,} bug{bugs}"
+    return line + (f", {n['differ']:,} of a peer differ" if n["differ"] else "")
+
+
+def counts(done: Sequence[Comparison]) -> dict[str, int]:
+    """How many comparisons there are of each kind."""
+    kinds = Counter(str(c.kind) for c in done)
+    names = {"identical": "identical", "near_ties": "near-tie", "bugs": "bug", "differ": "differs"}
+    return {"compared": kinds.total(), **{name: kinds[kind] for name, kind in names.items()}}
+
+
+def around(model: Model, row: Prompt, comparison: Comparison) -> tuple[str, list[str]]:
+    """The common text before a difference, and the two continuations."""
+    assert comparison.difference is not None
+    at = comparison.difference.position
+
+    def decode(ids: list[int]) -> str:
+        return str(model.tokenizer.decode(ids)) if model.tokenizer else " ".join(map(str, ids))
+
+    before = [*row.ids, *comparison.outputs[0][:at]][-AROUND:]
+    return decode(before), [decode(out[at : at + ONWARD]) for out in comparison.outputs]
+
+
+def document(
+    model: Model,
+    rows: Sequence[Prompt],
+    done: Sequence[Comparison],
+    complete: bool,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The JSON document; `outputs` stand with differences only."""
+    by_check: dict[tuple[str, str], list[Comparison]] = {}
+    for c in done:
+        by_check.setdefault((c.check, c.against), []).append(c)
+    return {
+        "schema": SCHEMA,
+        "complete": complete,
+        "summary": summary(done),
+        **counts(done),
+        "checks": [{"check": a, "against": b, **counts(cs)} for (a, b), cs in by_check.items()],
+        "differences": [_described(model, rows, c) for c in done if c.difference is not None],
+        "settings": dict(settings),
+        "versions": versions(),
+    }
+
+
+def _described(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> dict[str, Any]:
+    assert comparison.difference is not None
+    row = rows[comparison.prompt]
+    common, onward = around(model, row, comparison)
+    return {
+        "family": row.family,
+        "id": row.id,
+        "check": comparison.check,
+        "against": comparison.against,
+        "kind": comparison.kind.value,
+        **comparison.difference.to_json(),
+        "reason": comparison.difference.reason,
+        "text": {"before": common, "onward": onward},
+        "outputs": comparison.outputs,
+    }

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from forerun.drafters.none import NullDrafter
@@ -38,15 +39,10 @@ class Entropies:
     @classmethod
     def of(cls, values: torch.Tensor) -> Entropies:
         """Sum up `(n,)` float64 entropies, n ≥ 1; quantiles between two values are interpolated."""
-        ranked = values.sort().values.tolist()
-        return cls(
-            len(ranked),
-            math.fsum(ranked) / len(ranked),
-            quantile(ranked, 0.5),
-            quantile(ranked, 0.95),
-            quantile(ranked, 0.99),
-            ranked[-1],
-        )
+        ranked = values.numpy()
+        median, q95, q99 = np.quantile(ranked, (0.5, 0.95, 0.99)).tolist()
+        mean = math.fsum(ranked.tolist()) / len(ranked)
+        return cls(len(ranked), mean, median, q95, q99, float(ranked.max()))
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ def _check(model: Model, prompts: Sequence[PromptLike], share: float, alone: boo
     if not alone and not model.drafter.has_distribution:
         raise SettingError(
             "the penalty of easd needs the draft's entropy, and this drafter has no distribution; "
-            "use a draft model, or target_only=True for easd(overlap=0,draft_entropy=False)"
+            "give a draft model, or `target_only` for easd(overlap=0,draft_entropy=False)"
         )
     if not prompts:
         raise PromptError("no prompts to calibrate on")
@@ -172,14 +168,6 @@ def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:
     # As written: 0.07 · 100 is 7, although the float product exceeds it.
     count = math.ceil(Fraction(str(share)) * len(values))
     return math.fsum(sorted(values)[-count:]) / count, count
-
-
-def quantile(ranked: Sequence[float], q: float) -> float:
-    """Of values in ascending order, interpolated between two neighbours."""
-    position = q * (len(ranked) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (position - low)
 
 
 class DecodedText(NamedTuple):

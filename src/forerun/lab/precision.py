@@ -47,12 +47,6 @@ def compare(
 ) -> Iterator[AuditedText]:
     """Write and read prompts in float32 and in another precision, one after the other, greedily.
 
-    Args:
-        exact: in float32.
-        other: the same model in another precision.
-        prompts: token ids.
-        samplings: one per prompt, made greedy; None takes the default of 128 tokens.
-
     Yields:
         One `AuditedText` per prompt.
 

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any
 
 from forerun.errors import PromptError, SettingError
@@ -58,16 +59,8 @@ class ToldToken:
         return max(max(self.top.values(), default=self.logprob) - self.logprob, 0.0)
 
 
-@dataclass(frozen=True)
-class ServerText:
-    """A greedy answer."""
-
-    places: Sequence[ToldToken]
-    finish: str | None
-
-    @property
-    def tokens(self) -> list[str]:
-        return [place.token for place in self.places]
+AnswerPair = tuple[Sequence[ToldToken], Sequence[ToldToken]]
+"""Greedy answers of two servers to one prompt."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +115,8 @@ class OpenAIServer:
             self._model = dict(listed[0])
         return self._model
 
-    def write(self, content: Any, max_tokens: int) -> ServerText:
-        """The greedy answer to a text, token ids or messages.
+    def write(self, content: Any, max_tokens: int) -> list[ToldToken]:
+        """The tokens of the greedy answer to a text, token ids or messages.
 
         Raises:
             SettingError: it fails, or answers without log-probabilities.
@@ -138,7 +131,7 @@ class OpenAIServer:
         places = _places(choice.get("logprobs") or {})
         if not places and (choice.get("text") or (choice.get("message") or {}).get("content")):
             raise SettingError(f"{self.url} gives no log-probabilities; an audit needs them")
-        return ServerText(places, choice.get("finish_reason"))
+        return places
 
     def _call(self, path: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
@@ -187,7 +180,7 @@ def forerun_plain(server: OpenAIServer, key: str | None = None) -> OpenAIServer:
     return OpenAIServer(server.url, key, PLAIN)
 
 
-def compare(pairs: Iterable[tuple[ServerText, ServerText]]) -> list[ServerComparison]:
+def compare(pairs: Iterable[AnswerPair]) -> list[ServerComparison]:
     """Judge pairs of answers, one per prompt, by what rounding does on all of them.
 
     Raises:
@@ -200,30 +193,28 @@ def compare(pairs: Iterable[tuple[ServerText, ServerText]]) -> list[ServerCompar
     return [_judged(i, pair, bound) for i, pair in enumerate(texts)]
 
 
-def _common(pair: tuple[ServerText, ServerText]) -> int:
+def _common(pair: AnswerPair) -> int:
     """How many tokens two answers begin alike."""
-    a, b = (text.tokens for text in pair)
-    count = min(len(a), len(b))
-    return next((i for i in range(count) if a[i] != b[i]), count)
+    same = (a.token == b.token for a, b in zip(*pair, strict=False))
+    return sum(takewhile(bool, same))
 
 
-def _movement(pair: tuple[ServerText, ServerText]) -> float:
+def _movement(pair: AnswerPair) -> float:
     """How far log-probabilities of the same token move between two servers: the upper tail.
 
     Of the tokens chosen alike: one place where a server goes wrong must not excuse itself.
     """
     shifts = sorted(
-        abs(a.logprob - b.logprob)
-        for a, b, _ in zip(pair[0].places, pair[1].places, range(_common(pair)), strict=False)
+        abs(a.logprob - b.logprob) for a, b, _ in zip(*pair, range(_common(pair)), strict=False)
     )
     return shifts[int(0.9 * (len(shifts) - 1))] if shifts else 0.0
 
 
-def _judged(index: int, pair: tuple[ServerText, ServerText], bound: float) -> ServerComparison:
-    at, (first, second) = _common(pair), pair
-    if len(first.places) == len(second.places) == at:
+def _judged(index: int, pair: AnswerPair, bound: float) -> ServerComparison:
+    at = _common(pair)
+    if len(pair[0]) == len(pair[1]) == at:
         return ServerComparison(index, ServerOutcome.IDENTICAL, bound=bound)
-    left, right = (text.places[at] if at < len(text.places) else None for text in pair)
+    left, right = (text[at] if at < len(text) else None for text in pair)
     tokens = left.token if left else None, right.token if right else None
     gaps = _gap(left, right), _gap(right, left)
     outcome, reason = ServerOutcome.OTHER, "one ends where the other goes on"

@@ -71,10 +71,6 @@ class AdapterExecutor(LayersExecutor):
     """A target that drafts from one depth, through an adapter.
 
     Whatever passes that depth passes the adapter, too: prompts, drafts, and what is verified.
-
-    Args:
-        model: the target's module.
-        adapter: of this model, on its device and in its dtype.
     """
 
     def __init__(self, model: Any, adapter: Adapter) -> None:
@@ -121,9 +117,6 @@ def adapter_rows(model: Any, folder: str | Path) -> Rows:
     Raises:
         ModelError: it is missing, damaged, of another kind, or does not fit the model.
         UnsupportedModelError: the model's layers cannot be called one by one.
-
-    Warns:
-        ForerunWarning: it was trained for another target of the same sizes.
     """
     adapter = Adapter(LayerAccess(model), int(read_about(folder, KIND).settings.get("layers", 0)))
     fill(adapter.own, folder, KIND, model)

@@ -20,55 +20,53 @@ def cache_argument(module: Any) -> str:
     return next((name for name in CACHE_ARGUMENTS if name in names), "past_key_values")
 
 
-class RowCache(Cache):
-    """A preallocated key-value cache whose rows have lengths of their own.
+class Store(Cache):
+    """Preallocated keys and values, `(rows, heads, columns, width)` per layer.
 
-    A pass announces the rows it is for and where in each it begins (`open`); columns beyond a
-    row's tokens hold leftovers that the attention mask hides. So rollback is a number kept by the
-    caller, and nothing is ever copied but when the cache grows, when rows leave, or when a pass is
-    for rows that do not follow each other.
+    Columns beyond a row's tokens hold leftovers that the attention mask hides. So rollback is a
+    number kept by the caller, and nothing is ever copied but when the store grows, when rows leave,
+    or when a pass is for rows that do not follow each other.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self._rows = 0
-        self._columns = 0
+        self.rows = self.columns = 0
+        """What there is room for: rows, and tokens of each."""
         self._store: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._span = slice(0, 0)
-        self._pick: list[int] | None = None
-        self._start = 0
-        self._end = 0
-        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def columns(self) -> int:
-        """Tokens each row has room for."""
-        return self._columns
 
     @torch.inference_mode()
-    def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` rows of `columns` tokens; never shrinks. Contents are kept."""
-        rows, columns = max(rows, self._rows), max(columns, self._columns)
-        if (rows, columns) == (self._rows, self._columns):
-            return
-        self._rows, self._columns = rows, columns
-        for layer, pair in self._store.items():
-            self._store[layer] = (self._grown(pair[0]), self._grown(pair[1]))
+    def reserve(self, rows: int, columns: int) -> bool:
+        """Have at least so many rows and columns; contents are kept. Whether it had fewer."""
+        rows, columns = max(rows, self.rows), max(columns, self.columns)
+        if (rows, columns) == (self.rows, self.columns):
+            return False
+        self.rows, self.columns = rows, columns
+        for layer, (keys, values) in self._store.items():
+            self._store[layer] = self._grown(keys), self._grown(values)
+        return True
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
         # Zeros, not empty: a masked column still meets a weight of 0, and 0 · NaN is NaN.
-        new = old.new_zeros(self._rows, old.shape[1], self._columns, old.shape[3])
+        new = old.new_zeros(self.rows, old.shape[1], self.columns, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
+
+    def _layer(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What there is of a layer; at first room for states like these, `(n, heads, ., width)`."""
+        if layer not in self._store:
+            self._store[layer] = self._grown(keys[:0, :, :0]), self._grown(values[:0, :, :0])
+        return self._store[layer]
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int], longest: int) -> None:
         """Keep these rows with their first `longest` tokens, as rows 0, 1, ...; a row may be kept
         twice."""
-        if list(rows) == list(range(len(rows))):
-            return
-        self.reserve(len(rows), longest)
         index = list(rows)
+        if index == list(range(len(index))):
+            return
+        self.reserve(len(index), longest)
         for pair in self._store.values():
             for tensor in pair:
                 tensor[: len(index), :, :longest] = tensor[index, :, :longest]
@@ -82,18 +80,30 @@ class RowCache(Cache):
     def copy_in(self, row: int, first: int, states: Sequence[torch.Tensor]) -> None:
         """Write copied keys and values into a row's columns."""
         self.reserve(row + 1, first + (states[0].shape[1] if states else 0))
-        if not self._store:  # no pass yet
-            for place, state in enumerate(states[::2]):
-                like = (
-                    self._grown(state[None, :, :0]),
-                    self._grown(states[2 * place + 1][None, :, :0]),
-                )
-                self._store[place] = like
-        layers = sorted(self._store)
+        layers = sorted(self._store) or range(len(states) // 2)  # none: no pass yet
         assert len(states) == 2 * len(layers), "columns of another model"
         for layer, keys, values in zip(layers, states[::2], states[1::2], strict=True):
-            for own, new in zip(self._store[layer], (keys, values), strict=True):
+            pair = self._layer(layer, keys[None], values[None])
+            for own, new in zip(pair, (keys, values), strict=True):
                 own[row, :, first : first + new.shape[1]] = new
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for pair in self._store.values() for t in pair)
+
+
+class RowCache(Store):
+    """A key-value cache whose rows have lengths of their own.
+
+    A pass announces the rows it is for and where in each it begins (`open`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._span = slice(0, 0)
+        self._pick: list[int] | None = None
+        self._start = self._end = 0
+        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def open(self, rows: list[int], starts: Sequence[int], width: int, device: torch.device) -> int:
         """Announce a pass of `width` columns from `starts[i]` on in row `rows[i]`, rows rising.
@@ -104,8 +114,8 @@ class RowCache(Cache):
         self._start = max(starts)
         end = self._start + width
         low, high = rows[0], rows[-1]
-        if end > self._columns or high >= self._rows:
-            self.reserve(high + 1, max(end, min(2 * self._columns, end + 4096)))
+        if end > self.columns or high >= self.rows:
+            self.reserve(high + 1, max(end, min(2 * self.columns, end + 4096)))
         self._span, self._end = slice(low, high + 1), end
         self._slots = None
         if len(rows) > 1:
@@ -125,13 +135,8 @@ class RowCache(Cache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `(n, heads, width, dim)` states and return these rows' columns."""
-        if layer_idx not in self._store:
-            self._store[layer_idx] = (
-                self._grown(key_states[:0, :, :0]),
-                self._grown(value_states[:0, :, :0]),
-            )
         rows, end = self._span, self._end
-        keys, values = self._store[layer_idx]
+        keys, values = self._layer(layer_idx, key_states, value_states)
         if self._slots is None:
             keys[rows, :, end - key_states.shape[2] : end] = key_states
             values[rows, :, end - value_states.shape[2] : end] = value_states
@@ -147,9 +152,42 @@ class RowCache(Cache):
         """Tokens before this pass in its longest row."""
         return self._start
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for pair in self._store.values() for t in pair)
+
+class FixedCache(Store):
+    """One of fixed size, whose passes are the same kernels at the same addresses.
+
+    The last column belongs to padding: what it writes there no token sees.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: torch.Tensor | None = None
+        """`(n, width)` columns that the pass writes."""
+        self.shown = 0
+        """Columns that the pass sees, the first ones."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `(n, heads, width, dim)` states of the first n rows; return the columns shown."""
+        keys, values = self._layer(layer_idx, key_states, value_states)
+        if self.places is None:  # the first pass ever, which shows the sizes
+            return key_states, value_states
+        count = len(self.places)
+        index = torch.arange(count, device=self.places.device).unsqueeze(1)
+        keys, values = keys[:count], values[:count]
+        keys[index, :, self.places] = key_states.transpose(1, 2)
+        values[index, :, self.places] = value_states.transpose(1, 2)
+        return keys[:, :, : self.shown], values[:, :, : self.shown]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not known here: masks and positions are given."""
+        return 0
 
 
 class CachedExecutor(Executor):

@@ -28,8 +28,7 @@ from forerun.runtime.base import (
     read_stacked,
     stacked_best,
 )
-from forerun.runtime.cache import cache_argument
-from forerun.runtime.fixed_cache import FixedCache
+from forerun.runtime.cache import FixedCache, cache_argument
 from forerun.runtime.support import PROVEN, check_supported, probe
 from forerun.runtime.torch_executor import facts_of
 from forerun.runtime.trees import Parents, branches
@@ -133,7 +132,7 @@ class CudaGraphExecutor(Executor):
 
     def reserve(self, rows: int, columns: int) -> None:
         """Grow the cache, to powers of two; graphs captured before would write to the old one."""
-        if self.cache.grow(_rounded(rows), _rounded(max(columns + 1, FEWEST_COLUMNS))):
+        if self.cache.reserve(_rounded(rows), _rounded(max(columns + 1, FEWEST_COLUMNS))):
             self._captured.clear()
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from forerun.runtime.support import (
     PROVEN_ENCODER_DECODER,
     check_supported,
     decoder_limit,
-    probe_sources,
+    probe,
 )
 from forerun.runtime.trees import Parents, trees_of
 
@@ -82,7 +82,7 @@ class EncoderDecoderExecutor(Executor):
         if own_settings and encoder is None:
             warn_of_settings(model)
         if encoder is None and model.config.model_type not in PROVEN_ENCODER_DECODER:
-            probe_sources(Rows(self), model)
+            probe(Rows(self), model)
 
     def module(self) -> Any:
         return self.model
@@ -93,7 +93,7 @@ class EncoderDecoderExecutor(Executor):
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.cache.keep(rows, max(lengths, default=0))
-        self.sources.keep(rows)
+        self.sources.retain(rows)
         self._across = None
 
     def attend(self, sources: Sequence[Sequence[int]]) -> None:

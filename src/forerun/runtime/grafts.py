@@ -119,14 +119,7 @@ def own_parameters(graft: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def load_graft(target: Any, folder: str, kind: str) -> tuple[Any, int]:
-    """The graft of a folder, on its target, and how many tokens it proposes in a pass.
-
-    Raises:
-        ModelError: it is missing, damaged, of another kind, or does not fit the target.
-
-    Warns:
-        ForerunWarning: it was trained for another target of the same sizes.
-    """
+    """The graft of a folder on its target, and how many tokens it proposes; as `load_draft`."""
     how = read_about(folder, kind).settings
     width = int(how.get("width", 1))
     made = graft(target, int(how.get("layers", 1)), width)

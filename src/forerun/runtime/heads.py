@@ -135,9 +135,7 @@ class LightHeads(TrainedHeads):
             x = x + linear(x, own["weight"], own["bias"])
         else:
             x = x + linear(linear(x, own["down"]), own["up"], own["bias"])
-        x, rows = x.to(self._dtype), self._rows
-        logits = self.access.logits(x) if rows is None else self.access.logits_of(x, rows)
-        return logits * own["scale"].to(self._dtype)
+        return self.access.logits(x.to(self._dtype), self._rows) * own["scale"].to(self._dtype)
 
 
 class FullHeads(TrainedHeads):
@@ -184,14 +182,7 @@ def default_layers(count: int) -> tuple[int, ...]:
 
 
 def load_heads(folder: str | Path, access: LayerAccess) -> TrainedHeads:
-    """The exit heads in a folder, on the model's device and in its dtype.
-
-    Raises:
-        ModelError: missing or damaged, or heads of another model.
-
-    Warns:
-        ForerunWarning: they were trained for another model of the same sizes.
-    """
+    """The exit heads in a folder, on the model's device; raises and warns as `load_draft`."""
     vocab, width = access.unembedding.shape
 
     def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:

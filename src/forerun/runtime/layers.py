@@ -160,25 +160,22 @@ class LayerAccess:
             hidden = layer(hidden, **arguments)
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, rows: Unembedding | None = None) -> torch.Tensor:
         """Final norm and unembedding of hidden states `(..., H)`: `(..., V)` logits.
 
-        At depth `layers` these are the model's own; at any other depth, the logit lens.
+        At depth `layers` these are the model's own; at any other depth, the logit lens. With `rows`
+        of `unembedding_of`, those of these tokens only.
         """
-        return self._head(self._norm(hidden))
-
-    def logits_of(self, hidden: torch.Tensor, rows: Unembedding) -> torch.Tensor:
-        """As `logits`, for some tokens only: `(..., n)` with `rows` from `unembedding_of`."""
-        return linear(self._norm(hidden), *rows)
+        return self.unembed(self.norm(hidden), rows)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm of hidden states `(..., H)`: what the model's own head reads."""
         normed: torch.Tensor = self._norm(hidden)
         return normed
 
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Unembedding of hidden states `(..., H)` that are normed already: `(..., V)` logits."""
-        logits: torch.Tensor = self._head(hidden)
+    def unembed(self, hidden: torch.Tensor, rows: Unembedding | None = None) -> torch.Tensor:
+        """Likewise of hidden states that are normed already."""
+        logits: torch.Tensor = self._head(hidden) if rows is None else linear(hidden, *rows)
         return logits
 
     def bare(self, depth: int) -> tuple[Any, Any]:

@@ -70,14 +70,7 @@ def new_heads(
 
 
 def load_medusa(model: Any, folder: str | Path) -> MedusaHeads:
-    """The heads in a folder, on the target's device and in its dtype.
-
-    Raises:
-        ModelError: missing, damaged, of another kind, or not of this target's sizes.
-
-    Warns:
-        ForerunWarning: they were trained for another target of the same sizes.
-    """
+    """The heads in a folder, on the target's device; raises and warns as `load_draft`."""
     own = model.get_output_embeddings().weight
     vocab, width = own.shape
 

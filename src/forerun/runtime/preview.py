@@ -3,53 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 from forerun.errors import ForerunError, MissingExtraError, ModelError
 from forerun.runtime import gguf
+from forerun.runtime.base import Facts
 from forerun.runtime.load import EXPORTED, exported, read_config
 from forerun.runtime.support import context_limit, refusal
 
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 
 
-@dataclass(frozen=True)
-class Preview:
-    """What is known of a model whose weights are not loaded."""
-
-    name: str
-    kind: str
-    """Architecture."""
-    weights: int
-    """Numbers."""
-    precision: str
-    """Of the files."""
-    nbytes: int
-    """Of the files' weights."""
-    limit: int
-    """Tokens of context."""
-    token_bytes: int | None
-    """Of the cache, in float32; None: unknown."""
-    runtime: str
-    """What `auto` would run it with on a CPU, in which precision."""
-
-    def lines(self) -> Iterator[str]:
-        yield f"{self.name}: {self.kind}, {self.weights / 1e6:,.0f} million weights"
-        yield f"files: {self.precision}, {self.nbytes / 1e6:,.0f} MB"
-        cache = (
-            f"; its cache takes {self.token_bytes * 1000 / 1e6:,.0f} MB per 1,000 tokens"
-            if self.token_bytes
-            else ""
-        )
-        yield f"context: {self.limit:,} tokens{cache}"
-        yield f"on a CPU: {self.runtime}"
-
-
-def preview(name: str | Path) -> Preview:
-    """Read what files say of a model.
+def preview(name: str | Path) -> list[str]:
+    """Lines on a model by what its files say.
 
     Args:
         name: a folder, or a GGUF file.
@@ -61,18 +30,11 @@ def preview(name: str | Path) -> Preview:
     if path := gguf.locate(name):
         file = gguf.read(path)
         facts = file.facts()
-        return Preview(
-            path.name,
-            file.architecture,
-            facts.weights,
-            file.kind,
-            file.nbytes,
-            facts.limit,
-            facts.token_bytes,
-            f"openvino, weights as they are ({file.kind})"
-            if installed
-            else f"torch, weights widened to bfloat16 ({facts.weights * 2 / 1e6:,.0f} MB)",
-        )
+        held = f"openvino, weights as they are ({file.kind})"
+        if not installed:
+            held = f"torch, weights widened to bfloat16 ({_mb(facts.weights * 2)})"
+        about = path.name, file.architecture, facts.weights, file.kind, file.nbytes
+        return _lines(*about, _context(facts), held)
     from forerun.runtime.openvino.load import files
 
     if folder := exported(name):
@@ -94,47 +56,49 @@ def preview(name: str | Path) -> Preview:
         raise ModelError(f"cannot read the config.json of {str(name)!r}: {error}") from error
     counts = _counted(here)
     weights, size = sum(counts.values()), sum(n * _WIDTHS.get(k, 1) for k, n in counts.items())
-    return Preview(
-        str(name),
-        str(config.model_type),
-        weights,
-        max(counts, key=lambda kind: counts[kind]),
-        size,
-        limit,
-        None,
-        f"openvino in fp32 ({_held(counts) / 1e6:,.0f} MB); "
-        f"openvino(precision='int8') would take {weights / 1e6:,.0f} MB and be another model"
-        if installed
-        else f"torch, {size / 1e6:,.0f} MB",
-    )
+    held = f"torch, {_mb(size)}"
+    if installed:  # bfloat16 numbers are held in 16 bits
+        full = sum(n * (2 if kind == "BF16" else 4) for kind, n in counts.items())
+        held = f"openvino in fp32 ({_mb(full)}); openvino(precision='int8') would take "
+        held += f"{_mb(weights)} and be another model"
+    about = str(name), config.model_type, weights, max(counts, key=counts.__getitem__), size
+    return _lines(*about, f"{limit:,} tokens", held)
 
 
-def _exported(folder: Path, installed: bool) -> Preview:
+def _exported(folder: Path, installed: bool) -> list[str]:
     if not installed:
         raise MissingExtraError.of("openvino", "openvino")
     from forerun.runtime.openvino.exported import graph_of
 
     _, facts = graph_of(folder)
-    return Preview(
-        str(folder),
-        str(read_config(folder).model_type),
-        facts.weights,
-        facts.precision,
-        (folder / EXPORTED).with_suffix(".bin").stat().st_size,
-        facts.limit,
-        facts.token_bytes,
-        f"openvino, weights as they are ({facts.precision})",
-    )
+    size = (folder / EXPORTED).with_suffix(".bin").stat().st_size
+    about = str(folder), str(read_config(folder).model_type), facts.weights, facts.precision, size
+    return _lines(*about, _context(facts), f"openvino, weights as they are ({facts.precision})")
 
 
-def _held(counts: dict[str, int]) -> int:
-    """Bytes of weights in full precision: bfloat16 numbers are held in 16 bits."""
-    return sum(n * (2 if kind == "BF16" else 4) for kind, n in counts.items())
+def _context(facts: Facts) -> str:
+    cache = f"its cache takes {_mb(facts.token_bytes * 1000)} per 1,000 tokens"
+    return f"{facts.limit:,} tokens; {cache}"
+
+
+def _lines(
+    name: str, kind: str, weights: int, precision: str, size: int, context: str, held: str
+) -> list[str]:
+    return [
+        f"{name}: {kind}, {weights / 1e6:,.0f} million weights",
+        f"files: {precision}, {_mb(size)}",
+        f"context: {context}",
+        f"on a CPU: {held}",
+    ]
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"
 
 
 def _counted(paths: list[Path]) -> dict[str, int]:
     """Numbers by type, from the headers of safetensors files."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for path in paths:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -144,8 +108,5 @@ def _counted(paths: list[Path]) -> dict[str, int]:
                 raise ModelError(f"{str(path)!r} is damaged: {error}") from error
         for name, tensor in header.items():
             if name != "__metadata__":
-                numbers = 1
-                for length in tensor["shape"]:
-                    numbers *= length
-                counts[tensor["dtype"]] = counts.get(tensor["dtype"], 0) + numbers
+                counts[tensor["dtype"]] += prod(tensor["shape"])
     return counts

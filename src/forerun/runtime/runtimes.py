@@ -108,19 +108,6 @@ class OpenVINORuntime(RuntimeSpec):
 
 
 @dataclass(frozen=True)
-class CompiledRuntime(RuntimeSpec):
-    """What this name stood for is `cudagraphs(compile=true)`."""
-
-    summary: ClassVar[str] = "replaced by cudagraphs(compile=true)"
-
-    def load(self, source: Source) -> Rows:
-        raise SettingError(
-            "runtime compiled is cudagraphs(compile=true), on an NVIDIA GPU; on a CPU use openvino "
-            "or torch"
-        )
-
-
-@dataclass(frozen=True)
 class CudaGraphsRuntime(RuntimeSpec):
     """PyTorch's own kernels, a pass of each shape captured once as a CUDA graph.
 
@@ -223,7 +210,6 @@ RUNTIMES = Registry(
         "auto": "forerun.runtime.runtimes:AutoRuntime",
         "torch": "forerun.runtime.runtimes:TorchRuntime",
         "openvino": "forerun.runtime.runtimes:OpenVINORuntime",
-        "compiled": "forerun.runtime.runtimes:CompiledRuntime",
         "cudagraphs": "forerun.runtime.runtimes:CudaGraphsRuntime",
     },
     RuntimeSpec,

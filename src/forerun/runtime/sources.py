@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.cache import Store
 
 TOGETHER = 32
 """Padded tokens per source that a pass of the encoder may waste."""
@@ -135,15 +135,14 @@ def projections(layer: Any) -> tuple[Any, Any, int]:
         ) from error
 
 
-class SourceCache(Cache):
+class SourceCache(Store):
     """Cross-attention keys and values: one source per row, written once, never rolled back."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
         self.lengths: list[int] = []
         """Tokens of each row's source."""
-        self._store: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -152,32 +151,19 @@ class SourceCache(Cache):
         """Tokens of the longest source."""
         return max(self.lengths, default=0)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for pair in self._store for t in pair)
-
     @torch.inference_mode()
     def write(
         self, rows: Sequence[int], layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Keep `(rows, heads, columns, dim)` of these rows in one layer."""
-        if len(self._store) <= layer:
-            self._store.append((keys[:0, :, :0], values[:0, :, :0]))
-        room, columns = len(self.lengths), max(self.lengths)
-        pair = tuple(_grown(old, room, columns) for old in self._store[layer])
-        for store, new in zip(pair, (keys, values), strict=True):
+        """Keep `(n, heads, columns, width)` states of these rows in a layer."""
+        self.reserve(len(self.lengths), max(self.lengths))
+        for store, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
             store[list(rows), :, : new.shape[2]] = new
-        self._store[layer] = (pair[0], pair[1])
 
-    @torch.inference_mode()
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row may be kept twice."""
-        index = list(rows)
-        self.lengths = [self.lengths[row] for row in index]
-        if not index:
-            self._store = []
-        elif index != list(range(len(index))):
-            self._store = [(keys[index], values[index]) for keys, values in self._store]
+    def retain(self, rows: Sequence[int]) -> None:
+        """Keep the sources of these rows, in this order; a row may be kept twice."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.keep(rows, max(self.lengths, default=0))
 
     def show(self, rows: Sequence[int]) -> int:
         """Let the layers see these rows; how many columns they see."""
@@ -185,17 +171,7 @@ class SourceCache(Cache):
         columns = max(self.lengths[row] for row in index)
         low, high = index[0], index[-1] + 1
         adjacent = high - low == len(index)
-        for layer, pair in zip(self.layers, self._store, strict=True):
+        for layer, pair in zip(self.layers, self._store.values(), strict=True):
             seen = [store[low:high] if adjacent else store[index] for store in pair]
             layer.keys, layer.values = (store[:, :, :columns] for store in seen)
         return columns
-
-
-def _grown(old: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    if old.shape[0] >= rows and old.shape[2] >= columns:
-        return old
-    # Zeros, not empty: a masked column still meets a weight of 0, and 0 · NaN is NaN.
-    rows, columns = max(rows, old.shape[0]), max(columns, old.shape[2])
-    new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
-    new[: old.shape[0], :, : old.shape[2]] = old
-    return new

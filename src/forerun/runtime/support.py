@@ -68,12 +68,7 @@ PROBE_TOLERANCE = 2e-3
 
 
 def check_supported(model: Any, encoders: bool = False) -> None:
-    """Raise `UnsupportedModelError` with the reason if the configuration rules rows out.
-
-    Args:
-        model: of Hugging Face.
-        encoders: whether the executor is for encoder-decoder models.
-    """
+    """Raise `UnsupportedModelError` with the reason if the configuration rules rows out."""
     config = model.config
     if reason := refusal(config, encoders=encoders):
         raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
@@ -84,12 +79,7 @@ def check_supported(model: Any, encoders: bool = False) -> None:
 
 
 def refusal(config: Any, encoders: bool = False) -> str | None:
-    """The reason a configuration cannot be served, or None.
-
-    Args:
-        config: of the whole model.
-        encoders: whether the executor serves encoder-decoder models.
-    """
+    """The reason a configuration cannot be served, or None."""
     for part in ("vision", "audio"):
         if hasattr(config, f"{part}_config"):
             return f"{part}-language models are not supported; use a model of text alone"
@@ -118,9 +108,7 @@ def refusal(config: Any, encoders: bool = False) -> str | None:
 def context_limit(config: Any) -> int:
     """Most tokens of context the model can serve with rows that do not influence each other."""
     config = config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None) or 1 << 20
-    if not isinstance(limit, int) or limit < 2:
-        raise ModelError(f"max_position_embeddings must be a whole number above 1, got {limit!r}")
+    limit = decoder_limit(config)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
     if kind in ("dynamic", "longrope"):
@@ -141,46 +129,11 @@ def decoder_limit(config: Any) -> int:
 
 
 @torch.inference_mode()
-def probe_sources(rows: Rows, model: Any) -> None:
-    """Prove an encoder-decoder model outside `PROVEN_ENCODER_DECODER`, like `probe`.
-
-    Args:
-        rows: the runtime around the model, without rows.
-        model: the model itself.
-
-    Raises:
-        UnsupportedModelError: rows with sources of their own differ from the model run alone, or
-            the model cannot be stepped at all.
-    """
-    kind = model.config.model_type
-    failed = f"{kind} models are not proven here, and a probe of this one failed"
-    sources = [[(5 * i + 3) % rows.vocab_size for i in range(n)] for n in (6, 11)]
-    more = [[(7 * i + 3) % rows.vocab_size for i in range(n)] for n in (8, 3)]
-    texts = [[*rows.facts.start, *text] for text in more]
-    try:
-        rows.read(texts, sources=sources)
-        got = rows.feed([t[-1:] for t in texts])[:, 0]
-        alone = [
-            model(
-                input_ids=torch.tensor([source], device=rows.device),
-                decoder_input_ids=torch.tensor([text], device=rows.device),
-                use_cache=False,
-            ).logits[0, -1]
-            for source, text in zip(sources, texts, strict=True)
-        ]
-        rows.keep([])
-    except Exception as error:  # whatever it is, this model cannot be stepped
-        line = " ".join(str(error).split()) or type(error).__name__
-        raise UnsupportedModelError(f"{failed}: {line}") from error
-    _same(got, torch.stack(alone), failed)
-
-
-@torch.inference_mode()
 def probe(rows: Rows, model: Any) -> None:
-    """Prove a model type outside `PROVEN`: two ragged rows against the model run alone.
+    """Prove a model type that is not proven: two ragged rows against the model run alone.
 
     Args:
-        rows: the runtime around the model, without rows.
+        rows: the runtime around the model, without rows; with an encoder, each has its own source.
         model: the model itself.
 
     Raises:
@@ -189,21 +142,25 @@ def probe(rows: Rows, model: Any) -> None:
     kind = model.config.get_text_config(decoder=True).model_type
     failed = f"{kind} models are not proven here, and a probe of this one failed"
     texts = [[(7 * i + 3) % rows.vocab_size for i in range(n)] for n in (9, 4)]
+    sources = None
+    if rows.facts.source_limit is not None:
+        texts = [[*rows.facts.start, *text] for text in texts]
+        sources = [[(5 * i + 3) % rows.vocab_size for i in range(n)] for n in (6, 11)]
     try:
-        rows.read(texts)
+        rows.read(texts, sources=sources)
         got = rows.feed([t[-1:] for t in texts])[:, 0]
-        alone = [
-            model(input_ids=torch.tensor([t], device=rows.device)).logits[0, -1] for t in texts
-        ]
+        alone = []
+        for row, text in enumerate(texts):
+            ids = {"input_ids": torch.tensor([text], device=rows.device)}
+            if sources is not None:
+                source = torch.tensor([sources[row]], device=rows.device)
+                ids = {"input_ids": source, "decoder_input_ids": ids["input_ids"]}
+            alone.append(model(**ids).logits[0, -1])
         rows.keep([])
     except Exception as error:  # whatever it is, this model cannot be stepped
         line = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModelError(f"{failed}: {line}") from error
-    _same(got, torch.stack(alone), failed)
-
-
-def _same(got: torch.Tensor, wanted: torch.Tensor, failed: str) -> None:
-    banned = got.isneginf()
+    wanted, banned = torch.stack(alone), got.isneginf()
     differing = (got - wanted).masked_fill(banned, 0.0).abs().max()
     worst = float((differing / (wanted.abs().max() + 1e-6)).float())
     if not worst <= (PROBE_TOLERANCE if got.dtype == torch.float32 else 0.1):

@@ -16,46 +16,33 @@ from forerun.runtime.adapters import Adapter
 from forerun.runtime.base import Rows
 from forerun.training.fit import (
     Document,
+    StatesTraining,
     TargetStates,
-    Training,
-    TrainingSettings,
     divergence,
     layers_of_target,
-    positions_of,
 )
+from forerun.training.settings import TrainingSettings
 
 
-class AdapterTrainer(Training[Document]):
-    """An adapter in training.
-
-    Args:
-        target: the model to draft for.
-        settings: how; its `layers` are the exit layer.
-        texts: not read before they are learned.
-    """
+class AdapterTrainer(StatesTraining):
+    """An adapter in training."""
 
     def __init__(
         self, target: Rows, settings: TrainingSettings, texts: Sequence[Document] = ()
     ) -> None:
-        self._access = layers_of_target(target, settings.kind)
-        self.adapter = Adapter(self._access, settings.depth)
-        super().__init__(target.executor.module(), self.adapter.own, settings)
-        self._states = TargetStates(self.target, (settings.depth, self._access.layers))
-
-    def _count(self, text: Document) -> int:
-        return positions_of(text)
+        access = layers_of_target(target, settings.kind)
+        self.adapter = Adapter(access, settings.depth)
+        states = TargetStates(access.model, (settings.depth, access.layers))
+        super().__init__(access, states, self.adapter.own, settings)
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
         yield divergence(*self._both(texts))
 
     def _both(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
         """`(n, V)` logits of the adapter, and log-probabilities of the target, where it counts."""
-        states = self._states.of(texts)
+        states, counts = self._states.of(texts), self._scored(texts)
         shallow = torch.nn.utils.rnn.pad_sequence([own[:, 0] for own in states], batch_first=True)
-        counts = torch.zeros(shallow.shape[:2], dtype=torch.bool)
-        for row, text in enumerate(texts):
-            counts[row, text.start : len(text.ids) - 1] = True
-        counts, width = counts.to(shallow.device), shallow.shape[1]
+        width = shallow.shape[1]
         positions = torch.arange(width, device=shallow.device).expand(len(texts), width)
         lowest = torch.finfo(shallow.dtype).min
         mask = torch.full((width, width), lowest, dtype=shallow.dtype, device=shallow.device)
@@ -71,8 +58,6 @@ class AdapterTrainer(Training[Document]):
     @torch.no_grad()
     def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
         """How often the adapter's most likely token is the target's: "top1"."""
-        hits = []
-        for first in range(0, len(texts), self.batch):
-            logits, taught = self._both(texts[first : first + self.batch])
-            hits.append(logits.argmax(-1) == taught.argmax(-1))
+        both = map(self._both, self._batches(texts))
+        hits = [logits.argmax(-1) == taught.argmax(-1) for logits, taught in both]
         return {"top1": round(float(torch.cat(hits).double().mean()), 4)}

@@ -19,17 +19,16 @@ from forerun.runtime.eagle import HEAD, EagleHead
 from forerun.runtime.states import check_depths
 from forerun.training.fit import (
     Document,
+    StatesTraining,
     TargetStates,
-    Training,
-    TrainingSettings,
     cut,
-    index_of,
     layers_of_target,
     padded,
     positions_of,
     runs_of,
 )
 from forerun.training.muon import Muon
+from forerun.training.settings import TrainingSettings
 
 STEPS = 3
 WEIGHT = 0.8
@@ -42,34 +41,27 @@ MATRIX_RATE = 0.02
 """Peak learning rate of the matrices, by Muon; the settings' is that of the table and the norms."""
 
 
-class EagleTrainer(Training[Document]):
+class EagleTrainer(StatesTraining):
     """A head in training.
-
-    Args:
-        target: the model to draft for.
-        settings: how; its `layers` are the depths, its `width` is D.
-        texts: all of them: what is frequent there is the head's vocabulary.
 
     Raises:
         SettingError: depths or a vocabulary that the target does not have.
     """
 
     def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
-        self._access = access = layers_of_target(target, settings.kind)
+        access = layers_of_target(target, settings.kind)
         count, vocab = access.layers, len(access.unembedding)
         spread = sorted({max(1, count // 3), max(1, 2 * count // 3), count})
         self.depths = check_depths(settings.layers or spread, count)
         tokens = cut(texts, min(settings.vocab or vocab, vocab), access)
         assert tokens is not None
         assert settings.width is not None
-        model = target.executor.module()
         torch.manual_seed(settings.seed)
         self.head = _new(access, settings.width, tokens, len(self.depths))
-        super().__init__(model, dict(self.head.named_parameters()), settings, tokens)
-        self._index = index_of(tokens, access)
         wanted = sorted({*self.depths, count})
         self._columns = [wanted.index(depth) for depth in self.depths]
-        self._states = TargetStates(model, wanted)
+        states, own = TargetStates(access.model, wanted), dict(self.head.named_parameters())
+        super().__init__(access, states, own, settings, tokens)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         table = self.own["embedding.weight"]
@@ -84,9 +76,6 @@ class EagleTrainer(Training[Document]):
     def _rate(self, share: float) -> float:
         """Up, level for a third, and down in a line."""
         return min(1.0, 30 * share, max(0.05, 1 - (share - 0.3) / 0.7))
-
-    def _count(self, text: Document) -> int:
-        return positions_of(text)
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
         outputs, taught, best = self._both(texts)
@@ -104,16 +93,12 @@ class EagleTrainer(Training[Document]):
         """Outputs `(n, D)` of each step where it counts; the target's probabilities `(n, V)` of
         the head's tokens there, and the place `(n,)` of its best one, −1 if it has none."""
         states = self._states.of(texts)
-        device = self.target.device
         ids, _ = padded([text.ids for text in texts], 0)
-        index = self._index[ids.to(device)]
+        index = self._index[ids.to(self.target.device)]
         index = torch.where(index < 0, len(self.vocabulary), index)  # type: ignore[arg-type]
         known = [own[:, self._columns].flatten(1).float() for own in states]
         outputs = self.unrolled(index, torch.nn.utils.rnn.pad_sequence(known, batch_first=True))
-        counts = torch.zeros(ids.shape, dtype=torch.bool)
-        for row, text in enumerate(texts):
-            counts[row, text.start : len(text.ids) - 1] = True
-        counts = counts.to(device)
+        counts = self._scored(texts)
         with torch.no_grad():
             pairs = zip(states, texts, strict=True)
             last = torch.cat([own[text.start : -1, -1] for own, text in pairs])
@@ -177,8 +162,7 @@ class EagleTrainer(Training[Document]):
         """
         tables: list[torch.Tensor] = []
         rounds: dict[str, list[int]] = {}
-        for first in range(0, len(texts), self.batch):
-            part = texts[first : first + self.batch]
+        for part in self._batches(texts):
             outputs, _, best = self._both(part)
             hits = torch.stack([self.head.logits(x).argmax(-1) == best for x in outputs], -1).cpu()
             for text, right in zip(part, hits.split([positions_of(t) for t in part]), strict=True):

@@ -18,14 +18,12 @@ from forerun.runtime.heads import KINDS, check_layers, default_layers
 from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
 from forerun.training.fit import (
     Document,
+    StatesTraining,
     TargetStates,
-    Training,
-    TrainingSettings,
     frequent,
-    index_of,
     layers_of_target,
-    positions_of,
 )
+from forerun.training.settings import TrainingSettings
 
 SCALE_RATE = 0.04
 """Learning rate of a head's scale, as a multiple of rate × H."""
@@ -44,13 +42,8 @@ class LayerReport:
     """Expected calibration error: mean distance of the two over ten bins of confidence."""
 
 
-class ExitTrainer(Training[Document]):
+class ExitTrainer(StatesTraining):
     """Heads in training, all layers in one pass over the texts; they begin as the logit lens.
-
-    Args:
-        target: the model to draft for.
-        settings: how; its `layers` are the exit layers.
-        texts: all of them: a small vocabulary holds what the target's last layer says most often.
 
     Raises:
         SettingError: layers the model does not have or cannot exit after; a rank above its width.
@@ -69,9 +62,9 @@ class ExitTrainer(Training[Document]):
         self._states = TargetStates(target.executor.module(), (*layers, access.layers))
         tokens = None
         if settings.vocab:  # what the last layer says most often, whatever stands in the texts
-            size = settings.batch or len(texts)
-            batches = [texts[i : i + size] for i in range(0, len(texts), size)]
-            likeliest = torch.cat([self._both(part)[1].argmax(-1) for part in batches])
+            self.settings = settings
+            parts = self._batches(texts)
+            likeliest = torch.cat([self._both(part)[1].argmax(-1) for part in parts])
             tokens = frequent(likeliest, settings.vocab, access)
         weights = _new(access, layers, settings, tokens)
         own = {
@@ -84,8 +77,7 @@ class ExitTrainer(Training[Document]):
         sample = torch.cat(self._states.of(texts[:8]))
         self._sizes = dict(zip(layers, sample.float().pow(2).mean((0, 2)).sqrt().tolist(),
                                strict=False))  # fmt: skip
-        super().__init__(target.executor.module(), own, settings, tokens)
-        self._index = index_of(tokens, access)
+        super().__init__(access, self._states, own, settings, tokens)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """A step changes an output by at most rate × inputs, so rates fall as these grow."""
@@ -103,13 +95,10 @@ class ExitTrainer(Training[Document]):
             groups.append({"params": [tensor], "lr": rate, "weight_decay": decay})
         return [torch.optim.AdamW(groups, betas=(0.9, 0.99))]
 
-    def _count(self, text: Document) -> int:
-        return positions_of(text)
-
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
         """Layer by layer, for the logits are large."""
         hidden, last = self._both(texts)
-        teacher, goal = None, self._index[last.argmax(-1)]
+        teacher, best = None, last.argmax(-1)
         if self.settings.loss == "distill":
             teacher = last.float().softmax(-1)
             if self.vocabulary is not None:  # what is outside is spread evenly
@@ -117,13 +106,12 @@ class ExitTrainer(Training[Document]):
                 rest = (1 - teacher.sum(-1, keepdim=True)).clamp(min=0)
                 teacher = teacher + rest / teacher.shape[-1]
         for i, layer in enumerate(self.heads.layers):
-            log_probs = self.heads.logits(layer, hidden[:, i].float()).float().log_softmax(-1)
-            if teacher is not None:
-                loss = F.kl_div(log_probs, teacher, reduction="batchmean")
+            logits = self.heads.logits(layer, hidden[:, i].float())
+            if teacher is None:
+                loss = self._cross_entropy(logits, best)
             else:
-                at_goal = log_probs.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-                # No head can say it: any token is as good, so that heads learn to be unsure.
-                loss = -torch.where(goal >= 0, at_goal, log_probs.mean(-1)).mean()
+                log_probs = logits.float().log_softmax(-1)
+                loss = F.kl_div(log_probs, teacher, reduction="batchmean")
             yield loss / len(self.heads.layers)
 
     @torch.no_grad()
@@ -154,8 +142,7 @@ class ExitTrainer(Training[Document]):
         """Agreement with the last layer, and calibration, of heads after each exit layer."""
         right: list[list[torch.Tensor]] = [[] for _ in self.heads.layers]
         sure: list[list[torch.Tensor]] = [[] for _ in self.heads.layers]
-        for first in range(0, len(texts), self.batch):
-            hidden, last = self._both(texts[first : first + self.batch])
+        for hidden, last in map(self._both, self._batches(texts)):
             for i, layer in enumerate(self.heads.layers):
                 top, index = heads.logits(layer, hidden[:, i]).float().softmax(-1).max(-1)
                 token = index if heads.tokens is None else heads.tokens[index]

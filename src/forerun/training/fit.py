@@ -13,7 +13,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,35 +21,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.nn import functional as F
 
-from forerun.checks import choice, whole
 from forerun.errors import ModelError, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import TOKENS, About, Tensors, save_draft
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.states import Taps
+from forerun.training.settings import TRAINERS, TrainingSettings
 
 CHECKPOINT = "training.pt"
 ROOM = 1 << 30
 """Bytes of the target's states that are kept."""
-TRAINERS = {
-    "shared": "grafts:GraftTrainer",
-    "block": "grafts:GraftTrainer",
-    "kangaroo": "adapters:AdapterTrainer",
-    "medusa": "medusa:MedusaTrainer",
-    "exits": "exits:ExitTrainer",
-    "eagle": "eagle:EagleTrainer",
-}
-"""Kinds of drafts, and who trains each."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "shared": {"layers": (1,), "width": 1},
-    "block": {"layers": (1,), "width": 8},
-    "kangaroo": {"layers": (2,), "width": 1},
-    "medusa": {"layers": (1,), "width": 5},
-    "exits": {"batch": 8, "lr": 0.0, "width": 1},
-    "eagle": {"batch": 8, "lr": 2e-3, "width": 256, "vocab": 8192},
-}
-"""What settings are where they are None."""
 
 
 class Document(NamedTuple):
@@ -69,84 +51,6 @@ T = TypeVar("T")
 def positions_of(document: Document) -> int:
     """How many predictions of a document count (its last token has no known successor)."""
     return max(len(document.ids) - 1 - document.start, 0)
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How a draft is trained; what is None is the kind's own default.
-
-    Args:
-        kind: of `TRAINERS`.
-        layers: of shared and block, one number: layers of the draft's decoder; of medusa: residual
-            blocks of a head; of kangaroo: the layer below the adapter; of exits: the layers to
-            exit after (about six, evenly spaced); of eagle: the depths whose states are read (a
-            third, two thirds and all of the layers).
-        width: of block, tokens proposed in a pass, ≥ 2; of medusa, heads, ≥ 1; of eagle, of the
-            layer, a multiple of 64.
-        steps: optimiser steps, ≥ 1.
-        batch: texts per step, ≥ 1.
-        lr: peak learning rate (of exits 0 is 0.25 / H); rises over a twentieth of the steps, falls
-            to zero over all.
-        anchors: of block, places per text behind which a block is learned, ≥ 1.
-        seed: decides order, anchors and whatever begins at random.
-        vocab: of medusa, exits and eagle: how many tokens the draft can say, the most frequent in
-            the texts; 0: all.
-        head: of exits, "light" (an affine map before the model's own norm and unembedding) or
-            "full" (an LM head per layer).
-        rank: of light heads, ≥ 1; 0 is a full matrix.
-        loss: of exits, "hard" (cross-entropy to the last layer's arg-max: confidence is then the
-            chance that it agrees) or "distill" (forward KL from its distribution).
-    """
-
-    kind: str = "shared"
-    layers: tuple[int, ...] | None = None
-    width: int | None = None
-    steps: int = 1000
-    batch: int | None = None
-    lr: float | None = None
-    anchors: int = 4
-    seed: int = 0
-    vocab: int | None = None
-    head: str = "light"
-    rank: int = 0
-    loss: str = "hard"
-
-    def __post_init__(self) -> None:
-        choice("kind", self.kind, list(TRAINERS))
-        general = {"batch": 32, "lr": 1e-3, "vocab": 0, "layers": ()}
-        for name, value in (general | DEFAULTS[self.kind]).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for name in ("steps", "batch", "anchors"):
-            whole(name, getattr(self, name), 1)
-        for name in ("seed", "vocab", "rank"):
-            whole(name, getattr(self, name))
-        assert self.layers is not None
-        for layer in self.layers:
-            whole("layers", layer, 1)
-        if self.kind not in ("exits", "eagle"):
-            require(len(self.layers) == 1, "layers", self.layers, f"one number for {self.kind}")
-        whole("width", self.width, 2 if self.kind == "block" else 1)
-        if self.kind == "eagle":
-            require(self.width % 64 == 0, "width", self.width, "a multiple of 64")  # type: ignore[operator]
-        only = self.kind in ("medusa", "exits", "eagle") or not self.vocab
-        require(only, "vocab", self.vocab, f"0 for a draft of kind {self.kind}")
-        choice("head", self.head, ["light", "full"])
-        choice("loss", self.loss, ["hard", "distill"])
-        require(not (self.rank and self.head == "full"), "rank", self.rank, "0 for full heads")
-        good = self.lr is not None and 0 <= self.lr < 1 and (self.lr > 0 or self.kind == "exits")
-        require(good, "lr", self.lr, "between 0 and 1")
-
-    @property
-    def on_encoder(self) -> bool:
-        """Whether the draft reads the states of an encoder."""
-        return self.kind in ("shared", "block")
-
-    @property
-    def depth(self) -> int:
-        """The only number of `layers`."""
-        assert self.layers is not None
-        return self.layers[0]
 
 
 class Training(ABC, Generic[T]):
@@ -186,6 +90,11 @@ class Training(ABC, Generic[T]):
     @abstractmethod
     def agreement(self, texts: Sequence[T]) -> dict[str, Any]:
         """How often the draft's most likely token is the target's, over held-out texts: "top1"."""
+
+    def _batches(self, texts: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Texts in their order, as many together as in a step."""
+        for first in range(0, len(texts), self.batch):
+            yield texts[first : first + self.batch]
 
     def _drawn(self, texts: Sequence[T], rng: random.Random) -> list[T]:
         """The texts of a step."""
@@ -337,6 +246,51 @@ class TargetStates:
         return [held[id(text)][1] for text in texts]
 
 
+class StatesTraining(Training[Document]):
+    """A draft in training that reads the hidden states of a decoder-only target.
+
+    Args:
+        access: the target's layers.
+        states: what it leaves of texts; the last depth is L.
+        own, settings, tokens: as for `Training`.
+    """
+
+    def __init__(
+        self,
+        access: LayerAccess,
+        states: TargetStates,
+        own: Mapping[str, torch.nn.Parameter],
+        settings: TrainingSettings,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(access.model, own, settings, tokens)
+        self._access, self._states = access, states
+        every = torch.arange(len(access.unembedding), device=access.unembedding.device)
+        self._index = every if tokens is None else torch.full_like(every, -1)
+        """`(V,)` per token of the target its place in the draft's vocabulary, −1 if it has none."""
+        if tokens is not None:
+            self._index[tokens] = every[: len(tokens)]
+
+    def _count(self, text: Document) -> int:
+        return positions_of(text)
+
+    def _scored(self, texts: Sequence[Document]) -> torch.Tensor:
+        """`(texts, longest)` whether the prediction after a token counts."""
+        counts = torch.zeros(len(texts), max(len(text.ids) for text in texts), dtype=torch.bool)
+        for row, text in enumerate(texts):
+            counts[row, text.start : len(text.ids) - 1] = True
+        return counts.to(self.target.device)
+
+    def _cross_entropy(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy, nats, of `(n, V)` logits of the draft's tokens to `(n,)` ids.
+
+        Of a token that it cannot say any is as good, so that it learns to be unsure.
+        """
+        log_probs, goal = logits.float().log_softmax(-1), self._index[tokens]
+        at_goal = log_probs.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return -torch.where(goal >= 0, at_goal, log_probs.mean(-1)).mean()
+
+
 def trainer(target: Rows, settings: TrainingSettings, texts: Sequence[Any]) -> Training[Any]:
     """A draft of the kind of the settings, as it begins.
 
@@ -381,16 +335,6 @@ def frequent(tokens: torch.Tensor, count: int, access: LayerAccess) -> torch.Ten
     counts = torch.bincount(tokens.long(), minlength=vocab)
     chosen = counts.argsort(descending=True, stable=True)[:count].sort().values
     return chosen.to(access.unembedding.device)
-
-
-def index_of(tokens: torch.Tensor | None, access: LayerAccess) -> torch.Tensor:
-    """`(V,)` per token of the target its place in `tokens`, −1 if it has none."""
-    every = torch.arange(len(access.unembedding), device=access.unembedding.device)
-    if tokens is None:
-        return every
-    out = torch.full_like(every, -1)
-    out[tokens] = torch.arange(len(tokens), device=tokens.device)
-    return out
 
 
 def divergence(logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:

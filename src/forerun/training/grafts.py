@@ -19,7 +19,8 @@ from forerun.runtime.base import Rows
 from forerun.runtime.grafts import graft, model_of, own_parameters
 from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
-from forerun.training.fit import Training, TrainingSettings, divergence, padded, runs_of
+from forerun.training.fit import Training, divergence, padded, runs_of
+from forerun.training.settings import TrainingSettings
 
 WINDOWS = 16
 """Batches' worth of texts that a batch of alike lengths is chosen from."""
@@ -53,13 +54,7 @@ class _Batch:
 
 
 class GraftTrainer(Training[TextPair]):
-    """A draft decoder in training.
-
-    Args:
-        target: the model to draft for.
-        settings: how.
-        texts: not read before they are learned.
-    """
+    """A draft decoder in training."""
 
     def __init__(
         self, target: Rows, settings: TrainingSettings, texts: Sequence[TextPair] = ()
@@ -186,8 +181,7 @@ class GraftTrainer(Training[TextPair]):
         """
         self.draft.get_decoder().eval()
         rng, hits, runs = random.Random(1), [], []
-        for first in range(0, len(texts), self.batch):
-            batch = self._batch(texts[first : first + self.batch])
+        for batch in map(self._batch, self._batches(texts)):
             best = batch.taught.argmax(-1)
             if self._block == 1:
                 same = self._say(batch, batch.fed, None).argmax(-1) == best

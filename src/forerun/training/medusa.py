@@ -16,57 +16,42 @@ from forerun.runtime.base import Rows
 from forerun.runtime.medusa import MedusaHeads, new_heads
 from forerun.training.fit import (
     Document,
+    StatesTraining,
     TargetStates,
-    Training,
-    TrainingSettings,
     cut,
-    index_of,
     layers_of_target,
-    positions_of,
     runs_of,
 )
+from forerun.training.settings import TrainingSettings
 
 SHARE = 0.8
 """A head's part of the loss, of the part of the head before it (the paper's λ_k = 0.8^k)."""
 
 
-class MedusaTrainer(Training[Document]):
-    """Heads in training.
-
-    Args:
-        target: the model to draft for.
-        settings: how; its `width` is K, its `layers` are a head's blocks.
-        texts: all of them: what is frequent there is what a small vocabulary holds.
-    """
+class MedusaTrainer(StatesTraining):
+    """Heads in training."""
 
     def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
-        self._access = access = layers_of_target(target, settings.kind)
-        tokens, model = cut(texts, settings.vocab or 0, access), target.executor.module()
+        access = layers_of_target(target, settings.kind)
+        tokens, model = cut(texts, settings.vocab or 0, access), access.model
         torch.manual_seed(settings.seed)
         self._heads = int(settings.width or 0)
         begun = new_heads(model, self._heads, settings.depth, tokens).weights
         own = {name: torch.nn.Parameter(tensor) for name, tensor in begun.items()}
-        super().__init__(model, own, settings, tokens)
+        states = TargetStates(model, (access.layers,))
+        super().__init__(access, states, own, settings, tokens)
         self.heads = MedusaHeads({**own}, tokens)
-        self._index = index_of(tokens, access)
-        self._states = TargetStates(model, (access.layers,))
-
-    def _count(self, text: Document) -> int:
-        return positions_of(text)
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
         hidden, ahead = self._both(texts)
         yield 0.0 * self.own["0.unembedding"].sum()  # texts may be too short for any head
         for head in range(self._heads):
             there = ahead[:, head] >= 0
-            if not bool(there.any()):
-                continue
-            log_probs = self.heads.logits(head, hidden[there]).log_softmax(-1)
-            goal = self._index[ahead[there, head]]
-            at_goal = log_probs.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-            # A token that no head can say: any is as good, so that heads learn to be unsure.
-            loss = torch.where(goal >= 0, at_goal, log_probs.mean(-1)).mean()
-            yield -(SHARE ** (head + 1)) * loss
+            if bool(there.any()):
+                loss = self._cross_entropy(
+                    self.heads.logits(head, hidden[there]), ahead[there, head]
+                )
+                yield SHARE ** (head + 1) * loss
 
     @torch.no_grad()
     def _both(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +74,7 @@ class MedusaTrainer(Training[Document]):
         """How often each head's most likely token is the text's, over held-out texts; see
         `runs_of`: what a chain gains where the target writes the text itself."""
         runs = []
-        for first in range(0, len(texts), self.batch):
-            hidden, ahead = self._both(texts[first : first + self.batch])
+        for hidden, ahead in map(self._both, self._batches(texts)):
             hits = []
             for head in range(self._heads):
                 top = self.heads.logits(head, hidden).argmax(-1)

@@ -26,15 +26,7 @@ def keep(
     """Write every record to the log, report progress, save the run as `name`.
 
     It is saved every `seconds`, at step `until`, on SIGTERM or SIGINT, and when there are no more
-    records.
-
-    Args:
-        run: with `step`, `tokens` and `save(path)`.
-        records: a step each, with "loss" and "tokens_per_second"; taking one makes the step.
-        out: folder of log and checkpoint.
-        name: of the checkpoint.
-        until: the last step; none for all records.
-        seconds: between two savings.
+    records. A run has `step`, `tokens` and `save(path)`; taking a record makes the step.
     """
     saved = time.monotonic()
     with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +13,9 @@ from forerun.cli.shared.console import status
 from forerun.errors import SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.models import Job
+    from forerun.cli.shared.models import Job, Models
     from forerun.lab.bench.methods import Method
-    from forerun.lab.bench.peers import Command
+    from forerun.lab.bench.peers import Command, Peer
     from forerun.prompts import Prompt
 
 
@@ -39,22 +39,17 @@ def read_sizes(text: str) -> list[int]:
     return sorted({int(size) for size in text.split(",")})
 
 
-def read_pythons(pairs: Sequence[str]) -> dict[str, str]:
-    """``PEER=PATH`` options."""
-    out = {}
-    for pair in pairs:
-        name, equals, path = pair.partition("=")
-        if not (name and equals and path):
-            raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
-        out[name] = path
-    return out
-
-
-def read_peers(names: str, pythons: Mapping[str, str], commands: Sequence[str]) -> list[Command]:
+def read_peers(names: str, pythons: Sequence[str], commands: Sequence[str]) -> list[Command]:
     """How the peers are started: those with a name of the repository's, and commands."""
     from forerun.lab.bench.peers import Command, named
 
-    short = [command for name in split_names(names, ",") for command in named(name, pythons)]
+    paths = {}
+    for pair in pythons:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
+        paths[name] = path
+    short = [command for name in split_names(names, ",") for command in named(name, paths)]
     return short + [Command.read(text) for text in commands]
 
 
@@ -150,49 +145,34 @@ def our_methods(job: Job, compared: Compared) -> list[Method]:
     return out
 
 
-def their_methods(
-    stack: ExitStack, job: Job, compared: Compared, target: str | None, draft: str | None
-) -> tuple[list[Method], list[dict[str, str]]]:
-    """Peers that can run here, and the others with the reason."""
-    from forerun.lab.bench.methods import Theirs
-    from forerun.lab.bench.peers import PipedPeer, opening
+def start_peers(
+    stack: ExitStack, job: Job, models: Models, commands: Sequence[Command]
+) -> tuple[list[Peer], list[dict[str, str]]]:
+    """Peers that can run here, closed with the stack, and the others with the reason."""
+    from forerun.lab.bench.peers import Peer, opening
 
-    methods: list[Method] = []
-    skipped = []
-    first = opening(job.model, *model_paths(job, target, draft))
-    for command in compared.peers:
-        if compared.temperature > 0:
-            why = "peers are measured greedily, and --temperature is above 0"
-            skipped.append({"name": command.label, "reason": why})
-            continue
-        peer = PipedPeer(command, first)
+    peers, skipped = [], []
+    first = opening(job.model, *_model_paths(job, models))
+    for command in commands:
+        peer = Peer(command, first)
         stack.callback(peer.close)
         with status(f"starting {peer.name}"):
             reason = peer.start()
         if reason is None:
-            methods.append(Theirs(peer, peer.rows))
+            peers.append(peer)
         else:
             skipped.append({"name": command.label, "reason": reason})
-    return methods, skipped
+    return peers, skipped
 
 
-def model_paths(job: Job, target: str | None, draft: str | None) -> tuple[str, str | None]:
+def _model_paths(job: Job, models: Models) -> tuple[str, str | None]:
     """Where a peer finds the target, and the draft model if the drafter is one."""
     from forerun import zoo
     from forerun.drafters.model import ModelDrafter
 
-    small = draft or (str(zoo.DRAFT) if target is None else None)
-    return str(zoo.locate(target)), small if isinstance(job.model.drafter, ModelDrafter) else None
-
-
-def read_recorded(trace: str | None, costs: str | None) -> tuple[Any, Any] | None:
-    """Trace and costs, read before anything is measured."""
-    if trace is None or costs is None:
-        return None
-    from forerun.lab.traces.costs import Costs
-    from forerun.lab.traces.trace import Trace
-
-    return Trace.read(trace), Costs.read(costs)
+    small = models.draft or (str(zoo.DRAFT) if models.target is None else None)
+    target = str(zoo.locate(models.target))
+    return target, small if isinstance(job.model.drafter, ModelDrafter) else None
 
 
 def draft_identity(job: Job) -> Any:

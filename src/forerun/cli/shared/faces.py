@@ -50,13 +50,7 @@ HEAD = b'{"schema": 1, "index": '
 
 
 class Face:
-    """Takes events and shows them; this one shows rounds only, if wanted.
-
-    Args:
-        job: the model and its policies.
-        prompts: what is run.
-        rounds: print a line per round on stderr.
-    """
+    """Takes events and shows them; this one shows rounds only, if wanted."""
 
     def __init__(self, job: Job, prompts: Sequence[Prompt], rounds: bool = False) -> None:
         self.job, self.prompts = job, list(prompts)
@@ -273,11 +267,6 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
     """Run prompts and show them; an interrupt takes effect between rounds.
 
     Whatever was complete then has been passed on.
-
-    Args:
-        job: models and policies.
-        face: has the prompts, as `Reader.prepare` made them, and gets the events.
-        compare: also run plain decoding.
     """
     began, last, stopping = time.perf_counter(), -1, False
     failures: dict[int, str] = {}

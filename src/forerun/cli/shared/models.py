@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, status, stderr
+from forerun.cli.shared.options import MODELS, PROMPTS, SPECULATION
 from forerun.errors import ForerunWarning, SettingError, require
 
 if TYPE_CHECKING:
@@ -25,10 +26,16 @@ ALONE = ("target", "device", "dtype", "trust_remote_code")
 
 @dataclass(frozen=True)
 class Chat:
-    """What is put around prompts."""
+    """What is put around prompts.
 
-    chat: options.ChatTemplate = False
-    system: options.System = None
+    Args:
+        chat: prompts are what a user says: put the model's chat template around.
+        system: what the system says before, in the chat template.
+    """
+
+    panel: ClassVar[str] = PROMPTS
+    chat: bool = False
+    system: str | None = None
 
     @property
     def wrap(self) -> bool | None:
@@ -43,9 +50,13 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatByDefault(Chat):
-    """The same, where the model itself says what is put around prompts."""
+    """The same, where the model itself says what is put around prompts.
 
-    raw: options.Raw = False
+    Args:
+        raw: leave the chat template out, which is around prompts of models that are made to answer.
+    """
+
+    raw: bool = False
 
     @property
     def wrap(self) -> bool | None:
@@ -79,15 +90,57 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Models:
-    """What is to be loaded: the options that `forerun.load` takes."""
+class PolicyOptions:
+    """What decides how far a command runs ahead and what it keeps.
 
-    target: options.Target = None
-    draft: options.Draft = None
-    runtime: options.Runtime = None
-    device: options.Device = None
-    dtype: options.Dtype = None
-    trust_remote_code: options.TrustRemoteCode = False
+    Args:
+        controller: how far to run ahead, like gammatune(eta=0.3); default: auto.
+        rule: what to keep, forerun list rules says which are lossless; default: gumbel.
+        settings: controller, rule and draft of a file of forerun tune, where no option names one.
+        exits: exit heads for --draft specbound, made by train-draft exits; default: the shipped
+            ones for the shipped target, else the model's own head at every layer.
+    """
+
+    panel: ClassVar[str] = SPECULATION
+    controller: str | None = None
+    rule: str | None = None
+    settings: str | None = None
+    exits: str | None = None
+    remember: options.Remember = None
+
+    def resolve(self, draft: str | None = None) -> Settings:
+        """Controller, rule and draft in force: those named, else those of the file."""
+        from forerun.settings import resolve
+
+        return resolve(self.settings, controller=self.controller, rule=self.rule, draft=draft)
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is to be loaded: the options that `forerun.load` takes.
+
+    Args:
+        target: a folder, a Hugging Face id, or translator or digest, which ship; default: the
+            shipped one.
+        draft: who runs ahead, a smaller model, a folder with a trained draft or a published EAGLE-3
+            head, or a drafter like lookup(n=3), mtp or none; default: the shipped draft for the
+            shipped target, shared or block where the target's folder has one, else memory, with a
+            head behind it (memory+eagle) where there is one.
+        runtime: what runs the models: torch, openvino, cudagraphs, auto, or e.g.
+            "openvino(precision='int8')"; default: FORERUN_RUNTIME, or else auto (openvino on a CPU
+            where it is installed and serves the model), torch for specbound, adadecode, kangaroo.
+        device: where they run: cpu, cuda, cuda:1, ...; default: a GPU if any.
+        dtype: of their weights: auto, float32, bfloat16 or float16; default: as they were saved.
+        trust_remote_code: run code that comes with a checkpoint.
+    """
+
+    panel: ClassVar[str] = MODELS
+    target: str | None = None
+    draft: str | None = None
+    runtime: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    trust_remote_code: bool = False
 
     @property
     def alone(self) -> Models:

@@ -56,6 +56,21 @@ METAVARS = {
     "origins": "URL",
     "hosts": "NAME",
     "metrics_prefix": "PREFIX",
+    "layers": "N[,N...]",
+    "target": "ID_OR_PATH",
+    "draft": "ID_OR_PATH|SPEC",
+    "runtime": "SPEC",
+    "device": "D",
+    "dtype": "T",
+    "controller": "SPEC",
+    "rule": "SPEC",
+    "settings": "FILE",
+    "exits": "DIR",
+    "width": "K",
+    "batch": "B",
+    "rank": "R",
+    "head": "light|full",
+    "loss": "hard|distill",
 }
 """Of fields that have another than that of their type."""
 FLAGS = {
@@ -76,7 +91,7 @@ class Fields:
 
     Args:
         source: the dataclass.
-        panel: of the options that do not name one.
+        panel: of the options that do not name one; that of the class unless given.
         only: the fields, in this order; None takes all.
         without: fields that are no options here.
         optional: what is not given is None, whatever the field's default.
@@ -92,7 +107,8 @@ class Fields:
         optional: bool = False,
         **changed: Any,
     ) -> None:
-        self.source, self.panel, self.changed = source, panel, changed
+        self.source, self.changed = source, changed
+        self.panel = panel or getattr(source, "panel", None)
         self._optional, self.sizes = optional, set[str]()
         known = [f.name for f in fields(source) if f.init]
         self.names = [n for n in only or known if n not in without]
@@ -146,10 +162,12 @@ def _option(name: str, kind: Any, text: str, panel: str | None) -> Any:
 
 
 def help_of(source: type[Any]) -> dict[str, str]:
-    """The first sentence about every argument in a docstring, begun with a capital."""
-    doc = inspect.getdoc(source) or ""
-    arguments = doc.partition("Args:\n")[2].partition("\n\n")[0]
-    texts = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", arguments, re.MULTILINE)
+    """The first sentence about every argument, its bases' too, begun with a capital."""
+    texts: list[tuple[str, str]] = []
+    for part in reversed(source.__mro__):
+        doc = inspect.cleandoc(part.__doc__ or "")
+        arguments = doc.partition("Args:\n")[2].partition("\n\n")[0]
+        texts += re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", arguments, re.MULTILINE)
     one = {name: re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0] for name, text in texts}
     return {name: text[0].upper() + text[1:] for name, text in one.items()}
 
@@ -182,6 +200,18 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
     run.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
     return run
+
+
+def group(help: str) -> typer.Typer:
+    """Commands of one name, which alone prints their help."""
+    app = typer.Typer(help=help, no_args_is_help=False)
+
+    @app.callback(invoke_without_command=True)
+    def root(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    return app
 
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,26 +252,6 @@ def limit(more: str = "") -> Any:
     return option("N", text.strip(), panel=PROMPTS)
 
 
-Target = Annotated[
-    str | None,
-    option(
-        "ID_OR_PATH",
-        "A folder, a Hugging Face id, or translator or digest, which ship. Default: the shipped "
-        "one.",
-        panel=MODELS,
-    ),
-]
-Draft = Annotated[
-    str | None,
-    option(
-        "ID_OR_PATH|SPEC",
-        "Who runs ahead: a smaller model, a folder with a trained draft or a published EAGLE-3 "
-        "head, or a drafter like lookup(n=3), mtp or none. Default: the shipped draft for the "
-        "shipped target, shared or block where the target's folder has one, else memory, with a "
-        "head behind it (memory+eagle) where there is one.",
-        panel=MODELS,
-    ),
-]
 Remember = Annotated[
     bool | None,
     typer.Option(
@@ -258,84 +268,6 @@ DraftModel = Annotated[
         "ID_OR_PATH",
         "Its draft model. Default: the shipped draft for the shipped target.",
         panel=MODELS,
-    ),
-]
-Runtime = Annotated[
-    str | None,
-    option(
-        "SPEC",
-        "What runs the models: torch, openvino, cudagraphs, auto, or e.g. "
-        "\"openvino(precision='int8')\". Default: FORERUN_RUNTIME, or else auto (openvino on a CPU "
-        "where it is installed and serves the model); torch for --draft specbound, adadecode and "
-        "kangaroo.",
-        panel=MODELS,
-    ),
-]
-Device = Annotated[
-    str | None, option("D", "cpu, cuda, cuda:1, ... Default: a GPU if any.", panel=MODELS)
-]
-Dtype = Annotated[
-    str | None,
-    option(
-        "T", "auto, float32, bfloat16 or float16. Default: as the model was saved.", panel=MODELS
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, flag("--trust-remote-code", "Run code that comes with a checkpoint.", MODELS)
-]
-
-Exits = Annotated[
-    str | None,
-    option(
-        "DIR",
-        "Exit heads for --draft specbound, made by train-draft exits. Default: the shipped ones "
-        "for the shipped target, else the model's own head at every layer.",
-        panel=MODELS,
-    ),
-]
-SettingsFile = Annotated[
-    str | None,
-    option(
-        "FILE",
-        "Controller, rule and draft from a file of forerun tune, where no option gives them.",
-        panel=SPECULATION,
-    ),
-]
-Rule = Annotated[
-    str | None,
-    option(
-        "SPEC",
-        "What to keep; forerun list rules says which are lossless. Default: gumbel.",
-        panel=SPECULATION,
-    ),
-]
-Controller = Annotated[
-    str | None,
-    option(
-        "SPEC",
-        "How far to run ahead, like gammatune(eta=0.3). Default: auto.",
-        panel=SPECULATION,
-    ),
-]
-
-ChatTemplate = Annotated[
-    bool,
-    flag(
-        "--chat",
-        "Prompts are what a user says: put the model's chat template around.",
-        PROMPTS,
-    ),
-]
-System = Annotated[
-    str | None,
-    option("TEXT", "What the system says before, in the chat template.", panel=PROMPTS),
-]
-Raw = Annotated[
-    bool,
-    flag(
-        "--raw",
-        "Leave the chat template out, which is around prompts of models that are made to answer.",
-        PROMPTS,
     ),
 ]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from forerun.cli.shared.console import stderr
+from forerun.cli.shared.console import note, stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+
+T = TypeVar("T")
 
 
 class Tell(Protocol):
@@ -70,6 +72,20 @@ def progress(
 
     with bars:
         yield tell
+
+
+def collected(run: Iterable[T], name: str, total: int, unit: str) -> tuple[list[T], bool]:
+    """What comes of a run, under a bar, and whether an interrupt ended it."""
+    done: list[T] = []
+    try:
+        with progress(name, total, unit) as tell:
+            for one in run:
+                done.append(one)
+                tell(name, len(done))
+    except KeyboardInterrupt:
+        note(stderr(), "interrupted; this is what was compared")
+        return done, True
+    return done, False
 
 
 class PromptBar:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import PromptError, SettingError
-from forerun.prompts import Prompt, find_prompts, is_shipped, read_file
+from forerun.prompts import Prompt, find_prompts, is_shipped, json_lines, read_file, read_text
 from forerun.runtime.fingerprints import fingerprint
 from forerun.training.fit import Document, positions_of
 from forerun.training.grafts import TextPair
@@ -61,40 +61,26 @@ def open_source(data: str) -> TrainingTexts:
         if not files:
             raise SettingError(f"no .txt files in {data}; give a text file, a folder of them, or "
                                "a .jsonl file of prompts")  # fmt: skip
-        return TrainingTexts(texts=[_read(file) for file in files])
+        return TrainingTexts(texts=[read_text(file) for file in files])
     if path.suffix.lower() in (".jsonl", ".json"):
         texts = _json_texts(path)
         if texts is not None:
             return TrainingTexts(texts=texts)
         prompts = read_file(str(path))
         return TrainingTexts(prompts=lambda: prompts)
-    return TrainingTexts(texts=[_read(path)])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
+    return TrainingTexts(texts=[read_text(path)])
 
 
 def _json_texts(path: Path) -> list[str] | None:
     """The texts of a file whose lines are objects with "text"; None if they are prompts."""
     texts: list[str] = []
-    for number, line in enumerate(_read(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            at = f"{path}, line {number}: not JSON"
-            raise SettingError(f"{at} ({error.msg} at column {error.colno})") from error
+    for where, value in json_lines(path):
         if not isinstance(value, dict) or "text" not in value:
             if texts:
-                raise SettingError(f'{path}, line {number}: no "text"; lines before it have it')
+                raise SettingError(f'{where}: no "text"; lines before it have it')
             return None
         if not isinstance(value["text"], str):
-            raise SettingError(f"{path}, line {number}: text must be a string")
+            raise SettingError(f"{where}: text must be a string")
         texts.append(value["text"])
     return texts or None
 
@@ -110,15 +96,6 @@ def read_documents(
     tell: Callable[[int], None],
 ) -> list[Document]:
     """Documents with about `tokens` positions, or as many as there are.
-
-    Args:
-        source: from `open_source`.
-        job: the target.
-        folder: texts the target writes are kept there; an interrupted run goes on with them.
-        tokens: positions to collect.
-        seed: decides the order of texts, and which continuations are sampled.
-        identity: of the model and the data; texts of another are not used.
-        tell: called with the positions so far.
 
     Raises:
         SettingError: too little text to train on and to hold some out.
@@ -230,7 +207,7 @@ def read_pairs(path: Path, model: Model) -> list[TextPair]:
     if model.tokenizer is None:
         raise SettingError("training reads text, and this model has no tokenizer")
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         source, target = _pair(line, f"{path}, line {number}")

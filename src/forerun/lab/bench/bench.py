@@ -133,18 +133,15 @@ def measure(
     """Run what is not yet in `results`, group by group.
 
     A peer that fails is left out with its reason. Interrupted, what is complete is written before
-    the interrupt goes on.
-
-    Args:
-        results: where samples go.
-        work: the groups, in the order they run.
-        methods: the first is plain decoding.
-        tell: called with the runs done and their total.
+    the interrupt goes on. The first method is plain decoding; `tell` is called with the
+    runs done and their total.
     """
     done = results.done
     todo = [g for g in work if g.key not in done]
     active = [m for m in methods if m.name not in {s["name"] for s in results.document["skipped"]}]
-    runs = _Progress(work, todo, active, tell)
+    total = _runs(work, active)
+    count = total - _runs(todo, active)
+    tell(count, total)
     warm: set[int] = set()
     try:
         for group in todo:
@@ -157,7 +154,8 @@ def measure(
                 run = _try(results, method, group.prompts, active)
                 if run is not None:
                     finished[method.name] = run
-                runs.advance()
+                count += 1
+                tell(count, total)
             ordered = {m.name: finished[m.name] for m in active if m.name in finished}
             results.add(group, ordered, {m.name for m in active if m.certain})
         results.document["complete"] = True
@@ -198,6 +196,10 @@ def _able(methods: Sequence[Method], batch: int) -> list[Method]:
     return [m for m in methods if m.largest_batch is None or m.largest_batch >= batch]
 
 
+def _runs(groups: Sequence[Group], methods: Sequence[Method]) -> int:
+    return sum(len(_able(methods, group.batch)) for group in groups)
+
+
 def _try(
     results: Results, method: Method, prompts: Sequence[Prompt], active: list[Method]
 ) -> Run | None:
@@ -222,28 +224,6 @@ def _warm_up(results: Results, group: Group, active: list[Method]) -> None:
     ]  # fmt: skip
     for method in _able(active, group.batch):
         _try(results, method, short, active)
-
-
-class _Progress:
-    """Counts runs, those measured before an interruption included."""
-
-    def __init__(
-        self,
-        work: Sequence[Group],
-        todo: Sequence[Group],
-        methods: Sequence[Method],
-        tell: Callable[[int, int], None],
-    ) -> None:
-        def count(groups: Sequence[Group]) -> int:
-            return sum(len(_able(methods, g.batch)) for g in groups)
-
-        self._tell, self._total = tell, count(work)
-        self._done = self._total - count(todo)
-        tell(self._done, self._total)
-
-    def advance(self) -> None:
-        self._done += 1
-        self._tell(self._done, self._total)
 
 
 def _digest(tokens: Sequence[int]) -> str:

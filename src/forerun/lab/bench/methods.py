@@ -11,7 +11,6 @@ from forerun.errors import PromptError
 
 if TYPE_CHECKING:
     from forerun.engine import Completion
-    from forerun.lab.bench.peers import Peer
     from forerun.model import Model
     from forerun.prompts import Prompt
 
@@ -140,36 +139,6 @@ class Ours:
             out["controller"] = CONTROLLERS.text(CONTROLLERS.make(self.controller))
             out |= {"rule": RULES.text(rule), "lossless": rule.lossless}
         return out
-
-
-@dataclass(frozen=True)
-class Theirs:
-    """A peer; its texts are greedy.
-
-    Peers take one limit for all prompts of a batch: where the prompts' own differ, they run to the
-    largest, and only what a prompt was allowed counts.
-    """
-
-    peer: Peer
-    largest_batch: int | None = 1
-    kind: Kind = field(default="peer", init=False)
-    certain: bool = field(default=True, init=False)
-
-    @property
-    def name(self) -> str:
-        return self.peer.name
-
-    def run(self, prompts: Sequence[Prompt]) -> Run:
-        limits = [p.sampling.max_new_tokens for p in prompts]
-        penalty = prompts[0].sampling.repetition_penalty
-        out = self.peer.generate([p.ids for p in prompts], max(limits), penalty)
-        tokens = [o[:most] for o, most in zip(out.tokens, limits, strict=True)]
-        return Run(out.seconds, tokens)
-
-    def about(self) -> dict[str, Any]:
-        """Name, kind, whose arithmetic it has, and versions of its libraries."""
-        shared = {name: getattr(self.peer, name, None) for name in ("arithmetic", "versions")}
-        return {"name": self.name, "kind": self.kind} | {k: v for k, v in shared.items() if v}
 
 
 def groups(prompts: Sequence[Prompt], batches: Sequence[int]) -> list[Group]:

@@ -19,18 +19,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from forerun.errors import ForerunError, SettingError, UnknownNameError
+from forerun.lab.bench.methods import Kind, Run
 from forerun.registry import Spec, parse
 
 if TYPE_CHECKING:
     from forerun.model import Model
+    from forerun.prompts import Prompt
 
 START = 600.0
 """Seconds a peer may take to load its models."""
@@ -41,43 +42,6 @@ CAUSE = re.compile(r"\b\w+Error: .*")
 
 class PeerError(ForerunError):
     """The peer's process ended, went silent or reported that it failed."""
-
-
-@dataclass(frozen=True)
-class PeerOutput:
-    """What a peer wrote."""
-
-    tokens: list[list[int]]
-    """New tokens per prompt, an end of text included."""
-    seconds: float
-    """Wall time of all prompts together, prefill included."""
-
-
-class Peer(ABC):
-    """Somebody else's greedy decoding."""
-
-    name: str
-    """Tells peers and their settings apart, e.g. ``"transformers-assisted(constant,tokens=5)"``."""
-    plain: str | None = None
-    """Name of the peer that decodes plainly what this one speculates on."""
-
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        repetition_penalty: float = 1.0,
-    ) -> PeerOutput:
-        """Continue prompts (token ids) greedily, each until an end of text or the limit.
-
-        Args:
-            prompts: decoded together.
-            max_new_tokens: ≥ 1.
-            repetition_penalty: > 0; 1 is off.
-
-        Raises:
-            PeerError: it failed.
-        """
 
 
 def opening(model: Model, target: str, draft: str | None) -> dict[str, Any]:
@@ -185,18 +149,23 @@ def _settings(spec: Spec, known: Sequence[str]) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Spec) else v for k, v in settings.items()}
 
 
-class PipedPeer(Peer):
-    """A process that speaks the protocol of this module; closed by `close`.
+class Peer:
+    """Somebody else's greedy decoding: a process that speaks the protocol above; closed by `close`.
 
     Args:
         command: what starts it.
         first: from `opening`.
     """
 
+    kind: ClassVar[Kind] = "peer"
+    certain: ClassVar[bool] = True
+
     def __init__(self, command: Command, first: Mapping[str, Any]) -> None:
         self.command, self.name = command, command.label
+        self.plain: str | None = None
+        """Name of the peer that decodes plainly what this one speculates on."""
+        self.largest_batch: int | None = 1
         self._first = dict(first)
-        self.rows: int | None = 1
         self.versions: dict[str, str] = {}
         self.arithmetic = "same"
         self._process: subprocess.Popen[str] | None = None
@@ -213,7 +182,7 @@ class PipedPeer(Peer):
             return str(error)
         self.name = str(ready.get("name", self.name))
         self.plain = ready.get("plain")
-        self.rows = ready.get("rows", 1)
+        self.largest_batch = ready.get("rows", 1)
         self.versions = dict(ready.get("versions", {}))
         self.arithmetic = str(ready.get("arithmetic", "same"))
         return None
@@ -223,8 +192,12 @@ class PipedPeer(Peer):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         repetition_penalty: float = 1.0,
-    ) -> PeerOutput:
-        """Continue prompts greedily; at most `rows` are decoded together, others after them."""
+    ) -> Run:
+        """Continue prompts (token ids) greedily, each until an end of text or the limit.
+
+        Raises:
+            PeerError: it failed.
+        """
         request = {
             "prompts": [list(p) for p in prompts],
             "max_new_tokens": max_new_tokens,
@@ -232,11 +205,26 @@ class PipedPeer(Peer):
         }
         answer = self._ask(request, ANSWER)
         try:
-            return PeerOutput(
-                [list(map(int, t)) for t in answer["tokens"]], float(answer["seconds"])
-            )
+            return Run(float(answer["seconds"]), [list(map(int, t)) for t in answer["tokens"]])
         except (KeyError, TypeError, ValueError) as error:
             raise PeerError(f"it answered {str(answer)[:100]}") from error
+
+    def run(self, prompts: Sequence[Prompt]) -> Run:
+        """Continue these prompts together, timed.
+
+        A peer takes one limit: where the prompts' own differ, it runs to the largest, and only
+        what a prompt was allowed counts.
+        """
+        limits = [p.sampling.max_new_tokens for p in prompts]
+        penalty = prompts[0].sampling.repetition_penalty
+        out = self.generate([p.ids for p in prompts], max(limits), penalty)
+        cut = [tokens[:most] for tokens, most in zip(out.tokens, limits, strict=True)]
+        return replace(out, tokens=cut)
+
+    def about(self) -> dict[str, Any]:
+        """Name, kind, whose arithmetic it has, and versions of its libraries."""
+        out = {"name": self.name, "kind": self.kind, "arithmetic": self.arithmetic}
+        return out | ({"versions": self.versions} if self.versions else {})
 
     def close(self) -> None:
         pipes: list[IO[str] | None] = [self._stderr]

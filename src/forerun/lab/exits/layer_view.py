@@ -36,10 +36,7 @@ class LayerView:
 def view_layers(model: Any, text: Sequence[int], count: int) -> LayerView:
     """Read the model's own norm and unembedding after every layer (the logit lens).
 
-    Args:
-        model: a causal language model of transformers.
-        text: token ids.
-        count: how many of the last positions are looked at, each before its token is known.
+    At the last `count` positions of the text, each before its token is known.
 
     Raises:
         UnsupportedModelError: layers cannot be run one by one.

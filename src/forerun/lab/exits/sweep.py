@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -44,13 +44,7 @@ POLISHED = 40
 
 @dataclass
 class Search:
-    """Settings tried on recorded texts, each at the cost of counting.
-
-    Args:
-        exits: of the texts.
-        costs: of the counted work.
-        width: most tokens per round that are tried.
-    """
+    """Settings tried on recorded texts, each at the cost of counting."""
 
     exits: ExitTrace
     costs: ExitCosts
@@ -84,7 +78,10 @@ class Search:
         return list(settings.values())[:count]
 
     def run(
-        self, budget: int, seed: int = 0, tell: Callable[[int, int], None] | None = None
+        self,
+        budget: int,
+        seed: int = 0,
+        tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> Setting:
         """`budget` trials of optuna's TPE, then single changes of the best while they help."""
         optuna = optional("optuna", "lab")
@@ -99,8 +96,7 @@ class Search:
         for number in range(budget):
             trial = study.ask()
             study.tell(trial, self.score(self._suggest(trial)))
-            if tell is not None:
-                tell(number + 1, budget)
+            tell(number + 1, budget)
         best = self.best()
         for _ in range(POLISHED):
             better = max(self._around(best), key=self.score)
@@ -199,17 +195,9 @@ def confirm(
     heads: ExitHeads,
     search: Search,
     settings: Sequence[Setting],
-    tell: Callable[[int, int], None] | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Confirmed]:
     """Decode every text with every setting and plainly, side by side; the fastest first.
-
-    Args:
-        model: decodes plainly.
-        rows: a runtime for early exits of the same model, without rows.
-        heads: of the exits.
-        search: where the settings come from.
-        settings: those to time, a few.
-        tell: called with the runs done and their number.
 
     Raises:
         SettingError: no text lasted for more than a round.
@@ -223,8 +211,7 @@ def confirm(
         for step in range(len(methods)):
             at = (step + number) % len(methods)  # no method always follows the same one
             row[at] = timed(models[at], text, methods[at])
-            if tell is not None:
-                tell(number * len(methods) + step + 1, len(texts) * len(methods))
+            tell(number * len(methods) + step + 1, len(texts) * len(methods))
         runs.append([done for done in row if done is not None])
     plain = [row[0].completion for row in runs]
     out = []
@@ -248,13 +235,7 @@ def confirm(
 
 
 def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None:
-    """The setting of `specbound` without arguments; None if it refuses.
-
-    Args:
-        layers: that have a head.
-        depths: layers of the model.
-        trained: whether the heads are.
-    """
+    """The setting of `specbound` without arguments; None if it refuses."""
     try:
         used = SpecBound(exits="trained" if trained else "").exit_layers(depths, tuple(layers))
     except SettingError:  # no head is shallow enough
@@ -279,13 +260,6 @@ def written(model: Model, prompts: Iterable[tuple[list[int], Sampling]]) -> Iter
         eos = model.eos if sampling.eos is None else frozenset(sampling.eos)
         sampling = replace(sampling, seed=done.seed)
         yield OwnText(ids, done.tokens, sampling, frozenset() if sampling.ignore_eos else eos)
-
-
-class Report(Protocol):
-    """Called with the name of a phase, what is done of it, and how much there is in all."""
-
-    def __call__(self, name: str, done: float, total: float | None = None) -> None:
-        """Take it."""
 
 
 class Sweep:
@@ -315,9 +289,12 @@ class Sweep:
         self.untuned: Setting | None = None
 
     def run(
-        self, prompts: Sequence[Prompt], budget: int, confirmed: int, tell: Report
+        self, prompts: Sequence[Prompt], budget: int, confirmed: int, tell: Callable[..., None]
     ) -> list[Confirmed]:
-        """Write, time, search and confirm; the settings timed, the fastest first."""
+        """Write, time, search and confirm; the settings timed, the fastest first.
+
+        `tell` is called with the name of a phase, what is done of it, and how much there is.
+        """
         model, heads = self._model, self._heads
         layers = candidates(tuple(heads.layers))
         texts: list[OwnText] = []

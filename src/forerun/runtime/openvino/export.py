@@ -309,14 +309,7 @@ def _marker(model: Any, calls: list[Attention]) -> Callable[..., tuple[torch.Ten
 def _experts(
     module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Mixture of experts, each over the tokens routed to it; those without any cost nothing.
-
-    Args:
-        module: experts of `transformers`, their weights stacked.
-        hidden: `(tokens, H)`.
-        top_k_index: `(tokens, k)` experts of each token.
-        top_k_weights: `(tokens, k)` their weights.
-    """
+    """Mixture of experts, each over the tokens routed to it; those without any cost nothing."""
     out = torch.zeros_like(hidden)
     up = module.gate_up_proj if module.has_gate else module.up_proj
 
@@ -339,13 +332,7 @@ def _experts(
 
 
 def placeholder(call: Attention, number: int, states: Sequence[ov.Output]) -> ov.Node:
-    """Queries, keys and values of a token side by side, then a slice of the output's width.
-
-    Args:
-        call: what it stands for.
-        number: of the call.
-        states: queries, keys, values, each of tokens, heads and widths in this order.
-    """
+    """Queries, keys and values of a token side by side, then a slice of the output's width."""
     widths = (
         call.query_heads * call.key_size,
         call.key_heads * call.key_size,

@@ -63,13 +63,7 @@ def weighed(facts: Facts) -> int:
 
 
 def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]]:
-    """Those that are worth their memory, of `SIZES`, `TILED_SIZES` or `SMALL_SIZES`.
-
-    Args:
-        facts: of the model.
-        halved: whether its weights are bfloat16 numbers.
-        tiled: whether matrix units multiply them.
-    """
+    """Those that are worth their memory, of `SIZES`, `TILED_SIZES` or `SMALL_SIZES`."""
     size = weighed(facts)
     alone: tuple[int, ...]
     shared: tuple[int, ...]

@@ -18,9 +18,9 @@ from forerun.runtime.exits import Batch, LayersExecutor, Work
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import export_layers, in_fp32, reason
-from forerun.runtime.openvino.fuse import fuse
 from forerun.runtime.openvino.nodes import ROWS, attach
 from forerun.runtime.openvino.probe import TOLERANCE, texts
+from forerun.runtime.openvino.weights import fuse
 
 
 class OpenVINOLayersExecutor(LayersExecutor):

@@ -22,18 +22,15 @@ from forerun.runtime.load import EXPORTED, exported, load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import export, in_fp32, reason
-from forerun.runtime.openvino.fuse import fuse
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
-from forerun.runtime.openvino.weights import compress, halve
+from forerun.runtime.openvino.weights import compress, fuse, halve
 from forerun.runtime.sources import Encoder
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
 from forerun.runtime.torch_executor import facts_of
 
-Progress = Callable[[str], None]
-"""Called with a line before each thing that may take seconds."""
 CPU = torch.device("cpu")
 
 
@@ -42,7 +39,6 @@ def from_model(
     precision: str = "fp32",
     threads: int | None = None,
     cached: bool = True,
-    progress: Progress | None = None,
     encoder: Encoder | None = None,
 ) -> OpenVINOExecutor:
     """An executor for a live model, which it does not keep unless it has an encoder.
@@ -53,7 +49,6 @@ def from_model(
             else in fp32).
         threads: None: as many as torch has.
         cached: whether to look for the exported graph on disk, and to leave it there.
-        progress: called before each slow step.
         encoder: that of another executor, whose states this model's decoder attends to.
 
     Raises:
@@ -65,7 +60,7 @@ def from_model(
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
-    return _of_torch(entry, lambda: model, called, _Options(precision, threads, progress, encoder))
+    return _of_torch(entry, lambda: model, called, _Options(precision, threads, encoder))
 
 
 def from_name(
@@ -73,7 +68,6 @@ def from_name(
     precision: str | None = None,
     threads: int | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
 ) -> OpenVINOExecutor:
     """An executor for a model on disk or on the Hugging Face hub.
 
@@ -82,7 +76,7 @@ def from_name(
     Args:
         name: a folder, a Hugging Face id, or a GGUF file (`gguf.locate`).
         precision: as for `from_model`; None: "fp32", or what a GGUF file or exported model has.
-        threads, progress: as for `from_model`.
+        threads: as for `from_model`.
         trust_remote_code: run code that comes with the model.
 
     Raises:
@@ -95,25 +89,23 @@ def from_name(
                 f"{path.name} is run in the precision of its weights, got precision="
                 f"{precision!r}; leave it out"
             )
-        return _as_it_is(path, threads, progress)
+        return _as_it_is(path, threads)
     precision = precision or "fp32"
     settings(precision, threads or torch.get_num_threads())
-    options = _Options(precision, threads, progress)
+    options = _Options(precision, threads)
 
     def torch_model() -> Any:
         return load_model(name, "cpu", "fp32", trust_remote_code)
 
-    if here := files(name):
-        entry = store.key(store.of_files(here), _form(precision))
-        return _of_torch(entry, torch_model, str(name), options)
-    model = torch_model()  # not on this machine until now
+    model = None if files(name) else torch_model()  # not on this machine until now
     entry = store.key(store.of_files(files(name)), _form(precision))
-    return _of_torch(entry, lambda: model, str(name), options)
+    there = torch_model if model is None else lambda: model
+    return _of_torch(entry, there, str(name), options)
 
 
-def _as_it_is(path: Path, threads: int | None, progress: Progress | None) -> OpenVINOExecutor:
+def _as_it_is(path: Path, threads: int | None) -> OpenVINOExecutor:
     """An executor for a GGUF file or a folder of an exported model, in its own precision."""
-    options = _Options(None, threads, progress)
+    options = _Options(None, threads)
     if path.is_dir():
         parts = [path / EXPORTED, (path / EXPORTED).with_suffix(".bin")]
         parts += path.glob("*config.json")
@@ -121,8 +113,6 @@ def _as_it_is(path: Path, threads: int | None, progress: Progress | None) -> Ope
         parts = [path]
 
     def make() -> store.Stored:
-        if progress:
-            progress(f"reading {path.name}")
         if path.is_dir():
             from forerun.runtime.openvino.exported import graph_of
 
@@ -140,7 +130,6 @@ class _Options:
     precision: str | None
     """None: of the weights as they are."""
     threads: int | None
-    progress: Progress | None
     encoder: Encoder | None = None
 
 
@@ -207,8 +196,6 @@ def _form(precision: str | None) -> str:
 
 
 def _export(model: Any, options: _Options) -> store.Stored:
-    if options.progress:
-        options.progress("exporting the model to OpenVINO")
     model = in_fp32(model)
     encodes = model.config.is_encoder_decoder
     facts = replace(sourced_facts(model) if encodes else facts_of(model), executor="openvino")
@@ -225,8 +212,6 @@ def _executor(
     options: _Options,
     torch_model: Callable[[], Any] | None,
 ) -> OpenVINOExecutor:
-    if options.progress:
-        options.progress("compiling the model")
     precision = PRECISIONS[options.precision] if options.precision else stored.facts.precision
     facts = replace(stored.facts, precision=precision, name=name)
 

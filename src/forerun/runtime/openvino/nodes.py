@@ -17,6 +17,7 @@ import openvino.opset15 as op
 
 from forerun.errors import MissingExtraError, UnsupportedModelError
 from forerun.runtime.openvino.export import PLACEHOLDER, Attention, attentions
+from forerun.runtime.openvino.ports import replace
 from forerun.runtime.states import check_depths
 
 BLOCK = 32
@@ -100,8 +101,7 @@ def attach(graph: ov.Model, trees: bool = True) -> ov.Model:
         where = (of_source, []) if call.source else (own, tree)
         node = paged_attention(call, states, caches, *where)
         (following,) = (user.get_node() for user in place.output(0).get_target_inputs())
-        for user in following.output(0).get_target_inputs():
-            user.replace_source_output(node.output(0))
+        replace(following.output(0), node)
     graph.add_parameters(new)
     _fold_scalars(graph)
     graph.validate_nodes_and_infer_types()
@@ -204,14 +204,7 @@ def paged_attention(
     rows: list[ov.Output],
     tree: Sequence[ov.Output] = (),
 ) -> ov.Node:
-    """One node.
-
-    Args:
-        call: what it computes.
-        states: queries, keys, values, each `(tokens, heads · width)`.
-        caches: pools of keys and values.
-        rows: the inputs `ROWS`.
-        tree: the inputs `TREES`, if trees are fed.
+    """One node; states are `(tokens, heads · width)`, `rows` the inputs `ROWS`, `tree` `TREES`.
 
     Raises:
         MissingExtraError: this version of OpenVINO builds the node differently.
@@ -257,5 +250,4 @@ def _fold_scalars(graph: ov.Model) -> None:
         if source.get_type_name() == "Constant" and source.data.size == 1:
             kind = node.get_output_element_type(0).to_dtype()
             folded = op.constant(source.data.astype(kind))
-            for user in node.output(0).get_target_inputs():
-                user.replace_source_output(folded.output(0))
+            replace(node.output(0), folded)

@@ -17,6 +17,7 @@ import openvino as ov
 import openvino.opset15 as op
 
 from forerun.runtime.openvino.core import core
+from forerun.runtime.openvino.ports import replace
 from forerun.runtime.openvino.weights import halves
 
 _ROUNDS = np.array([[[2**16 + 1]], [[2**8 + 1]], [[1]]], np.float32)
@@ -92,8 +93,7 @@ def multiply_in_parts(graph: ov.Model) -> int:
         high, middle, low = op.split(product, op.constant(np.int64(0)), 3).outputs()
         whole = op.add(high, op.add(middle, low))
         result = _shaped(whole, *((-1, outputs) if rank == 2 else (-1, 1, outputs)))
-        for user in node.output(0).get_target_inputs():
-            user.replace_source_output(result.output(0))
+        replace(node.output(0), result)
         done += 1
     graph.validate_nodes_and_infer_types()
     return done

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from forerun.zoo import ShippedPrompt, prompts, score
-from forerun.zoo.scoring import BOYS, GIRLS, holds
+from forerun.zoo import ShippedPrompt, prompts
+from recipes.scoring import BOYS, GIRLS, holds, score
 
 
 def item(family: str, answer: str, **more: object) -> ShippedPrompt:

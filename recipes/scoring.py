@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from forerun.zoo.promptset import ShippedPrompt, families, long_families
+from forerun.zoo import ShippedPrompt, families, long_families
 
 
 def _words(text: str) -> list[str]:
