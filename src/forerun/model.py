@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -160,7 +160,7 @@ class Model:
         logprobs: int | None = None,
         first_token_soon: bool = True,
         **settings: Any,
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """Generate, yielding an `Event` per request and round; a request's id is its place.
 
         Args:
@@ -211,7 +211,7 @@ class Model:
 
     def run(
         self, requests: Sequence[Request], batch_size: int = 16, drafter: Drafter | None = None
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """Run requests as they are, together with those of other threads.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters.base import Drafter
@@ -100,7 +100,7 @@ class SharedEngine:
 
     def stream(
         self, drafter: Drafter, batch_size: int, requests: Sequence[Request]
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """Events of these requests, whose ids are their places in the list.
 
         Raises:
