@@ -281,7 +281,7 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
     )
     try:
         try:
-            with closing(stream), held() as interrupt:  # type: ignore[type-var]
+            with closing(stream), held() as interrupt:
                 for event in stream if face.prompts else ():
                     face.event(event.request, event)
                     if event.completion is not None and event.completion.error is not None:
