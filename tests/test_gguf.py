@@ -123,7 +123,7 @@ def test_a_row_of_the_whole_context(file: Path) -> None:
 
 
 def test_passes_are_padded_where_one_token_takes_another_kernel(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plug-in of a CPU that rounds inputs of several tokens, and those of one not."""
     real = forms.Form.run
@@ -132,6 +132,7 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
         out = real(self, *args)
         return out if self.request.input_size("input_ids") == 1 else out + 0.1
 
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))  # this CPU's own widths are kept elsewhere
     monkeypatch.setattr(forms.Form, "run", rounding)
     monkeypatch.setattr(
         forms.InferRequest,
