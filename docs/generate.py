@@ -42,6 +42,8 @@ def cli() -> str:
 def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
+            if len(command.params) > 1:  # beside help
+                yield f"{path} {name}", command
             yield from _commands(command, f"{path} {name}")
         elif not command.hidden:
             yield f"{path} {name}", command

@@ -324,21 +324,21 @@ def exllamav3(job: ExportJob) -> Export:
     By its source of 1.6.5; not parsed by it.
     """
     cannot = (
-        "exllamav3 has one ceiling for the whole batch, and counts by the draft's largest logit "
-        "in bins where calibrated takes its probability; written by its source of 1.6.5"
+        "exllamav3 has one ceiling for the whole batch, and its bins are of the draft's largest "
+        "logit where exllama-confidence has log-odds; written by its source of 1.6.5"
     )
     policies = [best_fixed(job.trace, job.cell)]
     if job.matched is None:
-        space: Space = {"threshold": Real(0, 1), "high": Tokens(1, 32)}
-        policies.append(_search(job, parse("calibrated"), space))
+        space: Space = {"confidence": Real(0, 1), "high": Tokens(1, 32)}
+        policies.append(_search(job, parse("exllama-confidence"), space))
     best = max(policies, key=lambda result: result.after)
     made: Any = CONTROLLERS.make(best.best)
     arguments: dict[str, Any] | None = None
-    if best.name == "calibrated":
+    if best.name == "exllama-confidence":
         arguments = {
             "num_draft_tokens": made.high,
             "dynamic_draft_tokens": True,
-            "draft_confidence": made.threshold,
+            "draft_confidence": made.confidence,
         }
     elif made.length:
         arguments = {"num_draft_tokens": made.length, "dynamic_draft_tokens": False}
