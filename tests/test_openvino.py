@@ -318,9 +318,9 @@ def test_many_logits_are_read_in_parts(
     whole = executor.best([0] * 4, prompts, counts, SIGNALS)
     ran = OpenVINOExecutor._pass
 
-    def counted(self: Any, starts: Any, pieces: Any, wanted: Any) -> Any:
+    def counted(self: Any, starts: Any, pieces: Any, wanted: Any, *parents: Any) -> Any:
         sizes.append(sum(wanted))
-        return ran(self, starts, pieces, wanted)
+        return ran(self, starts, pieces, wanted, *parents)
 
     monkeypatch.setattr(OpenVINOExecutor, "_pass", counted)
     monkeypatch.setattr(executor, "_most", 4)

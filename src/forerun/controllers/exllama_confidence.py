@@ -18,6 +18,9 @@ from forerun.types import FloatArray, RoundOutcome, Token
 BINS = 13
 """Of log-odds, one unit each, of which those beyond ±6 are the first's and the last's."""
 
+ROUNDING = 1e-9
+"""Of the logarithm, which must not move the odds of its ends into bins beyond."""
+
 
 class ExLlamaConfidenceState(NamedTuple):
     """State of `ExLlamaConfidence`; arrays are `(BINS,)`."""
@@ -117,5 +120,5 @@ def bin_of(top1: Any) -> Any:
     >>> bin_of(0.5), bin_of(1.0), bin_of(0.001)
     (6, 12, 0)
     """
-    place = floor(log_odds(where(top1 == top1, top1, 0.0)))  # what is no number is not sure
-    return where(place < BINS // 2, place + BINS // 2, BINS - 1)
+    odds = log_odds(where(top1 == top1, top1, 0.0))  # what is no number is not sure
+    return floor(odds + ROUNDING) + BINS // 2

@@ -31,7 +31,7 @@ def read_written(path: str | Path) -> Iterator[Written]:
         OSError: the file cannot be read.
     """
     opened = gzip.open if str(path).endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    with opened(path, "rb") as file:  # what is no text fails in its line
         for number, line in enumerate(file, 1):
             try:
                 text = json.loads(line)

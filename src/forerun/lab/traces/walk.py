@@ -68,7 +68,8 @@ def judged_columns(
         at = ordered.gather(-1, best.unsqueeze(-1))
         out["target_rank"] = (ordered > at).sum(-1)
         out["top5_overlap"] = odds.shared(OVERLAPPED) / min(OVERLAPPED, target.shape[-1])
-    return {name: values.cpu().numpy() for name, values in out.items()}
+    exact = {n: v.float() if v.dtype == torch.bfloat16 else v for n, v in out.items()}
+    return {name: values.cpu().numpy() for name, values in exact.items()}
 
 
 @dataclass(frozen=True)
