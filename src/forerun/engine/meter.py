@@ -21,6 +21,8 @@ SAMPLES = 12
 """Newest samples of a kind that count."""
 LOADED = 3
 """Samples that the seconds of the load count for."""
+NEAR = 0.02
+"""Share by which the seconds of a kind move before costs are made anew, which takes 0.2 ms."""
 STALE = 64
 """Rounds after which the arm that was not chosen is timed anew."""
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
@@ -226,6 +228,8 @@ class _Samples:
     def __init__(self, rows: int, level: Callable[[int, float], int]) -> None:
         self.rows, self._level = rows, level
         self._of: dict[str | int, deque[float]] = {}
+        self._summed: dict[str | int, float] = {}
+        """Their low quantiles in the costs."""
         self._shapes: set[tuple[str, int]] = set()
         self.rounds = self._plain_at = self._judged_at = 0
         """Rounds, and the newest with a plain pass, and with one that judged."""
@@ -261,9 +265,8 @@ class _Samples:
         return "judged" if self.rounds - self._judged_at > STALE else ""
 
     def add(self, lap: Lap) -> None:
+        level, judged, before = self._level(self.rows, lap.width), lap.width > 1, self.stale
         self.rounds += 1
-        level = self._level(self.rows, lap.width)
-        judged, before = lap.width > 1, self.stale
         known = self._known("tree" if lap.tree else "pass", level)
         if known and lap.tree:
             self._add(f"tree{level}", lap.verify_seconds)
@@ -314,8 +317,11 @@ class _Samples:
         return known
 
     def _add(self, kind: str | int, seconds: float) -> None:
-        self._of.setdefault(kind, deque(maxlen=SAMPLES)).append(seconds)
-        self.costs = None
+        taken = self._of.setdefault(kind, deque(maxlen=SAMPLES))
+        taken.append(seconds)
+        now, before = low(taken), self._summed.get(kind, 0.0)
+        if abs(now - before) > NEAR * before:
+            self._summed[kind], self.costs = now, None
 
 
 def _low(values: Collection[float]) -> float | None:
