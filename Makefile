@@ -42,7 +42,8 @@ versions: $(READY)
 	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	    --target $$overlay transformers==$$version && \
 	  PYTHONPATH=$$overlay $(PY) -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider \
-	    -m 'transformers_versions and not slow' || exit 1; \
+	    -m 'transformers_versions and not slow' \
+	    $$(grep -rl transformers_versions tests --include='*.py') || exit 1; \
 	done
 
 lint: $(READY)

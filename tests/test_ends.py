@@ -165,15 +165,20 @@ def exact(how: dict[str, Any]) -> dict[tuple[int, ...], float]:
     return out
 
 
-@pytest.mark.parametrize("rule", ["standard", "gumbel", "block"])
+ALLOWED: list[dict[str, Any]] = [
+    {"bad_words": ("abc", "ca")},
+    {"bad_words": ("bb", "c")},
+    {"allowed_tokens": (0, 1, 4)},
+    {"allowed_tokens": (0, 1, 3, EOS), "bad_words": ("aba",), "min_new_tokens": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"bad_words": ("abc", "ca")},
-        {"bad_words": ("bb", "c")},
-        {"allowed_tokens": (0, 1, 4)},
-        {"allowed_tokens": (0, 1, 3, EOS), "bad_words": ("aba",), "min_new_tokens": 2},
-    ],
+    ("rule", "how"),
+    slow_but(
+        itertools.product(["standard", "gumbel", "block"], ALLOWED),
+        lambda rule, how: rule == "standard" or how == ALLOWED[-1],
+    ),
     ids=str,
 )
 def test_sampled_text_has_the_distribution_of_what_is_allowed(rule, how):

@@ -579,15 +579,20 @@ def test_exact_refuses_sampling() -> None:
     ("controller", "rule", "how"),
     [
         ("fixed(2)", "standard", {}),
-        ("fixed(2)", "standard", {"top_k": 2}),
+        pytest.param("fixed(2)", "standard", {"top_k": 2}, marks=pytest.mark.slow),
         ("fixed(2)", "standard", {"top_p": 0.7}),
         ("fixed(2)", "standard", {"frequency_penalty": 0.8}),
         ("cm-asd(two_pass=True,high=2,alpha=1)", "standard", {}),
         ("fixed(2)", "block", {}),
         ("fixed(2)", "gumbel", {}),
         ("auto", "gumbel", {}),
-        ("fixed(2)", "gumbel", {"top_p": 0.7}),
-        ("cm-asd(two_pass=True,high=2,alpha=1)", "gumbel", {"frequency_penalty": 0.8}),
+        pytest.param("fixed(2)", "gumbel", {"top_p": 0.7}, marks=pytest.mark.slow),
+        pytest.param(
+            "cm-asd(two_pass=True,high=2,alpha=1)",
+            "gumbel",
+            {"frequency_penalty": 0.8},
+            marks=pytest.mark.slow,
+        ),
         ("fixed(2)", "easd(entropy=inf,correction=residual)", {"top_k": 2}),
     ],
 )

@@ -106,7 +106,9 @@ def test_interrupt_ends_without_a_traceback():
     assert (done.returncode, done.stdout, done.stderr) == (130, "written\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_loses_no_line(pair, tmp_path, number):
     path = tmp_path / "many.jsonl"
     path.write_text('"Hello"\n' * 10_000)
