@@ -30,6 +30,8 @@ LARGEST_LOGITS = 256 << 20
 GROUPS = {"float32": 0, "bfloat16": 0, "int8": 64}
 """Inputs of a product that share a scale when they are rounded to 8 bits, where the CPU multiplies
 8-bit numbers (VNNI, AMX); 0: none are rounded. GGUF has blocks of 32 weights, and so have these."""
+PACKED = 2, 16
+"""Tokens of passes for which the plug-in packs weights in other forms than for one: few, many."""
 PRECISIONS = {
     "float32": "float32",
     "fp32": "float32",
@@ -113,9 +115,9 @@ class OpenVINOExecutor(Executor):
         self.levels = self._forms.levels
 
     def warm(self) -> None:
-        """Take the first pass of each graph, which takes several times as long as later ones; there
-        must be no rows."""
-        for tokens in (n for n in (1, *self.levels) if n <= self.facts.limit):
+        """Take the first pass of each graph, which takes several times as long as later ones, and
+        of each form of its weights; there must be no rows."""
+        for tokens in (n for n in (1, *(self.levels or PACKED)) if n <= self.facts.limit):
             if self.facts.source_limit is not None:
                 self.attend([[0]])
             self.run([0], [[0] * tokens], [tokens])
