@@ -6,7 +6,7 @@ JOBS ?= 2
 TRANSFORMERS := 5.19.0 5.24.0
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test versions lint bench docs
+.PHONY: setup demo test versions lint lint-types lint-docs bench docs
 
 setup: $(READY)
 
@@ -33,23 +33,29 @@ test: $(READY)
 	@$(PY) -m pytest tests/hosts/test_lm_eval.py
 else
 test: $(READY)
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal
 endif
 
 versions: $(READY)
-	@for version in $(TRANSFORMERS); do \
-	  overlay=build/transformers-$$version; echo "transformers $$version"; \
-	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-	    --target $$overlay transformers==$$version && \
-	  PYTHONPATH=$$overlay $(PY) -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider \
-	    -m 'transformers_versions and not slow' \
-	    $$(grep -rl transformers_versions tests --include='*.py') || exit 1; \
-	done
+	@$(MAKE) --no-print-directory -Oline -j$(JOBS) $(TRANSFORMERS:%=transformers-%)
+
+# Only the files with tests that are theirs are collected, by one process each.
+transformers-%: $(READY)
+	@overlay=build/$@; echo "transformers $*"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target $$overlay transformers==$* && \
+	PYTHONPATH=$$overlay $(PY) -m pytest -p no:cacheprovider -m 'transformers_versions and not slow' \
+	  $$(grep -rl transformers_versions tests --include='*.py')
 
 lint: $(READY)
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
+	@$(MAKE) --no-print-directory -j$(JOBS) lint-types lint-docs
+
+lint-types: $(READY)
 	@$(PY) -m mypy
+
+lint-docs: $(READY)
 	@$(PY) docs/generate.py --check
 
 bench: $(READY)

@@ -25,6 +25,7 @@ from forerun.lab.traces.trace import Trace
 from forerun.runtime.base import CHUNK
 from forerun.testing import ScriptedModel
 from forerun.types import RoundOutcome
+from marks import spread
 from test_engine import chaotic, noisy
 from test_replay import live, recorded
 
@@ -87,18 +88,14 @@ def shipped(per_family: int) -> Any:
     return model, tasks, recorded(model, tasks, depth=14)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *(n for n in CONTROLLERS.names() if n != "bounded"),
-        "bounded(survival,low=1,high=8)",
-        "auto(calibrated)",
-        "auto(cost=4,slope=0.05)",
-        "cm-asd(high=16,two_pass=true)",
-        "gammatune+(threshold=0.6,keep=false)",
-    ],
-)
+SPECS = [
+    *(n for n in CONTROLLERS.names() if n != "bounded"), "bounded(survival,low=1,high=8)",
+    "auto(calibrated)", "auto(cost=4,slope=0.05)", "cm-asd(high=16,two_pass=true)",
+    "gammatune+(threshold=0.6,keep=false)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "rows"), spread(2, SPECS, [1, 4, 16]))
 def test_scripted_batches_are_those_of_the_live_engine(scripted: Any, spec: str, rows: int) -> None:
     agree(*scripted, spec, rows)
 

@@ -367,7 +367,7 @@ def test_pure(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_numbers_and_arrays_do_the_same(spec, seed):
     """One formula: what one request does live is what it does among others in a replay."""
@@ -525,10 +525,9 @@ def test_limits_stay_in_bounds(spec):
     low = getattr(controller, "low", 0)
     high = getattr(controller, "high", None) or getattr(controller, "length", None)
     for stops in ([Stop.LIMIT], JUDGED, list(Stop)):
-        for seed in range(2):
-            pairs, last = history(controller, 40, seed, stops)
-            for state in [s for s, _ in pairs] + [last]:
-                assert low <= controller.limit(state) <= high
+        pairs, last = history(controller, 40, 0, stops)
+        for state in [s for s, _ in pairs] + [last]:
+            assert low <= controller.limit(state) <= high
 
 
 def test_a_wrapper_passes_everything_on():

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import new_heads
 from forerun.testing import ScriptedModel
 from forerun.types import Stop, Token
-from marks import slow_but
+from marks import spread
 from sourced import build as build_encoder_decoder
 from test_engine import V, chaotic, noisy
 from test_mtp import MtpModel, saved
@@ -222,10 +221,8 @@ def test_every_drafter_is_in_the_table() -> None:
     assert {name.partition(" ")[0] for name in CASES} == set(DRAFTERS.names())
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    ("controller", "max_rows"),
-    slow_but(product(CONTROLLED, [1, 3]), lambda spec, rows: rows == 3 or spec == "auto"),
+    ("name", "controller", "max_rows"), spread(6, list(CASES), CONTROLLED, [1, 3])
 )
 def test_greedy_text_is_that_of_plain_decoding(name: str, controller: str, max_rows: int) -> None:
     case = CASES[name]()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -48,9 +50,25 @@ class Case:
     alone: Callable[[Sequence[int]], torch.Tensor]
     """`(n, V)` logits after every token of a text."""
     rows_of: Callable[[Executor], Rows] = Rows
+    idle: list[Executor] = field(default_factory=list)
+    """Executors that earlier tests left: making one may take a second."""
 
     def rows(self) -> Rows:
         return self.rows_of(self.make())
+
+    @contextmanager
+    def lent(self) -> Iterator[Case]:
+        """The same, which makes an executor only where none is idle."""
+        used: list[Executor] = []
+
+        def make() -> Executor:
+            used.append(self.idle.pop() if self.idle else self.make())
+            return used[-1]
+
+        yield replace(self, make=make)
+        for executor in used:
+            executor.keep([], [])
+        self.idle.extend(used)
 
 
 def of_encoder_decoder(
@@ -197,9 +215,15 @@ def often(name: str) -> bool:
     return kind not in ("packed", "layers", "cudagraphs") or family in {*FAMILIES, *OTHERS}
 
 
+@cache
+def made(name: str) -> Case:
+    return CASES[name]()
+
+
 @pytest.fixture(params=slow_but(CASES, often))
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]()
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with made(request.param).lent() as case:
+        yield case
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -406,7 +430,11 @@ def test_cuda_graphs_want_a_gpu(tmp_path: Any) -> None:
 )
 def test_whatever_comes_and_goes(name: str, data: st.DataObject) -> None:
     """Random joins, pieces, rollbacks, leaves and repetitions."""
-    case = CASES[name]()
+    with made(name).lent() as case:
+        come_and_go(case, data)
+
+
+def come_and_go(case: Case, data: st.DataObject) -> None:
     rows, contexts = case.rows(), []
     token = st.integers(3, VOCAB - 1)
     for _ in range(data.draw(st.integers(1, 6))):

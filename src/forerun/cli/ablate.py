@@ -14,19 +14,11 @@ from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError
 
 
+@options.command
 def ablate(
-    controller: Annotated[
-        str, typer.Argument(metavar="CONTROLLER", help="With all of its mechanisms, like auto.")
-    ],
+    controller: Annotated[str, typer.Argument(metavar="CONTROLLER")],
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A file of forerun record.")],
-    costs: Annotated[
-        list[str],
-        option(
-            "FILE|c=10,slope=0.02",
-            "What a round costs, as of forerun replay; repeatable, a column each.",
-            panel=options.COSTS,
-        ),
-    ],
+    costs: Annotated[list[str], option("FILE|c=10,slope=0.02", panel=options.COSTS)],
     context: options.NearContext = 128,
     seed: Annotated[int, option("N", "Of the order of the prompts.")] = 0,
     as_json: options.Json = False,
@@ -35,6 +27,10 @@ def ablate(
 
     The prompts are requests of one engine, one after another. Shown is the change of the total
     speed, in per cent, with its 95 % interval over prompts.
+
+    Args:
+        controller: with all of its mechanisms, like auto.
+        costs: what a round costs, as of forerun replay; repeatable, a column each.
     """
     from forerun.controllers import CONTROLLERS
     from forerun.lab.traces.ablation import without, worth

@@ -65,63 +65,33 @@ def audit(
         int | None, options.limit(f"Default: all, or without --prompts {SHIPPED_LIMIT}.")
     ] = None,
     max_new_tokens: options.OwnMaxNewTokens = None,
-    rule: Annotated[
-        str, option("SPEC", "What to keep; a lossless rule.", panel=SPECULATION)
-    ] = "gumbel",
-    temperature: Annotated[
-        float,
-        option(
-            "T",
-            "Above 0 prompt i draws by the noise of seed i, drafted or not; rule gumbel only.",
-            panel=SAMPLING,
-        ),
-    ] = 0.0,
-    batch_size: Annotated[
-        int,
-        option(
-            "B",
-            "Also compare ragged batches of B prompts with each prompt alone; 1 does not.",
-        ),
-    ] = 8,
-    peer: Annotated[
-        str | None,
-        option(
-            "transformers",
-            "Also compare generate of transformers, plain and assisted by the draft.",
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        option(
-            "bf16|int8",
-            "Instead, compare plain texts in this precision with those in float32: how often they "
-            "differ, and how close the two best tokens were there. int8 needs --runtime openvino.",
-        ),
-    ] = None,
-    server: Annotated[
-        str | None,
-        option(
-            "URL",
-            "Instead, audit an OpenAI-compatible server by its log-probabilities (key: "
-            "OPENAI_API_KEY): greedy texts with speculation against those without.",
-            panel=SERVERS,
-        ),
-    ] = None,
-    against: Annotated[
-        str | None,
-        option(
-            "URL",
-            "The server of the same model without speculation. Default: the same one, if it is "
-            "forerun's.",
-            panel=SERVERS,
-        ),
-    ] = None,
+    rule: Annotated[str, option("SPEC", panel=SPECULATION)] = "gumbel",
+    temperature: Annotated[float, option("T", panel=SAMPLING)] = 0.0,
+    batch_size: Annotated[int, option("B")] = 8,
+    peer: Annotated[str | None, option("transformers")] = None,
+    precision: Annotated[str | None, option("bf16|int8")] = None,
+    server: Annotated[str | None, option("URL", panel=SERVERS)] = None,
+    against: Annotated[str | None, option("URL", panel=SERVERS)] = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare speculative with plain decoding, token by token.
 
     At each first difference the logits are recomputed in several shapes: it is a floating-point
     near-tie, or a bug. The exit code is 1 if there is a bug.
+
+    Args:
+        rule: what to keep; a lossless rule.
+        temperature: above 0 prompt i draws by the noise of seed i, drafted or not; rule gumbel
+            only.
+        batch_size: also compare ragged batches of B prompts with each prompt alone; 1 does not.
+        peer: also compare generate of transformers, plain and assisted by the draft.
+        precision: instead, compare plain texts in this precision with those in float32: how often
+            they differ, and how close the two best tokens were there. int8 needs --runtime
+            openvino.
+        server: instead, audit an OpenAI-compatible server by its log-probabilities (key:
+            OPENAI_API_KEY): greedy texts with speculation against those without.
+        against: the server of the same model without speculation. Default: the same one, if it is
+            forerun's.
     """
     from forerun.prompts import default_source, find_prompts, seeded
 

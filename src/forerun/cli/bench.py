@@ -55,14 +55,7 @@ def bench(
     context: typer.Context,
     models: Annotated[Models, Fields(Models)],
     chat: Annotated[Chat, Fields(Chat)],
-    output: Annotated[
-        str | None,
-        options.output(
-            "DIR",
-            "Folder for results.json and report.html, with plots. With the results of an "
-            "interrupted run of the same settings in it, that run goes on.",
-        ),
-    ] = None,
+    output: Annotated[str | None, options.output("DIR")] = None,
     controllers: Annotated[
         str | None,
         option(
@@ -71,97 +64,51 @@ def bench(
             panel=METHODS,
         ),
     ] = None,
-    rules: Annotated[
-        str,
-        option("SPEC;SPEC...", "Acceptance rules, each with every controller.", panel=METHODS),
-    ] = "gumbel",
-    peers: Annotated[
-        str,
-        option(
-            "NAME,NAME...",
-            "Peers that forerun's repository has runners for (benchmarks/peers): transformers, "
-            "transformers-assisted, transformers-early-exit(layer=4), vllm, openvino-genai, "
-            "llama-cpp, of these three with -draft (tokens=5), openvino-genai-lookup, "
-            "llama-cpp-ngram; (gguf=FILE): as their users run them. Greedy; one that is missing "
-            "is skipped and the report says why.",
-            panel=METHODS,
-        ),
-    ] = "",
-    peer: Annotated[
-        list[str] | None,
-        option(
-            "COMMAND",
-            "Any other implementation: a program that speaks JSON lines (docs/lab.md); may be "
-            "given several times.",
-            panel=METHODS,
-        ),
-    ] = None,
-    peer_python: Annotated[
-        list[str] | None,
-        option(
-            "vllm=PATH",
-            "The Python of one of --peers that has an environment of its own.",
-            panel=METHODS,
-        ),
-    ] = None,
-    batch: Annotated[
-        str,
-        option(
-            "B,B...",
-            "Texts decoded together; several sizes are measured one after another.",
-            panel=METHODS,
-        ),
-    ] = "1",
-    families: Annotated[
-        str,
-        option("NAME,NAME...", "Families of the prompts, or all.", panel=PROMPTS),
-    ] = "all",
-    prompt_file: Annotated[
-        str | None,
-        option(
-            "FILE",
-            "Your own prompts instead of the shipped ones, as for generate, or conversations "
-            "(turns), also in Spec-Bench's format; - reads stdin. Of a line's settings "
-            "max_new_tokens and repetition_penalty count.",
-            panel=PROMPTS,
-        ),
-    ] = None,
-    skip_long: Annotated[
-        bool,
-        flag("--skip-long", "Leave out prompts that do not fit the context.", PROMPTS),
-    ] = False,
+    rules: Annotated[str, option("SPEC;SPEC...", panel=METHODS)] = "gumbel",
+    peers: Annotated[str, option("NAME,NAME...", panel=METHODS)] = "",
+    peer: Annotated[list[str] | None, option("COMMAND", panel=METHODS)] = None,
+    peer_python: Annotated[list[str] | None, option("vllm=PATH", panel=METHODS)] = None,
+    batch: Annotated[str, option("B,B...", panel=METHODS)] = "1",
+    families: Annotated[str, option("NAME,NAME...", panel=PROMPTS)] = "all",
+    prompt_file: Annotated[str | None, option("FILE", panel=PROMPTS)] = None,
+    skip_long: Annotated[bool, flag("--skip-long", panel=PROMPTS)] = False,
     prompts: Annotated[int, options.limit()] = 20,
     split: options.Split = "test",
     max_new_tokens: options.MaxNewTokens = 64,
-    temperature: Annotated[
-        float,
-        option(
-            "T",
-            "0 is greedy. Above, where a rule tosses coins, texts go on after their end, so that "
-            "all are of one length.",
-            panel=SAMPLING,
-        ),
-    ] = 0.0,
+    temperature: Annotated[float, option("T", panel=SAMPLING)] = 0.0,
     seed: Annotated[int, option("S", "Of sampled texts.", panel=SAMPLING)] = 0,
-    trace: Annotated[
-        str | None,
-        option(
-            "TRACE",
-            "A trace of forerun record: adds the controllers' share of what is possible.",
-            panel=ORACLE,
-        ),
-    ] = None,
-    costs: Annotated[
-        str | None, option("COSTS", "Costs of forerun costs, for --trace.", panel=ORACLE)
-    ] = None,
-    as_json: Annotated[
-        bool, flag("--json", "Print the summary as one JSON document.", OUTPUT)
-    ] = False,
+    trace: Annotated[str | None, option("TRACE", panel=ORACLE)] = None,
+    costs: Annotated[str | None, option("COSTS", panel=ORACLE)] = None,
+    as_json: Annotated[bool, flag("--json", panel=OUTPUT)] = False,
 ) -> None:
     """Measure methods and other implementations side by side, prompt by prompt.
 
     Every prompt is written by all methods in turn, plain decoding among them, in an order
     drawn anew. Interrupted, it keeps what is complete, and the same command goes on.
+
+    Args:
+        output: folder for results.json and report.html, with plots. With the results of an
+            interrupted run of the same settings in it, that run goes on.
+        rules: acceptance rules, each with every controller.
+        peers: peers that forerun's repository has runners for (benchmarks/peers): transformers,
+            transformers-assisted, transformers-early-exit(layer=4), vllm, openvino-genai,
+            llama-cpp, of these three with -draft (tokens=5), openvino-genai-lookup,
+            llama-cpp-ngram; (gguf=FILE): as their users run them. Greedy; one that is missing is
+            skipped and the report says why.
+        peer: any other implementation: a program that speaks JSON lines (docs/lab.md); may be given
+            several times.
+        peer_python: the Python of one of --peers that has an environment of its own.
+        batch: texts decoded together; several sizes are measured one after another.
+        families: families of the prompts, or all.
+        prompt_file: your own prompts instead of the shipped ones, as for generate, or conversations
+            (turns), also in Spec-Bench's format; - reads stdin. Of a line's settings max_new_tokens
+            and repetition_penalty count.
+        skip_long: leave out prompts that do not fit the context.
+        temperature: 0 is greedy. Above, where a rule tosses coins, texts go on after their end, so
+            that all are of one length.
+        trace: a trace of forerun record: adds the controllers' share of what is possible.
+        costs: costs of forerun costs, for --trace.
+        as_json: print the summary as one JSON document.
     """
     if context.invoked_subcommand is not None:
         return

@@ -36,25 +36,21 @@ def easd(
     models: Annotated[Models, Fields(Models, draft=DRAFT)],
     chat: Annotated[Chat, Fields(Chat)],
     data: Annotated[str | None, options.prompts(VALIDATION)] = None,
-    share: Annotated[
-        float, option("P", "Of the steps, how many count as the most uncertain.")
-    ] = 0.05,
+    share: Annotated[float, option("P")] = 0.05,
     max_new_tokens: options.OwnMaxNewTokens = None,
     limit: options.Limit = None,
     batch_size: Annotated[int, option("B", "Prompts decoded together.", panel=PROMPTS)] = 16,
-    target_only: Annotated[
-        bool,
-        flag(
-            "--target-only",
-            "Leave the draft's entropy out; for drafters without one, like lookup.",
-        ),
-    ] = False,
+    target_only: Annotated[bool, flag("--target-only")] = False,
     output: Annotated[str | None, options.output("FILE", "Also save the result as JSON.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the entropy threshold of the rule easd for a pair of models.
 
     Decodes prompts greedily, averages the highest entropies, prints the rule.
+
+    Args:
+        share: of the steps, how many count as the most uncertain.
+        target_only: leave the draft's entropy out; for drafters without one, like lookup.
     """
     from forerun.prompts import default_source, find_prompts
     from forerun.settings import Settings

@@ -8,16 +8,17 @@ from typing import Annotated
 import typer
 
 from forerun.citations import BIBTEX
+from forerun.cli.shared import options
 from forerun.cli.shared.catalog import find, names_in
 
 
-def cite(
-    names: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME...", help="Parts or specs, like bounded(gammatune+,high=8)."),
-    ],
-) -> None:
-    """Print BibTeX of the papers behind parts."""
+@options.command
+def cite(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
+    """Print BibTeX of the papers behind parts.
+
+    Args:
+        names: parts or specs, like bounded(gammatune+,high=8).
+    """
     entries: dict[str, None] = {}
     for text in names:
         if text in BIBTEX:

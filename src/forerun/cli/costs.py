@@ -26,51 +26,32 @@ SYNTHETIC = "Made up"
 @options.command
 def costs(
     models: Annotated[Models, Fields(Models, draft=options.DraftModel)],
-    batch: Annotated[
-        str, option("B,...", "Prompts decoded together, e.g. 1,2,4.", panel=MEASURED)
-    ] = "1",
-    context: Annotated[
-        str, option("N,...", "Tokens of text so far, e.g. 128,512.", panel=MEASURED)
-    ] = "128",
-    widths: Annotated[
-        str | None,
-        option(
-            "N,...",
-            "Tokens verified in one pass, 1 among them. Default: some from 1 to 24.",
-            panel=MEASURED,
-        ),
-    ] = None,
-    repeats: Annotated[
-        int | None, option("N", "Timings of each. Default: 25.", panel=MEASURED)
-    ] = None,
-    ratio: Annotated[
-        float | None,
-        option(
-            "C",
-            "Make a table up, no model needed: a target pass takes C draft steps.",
-            panel=SYNTHETIC,
-        ),
-    ] = None,
-    slope: Annotated[
-        float,
-        option("X", "What each further token adds to a target pass, in passes.", panel=SYNTHETIC),
-    ] = 0.0,
-    fixed: Annotated[
-        float, option("X", "Per round outside both models, in passes.", panel=SYNTHETIC)
-    ] = 0.0,
-    target_ms: Annotated[
-        float, option("MS", "Milliseconds of a plain target pass.", panel=SYNTHETIC)
-    ] = 1000.0,
-    output: Annotated[
-        str | None,
-        options.output("COSTS", "Also save the table as JSON, for forerun replay --costs."),
-    ] = None,
+    batch: Annotated[str, option("B,...", panel=MEASURED)] = "1",
+    context: Annotated[str, option("N,...", panel=MEASURED)] = "128",
+    widths: Annotated[str | None, option("N,...", panel=MEASURED)] = None,
+    repeats: Annotated[int | None, option("N", panel=MEASURED)] = None,
+    ratio: Annotated[float | None, option("C", panel=SYNTHETIC)] = None,
+    slope: Annotated[float, option("X", panel=SYNTHETIC)] = 0.0,
+    fixed: Annotated[float, option("X", panel=SYNTHETIC)] = 0.0,
+    target_ms: Annotated[float, option("MS", panel=SYNTHETIC)] = 1000.0,
+    output: Annotated[str | None, options.output("COSTS")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure a draft step, target passes by width and the engine's own time.
 
     With --ratio nothing is measured: the table stands for another machine. Interrupted, it keeps
     the cells that are complete.
+
+    Args:
+        batch: prompts decoded together, e.g. 1,2,4.
+        context: tokens of text so far, e.g. 128,512.
+        widths: tokens verified in one pass, 1 among them. Default: some from 1 to 24.
+        repeats: timings of each. Default: 25.
+        ratio: make a table up, no model needed: a target pass takes C draft steps.
+        slope: what each further token adds to a target pass, in passes.
+        fixed: per round outside both models, in passes.
+        target_ms: milliseconds of a plain target pass.
+        output: also save the table as JSON, for forerun replay --costs.
     """
     from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, Costs
 

@@ -26,72 +26,36 @@ def generate(
     sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, without=NO_OPTIONS)],
     chat: Annotated[ChatByDefault, Fields(ChatByDefault)],
     policies: Annotated[PolicyOptions, Fields(PolicyOptions)],
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPT",
-            help="The text to continue, or with an encoder-decoder model to translate or sum up; "
-            "- reads stdin.",
-        ),
-    ] = None,
-    language: Annotated[
-        str | None,
-        option("CODE", "Of translation models: the language to write in.", panel=MODELS),
-    ] = None,
-    decoder_prompt: Annotated[
-        str | None,
-        option(
-            "TEXT",
-            "Of encoder-decoder models: what the text shall begin with; not printed.",
-            panel=MODELS,
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        str | None,
-        option(
-            "FILE",
-            "Many prompts, one JSON string or object per line "
-            '({"prompt": "...", "id": "a1", "temperature": 0.7}); - reads stdin. With an '
-            'encoder-decoder model "source" is another name of "prompt". Each text has a '
-            "line ==> prompt 1 (a1) <== above; programs better read --jsonl.",
-            panel=MANY_PROMPTS,
-        ),
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
+    language: Annotated[str | None, option("CODE", panel=MODELS)] = None,
+    decoder_prompt: Annotated[str | None, option("TEXT", panel=MODELS)] = None,
+    prompt_file: Annotated[str | None, option("FILE", panel=MANY_PROMPTS)] = None,
     batch_size: Annotated[int, option("B", "Prompts decoded together.", panel=MANY_PROMPTS)] = 16,
-    compare: Annotated[
-        bool,
-        flag("--compare", "Also decode plainly; print speed-up and sameness.", OUTPUT),
-    ] = False,
+    compare: Annotated[bool, flag("--compare", panel=OUTPUT)] = False,
     rounds: options.Rounds = False,
-    logprobs: Annotated[
-        int | None,
-        option(
-            "N",
-            "In JSON, the log-probability of every token and of the N likeliest there.",
-            panel=OUTPUT,
-        ),
-    ] = None,
+    logprobs: Annotated[int | None, option("N", panel=OUTPUT)] = None,
     as_json: options.Json = False,
-    as_lines: Annotated[
-        bool,
-        flag(
-            "--jsonl",
-            "Print one JSON object per prompt, on a line, as it finishes; for many prompts.",
-            OUTPUT,
-        ),
-    ] = False,
-    output: Annotated[
-        str | None,
-        options.output(
-            "FILE",
-            "Add the lines of --jsonl to a file. Prompts that it holds are left out, so the same "
-            "command goes on after an interrupt.",
-        ),
-    ] = None,
+    as_lines: Annotated[bool, flag("--jsonl", panel=OUTPUT)] = False,
+    output: Annotated[str | None, options.output("FILE")] = None,
 ) -> None:
     """Write text with a model that runs ahead of itself.
 
     Colours say who wrote each token. The text goes to stdout, everything else to stderr.
+
+    Args:
+        prompt: the text to continue, or with an encoder-decoder model to translate or sum up; -
+            reads stdin.
+        language: of translation models: the language to write in.
+        decoder_prompt: of encoder-decoder models: what the text shall begin with; not printed.
+        prompt_file: many prompts, one JSON string or object per line ({"prompt": "...", "id": "a1",
+            "temperature": 0.7}); - reads stdin. With an encoder-decoder model "source" is another
+            name of "prompt". Each text has a line ==> prompt 1 (a1) <== above; programs better read
+            --jsonl.
+        compare: also decode plainly; print speed-up and sameness.
+        logprobs: in JSON, the log-probability of every token and of the N likeliest there.
+        as_lines: print one JSON object per prompt, on a line, as it finishes; for many prompts.
+        output: add the lines of --jsonl to a file. Prompts that it holds are left out, so the same
+            command goes on after an interrupt.
     """
     from forerun.cli.shared import faces
     from forerun.cli.shared.report import check_writable

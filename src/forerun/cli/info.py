@@ -9,21 +9,23 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from forerun.cli.shared import options
 from forerun.cli.shared.catalog import Card, find
 from forerun.cli.shared.console import stdout
 from forerun.errors import SettingError
 
 
+@options.command
 def info(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A controller, rule or drafter.")
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Instead, what would be loaded for this model."),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME")] = None,
+    target: Annotated[str | None, options.option("MODEL")] = None,
 ) -> None:
-    """Show the full card of a part: what it does, when it helps, every setting."""
+    """Show the full card of a part: what it does, when it helps, every setting.
+
+    Args:
+        name: a controller, rule or drafter.
+        target: instead, what would be loaded for this model.
+    """
     console = stdout()
     if (name is None) == (target is None):
         raise SettingError("give the name of a part, or --target MODEL")

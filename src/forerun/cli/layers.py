@@ -28,9 +28,7 @@ WIDTH = 22
 @options.command
 def layers(
     models: Annotated[Models, Fields(Models, only=ALONE)],
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
     max_new_tokens: options.MaxNewTokens = 10,
     sure: Annotated[float, option("P", "Probability from which a layer counts as sure.")] = 0.7,
     output: Annotated[str | None, options.output("FILE.svg", "Also draw the table.")] = None,
@@ -40,6 +38,9 @@ def layers(
 
     The model's own head is read after every layer, at each token of its greedy continuation. Green
     is what the last layer says, too; red is sure and wrong: what early exits have to fear.
+
+    Args:
+        prompt: the text to continue; - reads stdin.
     """
     from forerun.prompts import read_prompts
 

@@ -51,14 +51,8 @@ def record(
     limit: options.Limit = None,
     max_new_tokens: options.MaxNewTokens = 64,
     depth: Annotated[int, option("K", "Tokens drafted from each position.", panel=OUTPUT)] = 24,
-    rule: Annotated[
-        str,
-        option("SPEC", "By what sampled drafts are judged: gumbel or standard.", panel=SAMPLING),
-    ] = "gumbel",
-    seed: Annotated[
-        int,
-        option("S", "Prompt i gets the random stream S + i, counted from 0.", panel=SAMPLING),
-    ] = 0,
+    rule: Annotated[str, option("SPEC", panel=SAMPLING)] = "gumbel",
+    seed: Annotated[int, option("S", panel=SAMPLING)] = 0,
     batch_size: Annotated[int, option("B", "Prompts recorded together.", panel=PROMPTS)] = 16,
     as_json: options.Json = False,
 ) -> None:
@@ -66,6 +60,10 @@ def record(
 
     From the file, forerun replay predicts the speed of any controller without running a model.
     Interrupted, it keeps the prompts that are complete.
+
+    Args:
+        rule: by what sampled drafts are judged: gumbel or standard.
+        seed: prompt i gets the random stream S + i, counted from 0.
     """
     from forerun.checks import whole
     from forerun.lab.traces.trace import check_writable

@@ -24,59 +24,36 @@ if TYPE_CHECKING:
     from forerun.lab.traces.trace import Trace
 
 
+@options.command
 def replay(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A file of forerun record.")],
     costs: options.CostTable,
-    controller: Annotated[
-        list[str] | None,
-        option("SPEC", "Like gammatune(eta=0.3); repeatable. Default: all that are registered."),
-    ] = None,
-    rules: Annotated[
-        str | None,
-        option(
-            "SPECS",
-            'Judge the recorded runs by these rules, like "ears(beta=0.1);easd;cm-asd"; what '
-            "follows is the text's own. Default: what was kept when they were recorded.",
-        ),
-    ] = None,
-    family: Annotated[
-        list[str] | None, option("NAME", "Only prompts of this family; repeatable.")
-    ] = None,
-    batch: Annotated[
-        int,
-        option(
-            "B",
-            "Decode so many texts together, as live, at the costs nearest to the batch's size.",
-            panel=options.COSTS,
-        ),
-    ] = 1,
+    controller: Annotated[list[str] | None, option("SPEC")] = None,
+    rules: Annotated[str | None, option("SPECS")] = None,
+    family: Annotated[list[str] | None, option("NAME")] = None,
+    batch: Annotated[int, option("B", panel=options.COSTS)] = 1,
     context: options.NearContext = 128,
-    bounds: Annotated[
-        bool,
-        flag(
-            "--bounds",
-            "Also show the share of what is possible: of the clairvoyant oracle, and of the best "
-            "that sees only what a controller sees. With --rules: the best at a price of drift.",
-        ),
-    ] = False,
-    clock: Annotated[
-        str | None,
-        option(
-            "KIND",
-            "Run the real engine, governor and meter under a made-up clock, noise or cold (noise, "
-            "and passes that are slow at first), and compare with plain decoding under another.",
-        ),
-    ] = None,
+    bounds: Annotated[bool, flag("--bounds")] = False,
+    clock: Annotated[str | None, option("KIND")] = None,
     seed: Annotated[int, option("N", "Of the clock's noise and the order of the prompts.")] = 0,
-    output: Annotated[
-        str | None,
-        options.output("CSV", "Also save a table, a row per controller and family."),
-    ] = None,
+    output: Annotated[str | None, options.output("CSV")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Predict speed, rounds and drafted tokens of controllers without running a model.
 
     Exact for greedy traces: counts are those of the live engine.
+
+    Args:
+        controller: like gammatune(eta=0.3); repeatable. Default: all that are registered.
+        rules: judge the recorded runs by these rules, like "ears(beta=0.1);easd;cm-asd"; what
+            follows is the text's own. Default: what was kept when they were recorded.
+        family: only prompts of this family; repeatable.
+        batch: decode so many texts together, as live, at the costs nearest to the batch's size.
+        bounds: also show the share of what is possible: of the clairvoyant oracle, and of the best
+            that sees only what a controller sees. With --rules: the best at a price of drift.
+        clock: run the real engine, governor and meter under a made-up clock, noise or cold (noise,
+            and passes that are slow at first), and compare with plain decoding under another.
+        output: also save a table, a row per controller and family.
     """
     from forerun.controllers import CONTROLLERS
     from forerun.lab.traces import replay_report as report

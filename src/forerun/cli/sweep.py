@@ -29,15 +29,7 @@ app = options.group("Tune a drafter's settings for your model.")
 def specbound(
     models: Annotated[Models, Fields(Models, only=ALONE)],
     sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, ("temperature",))],
-    exits: Annotated[
-        str | None,
-        option(
-            "DIR",
-            "Exit heads, made by train-draft exits. Default: the shipped ones for the shipped "
-            'target, else, as with "", the model\'s own head at every layer.',
-            panel=MODELS,
-        ),
-    ] = None,
+    exits: Annotated[str | None, option("DIR", panel=MODELS)] = None,
     prompts: Annotated[str | None, options.prompts(VALIDATION)] = None,
     limit: Annotated[
         int | None, options.limit(f"Default: {OF_FILE} of a file, {OF_FAMILY} of a family.")
@@ -48,20 +40,18 @@ def specbound(
     confirm: Annotated[int, option("N", "Best settings that are timed live.")] = 3,
     seed: Annotated[int, option("S", "Of the search, and of sampled text.")] = 0,
     output: Annotated[str | None, options.output("FILE", "Save the best settings as JSON.")] = None,
-    keep: Annotated[
-        bool,
-        flag(
-            "--keep",
-            "Also keep them beside the exit heads: specbound's defaults with these heads.",
-            OUTPUT,
-        ),
-    ] = False,
+    keep: Annotated[bool, flag("--keep", panel=OUTPUT)] = False,
     as_json: options.Json = False,
 ) -> None:
     """Find threshold, annealing, depth, width and exit layers of specbound for a model.
 
     Writes a text per prompt, counts what every setting would take on it, searches by these counts,
     and times the best settings against plain decoding.
+
+    Args:
+        exits: exit heads, made by train-draft exits. Default: the shipped ones for the shipped
+            target, else, as with "", the model's own head at every layer.
+        keep: also keep them beside the exit heads: specbound's defaults with these heads.
     """
     from forerun.prompts import default_source, find_prompts, is_shipped, seeded
 

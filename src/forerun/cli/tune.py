@@ -24,52 +24,34 @@ if TYPE_CHECKING:
     from forerun.lab.traces.tune_report import TuneVerdict
 
 
+@options.command
 def tune(
-    trace: Annotated[
-        str, typer.Argument(metavar="TRACE", help="Prompts to search on, from forerun record.")
-    ],
+    trace: Annotated[str, typer.Argument(metavar="TRACE")],
     costs: options.CostTable,
-    controller: Annotated[
-        list[str] | None,
-        option(
-            "SPEC",
-            "Search its parameters other than those the spec sets; repeatable. "
-            "Default: all controllers.",
-        ),
-    ] = None,
+    controller: Annotated[list[str] | None, option("SPEC")] = None,
     budget: Annotated[int, option("N", "Most settings to try per controller.")] = 100,
-    test: Annotated[
-        str | None,
-        option(
-            "TRACE",
-            "Judge on these prompts. Default: on the test prompts of TRACE if its ids name them, "
-            "else on every other prompt of each family.",
-        ),
-    ] = None,
+    test: Annotated[str | None, option("TRACE")] = None,
     batch: options.NearBatch = 1,
     context: options.NearContext = 128,
     seed: Annotated[int, option("S", "Of search and bootstrap; the same gives the same.")] = 0,
-    output: Annotated[
-        str | None,
-        options.output(
-            "FILE", "Save the recommended controller for generate --settings and forerun.load."
-        ),
-    ] = None,
-    export: Annotated[
-        list[str] | None,
-        option(
-            "ENGINE:FILE",
-            "Save the best that another engine can do: vllm, transformers, llama.cpp, "
-            "tensorrt-llm, openvino-genai, sglang or exllamav3; repeatable.",
-            panel=OUTPUT,
-        ),
-    ] = None,
+    output: Annotated[str | None, options.output("FILE")] = None,
+    export: Annotated[list[str] | None, option("ENGINE:FILE", panel=OUTPUT)] = None,
     as_json: options.Json = False,
 ) -> None:
     """Search the parameters of controllers on a trace, and judge them on other prompts.
 
     Nothing is decoded: every setting is replayed. What was found is recommended where the other
     prompts show it to be better than the defaults. Interrupted, the best so far is kept.
+
+    Args:
+        trace: prompts to search on, from forerun record.
+        controller: search its parameters other than those the spec sets; repeatable. Default: all
+            controllers.
+        test: judge on these prompts. Default: on the test prompts of TRACE if its ids name them,
+            else on every other prompt of each family.
+        output: save the recommended controller for generate --settings and forerun.load.
+        export: save the best that another engine can do: vllm, transformers, llama.cpp,
+            tensorrt-llm, openvino-genai, sglang or exllamav3; repeatable.
     """
     for name, number in {"budget": budget, "batch": batch, "context": context}.items():
         whole(name, number, 1)

@@ -31,13 +31,9 @@ def write(
     output: Annotated[str, options.output("FILE.jsonl.gz", "Where the texts go.")],
     limit: Annotated[int | None, options.limit()] = None,
     max_new_tokens: Annotated[int, option("N", "Most tokens of an answer.")] = 128,
-    temperature: Annotated[
-        float, option("T", "0 is greedy; above, answers are drawn, each with a seed of its own.")
-    ] = 0.0,
+    temperature: Annotated[float, option("T")] = 0.0,
     seed: Annotated[int, option("S", "Of the first drawn answer; the next has the next one.")] = 0,
-    top: Annotated[
-        int, option("N", "Keep the N likeliest tokens at each place; 0 keeps none.")
-    ] = 16,
+    top: Annotated[int, option("N")] = 16,
     batch_size: Annotated[int, option("B", "Texts written together.")] = 48,
 ) -> None:
     """Let a target answer prompts, and keep what it wrote: the base of drafts, tables and settings.
@@ -45,6 +41,10 @@ def write(
     Every line of the file is a JSON object: "ids", the prompt's tokens and the answer's; "n", how
     many are the prompt's; "id", "kind" and "answer"; and by place of the answer "top" and
     "logprobs", the likeliest tokens there. Interrupted, the same command goes on.
+
+    Args:
+        temperature: 0 is greedy; above, answers are drawn, each with a seed of its own.
+        top: keep the N likeliest tokens at each place; 0 keeps none.
     """
     require(max_new_tokens >= 1, "max-new-tokens", max_new_tokens, "≥ 1")
     require(top >= 0, "top", top, "≥ 0")

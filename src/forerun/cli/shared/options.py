@@ -1,7 +1,8 @@
 """Options that several commands have: one name, one meaning, one text.
 
 A parameter of a command may stand for the fields of a dataclass, an option each (`Fields`): what a
-library calls a setting is declared there and nowhere else.
+library calls a setting is declared there and nowhere else. The help of other options stands under
+"Args" in the docstring of their command, as that of fields in the docstring of their class.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ VALIDATION = "The shipped ones are those of split val. Default for the shipped t
 """More about the prompts of commands that choose settings."""
 
 
-def option(metavar: str, help: str, *names: str, panel: str | None = None) -> Any:
-    """An option with a value; its names are those of the parameter unless given."""
+def option(metavar: str, help: str = "", *names: str, panel: str | None = None) -> Any:
+    """An option with a value; its names are those of the parameter unless given, and its help is
+    what the docstring says."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel)
 
 
-def flag(name: str, help: str, panel: str | None = None) -> Any:
+def flag(name: str, help: str = "", panel: str | None = None) -> Any:
     """An option that is there or not."""
     return option("", help, name, panel=panel)
 
@@ -162,27 +164,35 @@ def _option(name: str, kind: Any, text: str, panel: str | None) -> Any:
 
 
 def help_of(source: type[Any]) -> dict[str, str]:
-    """The first sentence about every argument, its bases' too, begun with a capital."""
-    texts: list[tuple[str, str]] = []
+    """The first sentence about every argument, its bases' too."""
+    texts: dict[str, str] = {}
     for part in reversed(source.__mro__):
-        doc = inspect.cleandoc(part.__doc__ or "")
-        arguments = doc.partition("Args:\n")[2].partition("\n\n")[0]
-        texts += re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", arguments, re.MULTILINE)
-    one = {name: re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0] for name, text in texts}
-    return {name: text[0].upper() + text[1:] for name, text in one.items()}
+        texts |= arguments(part.__doc__)
+    return {name: re.split(r"(?<=\.) (?=[A-Z])", text)[0] for name, text in texts.items()}
+
+
+def arguments(doc: str | None) -> dict[str, str]:
+    """What a docstring says about every argument, begun with a capital."""
+    about = inspect.cleandoc(doc or "").partition("Args:\n")[2].partition("\n\n")[0]
+    texts = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", about, re.MULTILINE)
+    return {name: " ".join((text[0].upper() + text[1:]).split()) for name, text in texts}
 
 
 def command(function: Callable[..., T]) -> Callable[..., T]:
-    """A command whose parameters marked by `Fields` are options, one per field."""
+    """A command whose parameters marked by `Fields` are options, one per field, and whose others
+    have their help in its docstring."""
     groups: dict[str, tuple[Fields, bool]] = {}
     parameters: list[inspect.Parameter] = []
     hints = get_type_hints(function, include_extras=True)
+    texts = arguments(function.__doc__)
     for name, parameter in inspect.signature(function).parameters.items():
-        marks = [m for m in getattr(hints[name], "__metadata__", ()) if isinstance(m, Fields)]
-        if marks:
-            groups[name] = marks[0], is_dataclass(get_args(hints[name])[0])
-            parameters += marks[0].parameters()
+        mark: Any = next(iter(getattr(hints[name], "__metadata__", ())), None)
+        if isinstance(mark, Fields):
+            groups[name] = mark, is_dataclass(get_args(hints[name])[0])
+            parameters += mark.parameters()
         else:
+            if name in texts:
+                mark.help = texts[name]
             keyword = inspect.Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(kind=keyword, annotation=hints[name]))
 
@@ -199,6 +209,7 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
     optional = [p for p in parameters if p.default is not inspect.Parameter.empty]
     run.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    run.__doc__ = (function.__doc__ or "").partition("\n\n    Args:")[0]
     return run
 
 
@@ -234,7 +245,7 @@ def _bias(pair: str) -> tuple[int, float]:
         raise SettingError(f"--logit-bias wants ID=VALUE like 12=-5, got {pair!r}") from error
 
 
-def output(metavar: str, help: str) -> Any:
+def output(metavar: str, help: str = "") -> Any:
     """Where a result goes."""
     return option(metavar, help, "-o", "--output", panel=OUTPUT)
 
