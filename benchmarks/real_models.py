@@ -1,9 +1,13 @@
 """forerun beside OpenVINO GenAI and llama.cpp on one GGUF file, as their users run them: chat
 prompts of eight kinds, in turns, tokens/s with the prompt.
 
-``python -m benchmarks.real_models MODEL.gguf [--threads 2] [--tokens 96] [--prompts 10]``. Peers
-are there if their packages `openvino-genai` and `xllamacpp` are. Text that runs in circles flatters
-every lookup: the share of repeated 4-grams is beside each kind.
+``python -m benchmarks.real_models MODEL.gguf [--threads 2] [--tokens 96] [--prompts 10]``; with
+``--sampled T`` forerun alone, greedy and at temperature T (SmolLM2's card: 0.2) and top_p 0.9; with
+``--long`` prompts of 2,000 and 6,000 tokens. Peers are there if their packages `openvino-genai` and `xllamacpp` are.
+Text that runs in circles flatters every lookup: the share of repeated 4-grams is beside each kind.
+
+Kinds may be measured by several processes on cores of their own: ``--kinds story,json --save
+A.json`` in each, then ``--merge A.json B.json ...`` prints the table of all.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from math import exp, log, sqrt
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -100,30 +105,48 @@ class Answer:
 
 Method = Callable[[str, list[int]], list[int]]
 """From a prompt and its ids with the chat template to the ids that are written."""
+Encode = Callable[[str], list[int]]
+"""From what a user says to the ids of a prompt."""
+Runs = dict[str, dict[str, list[Answer]]]
+"""By kind and method."""
+OWN = ("plain", "lookup auto", "auto", "fixed(4)", "plain sampled", "auto sampled")
 
 
-def methods(path: str, threads: int, count: int) -> tuple[dict[str, Method], Any]:
-    """Those that can run here by name, and the tokenizer."""
+def methods(
+    path: str, threads: int, count: int, sampled: float | None
+) -> tuple[dict[str, Method], Encode]:
+    """Those that can run here by name, and what makes prompts of texts."""
     torch.set_num_threads(threads)
     lookup, default = (forerun.load(path, draft, runtime="openvino") for draft in ("lookup", None))
 
     def own(model: forerun.Model, **more: Any) -> Method:
         return lambda _, ids: list(model.generate(ids, max_new_tokens=count, **more).tokens)
 
-    made = {
-        "plain": own(default, plain=True),
+    def encode(text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        return list(
+            default.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    made = {"plain": own(default, plain=True), "auto": own(default, controller="auto")}
+    if sampled is not None:
+        settings = {"temperature": sampled, "top_p": 0.9, "seed": 7}
+        made["plain sampled"] = own(default, plain=True, **settings)
+        made["auto sampled"] = own(default, controller="auto", **settings)
+        return made, encode
+    made |= {
         "lookup auto": own(lookup, controller="auto"),
-        "auto": own(default, controller="auto"),
         "fixed(4)": own(default, controller="fixed(4)"),
     }
     if find_spec("openvino_genai") is not None:
-        encode = default.encode
-        made["GenAI"] = genai(path, threads, count, False, encode)
-        made["GenAI lookup"] = genai(path, threads, count, True, encode)
+        made["GenAI"] = genai(path, threads, count, False, default.encode)
+        made["GenAI lookup"] = genai(path, threads, count, True, default.encode)
     if find_spec("xllamacpp") is not None:
         made["llama.cpp"] = llama_cpp(path, threads, count, None)
         made["llama.cpp n-grams"] = llama_cpp(path, threads, count, "NGRAM_SIMPLE")
-    return made, default.tokenizer
+    return made, encode
 
 
 def genai(
@@ -146,7 +169,7 @@ def llama_cpp(path: str, threads: int, count: int, drafts: str | None) -> Method
     import xllamacpp
 
     options = xllamacpp.CommonParams()
-    options.model.path, options.n_parallel, options.n_ctx = path, 1, 4096
+    options.model.path, options.n_parallel, options.n_ctx = path, 1, 8192
     options.n_gpu_layers, options.fit_params, options.verbosity = 0, False, -1
     options.cpuparams.n_threads = options.cpuparams_batch.n_threads = threads
     if drafts:
@@ -192,45 +215,45 @@ def measured(run: Method, text: str, ids: list[int]) -> Answer:
     return Answer(tokens, time.perf_counter() - began, time.process_time() - cpu)
 
 
-def main(path: str, threads: int, count: int, per_kind: int) -> None:
-    """Print the table."""
-    made, tokenizer = methods(path, threads, count)
+def in_turns(made: dict[str, Method], encode: Encode, texts: dict[str, list[str]]) -> Runs:
+    """Every method on every prompt of each kind; who is first changes from prompt to prompt."""
     names = list(made)
-    print(f"tokens/s, {threads} threads, {count} tokens, {per_kind} prompts of each kind\n")
-    print("| kind | " + " | ".join(names) + " | repeated 4-grams |")
-    print("|---" * (len(names) + 2) + "|")
-    every: dict[str, list[Answer]] = {name: [] for name in names}
     for name in names:  # the first request of each is not measured
-        made[name]("Hello", list(tokenizer.encode("Hello")))
-    for kind, (template, fillers) in KINDS.items():
-        row: dict[str, list[Answer]] = {name: [] for name in names}
-        for turn, filler in enumerate(fillers[:per_kind]):
-            text = template.format(filler)
-            messages = [{"role": "user", "content": text}]
-            ids = list(
-                tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False
-                )
-            )
+        made[name]("Hello", encode("Hello"))
+    runs: Runs = {}
+    for kind, prompts in texts.items():
+        runs[kind] = {name: [] for name in names}
+        for turn, text in enumerate(prompts):
             at = turn % len(names)
             for name in names[at:] + names[:at]:
-                row[name].append(measured(made[name], text, ids))
+                runs[kind][name].append(measured(made[name], text, encode(text)))
+    return runs
+
+
+def show(runs: Runs, title: str) -> None:
+    """Print the table."""
+    names = list(next(iter(runs.values())))
+    print(f"{title}\n\n| kind | " + " | ".join(names) + " | repeated 4-grams |")
+    print("|---" * (len(names) + 2) + "|")
+    for kind, row in runs.items():
         cells = [mean([len(a.tokens) / a.seconds for a in row[name]]) for name in names]
-        circles = sum(repeated(a.tokens) for a in row["plain"]) / per_kind
+        circles = sum(repeated(a.tokens) for a in row["plain"]) / len(row["plain"])
         print(f"| {kind} | " + " | ".join(f"{x:.1f}" for x in cells) + f" | {circles:.0%} |")
-        for name in names:
-            every[name] += row[name]
+    every = {name: [a for row in runs.values() for a in row[name]] for name in names}
     speeds = {n: [len(a.tokens) / a.seconds for a in every[n]] for n in names}
     print("| **mean** | " + " | ".join(f"{mean(speeds[n]):.1f}" for n in names) + " | |")
     ratios = [mean([a / b for a, b in zip(speeds[n], speeds["plain"], strict=True)]) for n in names]
     print("| × plain | " + " | ".join(f"{x:.2f}" for x in ratios) + " | |")
     cpu = [mean([1e3 * a.cpu / len(a.tokens) for a in every[n]]) for n in names]
     print("| CPU ms per token | " + " | ".join(f"{x:.1f}" for x in cpu) + " | |")
-    drafted = ["lookup auto", "auto", "fixed(4)"]
-    same = [
-        a.tokens == b.tokens for n in drafted for a, b in zip(every[n], every["plain"], strict=True)
-    ]
-    print(f"\nidentical to plain: {sum(same)} of {len(same)}")
+    for plain in ("plain", "plain sampled"):
+        own = [n for n in names if n in OWN and n.endswith("sampled") == plain.endswith("sampled")]
+        pairs = [zip(every[n], every[plain], strict=True) for n in own if n != plain]
+        if same := [a.tokens == b.tokens for pair in pairs for a, b in pair]:
+            print(f"\nidentical to {plain}: {sum(same)} of {len(same)}")
+    if "auto sampled" in names:
+        print(f"auto sampled over plain sampled: {paired(speeds, 'auto sampled', 'plain sampled')}")
+    print(f"auto over plain: {paired(speeds, 'auto', 'plain')}")
     for peer in ("GenAI", "llama.cpp"):
         if arms := [name for name in names if name.startswith(peer)]:
             best = max(arms, key=lambda name: mean(speeds[name]))
@@ -240,11 +263,60 @@ def main(path: str, threads: int, count: int, per_kind: int) -> None:
             )
 
 
+def long_texts(encode: Encode, lengths: Sequence[int]) -> dict[str, list[str]]:
+    """A question behind so many tokens of numbered sentences, two of each length."""
+    made: dict[str, list[str]] = {}
+    for length in lengths:
+        made[f"{length:,} tokens"] = []
+        for start in (1, 5000):
+            note = "Note {}: shelf {} holds {} boxes of letters from the year {}. "
+            parts: list[str] = []
+            while len(encode("".join(parts))) < length:
+                at = start + len(parts)
+                parts += [
+                    note.format(n, n * 7 % 31, n * 13 % 97, 1800 + n * 11 % 200)
+                    for n in range(at, at + 16)
+                ]
+            made[f"{length:,} tokens"].append("".join(parts) + "\nSummarise these notes.")
+    return made
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure, or merge what was measured."""
+    if options.merge:
+        runs: Runs = {}
+        for file in options.merge:
+            for kind, row in json.loads(Path(file).read_text()).items():
+                runs[kind] = {name: [Answer(**a) for a in row[name]] for name in row}
+        runs = {
+            kind: runs[kind] for kind in (*KINDS, *sorted(set(runs) - set(KINDS))) if kind in runs
+        }
+        return show(runs, "tokens/s")
+    made, encode = methods(options.model, options.threads, options.tokens, options.sampled)
+    if options.long:
+        texts = long_texts(encode, [2000, 6000])
+    else:
+        kinds = options.kinds.split(",") if options.kinds else list(KINDS)
+        texts = {
+            kind: [KINDS[kind][0].format(x) for x in KINDS[kind][1][: options.prompts]]
+            for kind in kinds
+        }
+    runs = in_turns(made, encode, texts)
+    if options.save:
+        plain = {k: {n: [asdict(a) for a in row[n]] for n in row} for k, row in runs.items()}
+        Path(options.save).write_text(json.dumps(plain))
+    show(runs, f"tokens/s, {options.threads} threads, {options.tokens} tokens")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompts", type=int, default=10, help="of each kind, 1 to 10")
-    given = parser.parse_args()
-    main(given.model, given.threads, given.tokens, given.prompts)
+    parser.add_argument("--kinds", help="of prompts, with commas; default: all")
+    parser.add_argument("--sampled", type=float, metavar="T")
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--save", metavar="FILE")
+    parser.add_argument("--merge", nargs="+", metavar="FILE")
+    main(parser.parse_args())
