@@ -3,8 +3,9 @@ prompts of eight kinds, in turns, tokens/s with the prompt.
 
 ``python -m benchmarks.real_models MODEL.gguf [--threads 2] [--tokens 96] [--prompts 10]``; with
 ``--sampled T`` forerun alone, greedy and at temperature T (SmolLM2's card: 0.2) and top_p 0.9; with
-``--long`` prompts of 2,000 and 6,000 tokens. Peers are there if their packages `openvino-genai` and `xllamacpp` are.
-Text that runs in circles flatters every lookup: the share of repeated 4-grams is beside each kind.
+``--long`` prompts of 2,000 and 6,000 tokens. Peers are there if their packages `openvino-genai` and
+`xllamacpp` are. Text that runs in circles flatters every lookup: the share of repeated 4-grams is
+beside each kind.
 
 Kinds may be measured by several processes on cores of their own: ``--kinds story,json --save
 A.json`` in each, then ``--merge A.json B.json ...`` prints the table of all.
