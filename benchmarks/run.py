@@ -9,6 +9,7 @@ import typer
 
 import forerun
 from benchmarks import (
+    attached,
     cmasd,
     ears,
     easd,
@@ -97,6 +98,12 @@ def _starting_pairs(folders: list[Path], prompts: int = 6, tokens: int = 96):
 def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Plain decoding through the engine against transformers' own `generate`."""
     plain.main(forerun.load(dtype=dtype, device=device, runtime="torch"), prompts, tokens)
+
+
+@app.command("attached")
+def _attached(prompts: int = 2, tokens: int = 32, batch: str = "1,16", threads: int = 1):
+    """transformers' generate with `attach`, beside itself, assisted, and the engine alone."""
+    attached.main(prompts, tokens, [int(size) for size in batch.split(",")], threads)
 
 
 @app.command("runtimes")

@@ -393,6 +393,17 @@ def test_tensorrt_llm_takes_a_length_by_batch_size_and_openvino_genai_one_of_two
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["model", "lookup(n=4)"])
+def test_openvino_genai_takes_its_config(drafts):
+    genai = pytest.importorskip("openvino_genai")
+    job = JOB if drafts == "model" else drafted_by(drafts)
+    wanted = json.loads(export("openvino-genai", job).text)["generation_config"]
+    config = genai.GenerationConfig(max_new_tokens=8, **wanted)
+    config.validate()
+    assert {name: getattr(config, name) for name in wanted} == pytest.approx(wanted)
+
+
 def test_sglang_gets_a_slot_of_each_batch_size():
     made = export("sglang", JOB)
     slots = {key: entry for key, entry in json.loads(made.text).items() if key.isdigit()}

@@ -1,11 +1,15 @@
 """Length policies in vLLM: `--scheduler-cls forerun.vllm.Scheduler`.
 
-Nothing of vLLM is imported before its scheduler is made.
+Nothing of vLLM is imported before its scheduler is made, or its plug-ins are called.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from forerun.hosts.vllm_requests import check_requests as register
+
+__all__ = ["Scheduler", "register"]
 
 
 class Scheduler:
@@ -20,11 +24,3 @@ class Scheduler:
         from forerun.hosts.vllm_scheduler import scheduler_class
 
         return scheduler_class(vllm_config)(vllm_config, *args, **kwargs)
-
-
-def register() -> None:
-    """The entry point `vllm.general_plugins`, called in every process of vLLM: a request's
-    controller is checked where the request enters."""
-    from forerun.hosts.vllm_requests import check_requests
-
-    check_requests()

@@ -9,8 +9,9 @@ import pytest
 
 from forerun.controllers.base import LengthPolicy
 from forerun.errors import ForerunError
-from forerun.hosts.batch_lengths import BatchLengths, DraftOutcome, controller_of
+from forerun.hosts.batch_lengths import BatchLengths, controller_of, judged_round
 from forerun.hosts.step_costs import StepCosts
+from forerun.hosts.vllm_requests import CONTROLLER, RULE, differs, metadata, refusal, unsupported
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,26 @@ def test_specs_are_checked() -> None:
     for bad in ("gamatune", "fixed(", "hf-threshold", "survival", 3):
         with pytest.raises(ForerunError):
             controller_of(bad)
+        assert refusal(CONTROLLER, bad)
+    assert refusal(CONTROLLER, "gammatune") is None
+    assert "judges drafts by its own sampler" in str(refusal(RULE, "ears"))
+
+
+def test_versions_and_methods_that_were_not_tested_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for version, good in (
+        ("0.32.0+cpu", True),
+        ("0.32.1", True),
+        ("0.33.0", False),
+        ("0.3", False),
+    ):
+        monkeypatch.setattr(metadata, "version", lambda name, found_as=version: found_as)
+        assert (unsupported() is None) is good
+    assert differs(BatchLengths.leave, BatchLengths.leave) is None
+    assert "leave takes self, requests, not self, request," in str(
+        differs(BatchLengths.leave, BatchLengths.join)
+    )
 
 
 def test_every_request_has_a_length_of_its_own() -> None:
@@ -45,13 +66,13 @@ def test_every_request_has_a_length_of_its_own() -> None:
     assert (asked["a"], asked["b"], asked["c"]) == (3, 0, 6)
     assert lengths.limits({**left, "a": 2}, 100.0)["a"] == 1
     for _ in range(8):
-        judged = {"d": DraftOutcome(asked["d"], 0, asked["d"])}
+        judged = {"d": judged_round(asked["d"], 0, asked["d"])}
         lengths.observe(judged, 100.0, 6, None)
         asked = lengths.limits(left, 100.0)
     assert asked["d"] == 1
     lengths.leave(["a", "gone"])
     assert set(lengths.limits(dict.fromkeys("bcd", 50), 100.0)) == set("bcd")
-    assert lengths.name("a") == ""
+    assert "a" not in lengths.names
 
 
 def test_a_failing_policy_leaves_its_request_plain_and_one_line(
@@ -67,7 +88,7 @@ def test_a_failing_policy_leaves_its_request_plain_and_one_line(
         asked = lengths.limits(left, 10.0)
         got.append(asked["bad"])
         assert asked["good"] == 3
-        lengths.observe({r: DraftOutcome(n, n, n) for r, n in asked.items()}, 10.0, 4, None)
+        lengths.observe({r: judged_round(n, n, n) for r, n in asked.items()}, 10.0, 4, None)
     assert got == [1, 2, 4, 0, 0]
     assert len([r for r in caplog.records if "decodes plainly" in r.message]) == 1
 
@@ -89,7 +110,7 @@ def simulated(accepts: float, added: float, steps: int = 400) -> tuple[float, fl
         accepted = min(drafted, int(accepts * (n + 1)) - int(accepts * n))
         took = 1 + added * (drafted + asked) / 2
         tokens, seconds = tokens + accepted + 1, seconds + took
-        lengths.observe({"a": DraftOutcome(drafted, accepted, before)}, 200.0, asked, took)
+        lengths.observe({"a": judged_round(drafted, accepted, before)}, 200.0, asked, took)
     return tokens / seconds, 1.0
 
 

@@ -12,7 +12,7 @@ import torch
 
 from forerun.controllers import CONTROLLERS
 from forerun.costs import Costs
-from forerun.hosts.batch_lengths import BatchLengths, DraftOutcome
+from forerun.hosts.batch_lengths import BatchLengths, judged_round
 from forerun.lab.traces.replay import replay
 from forerun.model import Model, drafter_spec
 from forerun.runtime.torch_executor import torch_rows
@@ -58,5 +58,5 @@ def test_in_replay_and_in_another_engines_batch() -> None:
     asked = []
     for _ in range(4):
         asked.append(lengths.limits({"a": 50}, 100.0)["a"])
-        lengths.observe({"a": DraftOutcome(asked[-1], 0, asked[-1])}, 100.0, asked[-1], None)
+        lengths.observe({"a": judged_round(asked[-1], 0, asked[-1])}, 100.0, asked[-1], None)
     assert asked == [3, 1, 3, 1]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +17,10 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test HOST=vllm")
 
 import forerun.vllm  # noqa: E402
 from forerun import zoo  # noqa: E402
+from forerun.lab.traces.costs import Cell  # noqa: E402
+from forerun.lab.traces.exports import ExportJob, export  # noqa: E402
 from hosts import own_policy  # noqa: E402
+from made_traces import periodic  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 PROMPTS = [
@@ -70,16 +78,38 @@ def run(llm: Any, specs: list[str | None]) -> tuple[list[list[int]], list[list[i
     )
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    texts, _ = run(engine(speculates=False), [None])
+    gc.collect()
+    return texts
+
+
+@pytest.fixture(params=["Sync", "Async"])
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The scheduler to run. On a CPU vLLM switches the asynchronous one off, the usual on GPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    checked = CpuPlatform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        checked(config)
+        config.scheduler_config.async_scheduling = request.param == "Async"
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep))
+    yield request.param
+    gc.collect()
+
+
 def test_greedy_text_is_plain_text_under_every_controller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: list[list[int]], scheduling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_policy.install(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     forerun.vllm.register()
-    plain, _ = run(engine(speculates=False), [None])
     llm = engine(speculates=True)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert type(scheduler).__name__ == "PolicySyncScheduler"
+    assert type(scheduler).__name__ == f"Policy{scheduling}Scheduler"
     drafted = {}
     for specs in CONTROLLERS:
         texts, steps = run(llm, specs)
@@ -103,3 +133,54 @@ def refuses_what_cannot_be_served(llm: Any) -> None:
     with pytest.raises(vllm.exceptions.VLLMValidationError, match="rules run in forerun"):
         vllm.SamplingParams(extra_args={"forerun_rule": "easd"})
     assert len(run(llm, ["fixed(1)"])[0]) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"speculative_config": None}, "nothing drafts"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, "data-parallel ranks"),
+        ({"compilation_config": SimpleNamespace(cudagraph_mode="FULL")}, "full CUDA graphs"),
+    ],
+)
+def test_where_lengths_must_not_vary_it_is_vllms_own(
+    changes: dict[str, Any], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from forerun.hosts import vllm_scheduler
+
+    lines: list[str] = []
+    monkeypatch.setattr(vllm_scheduler.logger, "warning", lambda *line: lines.append(str(line)))
+
+    if graphs := changes.get("compilation_config"):
+        graphs.cudagraph_mode = CUDAGraphMode.FULL
+    good: dict[str, Any] = {
+        "scheduler_config": SimpleNamespace(async_scheduling=False),
+        "speculative_config": object(),
+        "parallel_config": SimpleNamespace(data_parallel_size=1),
+        "compilation_config": SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
+        "use_v2_model_runner": False,
+    }
+    ours = vllm_scheduler.PolicySyncScheduler
+    assert vllm_scheduler.scheduler_class(SimpleNamespace(**good)) is ours
+    assert vllm_scheduler.scheduler_class(SimpleNamespace(**good | changes)) is Scheduler
+    (line,) = lines
+    assert shown in line
+
+
+@pytest.mark.parametrize("drafts", ["model", "model, sampled", "lookup(n=4)"])
+def test_exports_are_what_vllm_takes(drafts: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    about: dict[str, Any] = {"drafter": drafts}
+    if drafts.startswith("model"):
+        about = {"draft": {"name": "shipped"}, "sampling": {"temperature": "," in drafts}}
+    cells = [replace(Cell.synthetic(10, slope=s), batch=b) for b, s in [(1, 0), (8, 0.35)]]
+    job = ExportJob(replace(periodic(4), about=about), cells[0], cells)
+    config = json.loads(export("vllm", job).text)["speculative_config"]
+    args = EngineArgs(model=str(zoo.TARGET), dtype="float32", speculative_config=dict(config))
+    read = args.create_engine_config().speculative_config
+    for name, value in config.items():
+        assert json.loads(json.dumps(getattr(read, name))) == value

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from forerun import zoo
 from forerun.checks import whole
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.models import Models, PolicyOptions
+from forerun.cli.shared.console import note, stdout
+from forerun.cli.shared.models import Models, PolicyOptions, quiet
 from forerun.cli.shared.options import PROMPTS, Fields, option
 from forerun.cli.shared.report import check_writable, hold_output, print_json, save_json
+
+RUNTIME = "What runs the models: torch (lm-eval's own model class, attached), or openvino."
 
 
 @options.command
@@ -18,14 +20,7 @@ def lm_eval(
     tasks: Annotated[str, option("NAME,...", "Tasks of lm-evaluation-harness.", panel=PROMPTS)],
     models: Annotated[Models, Fields(Models, only=("target", "draft", "dtype"))],
     policy: Annotated[PolicyOptions, Fields(PolicyOptions, only=("controller", "rule"))],
-    runtime: Annotated[
-        str,
-        option(
-            "SPEC",
-            "What runs the models: torch (lm-eval's own model class, attached), or openvino.",
-            panel=options.MODELS,
-        ),
-    ] = "torch",
+    runtime: Annotated[str, option("SPEC", RUNTIME, panel=options.MODELS)] = "torch",
     include_path: Annotated[
         str | None, option("DIR", "A folder of further tasks.", panel=PROMPTS)
     ] = None,
@@ -41,12 +36,9 @@ def lm_eval(
     The results gain acceptance, tokens per second and, under a lossy rule, the drift: what a rule
     costs on a task. Tasks that score given texts see no rule.
     """
-    import warnings
-
     whole("batch_size", batch_size, 1)
     check_writable(output)
     hold_output(output)
-    from forerun.errors import ForerunWarning
     from forerun.hosts.lm_eval import Evaluated, evaluate
     from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, default_draft
 
@@ -55,30 +47,15 @@ def lm_eval(
         policy.controller or DEFAULT_CONTROLLER, policy.rule or DEFAULT_RULE, runtime,
         models.dtype, batch_size,
     )  # fmt: skip
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ForerunWarning)
-        whole_results = evaluate(model, tasks.split(","), limit, include_path)
-    for warning in caught:
-        if issubclass(warning.category, ForerunWarning):
-            note(stderr(), str(warning.message))
-    results = {key: whole_results[key] for key in ("results", "configs", "forerun")}
+    with quiet():
+        evaluated = evaluate(model, tasks.split(","), limit, include_path)
+    results = {key: evaluated[key] for key in ("results", "configs", "forerun")}
     if output:
         save_json(output, results)
     if as_json:
-        print_json(results)
-    else:
-        _show(results)
+        return print_json(results)
+    from lm_eval.utils import make_table
 
-
-def _show(results: dict[str, Any]) -> None:
-    shown = table("task", "metric", right=("value", "±"))
-    for task, scores in results["results"].items():
-        for name, value in scores.items():
-            metric, _, how = name.partition(",")
-            if isinstance(value, float) and not metric.endswith("_stderr"):
-                error = scores.get(f"{metric}_stderr,{how}")
-                spread = f"{error:.4f}" if isinstance(error, float) else ""
-                shown.add_row(task, name, f"{value:.4f}", spread)
-    stdout().print(shown)
+    print(make_table(evaluated))
     for name, value in results["forerun"].items():
         note(stdout(), f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.fixed import FixedLength
-from forerun.engine.lengths import Lengths, Memory
+from forerun.engine.lengths import Lengths
 from forerun.errors import SettingError
 from forerun.governors.base import Outcome, Seat
 from forerun.hosts.step_costs import StepCosts
@@ -37,13 +37,11 @@ def controller_of(spec: Any) -> Controller:
     return controller
 
 
-class DraftOutcome(NamedTuple):
-    """What became of a request's draft in a step."""
-
-    drafted: int
-    accepted: int
-    asked: int
-    """Most tokens that it was to draft."""
+def judged_round(drafted: int, accepted: int, asked: int) -> RoundOutcome:
+    """A request's draft as controllers see it. One shorter than asked for ended from outside."""
+    kept = [1.0] * accepted + [0.0] * (drafted - accepted)
+    stop = Stop.LIMIT if drafted >= asked else Stop.EXHAUSTED
+    return RoundOutcome(drafted, accepted, kept, stop)
 
 
 class BatchLengths:
@@ -59,72 +57,47 @@ class BatchLengths:
     def __init__(self, default: str, most: int) -> None:
         self.default, self.most = controller_of(default), most
         self.costs = StepCosts()
-        memory: Memory = {}
-        self._lengths = Lengths(memory, blind=True)
-        self._ids: list[str] = []
-        self._names: dict[str, str] = {}
-        self._reported: set[str] = set()
-
-    def name(self, request: str) -> str:
-        """The spec of a request's controller, for reports."""
-        return self._names.get(request, "")
+        self._lengths = Lengths({}, blind=True)
+        self.names: dict[str, str] = {}
+        """By request the spec of its controller, in the order of the rows of `_lengths`."""
+        self._logged: set[str] = set()
 
     def join(self, request: str, spec: Any, certain: bool) -> None:
-        """A request begins; nothing if it is here.
-
-        Args:
-            request: its id.
-            spec: of its controller; None is the default.
-            certain: whether it decodes greedily.
-        """
-        if request in self._names:
+        """A request begins, by its id; `spec` None is the default, `certain` is greedy decoding.
+        Nothing if it is here."""
+        if request in self.names:
             return
+        controller = self.default
         try:
-            controller = self.default if spec is None else controller_of(spec)
+            controller = controller if spec is None else controller_of(spec)
             self._lengths.join(controller, certain)
         except Exception as error:  # of anybody's policy; specs are checked where requests enter
             logger.warning("request %s decodes plainly: %s", request, error)
             controller = FixedLength(0)
             self._lengths.join(controller, certain)
-        self._ids.append(request)
-        self._names[request] = CONTROLLERS.text(controller)
+        self.names[request] = CONTROLLERS.text(controller)
 
-    def leave(self, requests: Sequence[str]) -> None:
+    def leave(self, requests: Iterable[str]) -> None:
         """Forget requests that are done; others are not touched."""
-        gone = {request for request in requests if request in self._names}
-        if not gone:
-            return
-        staying = [i for i, request in enumerate(self._ids) if request not in gone]
-        self._lengths.keep(staying)
-        self._ids = [self._ids[i] for i in staying]
-        for request in gone:
-            del self._names[request]
-        self._reported -= gone
+        if gone := self.names.keys() & set(requests):
+            self._lengths.keep([i for i, name in enumerate(self.names) if name not in gone])
+            self.names = {name: spec for name, spec in self.names.items() if name not in gone}
+            self._logged -= gone
 
     def limits(self, left: Mapping[str, int], context: float) -> dict[str, int]:
-        """Most tokens that requests shall draft in the step that begins.
-
-        Args:
-            left: by request that may draft, the tokens that it may write yet.
-            context: mean tokens of their texts.
-        """
-        able = [Seat(left=left[r], trims=False) if r in left else None for r in self._ids]
+        """Most tokens that requests shall draft in the step that begins, of those that may: by how
+        many they have `left` to write. Their texts have `context` tokens in the mean."""
+        able = [Seat(left=left[r], trims=False) if r in left else None for r in self.names]
         costs = self.costs.costs(max(len(left), 1), context)
-        limits = dict(zip(self._ids, self._lengths.limits(costs, able), strict=True))
-        self._report()
+        limits = dict(zip(self.names, self._lengths.limits(costs, able), strict=True))
+        self._log()
         return {r: max(0, min(limits.get(r, 0), self.most, n - 1)) for r, n in left.items()}
 
     def observe(
-        self, judged: Mapping[str, DraftOutcome], context: float, drafts: int, seconds: float | None
+        self, judged: Mapping[str, RoundOutcome], context: float, drafts: int, seconds: float | None
     ) -> None:
-        """What became of a step.
-
-        Args:
-            judged: of every request that got tokens.
-            context: mean tokens of their texts.
-            drafts: most tokens a request that the step drafted for the next one.
-            seconds: that it took; None if it read prompts, too.
-        """
+        """What became of a step: what was `judged` of every request that got tokens, the most that
+        it `drafts` for the next one, and its `seconds`, None if it read prompts, too."""
         if not judged:
             return
         rows, drafted = len(judged), [one.drafted for one in judged.values()]
@@ -132,27 +105,19 @@ class BatchLengths:
         costs = self.costs.costs(rows, context)
         if seconds is not None:
             self.costs.add(rows, context, sum(drafted) / rows, drafts, seconds)
-        rounds: list[RoundOutcome | None] = [
-            _round(judged[request]) if request in judged else None for request in self._ids
-        ]
+        rounds = [judged.get(request) for request in self.names]
         committed = [one.accepted + 1 for one in judged.values()]
         outcome = Outcome(committed, drafted, max(drafted), seconds if timed else None)
         shown = [[Token()] * (r.drafted if r else 0) for r in rounds]
         self._lengths.observe(costs, rounds, shown, outcome)
-        self._report()
+        self._log()
 
-    def _report(self) -> None:
+    def _log(self) -> None:
+        names = list(self.names)
         for i, error in self._lengths.failed.items():
-            if (request := self._ids[i]) not in self._reported:
-                self._reported.add(request)
+            if (request := names[i]) not in self._logged:
+                self._logged.add(request)
+                spec = self.names[request]
                 logger.warning(
-                    "request %s decodes plainly, for its controller %s failed: %r",
-                    request, self._names[request], error,
-                )  # fmt: skip
-
-
-def _round(one: DraftOutcome) -> RoundOutcome:
-    """As a controller sees it. A draft shorter than asked for ended from outside."""
-    chances = [1.0] * one.accepted + [0.0] * (one.drafted - one.accepted)
-    stop = Stop.LIMIT if one.drafted >= one.asked else Stop.EXHAUSTED
-    return RoundOutcome(one.drafted, one.accepted, chances, stop)
+                    "request %s decodes plainly, for %s failed: %r", request, spec, error
+                )

@@ -22,12 +22,10 @@ def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]
     Raises:
         SettingError: a cache that does not hold all tokens of all layers as they are.
     """
-    count = cache.get_seq_length()
-    layers: Sequence[Any] = getattr(cache, "layers", None) or ()
-    whole = type(cache) is DynamicCache and all(
-        layer.keys is not None and layer.keys.shape[2] == count for layer in layers
-    )
-    if not whole:
+    count, layers = cache.get_seq_length(), getattr(cache, "layers", None) or ()
+    if type(cache) is not DynamicCache or any(
+        layer.keys is None or layer.keys.shape[2] != count for layer in layers
+    ):
         raise SettingError(
             f"a filled {type(cache).__name__} cannot be continued: it must be a DynamicCache that "
             "holds every token of every layer; leave past_key_values out to read the text again"
@@ -47,16 +45,14 @@ def cache_of(rows: Sequence[Columns], padding: Sequence[int], given: Any) -> Any
     What a shorter row lacks at its end is 0.
     """
     length = max(before + row.count for before, row in zip(padding, rows, strict=True))
-    cache = DynamicCache()
-    for layer in range(len(rows[0].states) // 2):
-        pair = []
-        for which in (2 * layer, 2 * layer + 1):
-            like = rows[0].states[which]
-            whole = like.new_zeros(len(rows), like.shape[0], length, like.shape[2])
-            for row, before in enumerate(padding):
-                whole[row, :, before : before + rows[row].count] = rows[row].states[which]
-            pair.append(whole)
-        cache.update(*pair, layer)
+    cache, whole = DynamicCache(), []
+    for states in zip(*(row.states for row in rows), strict=True):
+        heads, _, width = states[0].shape
+        whole.append(states[0].new_zeros(len(rows), heads, length, width))
+        for row, (before, part) in enumerate(zip(padding, states, strict=True)):
+            whole[-1][row, :, before : before + part.shape[1]] = part
+    for layer, (keys, values) in enumerate(zip(whole[::2], whole[1::2], strict=True)):
+        cache.update(keys, values, layer)
     if type(given) is DynamicCache:
         given.layers = cache.layers
         return given

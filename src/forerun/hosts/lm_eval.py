@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.controllers import CONTROLLERS
-from forerun.engine.results import Completion, Stats
+from forerun.engine.results import Completion, Round, Stats
 from forerun.errors import ForerunWarning, SettingError, optional
 from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, load
 from forerun.rules import RULES
 from forerun.runtime.load import load_model, load_tokenizer
 
+REPORTED = (
+    "tokens", "acceptance_rate", "block_efficiency", "tokens_per_second", "drift_mean", "drift_max"
+)  # fmt: skip
+"""Statistics over all texts that were written; rates are None if there are none."""
+Wrote = Callable[[Sequence[Completion], float], None]
+"""Told texts that are complete, and when they began by `time.perf_counter`."""
+
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A model that speculates, as it is to be evaluated.
+    """A model that speculates, as it is to be evaluated: target and draft by name, specs.
 
-    Args:
-        target: a folder, a Hugging Face id, or a GGUF file.
-        draft: who runs ahead, as `forerun.transformers.attach` takes it.
-        controller, rule: of every text; specs.
-        runtime: "torch" is lm-eval's own `HFLM` over the attached model; any other is a
-            `forerun.Model`.
-        dtype: of the weights, as `forerun.load` takes it.
-        batch_size: texts decoded together.
+    On the runtime "torch" it is lm-eval's own `HFLM` over the attached model, on any other a
+    `forerun.Model`.
     """
 
     target: str
@@ -37,26 +37,6 @@ class Evaluated:
     runtime: str = "torch"
     dtype: str | None = None
     batch_size: int = 16
-
-
-@dataclass
-class Speculated:
-    """The texts that a model wrote in an evaluation."""
-
-    completions: list[Completion] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def add(self, completions: Sequence[Completion], seconds: float) -> None:
-        self.completions += completions
-        self.seconds += seconds
-
-    def summary(self) -> dict[str, Any]:
-        """Over all texts; rates are None if nothing was generated."""
-        rounds = [r for completion in self.completions for r in completion.rounds]
-        stats = Stats.of(rounds, 0, 0.0, 0.0, self.seconds)
-        names = ("tokens", "acceptance_rate", "block_efficiency", "tokens_per_second")
-        shown = {name: getattr(stats, name) for name in (*names, "drift_mean", "drift_max")}
-        return {"texts": len(self.completions), **shown}
 
 
 def evaluate(
@@ -84,56 +64,51 @@ def evaluate(
     manager = optional("lm_eval.tasks", "lm-eval").TaskManager(include_path=include_path)
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise SettingError(f"lm-eval has no task {', '.join(unknown)}; see `lm-eval ls tasks`")
-    speculated, rule = Speculated(), RULES.make(model.rule)
-    run = _attached if model.runtime == "torch" else _own
+    lossless, seconds, texts, rounds = RULES.make(model.rule).lossless, 0.0, 0, list[Round]()
+
+    def wrote(completions: Sequence[Completion], began: float) -> None:
+        nonlocal seconds, texts
+        seconds, texts = seconds + time.perf_counter() - began, texts + len(completions)
+        rounds.extend(r for completion in completions for r in completion.rounds)
+
     results: dict[str, Any] = harness.simple_evaluate(
-        model=run(model, speculated), tasks=list(tasks), task_manager=manager, limit=limit,
+        model=_harnessed(model, wrote), tasks=list(tasks), task_manager=manager, limit=limit,
         log_samples=False,
     )  # fmt: skip
     scored = [n for n, c in results["configs"].items() if c["output_type"] != "generate_until"]
-    if scored and not rule.lossless:
+    if scored and not lossless:
         warnings.warn(
             f"{', '.join(scored)}: the target alone scores given texts, so these results say "
             f"nothing of {model.rule}",
             ForerunWarning,
             stacklevel=2,
         )
-    results["forerun"] = {
-        "target": model.target,
-        "draft": model.draft,
-        "controller": CONTROLLERS.text(CONTROLLERS.make(model.controller)),
-        "rule": RULES.text(rule),
-        "lossless": rule.lossless,
-        "runtime": model.runtime,
-        **speculated.summary(),
-    }
+    stats = Stats.of(rounds, 0, 0.0, 0.0, seconds)
+    results["forerun"] = asdict(model) | {"lossless": lossless, "texts": texts}
+    results["forerun"] |= {name: getattr(stats, name) for name in REPORTED}
     return results
 
 
-def _attached(how: Evaluated, speculated: Speculated) -> Any:
-    """lm-eval's own model, whose `generate` is ours."""
+def _harnessed(how: Evaluated, wrote: Wrote) -> Any:
+    """The model as lm-eval drives it: its own class, whose `generate` is ours, or one of ours."""
+    if how.runtime != "torch":
+        from forerun.hosts.lm_eval_model import HarnessModel
+
+        model = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
+        names = "controller", "rule", "batch_size"
+        return HarnessModel(model, wrote, {name: getattr(how, name) for name in names})
     from forerun.hosts.attach import attach
 
-    model, tokenizer = load_model(how.target, dtype=how.dtype), load_tokenizer(how.target)
-    speculative = attach(model, how.draft, how.controller, how.rule, tokenizer)
-    attached = model.generate
+    hf, tokenizer = load_model(how.target, dtype=how.dtype), load_tokenizer(how.target)
+    speculative = attach(hf, how.draft, how.controller, how.rule, tokenizer)
+    attached = hf.generate
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         out = attached(*args, **kwargs)
-        speculated.add(speculative.last, time.perf_counter() - began)
+        wrote(speculative.last, began)
         return out
 
-    model.generate = generate
-    made = optional("lm_eval.models.huggingface", "lm-eval").HFLM
-    return made(pretrained=model, tokenizer=tokenizer, batch_size=how.batch_size)
-
-
-def _own(how: Evaluated, speculated: Speculated) -> Any:
-    from forerun.hosts.lm_eval_model import HarnessModel
-
-    model = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
-    shared: Mapping[str, Any] = {
-        "controller": how.controller, "rule": how.rule, "batch_size": how.batch_size
-    }  # fmt: skip
-    return HarnessModel(model, speculated.add, shared)
+    hf.generate = generate
+    harness = optional("lm_eval.models.huggingface", "lm-eval")
+    return harness.HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=how.batch_size)

@@ -16,6 +16,7 @@ from forerun.requests import Sampling
 
 MAX_NEW_TOKENS = 256
 """Of tasks that name no `max_gen_toks`; lm-eval's own."""
+DRAWN = ("temperature", "top_p", "top_k", "min_p")
 
 
 class HarnessModel(TemplateLM):
@@ -23,7 +24,7 @@ class HarnessModel(TemplateLM):
 
     Args:
         model: that writes.
-        wrote: told the texts of a task, and the seconds that they took.
+        wrote: told the texts of a task, and when they began.
         settings: of `Model.generate`.
     """
 
@@ -50,20 +51,13 @@ class HarnessModel(TemplateLM):
         """Texts up to where a task ends them; contexts lose their beginning if they are long."""
         prompts, samplings = [], []
         for context, how in (request.args for request in requests):
-            most = how.get("max_gen_toks", MAX_NEW_TOKENS)
-            until = how.get("until") or ()
+            most, until = how.get("max_gen_toks", MAX_NEW_TOKENS), how.get("until") or ()
             prompts.append(self.tok_encode(context)[most - self._model.target.limit :])
-            drawn = {k: how[k] for k in ("temperature", "top_p", "top_k", "min_p") if k in how}
-            samplings.append(
-                Sampling(
-                    **(drawn if how.get("do_sample") else {}),
-                    max_new_tokens=most,
-                    stop=(until,) if isinstance(until, str) else tuple(until),
-                )
-            )
+            drawn = {name: how[name] for name in DRAWN if name in how and how.get("do_sample")}
+            samplings.append(Sampling(**drawn, max_new_tokens=most, stop=until))
         began = time.perf_counter()
         done = self._model.generate(prompts, sampling=samplings, **self._settings)
-        self._wrote(done, time.perf_counter() - began)
+        self._wrote(done, began)
         for completion in done:
             if completion.error is not None:
                 raise GenerationError(completion.error, completion)
@@ -77,10 +71,8 @@ class HarnessModel(TemplateLM):
         for _, context, continuation in requests:
             ids = [*context, *continuation][-self._model.target.limit :]
             scores = self._model.score(ids, top=1)[-len(continuation) :]
-            greedy = all(
-                token == score.top[0][0]
-                for token, score in zip(ids[-len(scores) :], scores, strict=True)
-            )
+            written = zip(ids[-len(scores) :], scores, strict=True)
+            greedy = all(token == score.top[0][0] for token, score in written)
             out.append((sum(score.logprob for score in scores), greedy))
         return out
 

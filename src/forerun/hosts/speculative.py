@@ -6,9 +6,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import utils as generation
 
 from forerun.controllers import CONTROLLERS, Controller
@@ -17,14 +19,12 @@ from forerun.drafters.model import ModelDrafter, check_encoders
 from forerun.engine import Completion, Request, Sampling
 from forerun.errors import GenerationError, SettingError
 from forerun.hosts.key_values import cache_of, columns_of
-from forerun.hosts.processors import Stopping, ends_of, sampling_of, stopping_of
+from forerun.hosts.processors import RowCallbacks, criteria_by_row, ends_of, settings_of
 from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, Model, drafter_spec
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.cache import CACHE_ARGUMENTS
 from forerun.runtime.torch_executor import torch_rows
 
-SERVED = ("greedy_search", "sample")
-"""Modes of generation, by transformers' names."""
 READ = frozenset(
     {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "encoder_outputs"}
     | {"decoder_attention_mask", "return_dict", "cache_position", *CACHE_ARGUMENTS}
@@ -38,46 +38,54 @@ LEAST_ROWS = 16
 class PreparedCall:
     """One call of `generate`, prepared by transformers."""
 
-    ids: torch.Tensor
-    """`(rows, n)` of the decoder, padded on the left."""
+    ids: torch.Tensor  # (rows, n) of the decoder, padded on the left
     processors: Any
-    """A list that is called."""
     criteria: Sequence[Any]
     config: Any
-    given: Mapping[str, Any]
-    """For the model's forward."""
-    source: torch.Tensor | None
-    """`(rows, n)` that an encoder reads."""
+    given: Mapping[str, Any]  # for the model's forward
+    source: torch.Tensor | None  # (rows, n) that an encoder reads
     streamer: Any
-    controller: Controller
-    rule: AcceptanceRule
+
+    @cached_property
+    def kept(self) -> list[torch.Tensor]:
+        """Per row `(n,)` bool, which of its ids are none of padding."""
+        name = "attention_mask" if self.source is None else "decoder_attention_mask"
+        return _kept(self.ids, self.given.get(name))
+
+    @property
+    def padding(self) -> list[int]:
+        """Tokens of padding before each row's prompt."""
+        return [int((~kept).sum()) for kept in self.kept]
 
     @property
     def cache(self) -> Any:
         """The cache it was given, or made by `generate`; None without one."""
         return next((self.given[k] for k in CACHE_ARGUMENTS if self.given.get(k) is not None), None)
 
-    def kept(self, row: int, encoded: bool = False) -> torch.Tensor:
-        """`(n,)` bool: which of a row's ids, or of its source's, are none of padding."""
-        ids = self.source if encoded else self.ids
-        assert ids is not None
-        masked = encoded or self.source is None
-        mask = self.given.get("attention_mask" if masked else "decoder_attention_mask")
-        if mask is None:
-            return torch.ones(ids.shape[1], dtype=torch.bool)
-        return (mask[row] != 0).cpu()
+    @property
+    def pad(self) -> int:
+        """What rows that have ended are filled up with."""
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        return 0 if pad is None else int(pad)
+
+    def sources(self) -> list[list[int] | None]:
+        """Per row what an encoder reads, without padding."""
+        if self.source is None:
+            return [None] * len(self.ids)
+        source = self.source.repeat_interleave(len(self.ids) // len(self.source), 0)
+        kept = _kept(source, self.given.get("attention_mask"))
+        return [ids[keep].tolist() for ids, keep in zip(source, kept, strict=True)]
 
     def check(self) -> None:
         """Refuse by name what is not served here."""
-        config, odd = self.config, sorted(set(self.given) - READ)
+        config, why = self.config, None
         mode = str(config.get_generation_mode().value)
         shown = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
-        why = None
-        if mode not in SERVED:
+        if mode not in ("greedy_search", "sample"):
             why = f"generation mode {mode!r}"
         elif shown and config.return_dict_in_generate:
             why = " and ".join(shown)
-        elif odd := [name for name in odd if self.given[name] is not None]:
+        elif odd := sorted(n for n in set(self.given) - READ if self.given[n] is not None):
             why = f"{', '.join(odd)} as input"
         elif self.source is not None and self.source.is_floating_point():
             why = "a source that is no text"
@@ -95,14 +103,8 @@ class Speculative:
     threads together. transformers keeps streamers, `stop_strings` and the tokenizer to itself in
     this form; `attach` serves them, too.
 
-    Args:
-        draft: who runs ahead: a model, a folder, or a spec like ``"suffix"``.
-        controller: how far, a spec or an object; None: `auto`.
-        rule: what to keep, likewise; None: `gumbel`, which is lossless.
-        tokenizer: of the model; needed by drafters that compare tokenizers, None: not compared.
-
-    Attributes:
-        last: the completions of the newest call that ended, with their statistics.
+    Its arguments are those of `attach`. `last` has the completions of the newest call that ended,
+    with their statistics.
     """
 
     def __init__(
@@ -144,24 +146,24 @@ class Speculative:
             SettingError, PromptError: it cannot be served.
             GenerationError: the model failed; errors of processors and criteria come as they are.
         """
-        source = inputs_tensor if model.config.is_encoder_decoder else None
         call = PreparedCall(
-            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, source,
-            model_kwargs.pop("streamer", None), CONTROLLERS.make(controller or self.controller),
-            RULES.make(rule or self.rule),
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
+            source=inputs_tensor if model.config.is_encoder_decoder else None,
+            streamer=model_kwargs.pop("streamer", None),
         )  # fmt: skip
         call.check()
+        policies = CONTROLLERS.make(controller or self.controller), RULES.make(rule or self.rule)
         with self._evaluating(model):
             runner = self._built(model)
-            requests, stopping = _requests(call, runner)
-            done = self._run(runner, call, requests)
-        for asked, completion in zip(stopping, done, strict=True):
-            if asked is not None and asked.error is not None:
+            requests, callbacks = _requests(call, runner, *policies)
+            done = _run(call, runner, requests)
+        for asked, completion in zip(callbacks, done, strict=True):
+            if asked.error is not None:
                 raise asked.error
             if completion.error is not None:
                 raise GenerationError(completion.error, completion)
         self.last = done
-        return _returned(call, done, model.config.is_encoder_decoder)
+        return _returned(call, done)
 
     @contextmanager
     def _evaluating(self, model: Any) -> Iterator[None]:
@@ -195,124 +197,97 @@ class Speculative:
                 self._model, self._runner = model, Model(drafter.target or target, drafter)
             return self._runner
 
-    def _run(self, runner: Model, call: PreparedCall, requests: list[Request]) -> list[Completion]:
-        done: dict[int, Completion] = {}
-        columns = _InStep(call, len(requests)) if call.streamer is not None else None
-        for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
-            if event.completion is not None:
-                done[event.request] = event.completion
-            if columns is not None:
-                columns.add(event.request, [p.token for p in event.pieces], bool(event.completion))
-        if columns is not None:
-            call.streamer.end()
-        return [done[row] for row in range(len(requests))]
+
+def _kept(ids: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
+    return list(torch.ones_like(ids).bool().cpu() if mask is None else (mask != 0).cpu())
 
 
-class _InStep:
-    """Shows a streamer the tokens of all rows place by place, as `generate` does."""
-
-    def __init__(self, call: PreparedCall, rows: int) -> None:
-        self._streamer, self._pad, self._shown = call.streamer, _pad(call.config), 0
-        self._tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._done = [False] * rows
-
-    def add(self, row: int, tokens: list[int], done: bool) -> None:
-        """A row has got on."""
-        self._tokens[row] += tokens
-        self._done[row] |= done
-        lengths = [len(t) for t, over in zip(self._tokens, self._done, strict=True) if not over]
-        ready = min(lengths) if lengths else max(map(len, self._tokens))
-        for place in range(self._shown, ready):
-            column = [t[place] if place < len(t) else self._pad for t in self._tokens]
-            self._streamer.put(torch.tensor(column))
-        self._shown = max(self._shown, ready)
-
-
-def _pad(config: Any) -> int:
-    """What rows that have ended are filled up with."""
-    pad = getattr(config, "_pad_token_tensor", None)
-    return 0 if pad is None else int(pad)
-
-
-def _requests(call: PreparedCall, runner: Model) -> tuple[list[Request], list[Stopping | None]]:
-    """A request per row, and who says where each ends."""
-    config, ids = call.config, call.ids
-    rows, samples = range(len(ids)), bool(config.do_sample)
-    kept = [call.kept(row) for row in rows]
-    shaped = [
-        sampling_of(call.processors, ids, row, int((~kept[row]).sum()), samples) for row in rows
-    ]
-    stopping = stopping_of(call.criteria, ids, [processing for _, processing in shaped])
-    eos, room = ends_of(call.criteria), config.max_length - ids.shape[1]
+def _requests(
+    call: PreparedCall, runner: Model, controller: Controller, rule: AcceptanceRule
+) -> tuple[list[Request], list[RowCallbacks]]:
+    """A request per row, and whom it asks."""
+    config, ids, rows = call.config, call.ids, range(len(call.ids))
+    samples, answers = bool(config.do_sample), config.return_dict_in_generate
+    shaped = [settings_of(call.processors, bool(n), samples) for n in call.padding]
+    criteria = criteria_by_row(call.criteria, len(ids))
+    asked = [RowCallbacks(shaped[row][1], criteria[row], ids, row) for row in rows]
+    eos = ends_of(call.criteria)
     copies = runner.target.executor.copies and call.source is None
     read: list[Any] = [None] * len(ids)
     if call.cache is not None and call.source is None and call.cache.get_seq_length():
         if not copies:
             raise SettingError("a draft that runs layers of its target continues no filled cache")
-        read = columns_of(call.cache, kept)
+        read = columns_of(call.cache, call.kept)
     # Drawn from torch, so that torch.manual_seed repeats a text; greedy ones draw nothing.
     seeds = torch.randint(1 << 53, (len(ids),)).tolist() if samples else [None] * len(ids)
-    sources: list[Any] = [None] * len(ids)
-    if call.source is not None:
-        source = call.source.repeat_interleave(len(ids) // len(call.source), 0)
-        sources = [source[row][call.kept(row, True)].tolist() for row in rows]
-    answers = config.return_dict_in_generate
+    sources = call.sources()
     return [
         Request(
-            ids[row][kept[row]].tolist(),
+            ids[row][call.kept[row]].tolist(),
             Sampling(
-                **shaped[row][0], max_new_tokens=room, seed=seeds[row], eos=eos,
-                ignore_eos=not eos, processor=shaped[row][1], stopping=stopping[row],
+                **shaped[row][0], max_new_tokens=config.max_length - ids.shape[1], seed=seeds[row],
+                eos=eos, ignore_eos=not eos, processor=asked[row].processor,
+                stopping=asked[row].stopping,
             ),
-            call.controller, call.rule, sources[row],
+            controller, rule, sources[row],
             stream=call.streamer is not None,
             keep_logits=bool(answers and (config.output_logits or config.output_scores)),
             keep_cache=bool(answers or getattr(call.cache, "_is_user_defined", False)) and copies,
             read=read[row],
         )
         for row in rows
-    ], stopping  # fmt: skip
+    ], asked  # fmt: skip
 
 
-def _returned(call: PreparedCall, done: list[Completion], encodes: bool) -> Any:
+def _run(call: PreparedCall, runner: Model, requests: list[Request]) -> list[Completion]:
+    """Completions by row. A streamer gets the tokens of all rows place by place."""
+    done: dict[int, Completion] = {}
+    tokens: list[list[int]] = [[] for _ in requests]
+    shown = 0
+    for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
+        if event.completion is not None:
+            done[event.request] = event.completion
+        if call.streamer is None:
+            continue
+        tokens[event.request] += [piece.token for piece in event.pieces]
+        going = [text for row, text in enumerate(tokens) if row not in done]
+        ready = min(map(len, going)) if going else max(map(len, tokens))
+        for place in range(shown, ready):
+            column = [text[place] if place < len(text) else call.pad for text in tokens]
+            call.streamer.put(torch.tensor(column))
+        shown = max(shown, ready)
+    if call.streamer is not None:
+        call.streamer.end()
+    return [done[row] for row in range(len(requests))]
+
+
+def _returned(call: PreparedCall, done: list[Completion]) -> Any:
     """Ids, or the object that `return_dict_in_generate` asks for."""
     config, ids, tokens = call.config, call.ids, [completion.tokens for completion in done]
-    longest, pad = max(map(len, tokens)), _pad(config)
-    padded = [[*row, *[pad] * (longest - len(row))] for row in tokens]
-    sequences = torch.cat([ids, torch.tensor(padded, dtype=ids.dtype, device=ids.device)], 1)
-    cache = None
-    if all(completion.columns is not None for completion in done):
-        padding = [int((~call.kept(row)).sum()) for row in range(len(ids))]
-        cache = cache_of([c.columns for c in done if c.columns], padding, call.cache)
+    longest = max(map(len, tokens))
+    padded = [[*row, *[call.pad] * (longest - len(row))] for row in tokens]
+    sequences = torch.cat([ids, ids.new_tensor(padded)], 1)
+    columns = [completion.columns for completion in done if completion.columns is not None]
+    cache = cache_of(columns, call.padding, call.cache) if len(columns) == len(done) else None
     if not config.return_dict_in_generate:
         return sequences
-    logits = scores = None
-    if config.output_logits or config.output_scores:
-        logits = tuple(_logits(done, place, ids.device) for place in range(longest))
-        scores = tuple(
-            call.processors(sequences[:, : ids.shape[1] + place], raw.clone())
-            for place, raw in enumerate(logits if config.output_scores else ())
-        )
-    kind: Any = generation.GenerateDecoderOnlyOutput
-    if encodes:
-        kind = generation.GenerateEncoderDecoderOutput
-    named = next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__)
-    out = kind(
-        sequences=sequences,
-        scores=scores if config.output_scores else None,
-        logits=logits if config.output_logits else None,
-        **{named: cache},
+    logits: Sequence[torch.Tensor] = ()
+    if config.output_logits or config.output_scores:  # 0 where a row has ended
+        known = [torch.stack(list(completion.logits or ())).float() for completion in done]
+        logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)
+    scores = tuple(
+        call.processors(sequences[:, : ids.shape[1] + place], raw.clone())
+        for place, raw in enumerate(logits if config.output_scores else ())
     )
+    encodes = call.source is not None
+    kind: Any = (
+        generation.GenerateEncoderDecoderOutput if encodes else generation.GenerateDecoderOnlyOutput
+    )
+    named = next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__)
+    out = kind(sequences=sequences, **{named: cache})
+    if config.output_scores:
+        out["scores"] = scores
+    if config.output_logits:
+        out["logits"] = logits
     out["forerun"] = [completion.stats for completion in done]
-    return out
-
-
-def _logits(done: Sequence[Completion], place: int, device: torch.device) -> torch.Tensor:
-    """`(rows, V)` float32 of a place of the output; 0 where a row has ended."""
-    known = [c.logits[place] if c.logits and place < len(c.logits) else None for c in done]
-    like = next(logits for logits in known if logits is not None)
-    out = torch.zeros(len(known), len(like), device=device)
-    for row, logits in enumerate(known):
-        if logits is not None:
-            out[row] = logits
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from math import log2
 
 from forerun.costs import Costs, bounded
@@ -16,6 +16,8 @@ PRIOR = 0.25
 a draft step of a fifth, and what judging adds."""
 NOTHING = 1e-6
 """Share of a plain step that drafting takes on top: it is in the seconds of wider steps."""
+Shape = tuple[int, int]
+"""Rows, and the power of two that their context reaches."""
 
 
 class StepCosts:
@@ -26,22 +28,14 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._shapes: dict[tuple[int, int], dict[int, deque[float]]] = {}
-        self._since_plain: dict[tuple[int, int], int] = {}
+        self._shapes: dict[Shape, dict[int, deque[float]]] = {}
+        self._since_plain: dict[Shape, int] = defaultdict(int)
 
     def add(self, rows: int, context: float, judged: float, drafts: int, seconds: float) -> None:
-        """A step that read no prompt.
-
-        Args:
-            rows: that it decoded, ≥ 1.
-            context: mean tokens of their texts.
-            judged: mean drafted tokens of a row that it judged.
-            drafts: most tokens a row that it drafted.
-            seconds: that it took.
-        """
-        shape = _shape(rows, context)
-        self._since_plain[shape] = self._since_plain.get(shape, 0) + 1
-        drafted = round((judged + drafts) / 2)
+        """A step that read no prompt: the `rows` that it decoded, the mean `context` of their texts
+        and mean drafted tokens that it `judged`, the most that it `drafts`, in tokens."""
+        shape, drafted = _shape(rows, context), round((judged + drafts) / 2)
+        self._since_plain[shape] += 1
         if abs(judged - drafts) > 1 or (drafted > 0) != (judged > 0 and drafts > 0):
             return
         if not drafted:
@@ -58,33 +52,22 @@ class StepCosts:
         timed = [shape for shape, kinds in self._shapes.items() if kinds.get(0)]
         if not timed:
             return Costs(NOTHING, ((1, 1.0), (2, 1.0 + PRIOR)), batch=rows, packed=True)
-        shape = min(timed, key=lambda known: _distance(known, wanted))
-        kinds = self._shapes[shape]
-        passes = [(1, plain := _low(kinds[0]))]
-        for drafted in sorted(kinds):
-            if drafted and kinds[drafted]:
-                width = drafted + 1
-                passes.append((width, bounded(_low(kinds[drafted]), width, passes)))
+        near = min(timed, key=lambda s: abs(log2(s[0] / wanted[0])) + abs(s[1] - wanted[1]))
+        passes: list[tuple[int, float]] = []
+        for drafted, samples in sorted(self._shapes[near].items()):
+            if samples:
+                low = sorted(samples)[int(LOW * (len(samples) - 1))]
+                passes.append((drafted + 1, bounded(low, drafted + 1, passes)))
+        plain = passes[0][1]
         if len(passes) == 1:
             passes.append((2, plain * (1 + PRIOR)))
-        stale = self._since_plain.get(wanted, 0) > STALE
-        return Costs(
-            NOTHING * plain, tuple(passes), batch=rows, packed=True, retime="plain" if stale else ""
-        )
+        retime = "plain" if self._since_plain[wanted] > STALE else ""
+        return Costs(NOTHING * plain, tuple(passes), batch=rows, packed=True, retime=retime)
 
     def timed(self, rows: int, context: float) -> bool:
         """Whether a plain step of such a batch was timed."""
         return bool(self._shapes.get(_shape(rows, context), {}).get(0))
 
 
-def _low(samples: deque[float]) -> float:
-    return sorted(samples)[int(LOW * (len(samples) - 1))]
-
-
-def _shape(rows: int, context: float) -> tuple[int, int]:
-    """Rows, and the power of two that the context reaches."""
+def _shape(rows: int, context: float) -> Shape:
     return rows, max(int(context), 128).bit_length()
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> float:
-    return abs(log2(one[0] / other[0])) + abs(one[1] - other[1])

@@ -1,4 +1,4 @@
-"""What vLLM's requests may ask for, checked where they enter."""
+"""Which vLLM was tested, and what its requests may ask for, checked where they enter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 logger = logging.getLogger("vllm.forerun")
 CONTROLLER, RULE = "forerun_controller", "forerun_rule"
 """Names in `vllm_xargs` of a request's body, `extra_args` of `SamplingParams`."""
-TESTED = (0, 32), (0, 33)
-"""Versions of vLLM that this was run on: from the first, before the second."""
+TESTED = "0.32"
 
 
 def unsupported() -> str | None:
@@ -22,56 +21,53 @@ def unsupported() -> str | None:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        if TESTED[0] <= numbers < TESTED[1]:
-            return None
-        return f"vLLM {version} was not tested, only {TESTED[0][0]}.{TESTED[0][1]}"
+        good = version.startswith(f"{TESTED}.")
+        return None if good else f"vLLM {version} was not tested, only {TESTED}"
     return "no distribution named vllm is installed"
 
 
-def differs(function: Callable[..., Any], *parameters: str) -> str | None:
-    """Why a private method of vLLM is not the one that was tested; None if it is."""
-    known = tuple(inspect.signature(function).parameters)
-    if known == parameters:
-        return None
-    return f"{function.__qualname__} takes {', '.join(known)}, not {', '.join(parameters)}"
+def differs(method: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
+    """Why a method of vLLM is not the one that ours was tested on; None if it is."""
+    known, wanted = (", ".join(inspect.signature(f).parameters) for f in (method, ours))
+    return None if known == wanted else f"{method.__qualname__} takes {known}, not {wanted}"
 
 
 def check_requests() -> None:
-    """Let `SamplingParams` refuse a controller that cannot be served: 400, for that request."""
+    """Let `SamplingParams` refuse what cannot be served: 400, for that request alone.
+
+    The entry point `vllm.general_plugins`, called in every process of vLLM.
+    """
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
     before = SamplingParams._verify_extra_args
-    reason = unsupported() or differs(before, "self")
-    if reason:
+
+    def verify(self: Any) -> None:
+        before(self)
+        for name in (CONTROLLER, RULE):
+            spec = self.extra_args.get(name)
+            if spec is not None and (reason := refusal(name, spec)):
+                raise VLLMValidationError(reason, parameter=name, value=spec)
+
+    if reason := unsupported() or differs(before, verify):
         logger.warning("forerun: requests are not checked: %s", reason)
-        return
-    if getattr(before, "checks_forerun", False):
-        return
-
-    def verify(params: Any) -> None:
-        before(params)
-        _check(params.extra_args)
-
-    verify.checks_forerun = True  # type: ignore[attr-defined]
-    SamplingParams._verify_extra_args = verify
+    elif not hasattr(before, "checks_forerun"):
+        verify.checks_forerun = True  # type: ignore[attr-defined]
+        SamplingParams._verify_extra_args = verify
 
 
-def _check(asked: dict[str, Any]) -> None:
-    from vllm.exceptions import VLLMValidationError
-
+def refusal(name: str, spec: Any) -> str | None:
+    """Why a request may not ask for this controller or rule; None if it may."""
     from forerun.errors import ForerunError
     from forerun.hosts.batch_lengths import controller_of
 
-    if RULE in asked:
-        raise VLLMValidationError(
+    if name == RULE:
+        return (
             f"{RULE}: vLLM judges drafts by its own sampler; forerun's rules run in forerun and "
-            "behind transformers",
-            parameter=RULE,
+            "behind transformers"
         )
-    if (spec := asked.get(CONTROLLER)) is None:
-        return
     try:
         controller_of(spec)
     except (ForerunError, TypeError) as error:
-        raise VLLMValidationError(str(error), parameter=CONTROLLER, value=spec) from error
+        return str(error)
+    return None

@@ -196,7 +196,7 @@ class Models:
         def prepare(reader: Reader) -> list[Prompt]:
             return reader.prepare(prompts, common, **reading)
 
-        with status(f"loading {self.target or 'the models that ship'}"), _quiet():
+        with status(f"loading {self.target or 'the models that ship'}"), quiet():
             require(batch_size >= 1, "batch size", batch_size, "≥ 1")
             length, keep = self._check(how)
             reader = Reader.open(
@@ -281,8 +281,8 @@ class Models:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the libraries' own messages off the terminal while they load."""
+def quiet() -> Iterator[None]:
+    """Keep the libraries' own messages off the terminal; ours come as lines at the end."""
     import warnings
 
     from huggingface_hub.utils import logging as hub

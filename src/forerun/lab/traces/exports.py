@@ -85,6 +85,7 @@ def export(engine: str, job: ExportJob) -> Export:
 def vllm(job: ExportJob) -> Export:
     """`speculative_config` of vLLM: the best fixed length of each batch size.
 
+    Parsed by vLLM 0.32 in a test, but for `suffix`, which there needs the package arctic-inference.
     `num_speculative_tokens_per_batch_size` has inclusive ranges; the first starts at 1 and vLLM
     carries the last on. A length holds for its batch size and the smaller ones down to the next:
     between two that were measured the shorter draft is the safer.
@@ -151,12 +152,9 @@ def tensorrt_llm(job: ExportJob) -> Export:
 def openvino_genai(job: ExportJob) -> Export:
     """Generation config of OpenVINO GenAI: a fixed length, or a stop on low confidence.
 
-    By its documentation of 2026.4; not parsed by it. The second is for continuous batching alone.
+    Parsed by GenAI 2026.4 in a test. The second is for continuous batching alone.
     """
-    cannot = (
-        "OpenVINO GenAI has one length or one threshold, alike at every batch size; written by its "
-        "documentation of 2026.4"
-    )
+    cannot = "OpenVINO GenAI (2026.4) has one length or one threshold, alike at every batch size"
     threshold: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
     policies = [best_fixed(job.trace, job.cell)]
     if job.matched is None:
@@ -200,7 +198,8 @@ def _fixed(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def transformers(job: ExportJob) -> Export:
     """Generation config of the *assistant* of transformers: the best of its three policies.
 
-    Of the model itself where the text is copied from: the best length.
+    Parsed by transformers in a test. Of the model itself where the text is copied from: the best
+    length.
     """
     cannot = (
         "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
@@ -236,10 +235,14 @@ def transformers(job: ExportJob) -> Export:
 
 
 def llama_cpp(job: ExportJob) -> Export:
-    """Flags of `llama-server`: a fixed length, cut where the draft's top probability is low."""
+    """Flags of `llama-server`: a fixed length, cut where the draft's top probability is low.
+
+    By its server's documentation of commit 00dc805; not parsed by it.
+    """
     cannot = (
         "llama.cpp adapts nothing between rounds and drafts alike at every batch size; it takes "
-        "the probability among the draft's ten likeliest tokens, so its threshold is a little laxer"
+        "the probability among the draft's ten likeliest tokens, so its threshold is a little "
+        "laxer; written by its documentation of commit 00dc805"
     )
 
     def make(values: Mapping[str, Any]) -> Controller:
