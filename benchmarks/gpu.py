@@ -54,6 +54,8 @@ TINY_PASSES = ((1, 1, SHORT), (2, 2, LONG))
 BATCHES = (1, 4, 16)
 TINY_BATCHES = (1, 2)
 REPEATS = 9
+TEXTS = (None, "fixed(4)", "auto"), (1, 4, 8, 16), 3
+"""Methods, batches, and runs of a batch, of whole texts alone."""
 
 SHAPES = {  # a hidden size 4 or 16 times the small model's keeps its numbers exact
     "14B": {  # Qwen3-14B, in heads of 64
@@ -150,19 +152,24 @@ class Report:
         return result
 
 
-def main(folder: Path, seconds: float, compile: bool, tiny: bool) -> None:
-    """Measure, print one table, and write `gpu.json` and `gpu.md` (`gpu-compiled`) to a folder.
+def main(
+    folder: Path, seconds: float, compile: bool = False, tiny: bool = False, texts: bool = False
+) -> None:
+    """Measure, print one table, and write `gpu.json` and `gpu.md` (`gpu-compiled`, `gpu-texts`) to
+    a folder.
 
     Args:
         folder: where to.
         seconds: after which no part is begun.
         compile: measure compiled passes of one token alone.
         tiny: the shipped pair as it is on the CPU, without graphs: whether it all runs.
+        texts: measure whole texts of 128 tokens alone, by plain decoding, `fixed(4)` and `auto`, at
+            1, 4, 8 and 16 rows: about 3 minutes.
     """
     from forerun import zoo
     from forerun.runtime.load import load_model, load_tokenizer
 
-    name = "gpu-compiled" if compile else "gpu"
+    name = "gpu-compiled" if compile else "gpu-texts" if texts else "gpu"
     report = Report(folder, name, time.perf_counter() + seconds)
     device = torch.device("cpu" if tiny else "cuda")
     dtype = "float32" if tiny else "bfloat16"
@@ -181,34 +188,56 @@ def main(folder: Path, seconds: float, compile: bool, tiny: bool) -> None:
                 f"passes {name}", lambda m=model: passes(executor(m), copied, ((1, 1, SHORT),))
             )
     else:
-        _measure(report, pair, executor, copied, load_tokenizer(zoo.TARGET), tiny)
+        if not texts:
+            _passes(report, pair, executor, copied, tiny)
+        _whole(report, pair, executor, load_tokenizer(zoo.TARGET), tiny, texts)
     print(_text(report.parts))
 
 
-def _measure(
+def _passes(
     report: Report,
     pair: Sequence[Any],
     executor: Callable[[Any], CudaGraphExecutor],
     copied: float,
-    tokenizer: Any,
     tiny: bool,
 ) -> None:
-    """All but compiled passes."""
+    """Passes of both models, beside their floors."""
     shapes = TINY_PASSES if tiny else PASSES
     for name, model in zip(("target", "draft"), pair, strict=True):
         report.add(f"passes {name}", lambda m=model: passes(executor(m), copied, shapes))
     report.add("vocabulary", lambda: vocabulary(pair[0].device))
+
+
+def _whole(
+    report: Report,
+    pair: Sequence[Any],
+    executor: Callable[[Any], CudaGraphExecutor],
+    tokenizer: Any,
+    tiny: bool,
+    texts: bool,
+) -> None:
+    """Whole texts: short and long ones and a few by transformers, or long ones alone."""
     target, draft = pair
     drafter = ModelDrafter(Rows(executor(draft)), draft.config.vocab_size)
     model = forerun.Model(Rows(executor(target)), drafter, tokenizer)
+    methods, batches, runs = TEXTS if texts else (METHODS, BATCHES, 1)
+    if tiny:
+        batches = TINY_BATCHES
+    for rows in (model.target, drafter.rows):  # growing drops all graphs that were captured
+        rows.executor.reserve(max(batches), 1)
+    model.meter.warm()
     short = tasks_of(model, "test", 1, 6 if tiny else 64)
     long = [replace(t, max_new_tokens=128) for t in tasks_of(model, "test", 1, long=True)]
-    work = {"short": short[:2]} if tiny else {"short": short, "long": long}
-    for batch in TINY_BATCHES if tiny else BATCHES:
+    work = {"long": short[:2] if tiny else long} if texts else {"short": short, "long": long}
+    if tiny and not texts:
+        work = {"short": short[:2]}
+    for batch in batches:
         for kind, tasks in work.items():
-            report.add(f"{kind} {batch}", lambda g=_grouped(tasks, batch): generations(model, g))
-        few = _grouped(short[:2], batch)
-        report.add(f"transformers {batch}", lambda g=few: peers(model, target, draft, g))
+            groups = _grouped(tasks, batch) * (1 if batch == 1 else runs)
+            report.add(f"{kind} {batch}", lambda g=groups: generations(model, g, methods))
+        if not texts:
+            few = _grouped(short[:2], batch)
+            report.add(f"transformers {batch}", lambda g=few: peers(model, target, draft, g))
 
 
 def _grouped(work: Sequence[Task], batch: int) -> list[list[Task]]:
@@ -279,7 +308,9 @@ def vocabulary(device: torch.device) -> dict[str, float]:
     }
 
 
-def generations(model: forerun.Model, groups: Sequence[Sequence[Task]]) -> dict[str, Any]:
+def generations(
+    model: forerun.Model, groups: Sequence[Sequence[Task]], methods: Sequence[str | None]
+) -> dict[str, Any]:
     """Tokens/s of whole texts by method, in turns; the share of time outside passes; peak MiB."""
 
     def run(group: Sequence[Task], method: str | None) -> Run:
@@ -298,13 +329,11 @@ def generations(model: forerun.Model, groups: Sequence[Sequence[Task]]) -> dict[
             batch_size=len(group),
         )
         seconds = time.perf_counter() - began
-        texts = [completion.tokens for completion in done]
-        return Run(seconds, seconds - (_in_passes(model) - before), texts)
+        texts, rounds = [c.tokens for c in done], sum(len(c.rounds) for c in done)
+        return Run(seconds, seconds - (_in_passes(model) - before), texts, rounds)
 
-    for rows in (model.target, model.drafter.rows):
-        rows.executor.reserve(max(map(len, groups)), 1)
     before = _reset(model.target.device)
-    out = _in_turns(groups, METHODS, run)
+    out = _in_turns(groups, methods, run)
     peak = (_peak(model.target.device) - before) / 2**20
     return {**out, "peak MiB beyond weights and rows": peak}
 
@@ -372,6 +401,8 @@ class Run:
     outside: float
     """Seconds outside passes."""
     texts: list[list[int]]
+    rounds: int = 0
+    """Of all texts, where they are known."""
 
 
 def _in_turns(
@@ -404,6 +435,10 @@ def _in_turns(
             "outside passes": sum(r.outside for r in mine) / sum(r.seconds for r in mine),
             "identical": f"{sum(pairs)}/{len(pairs)}",
         }
+        if rounds := sum(run.rounds for run in mine):
+            out[method or "plain"]["tokens a round"] = (
+                sum(len(text) for run in mine for text in run.texts) / rounds
+            )
     return out
 
 
@@ -476,9 +511,13 @@ if __name__ == "__main__":
     import typer
 
     def command(
-        folder: Path, seconds: float = 200, compile: bool = False, tiny: bool = False
+        folder: Path,
+        seconds: float = 200,
+        compile: bool = False,
+        tiny: bool = False,
+        texts: bool = False,
     ) -> None:
         """As `python -m benchmarks.run gpu`, without what the other benchmarks need."""
-        main(folder, seconds, compile, tiny)
+        main(folder, seconds, compile, tiny, texts)
 
     typer.run(command)

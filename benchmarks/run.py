@@ -124,10 +124,17 @@ def _shapes(
 
 
 @app.command("gpu")
-def _gpu(folder: Path, seconds: float = 200, compile: bool = False, tiny: bool = False):
+def _gpu(
+    folder: Path,
+    seconds: float = 200,
+    compile: bool = False,
+    tiny: bool = False,
+    texts: bool = False,
+):
     """The shipped pair enlarged to 14 and 0.6 billion weights on one GPU, beside its floors and
-    transformers; tiny: as it is on the CPU, to see that it all runs."""
-    gpu.main(folder, seconds, compile, tiny)
+    transformers; texts: 128 tokens by plain decoding, fixed(4) and auto at 1, 4, 8, 16 rows alone;
+    tiny: as it is on the CPU, to see that it all runs."""
+    gpu.main(folder, seconds, compile, tiny, texts)
 
 
 @app.command("overhead")

@@ -178,15 +178,18 @@ def test_rouge_is_that_of_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_a_gpu_runs_through(tmp_path: Path) -> None:
+@pytest.mark.parametrize("texts", [False, True])
+def test_the_benchmark_of_a_gpu_runs_through(tmp_path: Path, texts: bool) -> None:
     """The shipped pair without graphs on the CPU: every part is there and every text the same."""
-    gpu.main(tmp_path, 600, compile=False, tiny=True)
-    parts = json.loads((tmp_path / "gpu.json").read_text())
+    gpu.main(tmp_path, 600, tiny=True, texts=texts)
+    parts = json.loads((tmp_path / f"gpu{'-texts' * texts}.json").read_text())
     assert not [name for name, part in parts.items() if "failed" in str(part)]
-    batches = [f"{kind} {n}" for n in gpu.TINY_BATCHES for kind in ("short", "transformers")]
-    assert set(batches) | {"copy", "machine", "passes target", "passes draft", "vocabulary"} == set(
-        parts
-    )
+    kinds = ("long",) if texts else ("short", "transformers")
+    batches = [f"{kind} {n}" for n in gpu.TINY_BATCHES for kind in kinds]
+    others = ["copy", "machine"]
+    if not texts:
+        others += ["passes target", "passes draft", "vocabulary"]
+    assert {*batches, *others} == set(parts)
     for name in batches:
         for method, cell in parts[name].items():
             if isinstance(cell, dict):

@@ -128,6 +128,45 @@ def test_what_a_shape_takes_at_first_is_neither_a_sample_nor_booked():
     assert fed(meter, *[usual] * 3).costs(4).reading == pytest.approx(0.006)
 
 
+def test_what_a_graph_takes_to_be_made_is_neither_a_sample_nor_booked():
+    """A text that outgrows its columns, or a cache that grew: the shape has run before."""
+    meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), *[lap()] * 2, lap(2))
+    costs = meter.costs(1)
+    slow = lap(2, wide=100.0, step=50.0, compiled=True, reading_seconds=60.0, reading_tokens=9)
+    assert meter.booked(slow) == (None, 0.0)
+    assert fed(meter, slow).costs(1) == costs
+    fed(meter, *[lap(plain=100.0, read_tokens=10, compiled=True)] * 3)
+    assert meter.costs(1) == costs
+
+
+def kept(wide=1.0, step=1.0):
+    """A table of another start, which says this of passes that judge, and of draft steps."""
+    target = {n: s * (wide if n[1] > 1 else 1) for n, s in times().target.items()}
+    return Times(target, {(1, 1): 0.1 * step}, {(1, 1)})
+
+
+def test_a_table_of_another_start_is_tried_soon_and_believed_less():
+    meter = fed(Meter(3.0, kept(), LEVELS), lap())
+    assert meter.costs(1).retime == "judged"
+    fed(meter, *[lap(2, wide=2.4)] * 5)  # the first is new
+    assert meter.costs(1).verify_seconds(4) == 2.4
+    ours = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap(), *[lap(2, wide=2.4)] * 5)
+    assert ours.costs(1).verify_seconds(4) == 1.2
+
+
+def test_what_rounds_take_corrects_wider_passes_too():
+    meter = fed(Meter(3.0, kept(10.0), LEVELS), lap(), lap(2), lap(2))
+    costs = meter.costs(1)
+    assert [costs.verify_seconds(n) for n in (4, 8, 16)] == pytest.approx([1.2, 2.0, 3.0])
+
+
+def test_a_draft_step_that_was_not_timed_here_costs_a_plain_pass_at_most():
+    meter = fed(Meter(3.0, kept(step=50.0), LEVELS), lap())
+    assert (meter.costs(1).draft, meter.costs(1).first) == (1.0, 0.0)
+    fed(meter, *[lap(2, step=0.1)] * 2)
+    assert meter.costs(1).draft == pytest.approx(0.1)
+
+
 def test_given_costs_never_change():
     given = Costs.synthetic(7)
     meter = fed(Meter.given(given), *[lap(3)] * 5)

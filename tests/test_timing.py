@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from forerun.controllers import CONTROLLERS
 from forerun.drafters.model import ModelDrafter
+from forerun.engine import Sampling
 from forerun.engine.loop import Engine
 from forerun.engine.meter import Meter
+from forerun.rules import RULES
 from forerun.runtime import Rows
 from forerun.runtime.timing import OFF, PLAIN, WIDEST, PassTimer
 from forerun.testing import ScriptedModel
@@ -180,11 +184,40 @@ def test_costs_are_true_from_the_first_round() -> None:
     assert meter.costs(3).draft == pytest.approx(draft_cost(0, 3, 1))
 
 
-def test_an_engine_times_batches_before_their_first_round() -> None:
-    from forerun.controllers import CONTROLLERS
-    from forerun.engine import Sampling
-    from forerun.rules import RULES
+@pytest.mark.parametrize("wide", [0.3, 1, 2, 10])
+@pytest.mark.parametrize("step", [0.5, 1, 10])
+def test_a_table_that_a_busy_machine_made_is_found_out(
+    tmp_path: Any, wide: float, step: float
+) -> None:
+    """Plain passes take what is kept, wide ones and the draft's do not: from the second request on
+    `auto` drafts as far as it would with a true table, and what is kept is corrected."""
+    started()[0].time()
+    (file,) = tmp_path.glob("timings/*.json")
+    target, draft = json.loads(file.read_text())
+    off = [[(rows, n, s * (wide if n > 1 else 1)) for rows, n, s in target],
+           [(rows, n, s * step) for rows, n, s in draft]]  # fmt: skip
+    file.write_text(json.dumps(off))
+    machine = Machine()
+    rows, steps = Rows(Slow(machine, target_cost)), Rows(Slow(machine, draft_cost))
+    drafter = ModelDrafter(steps, 5)
+    meter = Meter.of(rows, drafter)
+    meter.clock = machine
+    meter.warm()
+    engine = Engine(rows, drafter, meter=meter)
+    drafted = []
+    for _ in range(4):
+        how = Sampling(max_new_tokens=50), CONTROLLERS.make("auto"), RULES.make("exact")
+        engine.submit([1], *how)
+        done = [event.completion for event in engine.run() if event.completion]
+        drafted.append(sum(round.accepted for round in done[0].rounds))
+    assert min(drafted[1:]) >= 39, drafted
+    target, draft = json.loads(file.read_text())
+    for rows_, n, seconds in target:
+        assert seconds == pytest.approx(target_cost(0, rows_, n), rel=OFF - 1), n
+    assert draft[0][2] == pytest.approx(2e-5, rel=OFF - 1)
 
+
+def test_an_engine_times_batches_before_their_first_round() -> None:
     def sizes(controller: str, prompts: int) -> set[int]:
         machine = Machine()
         target, draft = Slow(machine, target_cost), Slow(machine, draft_cost)

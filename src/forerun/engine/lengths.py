@@ -125,6 +125,15 @@ class Lengths:
         self.stops_early = any(row.policy.stops_early for row in self._rows)
         """Whether any may end a draft early."""
 
+    def resting(self, costs: Costs) -> bool:
+        """Whether no row drafts in this round, whoever can; else `limits` begins it."""
+        for group in self._groups:
+            given = self._rows[group.rows[0]].given
+            if not group.governor.rests(group.pace, given or costs):
+                return False
+            group.plan = None
+        return bool(self._groups) and all(row.group is not None for row in self._rows)
+
     def limits(self, costs: Costs, able: Sequence[Seat | None]) -> list[int]:
         """Most tokens to draft per row; begins a round.
 

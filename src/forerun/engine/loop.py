@@ -207,8 +207,11 @@ class Engine:
         """What is known ahead, then the drafter's tokens, as far as policies and governors go."""
         guide = self._guide
         rooms = guide.begin(passed.ready, self.drafter)
-        seats = [self._seat(i) if room else None for i, room in enumerate(rooms)]
-        limits = list(map(draft_limit, self._lengths.limits(passed.costs, seats), rooms))
+        asked = [0] * len(rooms)
+        if not self._lengths.resting(passed.costs):
+            seats = [self._seat(i) if room else None for i, room in enumerate(rooms)]
+            asked = self._lengths.limits(passed.costs, seats)
+        limits = list(map(draft_limit, asked, rooms))
         most, proposal = [limit for limit, _ in limits], Proposal.none(len(rooms))
         if any(most):
             proposal = self.drafter.propose(guide.texts(most), most, guide)
@@ -259,6 +262,8 @@ class Engine:
         self.drafter.keep(rows)
         self._lengths.keep(rows)
         self._rows = [self._rows[row] for row in rows]
+        if not rows:
+            self._meter.keep()
         self._refresh()
 
     def _drop_rows(self) -> None:
@@ -303,9 +308,13 @@ class Engine:
             sum(upto) - sum(lengths) - sum(ready),
             self.drafter.seconds,
             self.target.seconds,
+            self._graphs(),
             counters,
             self._meter.costs(len(self._rows)),
         )
+
+    def _graphs(self) -> int:
+        return sum(rows.executor.graphs for rows in (self.target, *self.drafter.caches))
 
     def _seat(self, i: int) -> Seat:
         """What a governor needs to know of a row that may draft."""
@@ -460,7 +469,7 @@ class Engine:
                     len(proposal.tokens[i]) - forced, kept.accepted - forced,
                     kept.accept_prob[forced:], proposal.stopped_by[i], proposal.shown[i],
                 )  # fmt: skip
-        lap = lap_of(passed, proposal, self._clock())
+        lap = lap_of(passed, proposal, self._clock(), self._graphs())
         outcome = Outcome(
             [kept.committed for kept in decoded.values()],
             [proposal.widths[i] for i in decoded],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from math import ceil
 from typing import NamedTuple
 
-from forerun.costs import Costs, bounded
+from forerun.costs import Costs, Passes, bounded
 from forerun.drafters.base import Drafter
 from forerun.runtime.base import Rows
 from forerun.runtime.timing import WIDEST, PassTimer, Times, low
@@ -20,7 +20,7 @@ SLOPE = 0.02
 SAMPLES = 12
 """Newest samples of a kind that count."""
 LOADED = 3
-"""Samples that the seconds of the load count for."""
+"""Samples that the seconds of the load count for; those of another start count for one."""
 NEAR = 0.02
 """Share by which the seconds of a kind move before costs are made anew, which takes 0.2 ms."""
 STALE = 64
@@ -57,6 +57,8 @@ class Lap(NamedTuple):
     """Tokens of prompts that the target's pass read besides."""
     tree: bool = False
     """Whether second choices were among its tokens."""
+    compiled: bool = False
+    """Whether a graph was compiled or captured for it."""
 
     @property
     def seconds(self) -> float:
@@ -69,9 +71,9 @@ class Meter:
     """Learns `Costs` from laps, by the size of the batch.
 
     Samples are of a kind: plain passes, passes by width, draft steps. The first of a shape is none,
-    for it may compile, capture or page in; a low quantile of the newest counts. A kind without any
-    is as the passes of the load say, in proportion to plain passes; these are never derived from
-    others.
+    for it may compile, capture or page in; a low quantile of the newest counts. What the load says
+    of a kind is a sample, too, in proportion to the next narrower kind that rounds have timed: a
+    table that is off is off for its neighbours. Plain passes are never derived from others.
 
     Args:
         ratio: target passes over draft steps, by the models' sizes.
@@ -90,6 +92,8 @@ class Meter:
         self._ratio, self._levels, self._packed = min(ratio, RATIO), levels, packed
         self._sizes: dict[int, _Samples] = {}
         self._timer: PassTimer | None = None
+        self._rows = 0
+        """Most rows whose passes were asked to be timed."""
         self._load(times or Times())
         self._given: Callable[[int], Costs] | None = None
         self.clock: Callable[[], float] = time.perf_counter
@@ -115,13 +119,20 @@ class Meter:
 
     def warm(self, rows: int = 1) -> None:
         """Time passes of up to so many rows; see `PassTimer`. There must be no rows."""
-        if self._timer is not None:
+        if self._timer is not None and rows > self._rows:
+            self._rows = rows
             self._load(self._timer.time(rows))
 
     def expect(self, rows: int) -> None:
         """Likewise, before rows share passes, if those of one row were timed."""
         if self._loaded:
             self.warm(rows)
+
+    def keep(self) -> None:
+        """Correct what is kept for later starts by what rounds took; there must be no rows."""
+        if self._timer is not None and self._loaded:
+            known = {rows: self.costs(rows) for rows, size in self._sizes.items() if size.rounds}
+            self._timer.correct(known)
 
     def _load(self, times: Times) -> None:
         """Start from these, but for sizes that rounds have timed already."""
@@ -140,13 +151,14 @@ class Meter:
 
     def timed(self, rows: int) -> bool:
         """Whether seconds of the clock compare with the costs: a plain pass was timed."""
-        return self._given is None and self._samples(rows).low("plain") is not None
+        return self._given is None and self._samples(rows).timed
 
     def booked(self, lap: Lap) -> tuple[float | None, float]:
         """Seconds of a round to compare with the costs, without what it takes the target to read
         prompts, and of the drafter's reading. None before a plain pass was timed, and of the first
         round of a shape, which takes what no other does again; 0 of the first reading."""
-        reading = lap.reading_seconds if self._reading is not None else 0.0
+        timed = self._reading is not None and not lap.compiled
+        reading = lap.reading_seconds if timed else 0.0
         if not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
             return None, reading
         return lap.seconds - lap.read_tokens * (_low(self._prefill) or 0.0), reading
@@ -154,14 +166,14 @@ class Meter:
     def add(self, lap: Lap) -> None:
         if self._given is not None or lap.verify_seconds <= 0:
             return
-        if lap.reading_tokens and lap.reading_seconds:
+        if lap.reading_tokens and lap.reading_seconds and not lap.compiled:
             if self._reading is None:
                 self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
             else:
                 self._reading.append(lap.reading_seconds / lap.reading_tokens)
         if not lap.read_tokens:
             self._samples(lap.rows).add(lap)
-        elif lap.width == 1 and self.timed(lap.rows):
+        elif lap.width == 1 and self.timed(lap.rows) and not lap.compiled:
             more = lap.verify_seconds - self.costs(lap.rows).verify[0][1]
             self._prefill.append(max(more, 0.0) / lap.read_tokens)
             self._samples(lap.rows).costs = None
@@ -169,9 +181,8 @@ class Meter:
     def _samples(self, rows: int) -> _Samples:
         samples = self._sizes.get(rows)
         if samples is None:
-            samples = self._sizes[rows] = _Samples(rows, self._level)
-            if self._loaded:
-                samples.load(self._times)
+            known = self._times if self._loaded else Times()
+            samples = self._sizes[rows] = _Samples(rows, self._level, known)
         return samples
 
     def _level(self, rows: int, width: float) -> int:
@@ -181,36 +192,49 @@ class Meter:
             return tokens
         return next((level for level in self._levels if level >= tokens), tokens)
 
-    def _summed(self, samples: _Samples) -> Costs:
-        rows, low = samples.rows, samples.low
-        levels = () if rows > 1 and self._packed else self._levels
+    def _passes(self, samples: _Samples) -> Passes:
+        """Seconds by width. Those that rounds have not taken are as far off what the load says, in
+        proportion to plain passes, as the next narrower ones that they have, or else wider ones."""
+        rows, low, known = samples.rows, samples.low, self._times.target
 
-        def loaded(width: float) -> float:
+        def loaded(width: int) -> float:
             return self._times.target_seconds(rows, width)
 
-        plain = low("plain")
-        scale = 1.0 if plain is None else plain / loaded(1)
-        plain = scale * loaded(1)
+        plain = low("plain", loaded(1) if (rows, 1) in known else None) or loaded(1)
+        scale, off = plain / loaded(1), dict[int, float]()
+        for level in samples.levels:
+            prior = scale * loaded(level)
+            off[level] = (low(level, prior if (rows, level) in known else None) or prior) / prior
         passes = [(1, plain)]
-        widths = {*WIDTHS, *self._levels, *(level + 1 for level in self._levels)}
-        for width in sorted(widths - {1}):
+        for width in sorted({*WIDTHS, *self._levels, *(n + 1 for n in self._levels)} - {1}):
             level = self._level(rows, width)
-            known = low(level)
-            seconds = scale * loaded(level if levels else width) if known is None else known
+            near = max((n for n in off if n <= level), default=min(off, default=0))
+            seconds = scale * loaded(level) * off.get(near, 1.0)
             passes.append((width, bounded(seconds, width, passes)))
-        step = low("step")
-        if step is None and self._times.draft:
-            step = scale * self._times.draft_seconds(rows)
-        elif step is None:
-            step = plain / self._ratio
-        first, behind = low("first"), low("behind")
+        return tuple(passes)
+
+    def _summed(self, samples: _Samples) -> Costs:
+        rows, low, times = samples.rows, samples.low, self._times
+        levels = () if rows > 1 and self._packed else self._levels
+        passes, draft = self._passes(samples), self._times.draft
+        plain = passes[0][1]
+        scale = plain / times.target_seconds(rows, 1)
+        step, first = (draft[rows, n] * scale if (rows, n) in draft else None for n in (1, 2))
+        guess = scale * times.draft_seconds(rows) if draft else plain / self._ratio
+        step = low("step", step) or guess
+        first = low("first", first) or step
+        if not samples.live("first"):  # a look shall be affordable that shows whether that is so
+            first = min(first, plain)
+        if not samples.live("step"):
+            step = min(step, first)
+        behind = low("behind")
         reading = self._times.draft.get((1, WIDEST), 0.0) / WIDEST
         return Costs(
             step,
-            tuple(passes),
+            passes,
             low("other") or 0.0,
             rows,
-            first=max(first - step, 0.0) if first is not None else 0.0,
+            first=max(first - step, 0.0),
             free=low("free") or 0.0,
             levels=levels,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
@@ -225,49 +249,57 @@ class Meter:
 class _Samples:
     """The newest samples in batches of one size, and the costs they amount to."""
 
-    def __init__(self, rows: int, level: Callable[[int, float], int]) -> None:
+    def __init__(self, rows: int, level: Callable[[int, float], int], loaded: Times) -> None:
         self.rows, self._level = rows, level
         self._of: dict[str | int, deque[float]] = {}
-        self._summed: dict[str | int, float] = {}
-        """Their low quantiles in the costs."""
-        self._shapes: set[tuple[str, int]] = set()
-        self.rounds = self._plain_at = self._judged_at = 0
-        """Rounds, and the newest with a plain pass, and with one that judged."""
+        """By kind: a level of passes that judge, or a name."""
+        self._prior: dict[str | int, float | None] = {}
+        """What the load says of kinds, and"""
+        self._used: dict[str | int, float | None] = {}
+        """the low quantiles in the costs."""
+        taken = [width for size, width in loaded.taken if size == rows]
+        self._shapes = {("pass", level(rows, width)) for width in taken}
+        if anew := max(taken, default=1) > 1:
+            self._shapes.add(("step", 1))
+        self.timed = (rows, 1) in loaded.target
+        """Whether a plain pass was."""
+        self._weight = LOADED if anew else int(self.timed)
+        """Samples that the seconds of the load count for."""
+        self.rounds = self._plain_at = 0
+        self._judged_at = -STALE if self.timed and not anew else 0
+        """Rounds, and the newest with a plain pass, and with one that judged: a table of another
+        start is tried soon."""
         self.costs: Costs | None = None
 
-    def load(self, times: Times) -> None:
-        """Begin with what passes took before the first round."""
-        known: dict[str | int, float] = {}
-        for (rows, width), seconds in times.target.items():
-            level = self._level(rows, width)
-            if rows == self.rows and (width == 1 or level == width):
-                known[width if width > 1 else "plain"] = seconds
-                if (rows, width) in times.taken:
-                    self._shapes.add(("pass", level))
-        if (step := times.draft.get((self.rows, 1))) is not None:
-            known |= {"step": step, "first": times.draft.get((self.rows, 2), step)}
-            if any(rows == self.rows for rows, _ in times.taken - {(1, 1)}):
-                self._shapes.add(("step", 1))
-        for kind, seconds in known.items():
-            self._of[kind] = deque([seconds] * LOADED, maxlen=SAMPLES)
+    def live(self, kind: str | int) -> bool:
+        """Whether rounds have timed it."""
+        return kind in self._of
 
-    def low(self, kind: str | int) -> float | None:
-        """The low quantile; None without samples."""
-        return _low(self._of.get(kind, ()))
+    @property
+    def levels(self) -> list[int]:
+        """Levels of passes that judge that rounds have timed."""
+        return sorted(kind for kind in self._of if isinstance(kind, int))
+
+    def low(self, kind: str | int, loaded: float | None = None) -> float | None:
+        """The low quantile of a kind, None without samples; `loaded` is what the load says."""
+        live = self._of.get(kind, ())
+        prior = [] if loaded is None else [loaded] * min(self._weight, SAMPLES - len(live))
+        self._prior[kind], self._used[kind] = loaded, (value := _low([*prior, *live]))
+        return value
 
     @property
     def stale(self) -> str:
         """The kind of pass to be timed anew, `plain` or `judged`, if one is."""
         if not self.rounds:
             return ""
-        if self.rounds - self._plain_at > STALE or "plain" not in self._of:
+        if self.rounds - self._plain_at > STALE or not self.timed:
             return "plain"
         return "judged" if self.rounds - self._judged_at > STALE else ""
 
     def add(self, lap: Lap) -> None:
         level, judged, before = self._level(self.rows, lap.width), lap.width > 1, self.stale
         self.rounds += 1
-        known = self._known("tree" if lap.tree else "pass", level)
+        known = self._known("tree" if lap.tree else "pass", level, lap)
         if known and lap.tree:
             self._add(f"tree{level}", lap.verify_seconds)
             self._judged_at = self.rounds
@@ -276,12 +308,13 @@ class _Samples:
             self._judged_at = self.rounds
         elif known:
             self._add("behind" if lap.steps else "plain", lap.verify_seconds)
+            self.timed |= not lap.steps
         if lap.free_steps:
             self._add("free", lap.free_seconds / lap.free_steps)
         elif not lap.steps and known:
             self._add("other", lap.other_seconds)
             self._plain_at = self.rounds
-        if lap.steps and self._known("step", 1):
+        if lap.steps and self._known("step", 1, lap):
             later = lap.steps - (lap.first_step_seconds > 0)
             if later > 0 and lap.draft_seconds > lap.first_step_seconds:
                 self._add("step", (lap.draft_seconds - lap.first_step_seconds) / later)
@@ -291,37 +324,39 @@ class _Samples:
             self.costs = None
 
     def new(self, lap: Lap) -> bool:
-        """Whether a pass or a step of a round was the first of its shape."""
+        """Whether a pass or a step of a round was the first of its shape, or needed a graph."""
         what = "tree" if lap.tree else "pass"
         made = (what, self._level(self.rows, lap.width)) in self._shapes
-        return not made or (lap.steps > 0 and ("step", 1) not in self._shapes)
+        return lap.compiled or not made or (lap.steps > 0 and ("step", 1) not in self._shapes)
 
     @property
     def tree(self) -> float:
         """See `Costs.tree`: the mean over widths that were timed with second choices and without;
         0 until there are enough."""
         more = [
-            low - plain
+            low(taken) - plain
             for kind, taken in self._of.items()
             if isinstance(kind, str) and kind.startswith("tree") and len(taken) >= LOADED
-            if (low := _low(taken)) is not None
-            if (plain := self.low(int(kind[4:]))) is not None
+            if (plain := _low(self._of.get(int(kind[4:]), ()))) is not None
         ]
         return max(sum(more) / len(more), 0.0) if more else 0.0
 
-    def _known(self, what: str, level: int) -> bool:
-        """Whether a shape has run before; from now on it has."""
+    def _known(self, what: str, level: int, lap: Lap) -> bool:
+        """Whether a shape has run before, as it is; from now on it has."""
         shape = what, level
-        known = shape in self._shapes
+        known = shape in self._shapes and not lap.compiled
         self._shapes.add(shape)
         return known
 
     def _add(self, kind: str | int, seconds: float) -> None:
         taken = self._of.setdefault(kind, deque(maxlen=SAMPLES))
         taken.append(seconds)
-        now, before = low(taken), self._summed.get(kind, 0.0)
-        if abs(now - before) > NEAR * before:
-            self._summed[kind], self.costs = now, None
+        before = self._used.get(kind)
+        now = self.low(kind, self._prior.get(kind)) or 0.0
+        if before is None or abs(now - before) > NEAR * before:
+            self.costs = None
+        else:
+            self._used[kind] = before  # costs are made of it yet
 
 
 def _low(values: Collection[float]) -> float | None:

@@ -30,6 +30,8 @@ class Pass:
     """Tokens of prompts that it reads, but for each row's newest."""
     drafter_before: float
     target_before: float
+    graphs: int
+    """What models had compiled or captured before; see `Executor.graphs`."""
     counters: list[dict[str, int]]
     costs: Costs
     """What it is expected to cost."""
@@ -39,8 +41,8 @@ class Pass:
     """of it."""
 
 
-def lap_of(passed: Pass, proposal: Proposal, now: float) -> Lap:
-    """The clock of a round that has just ended."""
+def lap_of(passed: Pass, proposal: Proposal, now: float, graphs: int) -> Lap:
+    """The clock of a round that has just ended, with so many graphs."""
     rows, steps, reading = len(passed.upto), proposal.steps, proposal.catch_up_seconds
     free = proposal.free_seconds
     drafting = passed.drafting - reading - free if steps else 0.0
@@ -58,6 +60,7 @@ def lap_of(passed: Pass, proposal: Proposal, now: float) -> Lap:
         reading_seconds=reading,
         reading_tokens=proposal.catch_up_tokens,
         read_tokens=passed.read_tokens,
+        compiled=graphs > passed.graphs,
     )
 
 

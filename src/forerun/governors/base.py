@@ -129,6 +129,11 @@ class Governor(Controller, ABC):
         """The pace when a request joins, and is this share of the rows of the pass."""
         return pace
 
+    def rests(self, pace: Any, costs: Costs) -> bool:
+        """Whether no row drafts in this round, whoever it is, unless others' drafts have paid for
+        its width; asked before `open`, which takes longer."""
+        return False
+
     @abstractmethod
     def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> Plan:
         """Begin a round.

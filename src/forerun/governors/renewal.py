@@ -89,6 +89,11 @@ class Renewal(Governor):
         budget = (1 - share) * pace.budget + share * self.budget
         return pace._replace(budget=budget, tokens=kept * pace.tokens, time=kept * pace.time)
 
+    def rests(self, pace: Pace, costs: Costs) -> bool:
+        """Where what may be lost does not even pay for a draft step."""
+        look = costs.draft_seconds(1) + min(costs.cold, 0.0)
+        return costs.retime == "plain" or min(pace.reserve, pace.budget) * costs.plain < look
+
     def open(
         self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
     ) -> _Weighed:

@@ -108,6 +108,8 @@ class Executor(ABC):
     every token adds something."""
     timeable: bool = True
     """Whether passes may be timed before there are rows: not where each shape is compiled first."""
+    graphs: int = 0
+    """Graphs that passes had to compile or capture so far: such a pass is slow once."""
     states: States | None = None
     """Where passes leave hidden states, once somebody asked for them by `tap`."""
 

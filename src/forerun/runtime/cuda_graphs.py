@@ -246,6 +246,7 @@ class CudaGraphExecutor(Executor):
         key = (*inputs.shape, columns, kept, signals)
         if (graph := self._captured.get(key)) is None:
             graph = self._captured[key] = self._graph(inputs, columns, kept, signals)
+            self.graphs += 1
         return graph(inputs)
 
     def _graph(

@@ -114,6 +114,11 @@ def _seconds(timed: Mapping[int, Costs], rows: int, width: float) -> float:
     return (1 - share) * ends[0] + share * ends[1]
 
 
+def _far(now: Mapping[Shape, float], before: Mapping[Shape, float]) -> dict[Shape, float]:
+    """What takes much more or less than before."""
+    return {n: s for n, s in now.items() if not before[n] / OFF <= s <= before[n] * OFF}
+
+
 class PassTimer:
     """Times passes as rounds take them: steps of the draft, then a pass of the target.
 
@@ -163,6 +168,20 @@ class PassTimer:
             self.times.keep(self._key)
         return self.times
 
+    def correct(self, known: Mapping[int, Costs]) -> None:
+        """Keep for later starts what rounds of so many rows took, where that is far off."""
+        times, now = self.times, Times()
+        for rows, costs in known.items():
+            for width in (n for size, n in times.target if size == rows):
+                now.target[rows, width] = costs.verify_seconds(width)
+            steps = {1: costs.draft, 2: costs.draft_seconds(1), WIDEST: costs.reading * WIDEST}
+            for width in (n for size, n in times.draft if size == rows):
+                now.draft[rows, width] = steps[width]
+        target, draft = _far(now.target, times.target), _far(now.draft, times.draft)
+        if target or draft:
+            self.times = Times(times.target | target, times.draft | draft, times.taken)
+            self.times.keep(self._key)
+
     def _begin(self) -> None:
         """Take a plain pass, and believe what is kept if that says the same."""
         self._key = self._name()
@@ -170,7 +189,7 @@ class PassTimer:
             plain = self._plain = self._rate = self._pass(self._target, 1, 1)
         kept = Times.kept(self._key)
         before = kept.target.get((1, 1), 0.0)
-        if before / OFF <= plain <= before * OFF:
+        if not _far({(1, 1): plain}, {(1, 1): before}):
             self.times = kept
             self._rate = min(s / (rows * n) for (rows, n), s in kept.target.items())
         self.times.taken.add((1, 1))
