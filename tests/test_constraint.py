@@ -25,6 +25,7 @@ from forerun.errors import SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
 from forerun.types import RoundOutcome
+from marks import spread
 
 V, EOS = 6, 5
 Moves = dict[int, dict[int, int]]
@@ -111,12 +112,16 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("forces", [True, False])
 @pytest.mark.parametrize(
-    "spec", ["fixed(4)", "gammatune", "svip", "cm-asd(two_pass=True)", "auto", "sglang-ema"]
+    ("drafter", "forces", "spec", "sampling"),
+    spread(
+        2,
+        list(DRAFTERS),
+        [True, False],
+        ["fixed(4)", "gammatune", "svip", "cm-asd(two_pass=True)", "auto", "sglang-ema"],
+        [{}, {"temperature": 0.9, "seed": 2, "rule": "gumbel"}],
+    ),
 )
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 2, "rule": "gumbel"}])
 def test_equals_masked_plain_decoding(
     drafter: str, forces: bool, spec: str, sampling: dict[str, Any]
 ) -> None:

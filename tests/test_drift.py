@@ -14,6 +14,7 @@ from forerun.engine import Engine, Sampling
 from forerun.errors import SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
+from marks import spread
 from test_engine import V, chaotic, noisy
 
 LOSSY = ["ears(beta=0.5)", "easd(entropy=0.8,overlap=0.4,n=3)", "cm-asd(tau=2)", "typical",
@@ -92,9 +93,9 @@ def test_rules_of_both_kinds_share_a_batch() -> None:
             assert together.stats.drift_mean == pytest.approx(alone.stats.drift_mean)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", LOSSY)
-@pytest.mark.parametrize("budget", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize(
+    ("rule", "temperature", "budget"), spread(2, list(LOSSY), [0.0, 1.0], [0.0, 0.02, 0.1])
+)
 def test_a_budget_is_kept_at_every_token(rule: str, temperature: float, budget: float) -> None:
     completion = engine(*pair())(
         [0], controller="fixed(4)", rule=f"budget({rule},drift={budget})",

@@ -20,6 +20,7 @@ from forerun.testing import ScriptedModel
 from forerun.training.eagle import EagleTrainer
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
+from marks import spread
 from sourced import build as build_encoder_decoder
 from test_states import RUNTIMES, alone
 from tiny import VOCAB, build, texts
@@ -133,8 +134,7 @@ def test_the_draft_is_the_formulas_distribution(runtime: str, tmp_path: Path) ->
         contexts = [list(contexts[row]) for row in order]
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize(("runtime", "eight"), spread(2, list(RUNTIMES), [False, True]))
 def test_greedy_text_is_plain(runtime: str, eight: bool, tmp_path: Path) -> None:
     model, prompts = build("qwen2"), texts(5, 1, 9)
     rows = RUNTIMES[runtime](model)

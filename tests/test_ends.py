@@ -51,7 +51,7 @@ def model(request) -> forerun.Model:
     ("model", "how"),
     slow_but(
         itertools.product(DRAFTERS, DEMANDS),
-        lambda drafter, how: not drafter or how.get("seed") == 3 or how.get("eos"),
+        lambda drafter, how: how.get("seed") == 3 or (how.get("eos") and drafter in DRAFTERS[:3]),
     ),
     indirect=["model"],
     ids=str,
@@ -177,13 +177,13 @@ ALLOWED: list[dict[str, Any]] = [
     ("rule", "how"),
     slow_but(
         itertools.product(["standard", "gumbel", "block"], ALLOWED),
-        lambda rule, how: rule == "standard" or how == ALLOWED[-1],
+        lambda rule, how: how == ALLOWED[0 if rule == "gumbel" else -1],
     ),
     ids=str,
 )
 def test_sampled_text_has_the_distribution_of_what_is_allowed(rule, how):
     """χ² over all texts that expect 5 draws, others pooled; false alarms below 1e-6 per case."""
-    draws, how = 4000, {"temperature": 1.3, "max_new_tokens": 4, **how}
+    draws, how = 2000, {"temperature": 1.3, "max_new_tokens": 4, **how}
     run = engine(
         ScriptedModel(chaotic(1)), ScriptedModel(near), eos=[EOS], max_rows=250, tokenizer=LETTERS
     )

@@ -30,6 +30,7 @@ from forerun.runtime import Rows
 from forerun.runtime.timing import Times
 from forerun.testing import ScriptedModel, engine
 from forerun.types import RoundOutcome, Stop, Token
+from marks import spread
 
 SPECS = [
     "fixed(0)", "fixed(1)", "fixed(5)", "hf-heuristic", "hf-threshold",
@@ -62,9 +63,10 @@ def noisy(script: Any, seed: int, noise: float) -> Any:
     return lambda context: script(context) + noise * other(context)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("drafter", ["same", "near", "far", "lookup", "none"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("spec", "drafter", "temperature"),
+    spread(2, SPECS, ["same", "near", "far", "lookup", "none"], [0.0, 0.8]),
+)
 def test_speculative_equals_plain(spec: str, drafter: str, temperature: float) -> None:
     """Greedy, and drawn by noise."""
     script = chaotic(1)
@@ -415,7 +417,7 @@ def test_a_seed_makes_sampled_text_repeatable_whatever_came_before() -> None:
     assert set(memory) == {auto, ("pace", auto)}
 
 
-@pytest.mark.parametrize("rule", ["standard", "ears"])
+@pytest.mark.parametrize("rule", ["standard", pytest.param("ears", marks=pytest.mark.slow)])
 def test_neither_neighbours_nor_the_clock_change_a_seeds_text(rule: str) -> None:
     """Fifty seeds, each alone and in an engine that others use, under a clock that is noise."""
     script, auto = chaotic(3), CONTROLLERS.make("auto")
@@ -583,13 +585,13 @@ def test_exact_refuses_sampling() -> None:
 @pytest.mark.parametrize(
     ("controller", "rule", "how"),
     [
-        ("fixed(2)", "standard", {}),
+        pytest.param("fixed(2)", "standard", {}, marks=pytest.mark.slow),
         pytest.param("fixed(2)", "standard", {"top_k": 2}, marks=pytest.mark.slow),
         ("fixed(2)", "standard", {"top_p": 0.7}),
         ("fixed(2)", "standard", {"frequency_penalty": 0.8}),
         ("cm-asd(two_pass=True,high=2,alpha=1)", "standard", {}),
         ("fixed(2)", "block", {}),
-        ("fixed(2)", "gumbel", {}),
+        pytest.param("fixed(2)", "gumbel", {}, marks=pytest.mark.slow),
         ("auto", "gumbel", {}),
         pytest.param("fixed(2)", "gumbel", {"top_p": 0.7}, marks=pytest.mark.slow),
         pytest.param(
@@ -733,9 +735,12 @@ def test_a_draft_without_numbers_changes_nothing_and_says_nothing(spec: str) -> 
                 at += r.committed
 
 
-@pytest.mark.parametrize("damage", LITTER)
-@pytest.mark.parametrize("rule", ["exact", "standard", "gumbel", "block", "ears", "fly", "cm-asd"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("rule", "damage", "temperature"),
+    spread(
+        2, ["exact", "standard", "gumbel", "block", "ears", "fly", "cm-asd"], list(LITTER), [0, 0.9]
+    ),
+)
 def test_a_target_without_numbers_ends_that_request_alone(
     rule: str, damage: str, temperature: float
 ) -> None:

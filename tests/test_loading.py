@@ -23,6 +23,7 @@ from forerun.errors import ForerunError, ForerunWarning, ModelError, Unsupported
 from forerun.runtime import load_model, load_tokenizer, torch_rows
 from forerun.runtime.load import read_config
 from forerun.runtime.support import context_limit, refusal
+from marks import slow_but
 from tiny import VOCAB, build
 
 TOKENIZER = (
@@ -108,7 +109,7 @@ def test_end_of_text_ids_come_from_either_file(tmp_path: Path) -> None:
     assert forerun.load(folder, draft="lookup").eos == {2}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", slow_but(["llama", "gpt2", "gpt_neox"], "llama".__eq__))
 def test_odd_configurations_work_or_are_refused(family: str, tmp_path: Path) -> None:
     """Every key of a configuration, every kind of wrong value: no other exception, no traceback."""
     folder = save(build(family), tmp_path)

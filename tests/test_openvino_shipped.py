@@ -26,6 +26,7 @@ from forerun.rules import RULES
 from forerun.runtime import Executor, load_model, load_tokenizer
 from forerun.runtime.openvino.load import from_name
 from forerun.runtime.torch_executor import TorchExecutor
+from marks import slow_but, spread
 
 FAMILIES = ("arithmetic", "chat", "rewriting", "translation")
 TOKENS = 24
@@ -62,8 +63,9 @@ def reference(prompts: list[list[int]]) -> list[list[int]]:
     return texts(target, NoDraft().build(None, None), prompts, "fixed(0)", 1)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("controller", ["fixed(0)", "fixed(4)", "auto"])
+@pytest.mark.parametrize(
+    ("controller", "rows"), spread(2, ["fixed(0)", "fixed(4)", "auto"], [1, 3])
+)
 def test_greedy_text_is_torchs(
     pair: tuple[Any, Executor],
     prompts: list[list[int]],
@@ -92,7 +94,7 @@ def test_a_draft_of_its_own_precision_changes_no_text(
         load(draft="lookup", runtime="openvino(draft_precision='q4')")
 
 
-@pytest.mark.parametrize("draft", ["specbound", "adadecode"])
+@pytest.mark.parametrize("draft", slow_but(["specbound", "adadecode"], "specbound".__eq__))
 def test_early_exits_write_torchs_text(
     pair: Any, prompts: list[list[int]], reference: list[list[int]], draft: str
 ) -> None:

@@ -17,8 +17,10 @@ from forerun import zoo
 from forerun.errors import SettingError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import default_draft
+from marks import slow_but
 
 DRAFTERS = {"translator": ("shared", "block", "lookup"), "digest": ("block", "lookup")}
+PAIRS = [("translator", "shared"), ("translator", "block"), ("digest", "block")]
 SPECS = ["fixed(4)", "cm-asd", "cm-asd(two_pass=true)", "auto"]
 TOKENS = 64
 
@@ -85,9 +87,12 @@ def check(target: str, count: int, batch: int, drafter: str, spec: str) -> None:
     assert ties(target, outputs, theirs(target, count, batch)) <= count // 100
 
 
-@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
-    ("target", "drafter"), [("translator", "shared"), ("translator", "block"), ("digest", "block")]
+    ("target", "drafter", "spec"),
+    slow_but(
+        [(*pair, spec) for pair in PAIRS for spec in SPECS],
+        lambda target, drafter, spec: spec == ("fixed(4)" if drafter == "shared" else SPECS[2]),
+    ),
 )
 def test_greedy_speculation_is_plain_decoding_is_generate(
     target: str, drafter: str, spec: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
 from forerun.lab.traces.virtual import KINDS, VirtualClock, engine_under, in_order, timed
 from made_traces import trace_of
+from marks import slow_but
 
 HERE = Costs(
     0.2e-3, ((1, 1.32e-3), (2, 2.27e-3), (4, 2.37e-3), (8, 3.33e-3), (16, 4.22e-3)),
@@ -39,8 +41,10 @@ def total(name: str, kind: str, seeds: int) -> float:
     return float(sum(r.plain.sum() for r in runs) / sum(r.seconds.sum() for r in runs))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    slow_but(product(CASES, KINDS), lambda name, kind: kind == "cold" or name == "stories"),
+)
 def test_never_slower(name: str, kind: str) -> None:
     """1 % and 16 tokens may be lost, of 2,500 or 1,920: 1.6 or 1.8 %."""
     assert total(name, kind, 2) >= 0.98
@@ -69,7 +73,7 @@ class Compiling(VirtualClock):
         self._shapes.add(kind)
 
 
-@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("rows", slow_but([4, 8, 16], (8).__eq__))
 def test_what_is_compiled_at_first_is_forgotten(rows: int) -> None:
     """All prompts come again and again; once nothing is new, `auto` takes no more than the best
     fixed length."""
