@@ -20,7 +20,7 @@ from forerun.runtime import Rows, load_model, torch_rows
 from forerun.runtime.encoder_decoder import EncoderDecoderExecutor
 from forerun.runtime.support import PROVEN_ENCODER_DECODER, REFUSED_ENCODER_DECODER, refusal
 from forerun.testing import ScriptedModel
-from marks import slow_but
+from marks import slow_but, spread
 from sourced import FAMILIES, alone, build
 from tiny import LIMIT, VOCAB
 from tiny import build as build_decoder
@@ -84,8 +84,7 @@ class Played:
         self.texts = [list(self.texts[row]) for row in order]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "attention"), spread(2, list(FAMILIES), ["sdpa", "eager"]))
 def test_rows_with_sources_equal_the_model_run_alone(family: str, attention: str) -> None:
     """Over joins, drafts, rejections and leaves in random order."""
     model = build(family)

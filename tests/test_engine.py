@@ -711,7 +711,7 @@ def spoilt(script: Any, damage: str, when: Any) -> Any:
     return broken
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", spread(3, SPECS))
 def test_a_draft_without_numbers_changes_nothing_and_says_nothing(spec: str) -> None:
     """Not even a warning of numpy's (the test run makes errors of them)."""
     script = chaotic(1)

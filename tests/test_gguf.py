@@ -32,6 +32,7 @@ from forerun.runtime.openvino import forms
 from forerun.runtime.openvino import gguf as reading
 from forerun.runtime.openvino.load import from_name
 from gguf_files import LIMIT, SPECIAL, TOKENS, write
+from marks import spread
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 IDS = [(7 * i + 3) % len(TOKENS) for i in range(40)]
@@ -50,8 +51,7 @@ def logits(model: Any, ids: list[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([ids])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "kind"), spread(3, ["llama", "qwen2", "qwen3"], KINDS))
 def test_logits_are_those_of_the_weights_in_the_file(
     family: str, kind: str, tmp_path: Path
 ) -> None:

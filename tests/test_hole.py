@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from forerun.testing import ScriptedModel, engine
+from marks import spread
 from test_lengths import Nosy
 
 TEXTS = 1000
 
 
-@pytest.mark.parametrize("declared", [frozenset(), frozenset({"id"}), frozenset({"id", "top1"})])
-@pytest.mark.parametrize("rule", ["standard", "gumbel"])
+@pytest.mark.parametrize(
+    ("declared", "rule"),
+    spread(2, [frozenset(), frozenset({"id"}), frozenset({"id", "top1"})], ["standard", "gumbel"]),
+)
 def test_tokens_left_out_for_what_they_are_bias_nothing(rule: str, declared: Any) -> None:
     """The target says a half; 5σ raises a false alarm in two of a million."""
     target = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()

@@ -18,6 +18,7 @@ import torch
 from forerun.rules.base import PositionRule
 from forerun.rules.ears import EARS
 from forerun.types import Draft, Target
+from marks import spread
 from rule_tools import (
     LAST,
     Keep,
@@ -364,8 +365,7 @@ def mistakes(rule, reference: Reference, somewhere: list[Place], sure: bool) -> 
     return wrong
 
 
-@pytest.mark.parametrize("sure", [False, True], ids=["drawn", "certain"])
-@pytest.mark.parametrize("spec", REFERENCES)
+@pytest.mark.parametrize(("spec", "sure"), spread(2, list(REFERENCES), [False, True]))
 def test_is_its_paper_token_by_token(spec, sure):
     for kind, vocab in itertools.product(KINDS, range(2, 7)):
         for greedy in ([False], [True], [False, True]):

@@ -25,6 +25,7 @@ from forerun.testing import ScriptedModel
 from forerun.training.fit import Document
 from forerun.training.medusa import MedusaTrainer
 from forerun.training.settings import TrainingSettings
+from marks import spread
 from sourced import build as build_encoder_decoder
 from tiny import CONFIGS, VOCAB, build, texts
 
@@ -162,8 +163,10 @@ def test_a_head_learns_the_token_behind_the_next(taught: Any) -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("controller", ["fixed(3)", "fixed(9)", "cm-asd", "auto", "svip"])
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(
+    ("controller", "batch_size"),
+    spread(2, ["fixed(3)", "fixed(9)", "cm-asd", "auto", "svip"], [1, 4]),
+)
 def test_greedy_text_is_plain_and_takes_fewer_rounds(
     taught: Any, controller: str, batch_size: int
 ) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from marks import spread
 from rule_tools import TRANSFORMS, conditionals, emitted, joint, make, scene, tensors
 from test_rules import ENUMERATED, GREEDY_ONLY, SPECS, family
 
@@ -66,8 +67,7 @@ def assert_numbers(verdict):
     assert not any(t.isnan().any() for t in tensors(verdict).values() if t.is_floating_point())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "kind"), spread(3, SPECS, KINDS))
 def test_a_draft_that_is_no_distribution_ends_there(spec, kind):
     draft, target, coins = fit(spec, kind)
     rule = make(spec)
@@ -87,9 +87,7 @@ def test_a_draft_that_is_no_distribution_ends_there(spec, kind):
         assert_numbers(verdict)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("certain", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "certain", "kind"), spread(3, SPECS, [True, False], KINDS))
 def test_a_target_that_is_no_distribution_fails_its_row_alone(spec, certain, kind):
     draft, target, coins = fit(spec, kind, certain)
     rule = make(spec)

@@ -19,6 +19,7 @@ from forerun.rules.base import ComparedRow
 from forerun.rules.exact import match_greedy
 from forerun.rules.standard import Standard
 from forerun.types import Draft, Target, Verdict
+from marks import spread
 from rule_tools import (
     LAST,
     NEG,
@@ -251,10 +252,10 @@ def test_where_a_rule_does_not_overrule_it_compares(spec):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [0, 1, 4])
-@pytest.mark.parametrize("certain", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "certain", "width", "dtype"),
+    spread(3, SPECS, [True, False], [0, 1, 4], [torch.float64, torch.float32, torch.bfloat16]),
+)
 def test_shapes_dtypes_and_ranges(spec, certain, width, dtype, device):
     draft, target, coins = fit(spec, width=width, certain=certain, dtype=dtype)
     draft = Draft(
@@ -300,8 +301,7 @@ def test_pure(spec):
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("certain", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "certain"), spread(2, SPECS, [True, False]))
 def test_rows_do_not_influence_each_other(spec, certain):
     for seed in range(4):
         everything = fit(spec, rows=6, certain=certain, dtype=torch.float64, seed=seed)
@@ -371,9 +371,9 @@ def test_padding_is_never_accepted(spec):
         assert verdict.drift is None or verdict.drift[0, 1:].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("litter", [5, math.nan, math.inf])
-@pytest.mark.parametrize("certain", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "certain", "litter"), spread(3, SPECS, [True, False], [5, math.nan, math.inf])
+)
 def test_what_lies_beyond_a_draft_is_ignored(spec, certain, litter):
     draft, target, coins = fit(spec, certain=certain, dtype=torch.float64)
     verdict = make(spec).judge(draft, target, coins)
