@@ -28,6 +28,7 @@ from forerun.errors import ForerunError, SettingError
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.load import load_tokenizer
 from forerun.transformers import Speculative, attach, detach
+from marks import spread
 from tiny import build, texts
 
 pytestmark = pytest.mark.transformers_versions
@@ -65,8 +66,7 @@ def drafters(model: Any) -> dict[str, Any]:
     return {"model": noisy(model), "suffix": "suffix", "lookup": "lookup(n=1,least=1)"}
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("draft", ["model", "suffix", "lookup"])
+@pytest.mark.parametrize(("rows", "draft"), spread(3, [1, 4, 16], ["model", "suffix", "lookup"]))
 def test_greedy_text_is_that_of_generate(rows: int, draft: str) -> None:
     model, inputs = target(), batch(rows)
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
@@ -118,17 +118,15 @@ PROCESSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSED)
-def test_processors_are_asked_at_every_place(name: str) -> None:
+@pytest.mark.parametrize(("name", "draft"), spread(2, list(PROCESSED), ["model", "lookup"]))
+def test_processors_are_asked_at_every_place(name: str, draft: str) -> None:
     settings = {**PROCESSED[name], "max_new_tokens": 24, "do_sample": False}
     if isinstance(settings.get("logits_processor"), list):
         settings["logits_processor"] = LogitsProcessorList(settings["logits_processor"])
     model, inputs = target(), batch(4)
     plain = model.generate(**inputs, **settings)
-    for draft in (noisy(model), "lookup(n=1,least=1)"):
-        attach(model, draft, "fixed(4)")
-        assert torch.equal(model.generate(**inputs, **settings), plain)
-        detach(model)
+    attach(model, drafters(model)[draft], "fixed(4)")
+    assert torch.equal(model.generate(**inputs, **settings), plain)
 
 
 class Counted(StoppingCriteria):
@@ -214,7 +212,7 @@ def p_value(one: Counter[Any], other: Counter[Any]) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", spread(2, list(SAMPLED)))
 def test_samples_are_distributed_like_those_of_generate(name: str) -> None:
     """By pairs of tokens; a right implementation fails with probability 0.007."""
     model, prompt = target(), torch.tensor(texts(9))
@@ -283,8 +281,7 @@ def test_a_cache_is_given_back_and_taken_for_the_next_turn(
         assert whole_cache(turn) is more[named]
 
 
-@pytest.mark.parametrize("family", ["bart", "t5", "marian"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("family", "rows"), spread(2, ["bart", "t5", "marian"], [1, 4]))
 def test_encoder_decoder_models(family: str, rows: int) -> None:
     model = sourced.build(family)
     pad = model.config.pad_token_id

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from marks import spread
 from serve.conftest import running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -270,8 +271,7 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize(("width", "scheme"), spread(2, [390, 1280], ["dark", "light"]))
 def test_it_fits_and_reads(browser, shipped, width, scheme):
     context = browser.new_context(
         viewport={"width": width, "height": 844}, color_scheme=scheme, reduced_motion="reduce"
