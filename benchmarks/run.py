@@ -11,6 +11,7 @@ import forerun
 from benchmarks import (
     attached,
     cmasd,
+    cmasd_batches,
     ears,
     easd,
     easd_baselines,
@@ -240,6 +241,16 @@ def _cmasd(
     """CM-ASD's ablation (Table III) in kind: speed at batch 1 and others (Fig. 2), drift."""
     sizes = [int(size) for size in batches.split(",")]
     cmasd.main(forerun.load(dtype=dtype, device=device, runtime="torch"), least, tokens, sizes)
+
+
+@app.command("cm-asd-batches")
+def _cmasd_batches(
+    count: int = 128,
+    batches: str = "1,2,4,8,16,32",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Processor time in place of clock.")] = False,
+):
+    """CM-ASD's Figure 2: latency against throughput of the translator over batch sizes."""
+    cmasd_batches.main(count, [int(size) for size in batches.split(",")], cpu)
 
 
 @app.command("cm-asd-quality")

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from benchmarks.common import (
 from benchmarks.speed_model import Shape, speedup
 from forerun import zoo
 from forerun.cli import main as cli
+from forerun.drafters.datastore import Datastore
 from forerun.runtime.exits import layers_of
 from forerun.runtime.layers import LayerAccess
 
@@ -43,6 +45,8 @@ RELATIVES = {"AdaDecode": "adadecode", "Kangaroo": "kangaroo"}
 """Other papers' drafters of the target's own layers, as they are by default."""
 OTHERS = {"Medusa, chain": "medusa", "Lookahead, chain": "lookahead", "lookup": "lookup"}
 """Drafters without a model that run none of its layers."""
+REST = "REST"
+"""Retrieval, from the shipped validation texts."""
 LIGHT, RESTING = "SpecBound, light heads", "SpecBound under auto"
 """SpecBound's own lengths; and a controller over them, which rests where they do not pay."""
 AGAIN = "plain decoding again"
@@ -97,11 +101,10 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     """Measure and write `specbound.json`, its tables and plots."""
     plain = forerun.load(draft="none", dtype="float32", runtime="torch")
     tuned, lens, sampled = zoo_settings(), swept("lens"), swept("sampled")
-    models = {
-        name: forerun.load(draft=spec, runtime="torch", dtype="float32")
-        for name, spec in {**variants(tuned, lens), RESTING: variants(tuned, lens)[LIGHT],
-                           **OTHERS}.items()
-    }  # fmt: skip
+    models = loaded({
+        **variants(tuned, lens), RESTING: variants(tuned, lens)[LIGHT], **OTHERS,
+    })  # fmt: skip
+    models[REST] = retrieving(plain)
     work = tasks(plain, "test", prompts, tokens)
     methods = ["plain", *models, "transformers", "transformers early exit"]
 
@@ -142,6 +145,27 @@ def main(prompts: int, tokens: int, mode_prompts: int) -> None:
     made = provenance(plain, prompts=prompts, tokens=tokens, mode_prompts=mode_prompts)
     save("specbound", made, results, text(results, len(work), plain))
     plots(results)
+
+
+def loaded(specs: dict[str, str]) -> dict[str, forerun.Model]:
+    """The shipped target by name, with a drafter each."""
+    return {
+        name: forerun.load(draft=spec, runtime="torch", dtype="float32")
+        for name, spec in specs.items()
+    }
+
+
+def retrieving(model: forerun.Model) -> forerun.Model:
+    """The shipped target with `rest` over the shipped validation prompts and their answers."""
+    texts = [
+        model.encode(p.prompt + p.answer)
+        for family in (*zoo.families(), *zoo.long_families())
+        for p in zoo.prompts(family, "val")
+    ]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "texts"
+        Datastore.build(texts).save(path)
+        return loaded({REST: f"rest({str(path)!r})"})[REST]
 
 
 @torch.inference_mode()
@@ -191,11 +215,8 @@ def relatives(prompts: int, tokens: int, full: Path | None) -> None:
     specs = {LIGHT: "specbound"}
     if full is not None:
         specs["SpecBound, full heads"] = f"specbound(exits={str(full)!r})"
-    specs |= RELATIVES | OTHERS
-    models = {
-        name: forerun.load(draft=spec, runtime="torch", dtype="float32")
-        for name, spec in specs.items()
-    }
+    models = loaded(specs | RELATIVES | OTHERS)
+    models[REST] = retrieving(plain)
     work, methods = tasks(plain, "test", prompts, tokens), ["plain", *models]
 
     def one(task: Task, method: str) -> Run:
@@ -206,7 +227,8 @@ def relatives(prompts: int, tokens: int, full: Path | None) -> None:
     runs = interleaved(work, methods, one, "greedy")
     by_method = {m: [r[i] for r in runs] for i, m in enumerate(methods)}
     greedy = {m: cells(work, by_method["plain"], by_method[m], by_method["plain"]) for m in methods}
-    counts = {m: counted(by_method[m], models[m]) for m in models if m not in OTHERS}
+    layered = [m for m in models if m not in (*OTHERS, REST)]
+    counts = {m: counted(by_method[m], models[m]) for m in layered}
     text = "\n\n".join(
         [
             f"Batch 1, {len(work)} test prompts, greedy, every drafter with its own defaults. "

@@ -68,9 +68,12 @@ SETS = {
     "texts": "Tatoeba test, two to six sentences in a row",
     "multi30k": "Multi30k test_2016, captions, which the model was not trained on",
     "digest": "Digest test (synthetic), two to four facts among sentences of a held-out book",
+    "digests": "Digest test, passages joined, longer than the model was trained on",
 }
-OF = {"translator": ("sentences", "texts", "multi30k"), "digest": ("digest",)}
+OF = {"translator": ("sentences", "texts", "multi30k"), "digest": ("digest", "digests")}
 """Test sets of each model."""
+JOINED = 2
+"""Passages of the digest's test set that make one of `digests`."""
 CAP = 96
 
 
@@ -86,8 +89,17 @@ def read_set(data: Path | None, name: str) -> list[Item]:
     """The sources of a test set, in an order drawn once; those of the digest ship."""
     if name not in SETS:
         raise ValueError(f"no test set {name!r}; there are {', '.join(SETS)}")
-    if name == "digest":
-        return [Item(p.prompt, (p.answer,)) for p in zoo.sources(family="digest")]
+    if name in OF["digest"]:
+        passages = zoo.sources(family="digest")
+        joined = 1 if name == "digest" else JOINED
+        parts = [passages[i : i + joined] for i in range(0, len(passages), joined)]
+        return [
+            Item(
+                " ".join(p.prompt for p in part),
+                ("; ".join(p.answer.removesuffix(".") for p in part) + ".",),
+            )
+            for part in parts
+        ]
     if data is None:
         raise ValueError(f"the test set {name} needs --data")
     if name == "multi30k":

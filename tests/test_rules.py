@@ -129,7 +129,15 @@ BAD = {
     "spec-verification": ["top=0", "top=2.0", "tau=-1", "tau=true", "tau=inf"],
     "typical": ["epsilon=-0.1", "epsilon=1.1", "delta=-0.1", "delta=2", "delta='x'"],
     "ensemble": ["weight=-0.1", "weight=1.1", "weight=true", "weight='x'"],
-    "priced": ["drift=-1", "floor=2", "start='x'", "start=-0.1", "pace=-1", "pace=true"],
+    "priced": [
+        "drift=-1",
+        "floor=2",
+        "start='x'",
+        "start=-0.1",
+        "pace=-1",
+        "pace=true",
+        "horizon=1",
+    ],
     "fly": ["entropy=-0.1", "entropy='x'", "window=-1", "window=1.5", "top=-1", "top=true"],
     "budget": [
         "exact",

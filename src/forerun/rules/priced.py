@@ -1,4 +1,4 @@
-"""`priced`: leniency where it buys most: a draft that goes on as the target would."""
+"""`priced`: leniency where it saves most: where a request's drafts are poor and this one is not."""
 
 from __future__ import annotations
 
@@ -7,53 +7,62 @@ from typing import ClassVar
 
 import torch
 
-from forerun.checks import between
+from forerun.checks import between, whole
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
+
+USUAL, WEIGHT = 0.8, 3.0
+"""Overlap of the two models before a draft has shown any, and the tokens that it counts for."""
 
 
 @dataclass(frozen=True)
 class Priced(PositionRule):
-    """Standard sampling that keeps a token for sure where what follows it is likely kept, too.
+    """Standard sampling that keeps a token for sure where that saves more than it costs in drift.
 
     Args:
         drift: what a request's mean drift per token is steered to, in [0, 1].
         floor: least share of the target's highest probability that such a token has, in [0, 1].
-        start: the price, an overlap, before anything was spent, in [0, 1].
+        start: the price, rounds a unit of drift must save, before anything was spent, in [0, 2].
         pace: how much a unit of drift spent above the budget adds to the price, ≥ 0.
+        horizon: tokens that a draft is taken to have, ≥ 2; how many it has in the end may depend on
+            tokens behind the judged one, which must have no say.
     """
 
     drift: float = 0.02
     floor: float = 0.0
     start: float = 0.9
-    pace: float = 0.5
+    pace: float = 0.1
+    horizon: int = 8
 
-    summary: ClassVar[str] = "standard, lenient where the next token is likely kept, at a price"
+    summary: ClassVar[str] = "standard, lenient where that saves rounds, at a price"
     paper: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
     lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("drift", "floor", "start"):
+        for name in ("drift", "floor"):
             between(name, getattr(self, name), 0, 1)
+        between("start", self.start, 0, 2)
+        whole("horizon", self.horizon, 2)
         between("pace", self.pace, 0, 100)
 
     def weigh(self, odds: Odds) -> Weighed:
-        """1 where the two models' distributions of the next drafted token overlap by the price or
-        more; which token that is has no say, so it stays the target's own."""
+        """1 where keeping the token is worth the price. No token behind it has a say, so what is
+        emitted there stays the target's own."""
         ratio = odds.ratio
         token, top = odds.tokens, odds.top.squeeze(-1)
         asked = odds.inside & (ratio < 1) & (token.logits.squeeze(-1) > -torch.inf)
         asked &= token.target.squeeze(-1) >= self.floor * top
         asked[:, -1] = False  # nothing is drafted behind it
         asked[:, :-1] &= odds.inside[:, 1:]
-        behind = asked.roll(1, -1)
-        if not behind.any():
+        if not asked.any():
             return Weighed(ratio)
-        keep = torch.zeros_like(asked)
-        likely = odds.take(behind).overlap.view(-1)
-        keep[asked] = likely >= self._price(odds).expand_as(ratio)[asked]
+        read = asked.flip(-1).cumsum(-1).flip(-1) > 0  # before an asked one, or that itself
+        read |= asked.roll(1, -1)
+        overlap = torch.zeros_like(ratio)
+        overlap[read] = odds.take(read).overlap.view(-1)
+        keep = asked & (self._saved(overlap) >= self._price(odds))
         if odds.some_greedy:
             keep &= ~odds.greedy
         # Of the tokens that were not drafted nobody knows whether they would be kept: this is the
@@ -62,8 +71,20 @@ class Priced(PositionRule):
             torch.where(keep, 1, ratio), lambda at: (1 - at.ratio) * at.at(keep).to(at.dtype)
         )
 
+    def _saved(self, overlap: torch.Tensor) -> torch.Tensor:
+        """`(rows, K)` rounds that keeping a token for sure saves.
+
+        Kept, it brings itself and, if the next one is kept, too, what follows that; a round brings
+        1 / (1 − a) tokens where each is kept by a chance of a, the mean overlap as far as the next
+        token's.
+        """
+        place = torch.arange(overlap.shape[1], device=overlap.device)
+        following = overlap.roll(-1, -1)
+        chance = (overlap.cumsum(-1) + following + USUAL * WEIGHT) / (place + 2 + WEIGHT)
+        return 1 - chance + following * (1 - chance ** (self.horizon - 1 - place).clamp(min=1))
+
     def _price(self, odds: Odds) -> torch.Tensor:
-        """`(rows, 1)` least overlap that is bought."""
+        """`(rows, 1)` rounds that a unit of drift must save."""
         spent = odds.target.spent
         if spent is None:
             spent = torch.zeros(len(odds.lengths), 2, dtype=torch.float64)
