@@ -71,6 +71,12 @@ def _leaves(
     leaves.main(forerun.load(dtype="float32", runtime=runtime), prompts, tokens, temperature)
 
 
+@app.command("leaves-replay")
+def _leaves_replay(prompts: int = 20, tokens: int = 64):
+    """The same by replay, at the costs of both executors, also with a poor draft."""
+    leaves.replayed(prompts, tokens)
+
+
 @app.command("starting-lengths")
 def _starting(
     prompts: int = 3,

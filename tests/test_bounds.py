@@ -22,6 +22,7 @@ from forerun.lab.bounds.bounds import (
     oracle,
     paths,
     reach,
+    tree_oracle,
     tuned,
 )
 from forerun.lab.bounds.informed import GRID, Study, informed
@@ -83,6 +84,8 @@ def random_trace(seed: int, prompts: int = 5, longest: int = 9, depth: int = 4, 
         "logit_margin": 4 * top1, "softmax_margin": top1,
     }  # fmt: skip
     kept = (np.arange(depth) < matches[..., None]).astype(float)
+    judged = judged_greedily((kept * on_text[..., None]).astype(bool))
+    judged["target_rank"] = rng.integers(1, 3, shape).astype(float)
     return Trace(
         families=tuple("ab"[i % 2] for i in range(prompts)),
         ids=tuple(str(i) for i in range(prompts)),
@@ -91,12 +94,15 @@ def random_trace(seed: int, prompts: int = 5, longest: int = 9, depth: int = 4, 
         ends=ends * on_text, accept_prob=kept * on_text[..., None],
         signals={name: signals[name] * on_text[..., None] for name in SIGNALS},
         lengths=depth * on_text, stops=np.zeros_like(ends),
-        judged=judged_greedily((kept * on_text[..., None]).astype(bool)),
+        judged=judged,
     )  # fmt: skip
 
 
-def cheapest(trace: Trace, cell: Cell, row: int, at: int = 0) -> float:
-    """By trying everything."""
+LEAVES = {"one": lambda drafted: 1, "each": lambda drafted: drafted}
+
+
+def cheapest(trace: Trace, cell: Cell, row: int, at: int = 0, leaves: str = "") -> float:
+    """By trying everything; a tree has this many leaves by tokens drafted."""
     size = trace.sizes[row]
     if at >= size:
         return 0.0
@@ -106,8 +112,36 @@ def cheapest(trace: Trace, cell: Cell, row: int, at: int = 0) -> float:
         if drafted <= min(room, trace.ends[row, at]) or drafted == 0:
             spent = drafted * cell.draft + float(cell.verify_seconds(drafted + 1)) + cell.fixed
             kept = min(drafted, trace.matches[row, at])
-            seconds.append(spent + cheapest(trace, cell, row, at + kept + 1))
+            seconds.append(spent + cheapest(trace, cell, row, at + kept + 1, leaves))
+            if drafted and leaves:
+                wide = drafted + 1 + LEAVES[leaves](drafted)
+                spent += float(cell.verify_seconds(wide) - cell.verify_seconds(drafted + 1))
+                rank = trace.judged["target_rank"][row, at, min(kept, trace.depth - 1)]
+                more = kept < min(drafted, trace.sizes[row] - at) and rank == 1
+                after = cheapest(trace, cell, row, at + kept + 1 + more, leaves)
+                seconds.append(spent + cell.tree + after)
     return min(seconds)
+
+
+TREES = Cell(0.1, ((1, 1.0), (2, 1.02), (5, 1.1), (6, 1.6), (12, 2.0)), 0.05, tree=0.03)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from((TREES, *CELLS)), st.sampled_from(("one", "each")))
+def test_the_oracle_of_trees_is_the_cheapest_of_all_paths(seed, cell, leaves):
+    trace = random_trace(seed, longest=6, depth=3)
+    wanted = [cheapest(trace, cell, row, 0, leaves) for row in range(trace.prompts)]
+    best = tree_oracle(trace, cell, each=leaves == "each")
+    np.testing.assert_allclose(best, wanted, rtol=1e-12)
+    assert (best <= oracle(trace, cell).seconds + 1e-12).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_no_second_choices_beat_one_that_is_right(seed, leaves):
+    trace = random_trace(seed, honest=0.5)
+    spent = replay(trace, f"auto(leaves={leaves})", TREES).seconds
+    assert (spent >= tree_oracle(trace, TREES) - 1e-9).all()
 
 
 @settings(max_examples=30, deadline=None)

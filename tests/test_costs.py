@@ -160,6 +160,7 @@ def test_files_that_are_none(tmp_path: Any, text: str, says: str) -> None:
 
 def test_made_up_in_one_line() -> None:
     assert Costs.find("c=10, slope=0.02,fixed=0.1").at() == Cell.synthetic(10, 0.02, 0.1)
+    assert Costs.find("c=10,tree=0.1").at() == Cell.synthetic(10, tree=0.1)
     with pytest.raises(UnknownNameError, match="did you mean 'slope'"):
         Costs.find("c=10,slop=1")
     for text, says in (

@@ -57,7 +57,7 @@ def test_a_governor_is_settings(spec):
     assert all(0 < most <= governor.high for most in plan.most)
     assert plan.go([None, Chance(0.99, 0.99)])[0] is False
     assert plan.go([None, Chance(0.01, 0.01)]) == [False, False]
-    after = governor.observe(pace, COSTS, plan, Outcome([2, 1, 1], [2, 1, 0], 2))
+    after = governor.observe(pace, COSTS, plan, Outcome({0: 2, 1: 1, 2: 1}, {0: 2, 1: 1, 2: 0}, 2))
     assert type(after) is type(pace)
 
 
@@ -105,8 +105,8 @@ def test_a_draft_that_rides_with_the_prompt_costs_its_steps():
 
 
 def book(pace, tokens, **how):
-    given = {"judged": [1], "steps": 1, **how}
-    return Renewal().observe(pace, COSTS, None, Outcome([tokens], **given))
+    given = {"judged": {0: 1}, "steps": 1, **how}
+    return Renewal().observe(pace, COSTS, None, Outcome({0: tokens}, **given))
 
 
 def test_what_is_booked_by_hand():
@@ -121,17 +121,17 @@ def test_what_is_booked_by_hand():
     reading = book(Pace(), 2, reading=3.0)
     assert reading.budget == book(Pace(), 2).budget
     assert reading.reserve == pytest.approx(RESERVE + 2 - 1.22 + 2 * INTEREST - 3.0)
-    long = book(Pace(), 1, judged=[20], steps=20)
+    long = book(Pace(), 1, judged={0: 20}, steps=20)
     assert long.budget == pytest.approx(BUDGET - MOST)
-    assert book(Pace(budget=0.1), 1, judged=[20], steps=20).budget == 0
-    plain = book(Pace(), 1, judged=[0], steps=0)
+    assert book(Pace(budget=0.1), 1, judged={0: 20}, steps=20).budget == 0
+    plain = book(Pace(), 1, judged={0: 0}, steps=0)
     assert plain.budget == pytest.approx(BUDGET + INTEREST)
 
 
 def test_without_a_budget_nothing_is_drafted_until_interest_has_paid_for_a_look():
     pace, rounds = Pace(budget=0.0), 0
     while drafted(Renewal(), [(0.1, 0.1)], pace=pace) == (0, 0):
-        pace, rounds = book(pace, 1, judged=[0], steps=0), rounds + 1
+        pace, rounds = book(pace, 1, judged={0: 0}, steps=0), rounds + 1
     assert rounds == pytest.approx(0.2 / INTEREST, abs=1)
     assert drafted(Renewal(), [(0.9, 0.9)], pace=Pace(reserve=0.1)) == (0, 0)
 

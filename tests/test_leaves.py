@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,9 +185,34 @@ def test_sampled_texts_have_the_targets_distribution() -> None:
     assert float(((seen - expected) ** 2 / expected).sum()) < 57.4
 
 
-def test_a_trace_without_second_choices_refuses_to_replay_them() -> None:
-    with pytest.raises(SettingError, match=r"signals of the controller .*second"):
-        replay_batches(periodic(3), "auto(leaves=2)", Costs.synthetic(5), 1)
+def test_replayed_second_choices_save_rounds_and_are_paid_for() -> None:
+    """The draft misses every fourth token, where its second choice is right."""
+    costs = Costs.synthetic(5, 0.02, tree=0.01)
+    spec = "auto(survival(weight=1e9),cost=5,leaves=2)"
+    trace, seen = periodic(3), []
+    chain = replay_batches(trace, spec.replace("leaves=2", "leaves=0"), costs, 1)
+    tree = replay_batches(trace, spec, costs, 1, watch=seen.append)
+    assert not chain.leaves.any()
+    assert (tree.leaves_kept > 5).all()
+    assert (tree.rounds == tree.committed - tree.accepted - tree.leaves_kept).all()
+    assert (tree.seconds < chain.seconds).all()
+    judged = tree.drafted + tree.leaves
+    trees = (tree.seconds - tree.rounds - tree.steps / 5 - 0.02 * judged) / 0.01
+    assert (trees > tree.leaves / 2 - 1e-6).all()
+    assert (trees < tree.leaves + 1e-6).all()
+    rows = replay_batches(trace, spec, costs, 8)
+    assert rows.rounds.tolist() == tree.rounds.tolist()
+
+
+def test_a_trace_that_does_not_know_second_choices_refuses_to_replay_them() -> None:
+    trace, costs = periodic(3), Costs.synthetic(5)
+    unknown = np.full_like(trace.accept_prob, np.nan)
+    first = replace(trace, judged={**trace.judged, "rank": unknown, "target_rank": unknown})
+    with pytest.raises(SettingError, match=r"leaves.* schema 1 .*record it again"):
+        replay_batches(first, "auto(leaves=2)", costs, 1)
+    tossed = replace(trace, accept_prob=trace.accept_prob * 0.5)
+    with pytest.raises(SettingError, match=r"leaves.* judged by coins.* rule gumbel"):
+        replay_batches(tossed, "auto(leaves=2)", costs, 1)
 
 
 def plan(costs: Costs, chances: list[float], leaves: int = 8, **more: Any) -> list[int]:

@@ -28,7 +28,8 @@ def lengths_of(*specs, memory=None, certain=True):
 
 def observe(lengths, rounds, seconds=None, costs=COSTS):
     outcome = Outcome(
-        [seen.accepted + 1 for seen in rounds], [seen.drafted for seen in rounds],
+        {i: seen.accepted + 1 for i, seen in enumerate(rounds)},
+        {i: seen.drafted for i, seen in enumerate(rounds)},
         max(seen.drafted for seen in rounds), seconds,
     )  # fmt: skip
     lengths.observe(costs, rounds, [seen.tokens for seen in rounds], outcome)

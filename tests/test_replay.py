@@ -34,7 +34,14 @@ NESTED = {
     ]
 }
 SETTINGS = {
-    "auto": ["auto(cost=4,slope=0.05)", "auto(high=3)", "auto(cost=0.5)", "auto(calibrated)"],
+    "auto": [
+        "auto(cost=4,slope=0.05)",
+        "auto(high=3)",
+        "auto(cost=0.5)",
+        "auto(calibrated)",
+        "auto(leaves=1)",
+        "auto(leaves=4,cost=4)",
+    ],
     "fixed": ["fixed(0)", "fixed(1)", "fixed(40)"],
     "hf-heuristic": ["hf-heuristic(length=2,high=5)", "hf-heuristic(persistent=true)"],
     "hf-threshold": [
@@ -119,6 +126,8 @@ def agree(model: Model, tasks: list[Task], trace: Trace, spec: str, rows: int) -
         counts = (stats.rounds, stats.drafted, stats.accepted, stats.tokens)
         ours = (result.rounds[i], result.drafted[i], result.accepted[i], result.committed[i])
         assert ours == counts
+        leaves = [stats.counters.get(name, 0) for name in ("leaves", "leaves_kept")]
+        assert leaves == [result.leaves[i], result.leaves_kept[i]]
 
 
 @pytest.fixture(scope="module", params=[0.0, 0.7])

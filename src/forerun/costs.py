@@ -72,8 +72,7 @@ class Costs:
     """Whether a pass takes the tokens of all its rows packed, so that its width is their mean, and
     not the longest."""
     tree: float = 0.0
-    """What a pass takes more where second choices are among its tokens, besides its width. Only a
-    `Meter` knows it."""
+    """What a pass takes more where second choices are among its tokens, besides its width."""
     retime: str = ""
     """The kind of pass that was not timed for long, `plain` or `judged`: the next round should be
     one, if it can be afforded. Only a `Meter` says so."""
@@ -84,7 +83,7 @@ class Costs:
         require(rising, "widths of verify", widths, "rising from 1")
         for name, value in [("draft", self.draft), *[(f"verify({w})", s) for w, s in self.verify]]:
             require(0 < value < math.inf, name, value, "a number of seconds above 0")
-        for name in ("fixed", "first", "free", "asking", "reading"):
+        for name in ("fixed", "first", "free", "asking", "reading", "tree"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a number of seconds ≥ 0")
         least = -self.draft_seconds(1)
@@ -131,10 +130,11 @@ class Costs:
         """
         return steps * self.draft + (steps > 0) * self.first
 
-    def round_seconds(self, steps: int, width: float) -> float:
-        """Seconds of a round of so many draft steps and a target pass fed `width` tokens."""
+    def round_seconds(self, steps: int, width: float, tree: bool = False) -> float:
+        """Seconds of a round of so many draft steps and a target pass fed `width` tokens, second
+        choices among them if it is a `tree`."""
         seconds: float = self.draft_seconds(steps) + self.cold * (steps > 0 and width == 1)
-        return seconds + self.verify_seconds(width) + self.fixed
+        return seconds + self.verify_seconds(width) + self.fixed + self.tree * tree
 
     @property
     def plain(self) -> float:
@@ -219,12 +219,17 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; what only a `Meter` knows is no part of them."""
-        hidden = {"free", "reading", "prefill", "packed", "tree", "retime"}
+        hidden = {"free", "reading", "prefill", "packed", "retime"}
         return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod
     def synthetic(
-        cls, c: float, slope: float = 0.0, fixed: float = 0.0, seconds: float = 1.0
+        cls,
+        c: float,
+        slope: float = 0.0,
+        fixed: float = 0.0,
+        seconds: float = 1.0,
+        tree: float = 0.0,
     ) -> Costs:
         """A made-up machine, in units of one plain target pass.
 
@@ -233,6 +238,7 @@ class Costs:
             slope: what each further token to verify adds to a target pass, ≥ 0.
             fixed: per round, outside both models, ≥ 0.
             seconds: the unit.
+            tree: what second choices add to a target pass besides its width, ≥ 0.
 
         >>> costs = Costs.synthetic(10, slope=0.02)
         >>> costs.draft, costs.plain, costs.verify_seconds(6)
@@ -241,6 +247,7 @@ class Costs:
         require(0 < c < math.inf, "c", c, "above 0")
         require(0 <= slope < math.inf, "slope", slope, "at least 0")
         require(0 <= fixed < math.inf, "fixed", fixed, "at least 0")
+        require(0 <= tree < math.inf, "tree", tree, "at least 0")
         require(0 < seconds < math.inf, "seconds of a target pass", seconds, "above 0")
         verify = ((1, seconds), (2, seconds * (1 + slope)))
-        return cls(seconds / c, verify, seconds * fixed)
+        return cls(seconds / c, verify, seconds * fixed, tree=seconds * tree)

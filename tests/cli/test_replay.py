@@ -148,6 +148,10 @@ def test_shares_of_the_bounds(replay, monkeypatch):
     shown = replay(*argv).out
     assert "oracle  informed" in shown
     assert re.search(r"^fixed\(3\) .* \d\d\.\d% +100\.0%$", shown, re.MULTILINE)
+    tree = replay(*COSTS, "--controller", "auto(leaves=1)", "--bounds", "--json").json
+    share = tree["controllers"][0]["families"]["all"]["share"]
+    assert list(share) == ["oracle", "one_leaf", "all_leaves", "informed"]
+    assert share["one_leaf"]["mean"] <= share["all_leaves"]["mean"]
 
 
 def test_costs_of_a_file(replay, tmp_path):

@@ -50,7 +50,8 @@ def replay(
         family: only prompts of this family; repeatable.
         batch: decode so many texts together, as live, at the costs nearest to the batch's size.
         bounds: also show the share of what is possible: of the clairvoyant oracle, and of the best
-            that sees only what a controller sees. With --rules: the best at a price of drift.
+            that sees only what a controller sees; if one takes second choices, also of oracles that
+            judge one, or all. With --rules: the best at a price of drift.
         clock: run the real engine, governor and meter under a made-up clock, noise or cold (noise,
             and passes that are slow at first), and compare with plain decoding under another.
         output: also save a table, a row per controller and family.
@@ -58,6 +59,7 @@ def replay(
     from forerun.controllers import CONTROLLERS
     from forerun.lab.traces import replay_report as report
     from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.results import takes_leaves
     from forerun.lab.traces.trace import Trace
 
     whole("batch", batch, 1)
@@ -84,7 +86,8 @@ def replay(
                 tell("finding the bound with rules")
                 lenient = report.lenient(texts, cell)
             else:
-                limits = report.bounds(texts, cell, tell)
+                trees = any(map(takes_leaves, controllers.values()))
+                limits = report.bounds(texts, cell, tell, trees)
     if batch > 1 and cell.batch != batch and not synthetic:
         near = f"no costs of a batch of {batch}: those of {cell.batch} are taken"
         note(stderr(), f"{near}; forerun costs --batch {batch} measures them")

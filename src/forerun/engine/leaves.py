@@ -77,7 +77,7 @@ def attached(
 
 def follow(judged: Judgements, proposal: Proposal, best: Best, wanted: Sequence[int]) -> None:
     """Keep leaves that are the target's own token, where all are arg-maxes of what `best` is of."""
-    for row, n in _kept(judged, proposal).items():
+    for row, n in kept_leaves(judged, proposal).items():
         verdict, column = judged[row], wanted[row] + n
         assert isinstance(verdict, RowVerdict)
         if best.sound[row][column]:
@@ -96,7 +96,7 @@ def follow_shaped(
         verdict = judged.get(i)
         if isinstance(verdict, RowVerdict) and verdict.probs is not None and not rows[i].certain:
             _toss(verdict, proposal, rows[i], i)
-    if not (kept := _kept(judged, proposal)):
+    if not (kept := kept_leaves(judged, proposal)):
         return
     other = next(tails[row][n] for row, n in kept.items())
     texts: list[list[int]] = [[] for _ in rows]
@@ -130,7 +130,7 @@ def _toss(verdict: RowVerdict, proposal: Proposal, row: Row, i: int) -> None:
     verdict.following = token if kept else int(sample(rest, torch.tensor(coins[1])))
 
 
-def _kept(judged: Judgements, proposal: Proposal) -> dict[int, int]:
+def kept_leaves(judged: Mapping[int, RowVerdict | Exception], proposal: Proposal) -> dict[int, int]:
     """Per row which of its leaves is the target's own token."""
     decoded = {row: v for row, v in judged.items() if isinstance(v, RowVerdict)}
     next_ones = {row: (v.accepted, v.following) for row, v in decoded.items()}

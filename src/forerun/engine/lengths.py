@@ -279,10 +279,13 @@ class Lengths:
         for group in self._groups:
             first, given, own = group.rows[0], self._rows[group.rows[0]].given, outcome
             if given:  # neither the clock nor neighbours have a say
-                seen = rounds[first]
-                if seen is None:
+                if rounds[first] is None:
                     continue
-                own = Outcome([seen.accepted + 1], [seen.drafted], len(drafted[first]))
+                committed, judged, leaves = (
+                    {first: of[first]} if first in of else {}
+                    for of in (outcome.committed, outcome.judged, outcome.leaves)
+                )
+                own = Outcome(committed, judged, len(drafted[first]), leaves=leaves)
             if own.committed:
                 group.pace = group.governor.observe(group.pace, given or costs, group.plan, own)
 

@@ -471,10 +471,11 @@ class Engine:
                 )  # fmt: skip
         lap = lap_of(passed, proposal, self._clock(), self._graphs())
         outcome = Outcome(
-            [kept.committed for kept in decoded.values()],
-            [proposal.widths[i] for i in decoded],
+            {i: kept.committed for i, kept in decoded.items()},
+            {i: len(proposal.tokens[i]) for i in decoded},
             proposal.steps + (proposal.catch_up_seconds > 0),  # that step drafted, too
             *self._meter.booked(lap),
+            {i: len(own) for i, own in proposal.leaves.items()},
         )
         self._lengths.observe(passed.costs, seen, proposal.shown, outcome, proposal.free)
         self._meter.add(lap)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, whole
@@ -35,11 +36,11 @@ class Seat(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a pass; lists are by row that decoded."""
+    """What became of a pass; by row that decoded."""
 
-    committed: Sequence[int]
+    committed: Mapping[int, int]
     """Tokens that it got."""
-    judged: Sequence[int]
+    judged: Mapping[int, int]
     """Drafted tokens that the target judged."""
     steps: int
     """Draft steps of the pass."""
@@ -47,6 +48,8 @@ class Outcome(NamedTuple):
     """By the clock, but for reading; None where prompts were read, or there is no clock."""
     reading: float = 0.0
     """Seconds in which the drafter read prompts."""
+    leaves: Mapping[int, int] = MappingProxyType({})
+    """Second choices that it judged, too."""
 
 
 class Plan(ABC):

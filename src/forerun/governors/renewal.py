@@ -120,11 +120,12 @@ class Renewal(Governor):
     def observe(self, pace: Pace, costs: Costs, plan: Plan | None, outcome: Outcome) -> Pace:
         """Book what the round gained or lost, and the interest."""
         rows = max(len(outcome.committed), 1)
-        tokens, plain = sum(outcome.committed) / rows, costs.plain
+        tokens, plain = sum(outcome.committed.values()) / rows, costs.plain
         time = took = 1.0
-        if outcome.steps or any(outcome.judged):
-            width = costs.width(outcome.judged, rows)
-            time = took = costs.round_seconds(outcome.steps, width) / plain
+        judged = [n + outcome.leaves.get(i, 0) for i, n in outcome.judged.items()]
+        if outcome.steps or any(judged):
+            width, tree = costs.width(judged, rows), bool(outcome.leaves)
+            time = took = costs.round_seconds(outcome.steps, width, tree) / plain
             if outcome.seconds is not None:
                 took = outcome.seconds / plain
         gain = (1 + self.interest) * tokens - took

@@ -106,8 +106,13 @@ class BatchLengths:
         if seconds is not None:
             self.costs.add(rows, context, sum(drafted) / rows, drafts, seconds)
         rounds = [judged.get(request) for request in self.names]
-        committed = [one.accepted + 1 for one in judged.values()]
-        outcome = Outcome(committed, drafted, max(drafted), seconds if timed else None)
+        seen = {i: one for i, one in enumerate(rounds) if one is not None}
+        outcome = Outcome(
+            {i: one.accepted + 1 for i, one in seen.items()},
+            {i: one.drafted for i, one in seen.items()},
+            max(drafted),
+            seconds if timed else None,
+        )
         shown = [[Token()] * (r.drafted if r else 0) for r in rounds]
         self._lengths.observe(costs, rounds, shown, outcome)
         self._log()

@@ -304,7 +304,7 @@ CostTable = Annotated[
     option(
         "FILE|c=10,slope=0.02",
         "What a round costs: a file of forerun costs, or made up: c draft steps per target pass, "
-        "slope and fixed in target passes.",
+        "slope, fixed and tree in target passes.",
         panel=COSTS,
     ),
 ]

@@ -110,26 +110,55 @@ def reach(trace: Trace) -> IntArray:
 def oracle(trace: Trace, cell: Cell) -> Bound:
     """The cheapest path through every text, all matches known beforehand.
 
-    No controller's replay in this cell takes less time for any prompt: its path is a
-    sequence of drafted lengths, and this is the cheapest of all sequences.
+    No controller's replay in this cell takes less time for any prompt unless it judges second
+    choices: its path is a sequence of drafted lengths, and this is the cheapest of all sequences.
 
     Args:
         trace: the texts.
         cell: what a round costs.
     """
+    return Bound.of("oracle", follow(trace, _cheapest(trace, cell, None)[0]), trace, cell)
+
+
+def tree_oracle(trace: Trace, cell: Cell, each: bool = False) -> FloatArray:
+    """`(prompts,)` seconds of the cheapest path where a round may judge second choices, too.
+
+    Args:
+        trace: the texts.
+        cell: what a round costs.
+        each: whether beside each drafted token; else beside one, the best.
+    """
+    lengths = np.arange(trace.depth + 1)
+    return _cheapest(trace, cell, lengths if each else np.minimum(lengths, 1))[1]
+
+
+def _cheapest(trace: Trace, cell: Cell, leaves: IntArray | None) -> tuple[IntArray, FloatArray]:
+    """From the end of each text backwards: tokens to draft `(prompts, T)`, and seconds in all.
+
+    Args:
+        trace: the texts.
+        cell: what a round costs.
+        leaves: by tokens drafted the second choices that a round may judge besides; None if none.
+    """
     prompts, T = trace.tokens.shape
     rows, lengths = np.arange(prompts)[:, None], np.arange(trace.depth + 1)
-    price = cell.draft_seconds(lengths) + passes(cell, trace.depth)
+    drafting, judging = cell.draft_seconds(lengths), passes(cell, 2 * trace.depth)
+    price, right = drafting + judging[lengths], trace.second_kept
     most, remaining = reach(trace), np.zeros((prompts, T + 1))
     best = np.zeros((prompts, T), np.int64)
     for at in reversed(range(T)):
-        following = at + 1 + np.minimum(lengths, trace.matches[:, at, None])
+        matches = trace.matches[:, at, None]
+        following = at + 1 + np.minimum(lengths, matches)
         # What is beyond the end of a text costs nothing.
         total = price + remaining[rows, np.minimum(following, T)]
+        if leaves is not None:
+            following = following + ((lengths > matches) & right[:, at, None])
+            tree = drafting + judging[lengths + leaves] + cell.tree
+            total = np.minimum(total, tree + remaining[rows, np.minimum(following, T)])
         total[lengths > most[:, at, None]] = np.inf
         best[:, at] = total.argmin(1)
         remaining[:, at] = np.where(at < trace.sizes, total.min(1), 0.0)
-    return Bound.of("oracle", follow(trace, best), trace, cell)
+    return best, remaining[:, 0]
 
 
 def follow(trace: Trace, planned: IntArray) -> Path:
@@ -227,7 +256,8 @@ class Clock:
 
     def __call__(self, rounds: Rounds) -> None:
         """Note one round of every prompt that is still running."""
-        self.note(rounds.prompt, rounds.at, rounds.accepted, rounds.seconds)
+        kept = rounds.accepted + rounds.leaves_kept
+        self.note(rounds.prompt, rounds.at, kept, rounds.seconds)
 
     def note(self, prompt: IntArray, at: IntArray, accepted: IntArray, seconds: FloatArray) -> None:
         """Note one round of some prompts, all arrays `(rows,)`."""

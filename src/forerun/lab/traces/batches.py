@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +20,13 @@ from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.engine.judging import Judgements, RowVerdict
+from forerun.engine.leaves import attached, kept_leaves
 from forerun.engine.loop import Engine
 from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
 from forerun.engine.text import Detokenizer, StopStrings
-from forerun.errors import require
-from forerun.governors import Governor
+from forerun.errors import SettingError
 from forerun.lab.traces.results import (
     COUNTED,
     AsRecorded,
@@ -33,6 +34,7 @@ from forerun.lab.traces.results import (
     Rounds,
     Watch,
     costs_for,
+    takes_leaves,
 )  # fmt: skip
 from forerun.lab.traces.rules import RecordedRule
 from forerun.lab.traces.trace import Trace
@@ -40,7 +42,7 @@ from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.trees import Parents
-from forerun.types import LIVE_SIGNALS, SIGNALS, FloatArray, IntArray, Stop
+from forerun.types import SIGNALS, FloatArray, IntArray, Stop
 
 UNLIMITED = 1 << 30
 """A context limit beyond every text of a trace."""
@@ -108,6 +110,20 @@ def serve_alone(
     return Replay(**{**both, "plain_seconds": plain})
 
 
+def _check_seconds(trace: Trace) -> None:
+    """Raise `SettingError` unless second choices of the draft can be replayed."""
+    if not trace.knows("rank"):
+        raise SettingError(
+            "second choices (leaves) cannot be replayed: this trace is of schema 1, which does not "
+            "say which of them the texts go on with; record it again"
+        )
+    if trace.tossed.any():
+        raise SettingError(
+            "second choices (leaves) cannot be replayed on texts judged by coins, which would draw "
+            "them anew; record by the rule gumbel"
+        )
+
+
 def _meter(costs: Costs | Callable[[int], Costs]) -> Meter:
     return Meter.given(costs)
 
@@ -117,6 +133,10 @@ class NoModel(Executor):
 
     facts = Facts(vocab_size=1, limit=UNLIMITED)
     device = torch.device("cpu")
+    trees = True
+
+    def move(self, row: int, source: int, place: int) -> None:
+        """Nothing to do."""
 
     def reserve(self, rows: int, columns: int) -> None:
         """Nothing to do."""
@@ -136,6 +156,7 @@ class Recorded(Drafter):
     def __init__(self, trace: Trace) -> None:
         self.trace, self.blind = trace, bool(trace.about.get("blind"))
         self._shown = frozenset(name for name in SIGNALS if trace.knows(name))
+        self._second_kept = trace.second_kept
         self.prompts: list[int] = []
         self.places: list[int] = []
         """Per row its place in the order."""
@@ -171,10 +192,13 @@ class Recorded(Drafter):
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """The recorded tokens; those of rows without a text are fillers."""
         trace = self.trace
-        names = sorted((greedy or frozenset()) & self._shown)
+        wanted = greedy or frozenset()
+        names = sorted(wanted & self._shown)
         tokens: list[list[int]] = [[0]] * len(texts)
         ended: list[Stop | None] = [None] * len(texts)
-        signals = {name: [[0.0]] * len(texts) for name in names}
+        signals: dict[str, list[list[Any]]] = {name: [[0.0]] * len(texts) for name in names}
+        if "second" in wanted:
+            signals["second"] = [[None]] * len(texts)
         for row, text in enumerate(texts):
             if text is None:
                 continue
@@ -187,8 +211,18 @@ class Recorded(Drafter):
             tokens[row] = [int(trace.draft_tokens[position])]
             for name in names:
                 signals[name][row] = [float(trace.signals[name][position])]
+            if "second" in wanted:
+                signals["second"][row] = [self._second(position)]
             self.steps[place] += 1
         return Step(best=Best(tokens, signals, [[True]] * len(texts)), ended=ended)
+
+    def _second(self, position: tuple[int, int, int]) -> int | None:
+        """The draft's second choice at a depth of a run: the text's token, or another."""
+        trace, (prompt, at, depth) = self.trace, position
+        if np.isnan(trace.judged["target_rank"][position]):
+            return None
+        right = depth == trace.matches[prompt, at] and self._second_kept[prompt, at]
+        return int(trace.tokens[prompt, at + depth]) if right else -1
 
 
 @dataclass(eq=False)
@@ -216,12 +250,12 @@ class Replayed(Engine):
         watch: Watch | None = None, models: tuple[NoModel, Recorded] | None = None,
         rule: RecordedRule | None = None,
     ) -> None:  # fmt: skip
-        wanted = controller.signals if isinstance(controller, Governor) else frozenset()
-        live = ", ".join(sorted(wanted & frozenset(LIVE_SIGNALS)))
-        require(not live, "signals of the controller", live, "in the trace; run it live")
+        if takes_leaves(controller):
+            _check_seconds(trace)
         self._trace, self._controller, self._watch = trace, controller, watch
         self._rule = rule or AsRecorded(trace)
         target, drafter = models or (NoModel(), Recorded(trace))
+        target.trees = rule is None or (rule.rule.takes_leaves and rule.has_bonus)
         super().__init__(target, drafter, max_rows=rows, meter=meter)
 
     def serve(self, order: Sequence[int] | IntArray) -> Replay:
@@ -271,8 +305,12 @@ class Replayed(Engine):
         )
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
-        self.target.feed(pieces, wanted)
+        if proposal.leaves:
+            self.target.feed(*attached(pieces, wanted, proposal.leaves))
+        else:
+            self.target.feed(pieces, wanted)
         trace, out = self._trace, dict[int, RowVerdict]()
+        end = trace.tokens.shape[1] - 1  # beyond the end of a text it is not read
         for i, row in enumerate(self._rows):
             if not wanted[i]:
                 continue
@@ -283,12 +321,15 @@ class Replayed(Engine):
             kept = self._rule.judge(here, np.array([drafted]), spent)
             accepted = int(kept.accepted[0])
             self._sums.drift[row.id] += float(np.sum(kept.drift))
-            # Beyond the end of the text it is not read.
-            end = trace.tokens.shape[1] - 1
             whole = accepted == wanted[i]  # no token of the target's own
             following = None if whole else int(trace.tokens[prompt, min(at + accepted, end)])
             chances = [float(kept.chance(depth)[0]) for depth in range(drafted)]
             out[i] = RowVerdict(accepted, following, chances)
+        for i, n in kept_leaves(out, proposal).items():
+            row = self._rows[i]
+            at = min(row.produced + out[i].accepted + 1, end)
+            out[i].leaf = n
+            out[i].following = int(trace.tokens[self.drafter.prompts[row.id], at])
         self._add(proposal, out)
         return dict(out)
 
@@ -302,9 +343,11 @@ class Replayed(Engine):
         drafted = np.array([len(proposal.tokens[i]) for i in judged], dtype=np.int64)
         accepted = np.array([judged[i].accepted for i in judged], dtype=np.int64)
         stopped = np.array([int(proposal.stopped_by[i] or 0) for i in judged], dtype=np.int64)
+        leaves = np.array([len(proposal.leaves.get(i, ())) for i in judged], dtype=np.int64)
+        leaf = np.array([one.leaf is not None for one in judged.values()], dtype=np.int64)
         costs = self._meter.costs(len(self._rows))
-        width = costs.width(list(map(len, proposal.tokens)), len(self._rows))
-        took = costs.round_seconds(proposal.steps, width)
+        width = costs.width(proposal.widths, len(self._rows))
+        took = costs.round_seconds(proposal.steps, width, bool(proposal.leaves))
         seconds = np.full(len(rows), took / max(len(rows), 1))
         steps = self.drafter.steps[place] - sums.steps[place]
         for total, value in (
@@ -313,13 +356,15 @@ class Replayed(Engine):
             (sums.accepted, accepted),
             (sums.steps, steps),
             (sums.capped, stopped == Stop.EXHAUSTED),
+            (sums.leaves, leaves),
+            (sums.leaves_kept, leaf),
             (sums.seconds, seconds),
         ):
             total[place] += value
         if self._watch is not None and rows:
             at = np.array([row.produced for row in rows], dtype=np.int64)
             prompt = np.array(self.drafter.prompts, dtype=np.int64)[place]
-            self._watch(Rounds(prompt, at, drafted, accepted, steps, stopped, seconds))
+            self._watch(Rounds(prompt, at, drafted, accepted, steps, stopped, seconds, leaf))
 
     def _complete(
         self, row: Row, reason: FinishReason, kept: RowVerdict | Exception | None = None

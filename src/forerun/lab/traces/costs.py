@@ -18,8 +18,8 @@ from forerun.types import FloatArray
 SCHEMA = 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # tokens per row of the passes that are timed
 REPEATS = 25  # timings of each pass
-SYNTHETIC = ("c", "slope", "fixed")
-"""Settings of a synthetic cell, written as `c=10,slope=0.02,fixed=0`."""
+SYNTHETIC = ("c", "slope", "fixed", "tree")
+"""Settings of a synthetic cell, written as `c=10,slope=0.02,fixed=0,tree=0`."""
 
 
 Cell = costs.Costs
@@ -152,8 +152,9 @@ def _cell(entry: dict[str, Any]) -> Cell:
     numbers = float(entry["draft"]), verify, float(entry["fixed"])
     sizes = int(entry["batch"]), int(entry["context"])
     levels = tuple(map(int, entry.get("levels", ())))
-    first, cold, asking = (float(entry.get(name, 0.0)) for name in ("first", "cold", "asking"))
-    return Cell(*numbers, *sizes, first, levels, cold, asking=asking)
+    names = "first", "cold", "asking", "tree"
+    first, cold, asking, tree = (float(entry.get(name, 0.0)) for name in names)
+    return Cell(*numbers, *sizes, first, levels, cold, asking=asking, tree=tree)
 
 
 def _spread(entry: dict[str, Any]) -> Spread:

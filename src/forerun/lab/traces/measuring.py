@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
@@ -27,6 +28,8 @@ engine's own work are fitted; of a row alone also those that fill a pass up to e
 LIVE_TOKENS = 48  # written per text in a live run
 ASKED = "hf-threshold(threshold=0,length={})"
 """Drafts so many tokens, and is asked about each."""
+TREE = (-1, -1, -1, -1, 1)
+"""Three drafted tokens, and a second choice beside the second."""
 THROWN_AWAY = "gammatune+(threshold=1,keep=False)"
 """Drafts a token and throws it away, unless the draft is certain."""
 LIVE_TURNS = 10  # live runs of each draft length, the first a warm-up
@@ -145,7 +148,10 @@ def _cells(
         seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
         lead = first + max(more - fixed, 0.0)
         cold = _cold(model, prompts)
-        cell = Cell(step + work, seconds, fixed, batch, context, lead, levels, cold, asking=asking)
+        cell = Cell(
+            step + work, seconds, fixed, batch, context, lead, levels, cold,
+            asking=asking, tree=_tree(model.target, *model.contexts(prompts), repeats),
+        )  # fmt: skip
         spread = Spread(
             _range([max(took - first, 0.0) / n for n, times in draft.items() for took in times]),
             tuple(_range(verify[w]) for w in widths),
@@ -188,6 +194,31 @@ def _passes(
     finally:
         target.keep([])
     return seconds
+
+
+def _tree(target: Rows, prompts: Texts, sources: Texts | None, repeats: int) -> float:
+    """Seconds that a second choice adds to a pass of as many tokens, one that is kept."""
+    if not target.executor.trees:
+        return 0.0
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    pieces = [list(prompt[-1:]) * len(TREE) for prompt in prompts]
+    covered = len(prompts[0]) - 1
+    try:
+        target.read(prompts, len(TREE), sources)
+        for turn in range(WARM + repeats):
+            for leaf, times in seconds.items():
+                began = time.perf_counter()
+                target.feed(pieces, None, [TREE] * len(prompts) if leaf else ())
+                if leaf:
+                    target.move(0, covered + len(TREE) - 1, covered + TREE[-1] + 1)
+                if turn >= WARM:
+                    times.append(time.perf_counter() - began)
+                for row in range(len(prompts)):
+                    target.rollback(row, covered)
+    finally:
+        target.keep([])
+    chain, tree = (float(np.median(times)) for times in seconds.values())
+    return max(tree - chain, 0.0)
 
 
 def _as_live(

@@ -154,7 +154,8 @@ def _serve(
         if watch is not None:
             counts = (drafted.lengths, accepted, drafted.steps, drafted.stopped_by)
             watch(Rounds(prompt, at, *counts, seconds))
-        done = (np.ones_like(at), drafted.lengths, accepted, drafted.steps, capped)
+        no_leaves = np.zeros((2, len(at)), np.int64)
+        done = (np.ones_like(at), drafted.lengths, accepted, drafted.steps, capped, *no_leaves)
         for name, value in zip(COUNTED, done, strict=True):
             count[name][row, place] += value
         spent[row, place] += seconds

@@ -12,11 +12,12 @@ from numpy.typing import ArrayLike
 from forerun.controllers.base import Controller, LengthPolicy
 from forerun.costs import Costs
 from forerun.errors import require
+from forerun.governors import Governor
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 
 RESAMPLES = 2000  # bootstrap samples of an interval
-COUNTED = ("rounds", "drafted", "accepted", "steps", "capped")
+COUNTED = ("rounds", "drafted", "accepted", "steps", "capped", "leaves", "leaves_kept")
 """Fields of a `Replay` that are counted round by round."""
 
 
@@ -36,6 +37,9 @@ class Replay:
     """Rounds whose draft went on to the trace's depth and would have gone beyond. Where there are
     none, the replay is that of the live engine; elsewhere it is that of an engine whose drafter
     has nothing more to propose."""
+    leaves: IntArray
+    """Second choices put before the target."""
+    leaves_kept: IntArray
     seconds: FloatArray
     plain_seconds: FloatArray
     """Of plain decoding."""
@@ -70,6 +74,7 @@ class Rounds:
     stopped_by: IntArray
     """Values of `Stop`."""
     seconds: FloatArray
+    leaves_kept: IntArray | int = 0
 
 
 Watch = Callable[[Rounds], None]
@@ -107,6 +112,11 @@ def costs_for(controller: Controller, cell: Costs) -> Costs:
     """What rounds cost under a controller: one that is shown drafted tokens pays for it."""
     asks = not isinstance(controller, LengthPolicy) or controller.stops_early
     return cell.asked if asks else cell
+
+
+def takes_leaves(controller: Controller) -> bool:
+    """Whether it may have second choices judged."""
+    return isinstance(controller, Governor) and "second" in controller.signals
 
 
 def geometric(ratios: ArrayLike, seed: int = 0) -> dict[str, float]:

@@ -99,6 +99,16 @@ class Trace:
         inside: BoolArray = np.arange(self.tokens.shape[1]) < self.sizes[:, None]
         return inside
 
+    @property
+    def second_kept(self) -> BoolArray:
+        """`(prompts, T)` whether the text goes on with the draft's second choice where the run from
+        there leaves it; False where that is not known."""
+        first = np.minimum(self.matches, self.depth - 1)[..., None]
+        rank = np.take_along_axis(self.judged["target_rank"], first, -1)[..., 0]
+        left = self.sizes[:, None] - np.arange(self.tokens.shape[1])
+        right: BoolArray = (self.matches < np.minimum(self.lengths, left)) & (rank == 1)
+        return right
+
     def knows(self, name: str) -> bool:
         """Whether the drafter has a signal, or a column of `JUDGED`, of any token."""
         values = (self.signals | self.judged)[name][self.valid]

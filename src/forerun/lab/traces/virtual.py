@@ -89,6 +89,7 @@ class _Target(NoModel):
         width = costs.width(drafted, len(pieces))
         level = next((level for level in costs.levels if level >= width), math.ceil(width))
         seconds = costs.verify_seconds(width) + costs.fixed + PREFILL * costs.plain * unread
+        seconds += costs.tree * any(parents)
         if self.behind_a_draft and width == 1:
             seconds += costs.cold
         self.behind_a_draft = False
