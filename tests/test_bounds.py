@@ -131,7 +131,7 @@ TREES = Cell(0.1, ((1, 1.0), (2, 1.02), (5, 1.1), (6, 1.6), (12, 2.0)), 0.05, tr
 def test_the_oracle_of_trees_is_the_cheapest_of_all_paths(seed, cell, leaves):
     trace = random_trace(seed, longest=6, depth=3)
     wanted = [cheapest(trace, cell, row, 0, leaves) for row in range(trace.prompts)]
-    best = tree_oracle(trace, cell, each=leaves == "each")
+    best = tree_oracle(trace, cell, comb=leaves == "each")
     np.testing.assert_allclose(best, wanted, rtol=1e-12)
     assert (best <= oracle(trace, cell).seconds + 1e-12).all()
 

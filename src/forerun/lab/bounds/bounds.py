@@ -120,16 +120,16 @@ def oracle(trace: Trace, cell: Cell) -> Bound:
     return Bound.of("oracle", follow(trace, _cheapest(trace, cell, None)[0]), trace, cell)
 
 
-def tree_oracle(trace: Trace, cell: Cell, each: bool = False) -> FloatArray:
+def tree_oracle(trace: Trace, cell: Cell, comb: bool = False) -> FloatArray:
     """`(prompts,)` seconds of the cheapest path where a round may judge second choices, too.
 
     Args:
         trace: the texts.
         cell: what a round costs.
-        each: whether beside each drafted token; else beside one, the best.
+        comb: whether beside each drafted token; else beside one, the best.
     """
     lengths = np.arange(trace.depth + 1)
-    return _cheapest(trace, cell, lengths if each else np.minimum(lengths, 1))[1]
+    return _cheapest(trace, cell, lengths if comb else np.minimum(lengths, 1))[1]
 
 
 def _cheapest(trace: Trace, cell: Cell, leaves: IntArray | None) -> tuple[IntArray, FloatArray]:

@@ -50,7 +50,7 @@ def bounds(
     out = {"oracle": best.speedup}
     if trees:
         out["one_leaf"] = best.plain_seconds / tree_oracle(trace, cell)
-        out["all_leaves"] = best.plain_seconds / tree_oracle(trace, cell, each=True)
+        out["all_leaves"] = best.plain_seconds / tree_oracle(trace, cell, comb=True)
     tell("fitting the informed bound")
     return {**out, "informed": informed(trace, cell).speedup}
 
