@@ -75,7 +75,7 @@ def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:
     (cell,) = json.loads((tmp_path / "costs.json").read_text())["cells"]
     names = {
         "draft", "verify", "fixed", "batch", "context", "first", "levels", "cold", "asking",
-        "ratio", "spread",
+        "ratio", "spread", "tree",
     }  # fmt: skip
     assert cell.keys() == names
     assert Costs.read(tmp_path / "costs.json").at().reading == 0
