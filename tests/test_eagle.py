@@ -17,7 +17,7 @@ from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save_draft
 from forerun.runtime.eagle import EPS, EagleHead
 from forerun.testing import ScriptedModel
-from forerun.training.eagle import EagleTrainer
+from forerun.training.eagle import EagleTrainer, unrolled
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
 from marks import spread
@@ -221,7 +221,7 @@ def test_what_is_learned_is_what_is_drafted(taught: Any, tmp_path: Path) -> None
     with torch.inference_mode():
         index = trainer._index[torch.tensor([text])]
         index = torch.where(index < 0, 60, index)
-        steps = [trainer.head.logits(x)[0] for x in trainer.unrolled(index, known)]
+        steps = [trainer.head.logits(x)[0] for x in unrolled(trainer.head, index, known, 3)]
         tensors = rounded(trainer.own)
         drafter = Eagle(str(tmp_path)).build(rows, None)
         assert isinstance(drafter, EagleDrafter)
@@ -259,11 +259,11 @@ def test_a_taught_head_is_right(taught: Any, tmp_path: Path) -> None:
 
 
 def test_rounds_are_counted_one_after_the_other() -> None:
-    from forerun.training.eagle import _rounds
+    from forerun.training.eagle import rounds_of
 
-    assert _rounds(torch.tensor([[1, 0, 0]] * 6)) == 3, "a token kept and one of the target's"
-    assert _rounds(torch.tensor([[0, 1, 1]] * 6)) == 6
-    assert _rounds(torch.tensor([[1, 1, 1]] * 9)) == 3, "the last one ends with the text"
+    assert rounds_of(torch.tensor([[1, 0, 0]] * 6)) == 3, "a token kept and one of the target's"
+    assert rounds_of(torch.tensor([[0, 1, 1]] * 6)) == 6
+    assert rounds_of(torch.tensor([[1, 1, 1]] * 9)) == 3, "the last one ends with the text"
 
 
 def test_a_run_cut_in_two_is_the_run_in_one_piece(tmp_path: Path) -> None:

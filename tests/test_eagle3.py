@@ -19,6 +19,11 @@ from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.eagle import given
 from forerun.testing import ScriptedModel
+from forerun.training.eagle import unrolled
+from forerun.training.eagle3 import Eagle3Trainer
+from forerun.training.fit import Document
+from forerun.training.settings import TrainingSettings
+from test_eagle import written
 from test_states import RUNTIMES, alone
 from tiny import VOCAB, build, texts
 
@@ -198,3 +203,57 @@ def test_the_default_depths_are_eagles_own() -> None:
     assert depths_of({}, 32) == [2, 16, 29]
     assert depths_of({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, 32) == [1, 5]
     assert VOCAB == 97, "as of the heads that are kept"
+
+
+# Learning
+
+
+@pytest.fixture(scope="module")
+def taught() -> tuple[Any, Eagle3Trainer, list[Document]]:
+    model = build("llama")
+    documents = written(model)
+    settings = TrainingSettings("eagle3", steps=160, batch=10, vocab=60, lr=0.03)
+    trainer = Eagle3Trainer(torch_rows(model), settings, documents)
+    log = list(trainer.train(documents))
+    assert log[-1]["loss"] < 0.8 * log[0]["loss"]
+    return model, trainer, documents
+
+
+def test_what_is_learned_is_what_is_drafted(taught: Any, tmp_path: Path) -> None:
+    """Each unrolled step at each place says what the drafter says there, in three steps."""
+    model, trainer, documents = taught
+    trainer.export(tmp_path, 1, {})
+    rows, text = torch_rows(model), documents[0].ids[:20]
+    (states,) = trainer._states.of([Document(text)])
+    drafter = drafter_of(str(tmp_path), rows)
+    head: Any = drafter._head
+    with torch.inference_mode():
+        known = states.flatten(1)[None]
+        steps = [head.logits(x)[0] for x in unrolled(head, torch.tensor([text]), known, 3)]
+        for place in (4, 9, 16):
+            drafter.rows.keep([])
+            drafter.rows.join(1, 40)
+            rows.keep([])
+            rows.read([text[: place + 1]], 20)
+            for ahead in range(3):
+                step = drafter.step([text[: place + 1 + ahead]], None)
+                assert step.logits is not None
+                got, wanted = step.logits[0, drafter._tokens], steps[ahead][place + ahead]
+                torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
+            drafter._restore()
+            drafter._newest.clear()
+
+
+def test_a_taught_head_is_right(taught: Any, tmp_path: Path) -> None:
+    model, trainer, documents = taught
+    measured = trainer.agreement(documents)
+    about = trainer.export(tmp_path, len(documents), measured)
+    assert about.kind == "eagle3"
+    assert measured["tokens_per_round"] > 1.5
+    rows = torch_rows(model)
+    prompts = [d.ids[: d.start + 1] for d in documents[:8]]
+    how: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "controller": "fixed(3)"}
+    done = Model(rows, drafter_of(str(tmp_path), rows)).generate(prompts, **how)
+    assert [c.tokens for c in done] == [d.ids[d.start + 1 :] for d in documents[:8]]
+    live = sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done)
+    assert live == pytest.approx(measured["tokens_per_round"], rel=0.25)

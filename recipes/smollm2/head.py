@@ -1,301 +1,398 @@
-"""Train the EAGLE-like head that ships for SmolLM2, on a GPU: `python -m recipes.smollm2.head`.
+"""Train the heads `eagle` and `eagle3` of SmolLM2 on a GPU: `python -m recipes.smollm2.head`.
 
-The head that ships saw 5.3 M tokens of 84 thousand answers in 200 seconds of one H200, after 100
-seconds of writing. What a head is, and its file, stands in `forerun.drafters.eagle`; on any other
-target and on a CPU, `forerun train-draft eagle` does the same more slowly.
+The model writes answers for as long as it is let, then heads learn from them together: its states
+are computed anew for every batch. What a head is and how it learns stands in
+`forerun.training.eagle`; on any other target and on a CPU, `forerun train-draft` does the same more
+slowly.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import typer
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from forerun.training.muon import Muon
-from recipes.smollm2.teacher import DEPTHS, END, HIDDEN, VOCAB, Teacher, Text, dequantised
+from forerun.runtime.drafts import About, rounded, save_draft
+from forerun.runtime.eagle import StateHead
+from forerun.runtime.eagle3 import Eagle3Head, save_head
+from forerun.training.eagle import (
+    WEIGHT,
+    begun,
+    goals_of,
+    loss_of,
+    optimizers,
+    rounds_of,
+    unrolled,
+)
+from forerun.training.eagle3 import begun3
+from recipes.smollm2 import teacher as teachers
+from recipes.smollm2.teacher import (
+    DEPTHS,
+    END,
+    HIDDEN,
+    MOST,
+    VOCAB,
+    Prompt,
+    Step,
+    Teacher,
+    Text,
+    dequantised,
+)
 
-STEPS, WEIGHT, SHARE = 4, 0.8, 0.5
-"""Steps trained, each one's weight over that before, share of positions of all but the first."""
-SOFT, TOP = 0.7, 16
-"""Share of the loss that is the teacher's likeliest tokens' instead of its best one's."""
-TOKENS = 12_000
-"""Of a batch, padding counted."""
-MUON_RATE, RATE, WARM_UP, LEVEL, LAST = 0.02, 2e-3, 50, 0.4, 0.03
-"""Peak rates; steps of warm-up; share of the time at the peak; the last rate as a share of it."""
-
-
-class Head(nn.Module):
-    """One layer over the token's embedding and the teacher's states of the token before it.
-
-    Args:
-        tokens: the vocabulary, ids rising.
-        width: of the layer, a multiple of 64.
-        inner: width of its MLP.
-        teacher: whose embeddings it starts from.
-    """
-
-    def __init__(self, tokens: Tensor, width: int, inner: int, teacher: Teacher) -> None:
-        super().__init__()
-        self.tokens, self.width = tokens, width
-        self.ids = torch.full((VOCAB,), len(tokens), device=tokens.device)
-        self.ids[tokens] = torch.arange(len(tokens), device=tokens.device)
-        table = teacher.table[tokens].float()
-        basis = torch.linalg.svd(table, full_matrices=False)[2][:width]
-        table = table @ basis.T
-        table = table * (0.6 / table.norm(dim=1).mean())
-        self.embedding = nn.Parameter(torch.cat([table, table.mean(0, keepdim=True)]))
-        layers = {
-            "fuse": nn.Linear(len(DEPTHS) * HIDDEN, width, bias=False),
-            "input": nn.Linear(2 * width, width, bias=False),
-            "qkv": nn.Linear(width, 3 * width, bias=False),
-            "out": nn.Linear(width, width, bias=False),
-            "gate_up": nn.Linear(width, 2 * inner, bias=False),
-            "down": nn.Linear(inner, width, bias=False),
-        }
-        self.layers = nn.ModuleDict(layers)
-        self.norms = nn.ParameterDict(
-            {name: torch.ones(width) for name in ("attention_norm", "mlp_norm", "norm")}
-        )
-        with torch.no_grad():
-            for name, scale in (("qkv", 0.7), ("gate_up", 0.7), ("out", 0.3), ("down", 0.3)):
-                weight = layers[name].weight
-                nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
-            nn.init.normal_(layers["input"].weight, std=0.2 * width**-0.5)
-            layers["input"].weight += 0.4 * torch.eye(width).repeat(1, 2)
-            nn.init.normal_(layers["fuse"].weight, std=0.3 * HIDDEN**-0.5)
-            norm = teacher.norm.float()
-            layers["fuse"].weight[:, -HIDDEN:] = (basis * norm / norm.pow(2).mean().sqrt()).cpu()
-
-    def forward(self, ids: Tensor, states: Tensor, steps: int) -> list[Tensor]:
-        """Outputs `(B, T, width)` of each step at each position, all positions at once.
-
-        In step s a token attends to what step 1 made of the tokens up to s − 1 before it, and to
-        its own earlier steps of the last s − 1 tokens: what a round has that drafts s tokens.
-        """
-        length, at, mix = ids.shape[1], torch.arange(ids.shape[1], device=ids.device), self.layers
-        embedded = _rms(F.embedding(ids, self.embedding))
-        before = mix["fuse"](torch.cat([_rms(s) for s in states.split(HIDDEN, -1)], -1))
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        outputs = []
-        for step in range(1, steps + 1):
-            before = F.pad(before, (0, 0, 1, 0))[:, :length]
-            x = mix["input"](torch.cat([embedded, _rms(before)], -1))
-            q, k, v = self._heads(x)
-            keys.append(k)
-            values.append(v)
-            if step == 1:
-                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            else:
-                seen = at[None, :] <= at[:, None] - step + 1
-                scores = (q @ keys[0].mT).masked_fill(~seen, -1e9)
-                own = [
-                    F.pad(keys[s], (0, 0, step - 1 - s, 0))[:, :, :length] for s in range(1, step)
-                ]
-                scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True) for k in own)], -1)
-                shares = (scores.float() * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
-                attended = shares[..., :length] @ values[0]
-                for s in range(1, step):
-                    value = F.pad(values[s], (0, 0, step - 1 - s, 0))[:, :, :length]
-                    attended = attended + shares[..., length + s - 1, None] * value
-            before = self._rest(x, attended)
-            outputs.append(_rms(before) * self.norms["norm"])
-        return outputs
-
-    def _heads(self, x: Tensor) -> list[Tensor]:
-        made = self.layers["qkv"](_rms(x) * self.norms["attention_norm"])
-        q, k, v = made.unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
-        angles = torch.arange(x.shape[1], device=x.device)[:, None] * 1e4 ** (
-            -torch.arange(32, device=x.device) / 32
-        )
-
-        def turn(x: Tensor) -> Tensor:
-            a, b = x.float().chunk(2, -1)
-            cosine, sine = angles.cos(), angles.sin()
-            return torch.cat([a * cosine - b * sine, a * sine + b * cosine], -1).to(x.dtype)
-
-        return [turn(q), turn(k), v]
-
-    def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.layers["out"](attended.transpose(1, 2).flatten(2))
-        gate, up = self.layers["gate_up"](_rms(x) * self.norms["mlp_norm"]).chunk(2, -1)
-        return x + self.layers["down"](F.silu(gate) * up)
-
-    def loss(self, output: Tensor, best: Tensor, shares: Tensor) -> Tensor:
-        """Cross-entropy to the teacher's likeliest tokens, as far as they are in the vocabulary.
-
-        Args:
-            output: `(N, width)`.
-            best: `(N, TOP)` ids in this head's vocabulary, the likeliest first.
-            shares: `(N, TOP)` their probabilities.
-        """
-        count = len(self.tokens)
-        logits = F.linear(output, self.embedding[:count].to(output.dtype)).float()
-        surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(1, best.clamp(max=count - 1))
-        surprise = surprise * (best < count)
-        return (SOFT * (shares * surprise).sum(-1) + (1 - SOFT) * surprise[:, 0]).mean()
-
-    def save(self, folder: Path, trained: dict[str, Any]) -> None:
-        """As `forerun` reads it."""
-        weights: dict[str, Any] = {
-            f"{name}.weight": layer.weight for name, layer in self.layers.items()
-        }
-        weights |= {f"{name}.weight": value for name, value in self.norms.items()}
-        weights["embedding.weight"] = self.embedding
-        halves = {n: w.detach().to(torch.float16).cpu().contiguous() for n, w in weights.items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        tokens = self.tokens.to(torch.int32).cpu()
-        save_file(halves | {"tokens": tokens}, folder / "draft.safetensors")
-        facts = {"format": "forerun draft 1", "kind": "eagle", "depths": DEPTHS, "target": None}
-        (folder / "draft.json").write_text(json.dumps(facts | {"trained": trained}, indent=1))
+EDGES = (96, 128, 160, 192, 240, 288, 360)
+"""Tokens to which texts are padded; all batches have the same number, a multiple of each."""
+SCORED = 0.6
+"""Share of a batch's places that is learned from at most."""
+STEPS = 4
+WARM_UP, LEVEL, LAST = 50, 0.3, 0.03
+"""Steps of warm-up; share of the time at the peak rate; the last rate as a share of it."""
+LOOKS = 5
+"""Times that heads are measured and saved, the beginning not counted."""
+KEPT = 9_000_000
+"""Tokens of texts that are kept."""
 
 
-class Labels:
-    """What a batch of texts teaches: states, and the teacher's likeliest tokens in answers."""
+class Shelf:
+    """Texts of like lengths on a device."""
 
-    def __init__(self, teacher: Teacher, texts: Sequence[Text]) -> None:
-        longest, device = max(len(t.ids) for t in texts) - 1, teacher.device
-        ids = np.zeros((len(texts), longest), np.int64)
+    def __init__(self, texts: Sequence[Text], edge: int, device: torch.device) -> None:
+        ids = np.full((len(texts), edge), END, np.int32)
         for row, text in enumerate(texts):
             ids[row, : len(text.ids) - 1] = text.ids[:-1]
-        places = [i * longest + np.arange(t.prompt, len(t.ids) - 1) for i, t in enumerate(texts)]
         self.ids = torch.from_numpy(ids).to(device)
-        self.states = teacher.states(self.ids)
-        self.places = torch.from_numpy(np.concatenate(places)).to(device)
-        best, shares = [], []
-        for part in self.states[..., -HIDDEN:].reshape(-1, HIDDEN)[self.places].split(8192):
-            logits = teacher.logits(part).float()
-            top, likeliest = logits.topk(TOP, -1)
-            shares.append((top - logits.logsumexp(-1, keepdim=True)).exp())
-            best.append(likeliest)
-        self.best, self.shares = torch.cat(best), torch.cat(shares)
+        bounds = np.array([(text.prompt, len(text.ids) - 1) for text in texts])
+        self.bounds = torch.from_numpy(bounds).to(device)
+        """`(texts, 2)` first and last but one place of what counts."""
 
 
-def batches(texts: Sequence[Text], rng: np.random.Generator) -> Iterator[list[Text]]:
-    """Without end: texts of like lengths together, at most `TOKENS` with padding."""
+def shelves(texts: Sequence[Text], device: torch.device) -> dict[int, Shelf]:
+    """By the edge to which they are padded; texts that are longer than all are left out."""
+    out, below = {}, 0
+    for edge in EDGES:
+        own = [text for text in texts if below < len(text.ids) - 1 <= edge]
+        if own:
+            out[edge] = Shelf(own, edge, device)
+        below = edge
+    return out
+
+
+def batches(
+    shelved: dict[int, Shelf], tokens: int, rng: np.random.Generator
+) -> Iterator[tuple[int, Tensor]]:
+    """Without end: an edge and rows of its shelf, all of them before one comes again."""
+    edges = list(shelved)
+    sizes = np.array([shelved[edge].ids.numel() for edge in edges], float)
+    waiting: dict[int, list[int]] = {edge: [] for edge in edges}
     while True:
-        order = rng.permutation(len(texts))
-        for first in range(0, len(order), 2048):
-            groups: list[list[Text]] = [[]]
-            for i in sorted(order[first : first + 2048], key=lambda i: len(texts[i].ids)):
-                if groups[-1] and (len(groups[-1]) + 1) * len(texts[i].ids) > TOKENS:
-                    groups.append([])
-                groups[-1].append(texts[i])
-            for group in rng.permutation(len(groups)):
-                yield groups[group]
+        edge = edges[rng.choice(len(edges), p=sizes / sizes.sum())]
+        count = tokens // edge
+        while len(waiting[edge]) < count:
+            waiting[edge] += rng.permutation(len(shelved[edge].ids)).tolist()
+        yield edge, torch.tensor(waiting[edge][:count])
+        del waiting[edge][:count]
 
 
-@torch.no_grad()
-def tokens_a_round(head: Head, teacher: Teacher, texts: Sequence[Text], drafted: int) -> float:
-    """Committed per round on texts that the teacher wrote, `drafted` tokens each time."""
-    committed = rounds = 0
-    for text in texts:
-        labels = Labels(teacher, [text])
-        outputs = head(head.ids[labels.ids], labels.states, drafted)
-        table, right = head.embedding[:-1], head.ids[labels.best[:, 0]]
-        hits = [
-            (F.linear(o[0][labels.places], table).argmax(-1) == right).tolist() for o in outputs
+class Fit:
+    """Heads that learn together.
+
+    Args:
+        heads: by name; they have the same vocabulary.
+        teacher: whose states they read.
+        vocabulary: `(V,)` rising ids.
+        shelved: texts.
+        tokens: of a batch, padding counted.
+        fast: compile what takes longest.
+    """
+
+    def __init__(
+        self,
+        heads: dict[str, StateHead],
+        teacher: Teacher,
+        vocabulary: Tensor,
+        shelved: dict[int, Shelf],
+        tokens: int,
+        fast: bool,
+    ) -> None:
+        self.heads, self.teacher, self.vocabulary, self.shelved = (
+            heads,
+            teacher,
+            vocabulary,
+            shelved,
+        )
+        self.index = torch.full((VOCAB,), -1, device=teacher.device)
+        self.index[vocabulary] = torch.arange(len(vocabulary), device=teacher.device)
+        self.tokens, self.places = tokens, int(SCORED * tokens)
+        self.own = [p for head in heads.values() for p in head.parameters()]
+        for p in self.own:
+            p.grad = torch.zeros_like(p)
+        rates = {"eagle": 2e-3, "eagle3": 1e-3}
+        self.optimizers = [
+            optimizer
+            for name, head in heads.items()
+            for optimizer in optimizers(dict(head.named_parameters()), rates[name])
         ]
-        at, end = 0, len(right)
-        while at < end:
-            kept = 0
-            while kept < drafted and at + kept < end and hits[kept][at + kept]:
-                kept += 1
-            rounds, at = rounds + 1, at + kept + 1
-        committed += end
-    return committed / rounds
+        self.peaks = [o.param_groups[0]["lr"] for o in self.optimizers]
+        self.loss = torch.zeros(len(heads), device=teacher.device)
+        self.seen = torch.zeros((), dtype=torch.float64, device=teacher.device)
+        self.rows: dict[int, Tensor] = {}
+        self.graphs: dict[int, Any] = {}
+        self._pool = None if teacher.device.type == "cpu" else torch.cuda.graph_pool_handle()
+        self.compile(fast)
 
+    def compile(self, fast: bool) -> None:
+        """Choose whether the teacher's layers and the loss are compiled."""
+        pieces = [teachers.before, teachers.after, loss_of]
+        if fast:
+            pieces = [torch.compile(piece, dynamic=False) for piece in pieces]
+        before, after, self.loss_of = pieces
+        self.parts: Any = before, after
 
-def fit(
-    head: Head, teacher: Teacher, texts: Sequence[Text], seconds: float, rng: np.random.Generator
-) -> dict[str, Any]:
-    """Train for so long; returns what to say of it."""
-    matrices = list(head.layers.parameters())
-    others = [p for name, p in head.named_parameters() if not name.startswith("layers")]
-    muon = Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=0.01)
-    adam = torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    began, trained, mixed = time.time(), 0, teacher.device.type == "cuda"
-    for step, batch in enumerate(batches(texts, rng)):
-        spent = (time.time() - began) / seconds
-        if spent >= 1:
-            break
-        fading = 1.0 if spent < LEVEL else max(LAST, 1 - (spent - LEVEL) / (1 - LEVEL))
-        rate = min(1, (step + 1) / WARM_UP) * fading
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = MUON_RATE * rate, RATE * rate
-        labels = Labels(teacher, batch)
-        best = head.ids[labels.best]
-        with torch.autocast(teacher.device.type, torch.bfloat16, enabled=mixed):
-            loss = torch.zeros((), device=teacher.device)
-            for n, output in enumerate(head(head.ids[labels.ids], labels.states, STEPS)):
-                chosen = torch.rand(len(best), device=best.device) < (SHARE if n else 1.0)
-                flat = output.reshape(-1, head.width)[labels.places[chosen]]
-                loss = loss + WEIGHT**n * head.loss(flat, best[chosen], labels.shares[chosen])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
-        for optimizer in (muon, adam):
+    def __call__(self, edge: int, rows: Tensor, rate: float) -> None:
+        """A step on these rows of a shelf, at `rate` times the peak rates."""
+        if edge in self.rows:
+            self.rows[edge].copy_(rows, non_blocking=True)
+            self._gradients_of(edge)
+        else:  # the first time warms up what a graph is captured of
+            self.rows[edge] = rows.to(self.teacher.device)
+            self._gradients(edge)
+        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * rate
             optimizer.step()
-            optimizer.zero_grad()
-        trained += len(best)
-        if step % 100 == 0:
+
+    def _gradients_of(self, edge: int) -> None:
+        if self.teacher.device.type == "cuda" and edge not in self.graphs:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+                    self._gradients(edge)
+                self.graphs[edge] = graph
+            except RuntimeError as error:
+                print("no graph:", str(error).splitlines()[0], flush=True)
+                self.graphs[edge] = None
+        if graph := self.graphs.get(edge):
+            graph.replay()
+        else:
+            self._gradients(edge)
+
+    def _gradients(self, edge: int) -> None:
+        """Of all heads on the rows that are set."""
+        torch._foreach_zero_([p.grad for p in self.own])
+        shelf, rows = self.shelved[edge], self.rows[edge]
+        ids, (first, last) = shelf.ids[rows].long(), shelf.bounds[rows].unbind(1)
+        at = torch.arange(edge, device=ids.device)
+        counts = ((at >= first[:, None]) & (at < last[:, None])).flatten()
+        drawn = torch.rand(counts.shape, device=ids.device) + counts
+        chosen = drawn.argsort(descending=True)[: self.places]
+        weights = counts[chosen].float()
+        with torch.no_grad():
+            states = self.teacher.states(ids, parts=self.parts)
+            goals = self._goals(states, chosen) * (weights / weights.sum())[:, None]
+            goals = goals.to(torch.bfloat16)
+        half = len(chosen) // 2
+        shares = 1.0, weights.sum() / weights[:half].sum()
+        for place, head in enumerate(self.heads.values()):
+            with torch.autocast(ids.device.type, torch.bfloat16, ids.is_cuda, cache_enabled=False):
+                outputs = unrolled(head, self._read(head, ids), states, len(DEPTHS), STEPS)
+                loss = self.loss.new_zeros(())
+                for step, output in enumerate(outputs):
+                    count = half if step else len(chosen)
+                    x = output.flatten(0, 1).index_select(0, chosen[:count])
+                    one = self.loss_of(head.logits(x), goals[:count])
+                    loss = loss + WEIGHT**step * shares[step > 0] * one
+                    if step == 0:
+                        self.loss[place].copy_(one.detach())
+            loss.backward()
+        self.seen += weights.sum()
+
+    def _goals(self, states: Tensor, chosen: Tensor) -> Tensor:
+        last = states[..., -HIDDEN:].flatten(0, 1)[chosen]
+        parts = [
+            goals_of(self.teacher.logits(part), self.vocabulary, self.index)[0].bfloat16()
+            for part in last.split(4096)
+        ]
+        return torch.cat(parts)
+
+    def _read(self, head: StateHead, ids: Tensor) -> Tensor:
+        """Ids as a head reads them."""
+        if head.reads == VOCAB:
+            return ids
+        cut = self.index[ids]
+        return torch.where(cut < 0, len(self.vocabulary), cut)
+
+    @torch.no_grad()
+    def measure(self, head: StateHead, texts: Sequence[Text]) -> dict[str, float]:
+        """Tokens a round at `STEPS` drafted on texts that the teacher wrote, by their kinds."""
+        counts: dict[str, list[int]] = {}
+        for first in range(0, len(texts), 32):
+            part = texts[first : first + 32]
+            longest = max(len(text.ids) for text in part) - 1
+            shelf = Shelf(part, longest, self.teacher.device)
+            ids, spans = shelf.ids.long(), shelf.bounds.tolist()
+            states = self.teacher.states(ids)
+            outputs = unrolled(head, self._read(head, ids), states, len(DEPTHS), STEPS)
+            for row, (begin, end) in enumerate(spans):
+                logits = self.teacher.logits(states[row, begin:end, -HIDDEN:])
+                best = self.index[logits.argmax(-1)]
+                own = (output[row, begin:end] for output in outputs)
+                right = torch.stack([head.logits(x).argmax(-1) == best for x in own], -1)
+                for kind in (part[row].kind, "all"):
+                    count = counts.setdefault(kind, [0, 0])
+                    count[0] += end - begin
+                    count[1] += rounds_of(right)
+        return {kind: round(n / max(r, 1), 3) for kind, (n, r) in sorted(counts.items())}
+
+
+def run(
+    fit: Fit, held: Sequence[Text], seconds: Callable[[], float], out: Path, facts: dict[str, Any]
+) -> None:
+    """Train for so long; show and save now and then, and at the end."""
+    rng, whole, began, looks = np.random.default_rng(1), seconds(), time.time(), 0
+    for step, (edge, rows) in enumerate(batches(fit.shelved, fit.tokens, rng)):
+        share = min(1.0, 1 - seconds() / whole)
+        if share >= looks / LOOKS:
+            took, seen, looks = time.time() - began, int(fit.seen), looks + 1
             print(
-                f"{time.time() - began:.0f} s: {trained} tokens, loss {float(loss):.3f}", flush=True
+                f"{took:.0f} s: {seen} answer tokens in {step} steps, {seen / took:.0f} a second, "
+                f"{fit.tokens * step / took:.0f} with prompts and padding; losses",
+                [round(x, 3) for x in fit.loss.tolist()],
+                flush=True,
             )
-    return {"tokens": trained, "texts": len(texts), "seconds": round(time.time() - began)}
+            own = {"tokens": seen, "steps": step, "seconds": round(took)}
+            save(fit, held, out, facts | own)
+        if share == 1.0:
+            return
+        fading = 1.0 if share < LEVEL else max(LAST, 1 - (share - LEVEL) / (1 - LEVEL))
+        fit(edge, rows, min(1.0, (step + 1) / WARM_UP) * fading)
+
+
+def save(fit: Fit, held: Sequence[Text], out: Path, trained: dict[str, Any]) -> None:
+    """As `forerun` reads them: `eagle` in 8 bits, `eagle3` as a folder of `speculators`."""
+    for name, head in fit.heads.items():
+        rounds = fit.measure(head, held)
+        print(" ", name, json.dumps(rounds), flush=True)
+        with (out / "log.jsonl").open("a") as file:
+            file.write(json.dumps({"head": name, **trained, "tokens_a_round": rounds}) + "\n")
+        own = trained | {f"tokens_a_round_at_{STEPS}": rounds}
+        if isinstance(head, Eagle3Head):
+            save_head(out / name, head, fit.vocabulary, DEPTHS, own)
+            continue
+        tensors = rounded(head.state_dict()) | {"tokens": fit.vocabulary.to(torch.int32)}
+        save_draft(out / name, About("eagle", None, {"depths": list(DEPTHS)}, own), tensors)
+
+
+def frequent(texts: Sequence[Text], count: int) -> np.ndarray:
+    """`(count,)` rising ids of the tokens that answers, and a little prompts, have most often."""
+    counts = np.zeros(VOCAB)
+    for part, weight in ((slice(None, None), 0.1), (slice(1, None), 0.9)):
+        own = [text.ids if part.start is None else text.ids[text.prompt :] for text in texts]
+        counts += weight * np.bincount(np.concatenate(own), minlength=VOCAB)
+    counts[END] = np.inf
+    return np.sort(np.argsort(-counts, kind="stable")[:count])
+
+
+def read_prompts(path: Path) -> tuple[list[Prompt], list[Prompt]]:
+    """Of a file of `recipes.smollm2.prompts`: those that are held out, and the others."""
+    with np.load(path) as kept:
+        parts = np.split(kept["ids"], np.cumsum(kept["lengths"].astype(int))[:-1])
+        names = [str(name) for name in kept["names"]]
+        every = [Prompt(p, names[k]) for p, k in zip(parts, kept["kinds"], strict=True)]
+        return every[: kept["held"]], every[kept["held"] :]
+
+
+def read_texts(path: Path) -> list[Text]:
+    """Answers that are kept as JSON lines: "ids", "n" of them a prompt's, "kind"."""
+    with gzip.open(path, "rt") as file:
+        lines = [json.loads(line) for line in file]
+    return [Text(np.array(x["ids"]), x["n"], "former " + x["kind"]) for x in lines]
+
+
+def keep(texts: Sequence[Text], path: Path) -> None:
+    """Save the first `KEPT` tokens of texts."""
+    count = int(np.searchsorted(np.cumsum([len(text.ids) for text in texts]), KEPT))
+    taken = texts[:count]
+    np.savez_compressed(
+        path,
+        ids=np.concatenate([text.ids for text in taken]),
+        lengths=np.array([len(text.ids) for text in taken], np.int16),
+        prompts=np.array([text.prompt for text in taken], np.int16),
+        kinds=np.array([text.kind for text in taken]),
+    )
 
 
 def main(
     target: Annotated[Path, typer.Option(help="SmolLM2-135M-Instruct as a GGUF file.")],
-    prompts: Annotated[Path, typer.Option(help="JSON lines of recipes.smollm2.prompts.")],
+    prompts: Annotated[Path, typer.Option(help="Ids by recipes.smollm2.prompts.")],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
-    vocabulary: Annotated[int, typer.Option(help="Tokens it can draft.")] = 12_288,
-    width: Annotated[int, typer.Option(help="Of the layer.")] = 384,
-    inner: Annotated[int, typer.Option(help="Of its MLP.")] = 1024,
-    writing: Annotated[float, typer.Option(help="Seconds of writing.")] = 100,
-    training: Annotated[float, typer.Option(help="Seconds of training.")] = 200,
+    held: Annotated[Path | None, typer.Option(help="More held-out answers, .jsonl.gz.")] = None,
+    heads: Annotated[str, typer.Option(help="Which of eagle and eagle3.")] = "eagle,eagle3",
+    vocabulary: Annotated[int, typer.Option(help="Tokens they can draft.")] = 12_288,
+    width: Annotated[int, typer.Option(help="Of eagle's layer.")] = 384,
+    writing: Annotated[float, typer.Option(help="Seconds of writing.")] = 110,
+    training: Annotated[float, typer.Option(help="Seconds of training.")] = 290,
+    stop: Annotated[float, typer.Option(help="Seconds for all.")] = 480,
     rows: Annotated[int, typer.Option(help="Answers written at a time.")] = 2048,
+    tokens: Annotated[int, typer.Option(help="Of a batch, with prompts and padding.")] = 23_040,
+    fast: Annotated[bool, typer.Option(help="Compile the teacher's layers.")] = True,
 ) -> None:
-    """Let SmolLM2 write answers, and train a head on them."""
-    from transformers import AutoTokenizer
+    """Let SmolLM2 write answers, and train heads on them."""
+    began = time.time()
 
+    def say(line: str) -> None:
+        print(f"[{time.time() - began:.0f}] {line}", flush=True)
+
+    out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(target.parent, gguf_file=target.name)
-    lines = [json.loads(line)["prompt"] for line in prompts.open(encoding="utf-8")]
-    asked = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": line}], tokenize=False, add_generation_prompt=True
-        )
-        for line in lines
-    ]
-    ids = [x for x in tokenizer(asked, add_special_tokens=False)["input_ids"] if len(x) <= 230]
     teacher = Teacher(dequantised(target), device, rows)
-    texts = [t for t in teacher.write(ids, writing, rng) if len(t.ids) > t.prompt + 2]
-    held, texts = texts[:100], texts[100:]
-    counts = np.zeros(VOCAB)
-    for text in texts:
-        np.add.at(counts, text.ids[text.prompt :].astype(np.int64), 1.0)
-        np.add.at(counts, text.ids[: text.prompt].astype(np.int64), 0.1)
-    counts[END] = np.inf
-    tokens = torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:vocabulary])).to(device)
-    head = Head(tokens, width, inner, teacher).to(device)
-    facts = fit(head, teacher, texts, training, rng)
-    drafted = {f"tokens_a_round_at_{n}": tokens_a_round(head, teacher, held, n) for n in (3, 4)}
-    print(facts | drafted)
-    head.save(out, facts | {"held_out": drafted})
-
-
-def _rms(x: Tensor) -> Tensor:
-    return F.rms_norm(x.float(), x.shape[-1:], eps=1e-5)
+    unseen, asked = read_prompts(prompts)
+    say(f"{len(asked)} prompts, {len(unseen)} held out, on {device}")
+    longest = max(len(prompt.ids) for prompt in [*unseen, *asked])
+    step = Step(teacher, longest + MOST)
+    batches_of_held = [unseen[i : i + rows] for i in range(0, len(unseen), rows)]
+    kept = [t for batch in batches_of_held for t in teacher.answers(batch, step, sampled=False)]
+    kept += [] if held is None else read_texts(held)
+    written_from = time.time()
+    texts = [t for t in teacher.write(asked, step, writing, rng) if len(t.ids) > t.prompt + 2]
+    answers = sum(len(t.ids) - t.prompt for t in texts)
+    say(f"{len(texts)} texts, {answers / (time.time() - written_from):.0f} answer tokens/s")
+    del step
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(side)
+    keep(texts, out / "texts.npz")
+    ids = torch.from_numpy(frequent(texts, vocabulary)).to(device)
+    made: dict[str, StateHead] = {
+        name: begun(teacher, width, ids, len(DEPTHS)) if name == "eagle"
+        else begun3(teacher, teacher.unembedding, ids, len(DEPTHS))
+        for name in heads.split(",")
+    }  # fmt: skip
+    fit = Fit(made, teacher, ids, shelves(texts, device), tokens, fast)
+    edge, first = next(batches(fit.shelved, tokens, rng))
+    try:
+        fit(edge, first, 0.0)
+    except Exception as error:  # whatever a compiler raises
+        say(f"not compiled: {str(error).splitlines()[0]}")
+        fit.compile(False)
+        fit(edge, first, 0.0)
+    say("training begins")
+    end = min(time.time() + training, began + stop)
+    facts = {"texts": len(texts), "answer_tokens": answers, "device": str(device)}
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name()
+    kept = [t for t in kept if len(t.ids) > t.prompt + 2]
+    run(fit, kept, lambda: end - time.time(), out, facts)
+    say("done")
 
 
 if __name__ == "__main__":

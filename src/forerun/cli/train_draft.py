@@ -41,8 +41,9 @@ def train_draft(
             metavar="[KIND]",
             help="shared or block: a decoder on the target's encoder that drafts token by token, "
             "or a block of tokens in one pass. Of decoder-only targets: eagle, a layer on its "
-            "hidden states; medusa, heads on the last one; kangaroo, an adapter on a shallow one; "
-            "exits, heads that let it stop early. Default: shared.",
+            "hidden states; eagle3, the same as a folder of speculators; medusa, heads on the last "
+            "one; kangaroo, an adapter on a shallow one; exits, heads that let it stop early. "
+            "Default: shared.",
             show_default=False,
         ),
     ] = None,

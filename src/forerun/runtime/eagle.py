@@ -228,7 +228,7 @@ class EagleHead(StateHead):
 
 def rms(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     """`x` over its root mean square, of the last dimension."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 def shapes(about: About, tensors: Tensors, width: int) -> Mapping[str, tuple[int, ...]]:

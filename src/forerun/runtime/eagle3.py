@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,62 @@ def load_head(
     head.load_state_dict(own, assign=True)
     head.rates = torch.tensor(form.rates)
     return head.to(target.device).eval().requires_grad_(False), tokens
+
+
+def save_head(
+    folder: str | Path,
+    head: Eagle3Head,
+    tokens: torch.Tensor,
+    depths: Sequence[int],
+    trained: Mapping[str, Any],
+) -> None:
+    """Write a head as `speculators` does, in bfloat16 and without embeddings, its target's own.
+
+    Args:
+        folder: made if it is not there.
+        head: of Llama's layer.
+        tokens: `(V,)` rising ids that it says.
+        depths: whose states it reads.
+        trained: how; kept beside what others read.
+    """
+    from safetensors.torch import save_file
+
+    own = {name: t.detach().to("cpu", torch.bfloat16) for name, t in head.state_dict().items()}
+    named: dict[str, torch.Tensor] = {}
+    form, width = head.form, head.form.head_width
+    sizes = [form.heads * width, form.key_heads * width, form.key_heads * width]
+    parts = {"qkv.weight": sizes, "gate_up.weight": [form.inner] * 2}
+    for name, count in parts.items():
+        named |= dict(zip(JOINED[name], own.pop(name).split(count), strict=True))
+    if "fc_norm" in head.flags:
+        by_depth = own.pop("fuse_norm.weight").chunk(len(depths))
+        named |= {f"fc_norm.{i}.weight": part for i, part in enumerate(by_depth)}
+    named |= {theirs: own[ours] for theirs, ours in NAMES.items() if ours in own}
+    outside = ("fc", "norm.", "lm_head", "input_norm")
+    named = {n if n.startswith(outside) else f"layers.0.{n}": t for n, t in named.items()}
+    if len(tokens) < head.reads:
+        named["d2t"] = tokens.cpu().long() - torch.arange(len(tokens))
+        named["t2d"] = torch.zeros(head.reads, dtype=torch.bool).index_fill(0, tokens.cpu(), True)
+    layer = {
+        "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu",
+        "hidden_size": form.width, "intermediate_size": form.inner, "head_dim": width,
+        "num_attention_heads": form.heads, "num_key_value_heads": form.key_heads,
+        "rms_norm_eps": form.eps, "vocab_size": head.reads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }  # fmt: skip
+    config = {
+        "speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": len(tokens), "eagle_aux_hidden_state_layer_ids": list(depths),
+        **{flag: flag in head.flags for flag in FLAGS}, "transformer_layer_config": layer,
+        "trained": dict(trained),
+    }  # fmt: skip
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    kept = {name: tensor.contiguous() for name, tensor in named.items()}
+    file = Path(folder, "model.safetensors")
+    save_file(kept, str(file), metadata={"format": "pt"})
+    file.chmod(0o644)
+    text = json.dumps(config, indent=1, allow_nan=False)
+    Path(folder, CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def _form(folder: str, config: Mapping[str, Any]) -> tuple[HeadForm, Set[str]]:

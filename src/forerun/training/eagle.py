@@ -1,21 +1,23 @@
-"""Training of the head behind the drafter `eagle`, through as many steps as a draft has.
+"""Training of heads over the target's states, through as many steps as a draft has.
 
-It learns the target's distribution over its own vocabulary and the target's best token, at the
+They learn the target's distribution over their own vocabulary and the target's best token, at the
 places of what the target wrote; steps after the first read the head's own outputs, as in use.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import Tensors, rounded
-from forerun.runtime.eagle import HEAD, EagleHead
+from forerun.runtime.eagle import EagleHead, StateHead
+from forerun.runtime.layers import LayerAccess
 from forerun.runtime.states import check_depths
 from forerun.training.fit import (
     Document,
@@ -41,8 +43,27 @@ MATRIX_RATE = 0.02
 """Peak learning rate of the matrices, by Muon; the settings' is that of the table and the norms."""
 
 
-class EagleTrainer(StatesTraining):
-    """A head in training.
+class Taught(Protocol):
+    """What a head begins from."""
+
+    width: int
+    """H, of a state."""
+
+    @property
+    def unembedding(self) -> torch.Tensor:
+        """`(V, H)`."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm of states `(..., H)`."""
+
+
+class HeadTrainer(StatesTraining):
+    """A head over states in training.
+
+    Args:
+        target: decoder-only.
+        settings: how.
+        texts: what its vocabulary is counted in.
 
     Raises:
         SettingError: depths or a vocabulary that the target does not have.
@@ -55,102 +76,58 @@ class EagleTrainer(StatesTraining):
         self.depths = check_depths(settings.layers or spread, count)
         tokens = cut(texts, min(settings.vocab or vocab, vocab), access)
         assert tokens is not None
-        assert settings.width is not None
         torch.manual_seed(settings.seed)
-        self.head = _new(access, settings.width, tokens, len(self.depths))
+        self.head = self._begun(access, tokens, settings)
         wanted = sorted({*self.depths, count})
         self._columns = [wanted.index(depth) for depth in self.depths]
         states, own = TargetStates(access.model, wanted), dict(self.head.named_parameters())
         super().__init__(access, states, own, settings, tokens)
 
+    @abstractmethod
+    def _begun(
+        self, access: LayerAccess, tokens: torch.Tensor, settings: TrainingSettings
+    ) -> StateHead:
+        """The head as it begins, with a vocabulary of these tokens."""
+
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        table = self.own["embedding.weight"]
-        matrices = [p for p in self.own.values() if p.dim() == 2 and p is not table]
-        others = [p for p in self.own.values() if p.dim() == 1 or p is table]
-        rate = self.settings.lr or 0.0
-        return [
-            Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.01),
-            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.01),
-        ]
+        return optimizers(self.own, self.settings.lr or 0.0)
 
     def _rate(self, share: float) -> float:
         """Up, level for a third, and down in a line."""
         return min(1.0, 30 * share, max(0.05, 1 - (share - 0.3) / 0.7))
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
-        outputs, taught, best = self._both(texts)
+        outputs, goals, _ = self._both(texts)
         total = outputs[0].new_zeros(())
         for step, x in enumerate(outputs):
             learned = torch.rand(len(x), device=x.device) < (1.0 if step == 0 else LEARNED)
             if bool(learned.any()):
-                loss = _loss(self.head.logits(x[learned]), taught[learned], best[learned])
-                total = total + WEIGHT**step * loss
+                loss = loss_of(self.head.logits(x[learned]), goals[learned])
+                total = total + WEIGHT**step * loss / learned.sum()
         yield total
 
     def _both(
         self, texts: Sequence[Document]
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Outputs `(n, D)` of each step where it counts; the target's probabilities `(n, V)` of
-        the head's tokens there, and the place `(n,)` of its best one, −1 if it has none."""
+        """Outputs `(n, D)` of each step where it counts, and what `goals_of` says of there."""
         states = self._states.of(texts)
-        ids, _ = padded([text.ids for text in texts], 0)
-        index = self._index[ids.to(self.target.device)]
-        index = torch.where(index < 0, len(self.vocabulary), index)  # type: ignore[arg-type]
+        ids = padded([text.ids for text in texts], 0)[0].to(self.target.device)
+        assert self.vocabulary is not None
+        if self.head.reads == len(self.vocabulary):
+            ids = self._index[ids]
+            ids = torch.where(ids < 0, len(self.vocabulary), ids)
         known = [own[:, self._columns].flatten(1).float() for own in states]
-        outputs = self.unrolled(index, torch.nn.utils.rnn.pad_sequence(known, batch_first=True))
+        known_of_all = torch.nn.utils.rnn.pad_sequence(known, batch_first=True)
+        outputs = unrolled(self.head, ids, known_of_all, len(self.depths))
         counts = self._scored(texts)
         with torch.no_grad():
             pairs = zip(states, texts, strict=True)
             last = torch.cat([own[text.start : -1, -1] for own, text in pairs])
-            logits = self._access.logits(last).float()
-            taught = logits.softmax(-1)[:, self.vocabulary]
-        return [x[counts] for x in outputs], taught, self._index[logits.argmax(-1)]
-
-    def unrolled(self, ids: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
-        """`(n, tokens, D)` outputs of each step, at every place at once.
-
-        At place i, step s (from 0) has read the target's states up to place i − s − 1 and its own
-        outputs of the steps before from there on, as the s-th token of a draft does.
-
-        Args:
-            ids: `(n, tokens)` in the head's vocabulary.
-            states: `(n, tokens, depths × H)` of the target.
-        """
-        places = torch.arange(ids.shape[1], device=ids.device)
-        before = _shifted(self.head.fused(states, len(self.depths)), 1)
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            step = len(keys)
-            keys.append(k)
-            values.append(v)
-            if step == 0:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            hidden = places > places[:, None] - step
-            true = (q @ keys[0].mT).masked_fill(hidden, -torch.inf)
-            # The draft's own keys stand at the last places, one of each step.
-            own = [(q * _shifted(keys[r], step - r)).sum(-1, keepdim=True)
-                   for r in range(1, step + 1)]  # fmt: skip
-            weights = (torch.cat([true, *own], -1) * HEAD**-0.5).softmax(-1)
-            mixed = weights[..., : len(places)] @ values[0]
-            for r in range(1, step + 1):
-                share = weights[..., len(places) + r - 1, None]
-                mixed = mixed + share * _shifted(values[r], step - r)
-            return mixed
-
-        out = []
-        for _ in range(STEPS):
-            x = self.head.layer(ids, before, places[None], attend)
-            out.append(x)
-            before = _shifted(x, 1)
-        return out
+            goals, best = goals_of(self._access.logits(last), self.vocabulary, self._index)
+        return [x[counts] for x in outputs], goals, best
 
     def _form(self) -> dict[str, Any]:
         return {"depths": list(self.depths)}
-
-    def _tensors(self) -> Tensors:
-        return rounded(self.own)
 
     @torch.no_grad()
     def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
@@ -167,7 +144,7 @@ class EagleTrainer(StatesTraining):
             hits = torch.stack([self.head.logits(x).argmax(-1) == best for x in outputs], -1).cpu()
             for text, right in zip(part, hits.split([positions_of(t) for t in part]), strict=True):
                 count = rounds.setdefault(text.family, [0, 0])
-                count[0] += _rounds(right)
+                count[0] += rounds_of(right)
                 count[1] += len(right)
             tables.append(hits.double())
         pace = {name: round(n / max(r, 1), 3) for name, (r, n) in sorted(rounds.items())}
@@ -176,14 +153,97 @@ class EagleTrainer(StatesTraining):
         return out | ({"by_family": pace} if len(pace) > 1 else {})
 
 
-def _loss(logits: torch.Tensor, taught: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    log_probs = logits.float().log_softmax(-1)
-    soft = -(taught * log_probs).sum(-1)
-    hard = -log_probs.gather(1, best.clamp(min=0)[:, None])[:, 0] * (best >= 0)
-    return (SOFT * soft + (1 - SOFT) * hard).mean()
+class EagleTrainer(HeadTrainer):
+    """The head behind the drafter `eagle` in training."""
+
+    def _begun(
+        self, access: LayerAccess, tokens: torch.Tensor, settings: TrainingSettings
+    ) -> EagleHead:
+        assert settings.width is not None
+        return begun(access, settings.width, tokens, len(self.depths))
+
+    def _tensors(self) -> Tensors:
+        return rounded(self.own)
 
 
-def _rounds(right: torch.Tensor) -> int:
+def optimizers(own: Mapping[str, torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
+    """Of a head's parameters: Muon for matrices, AdamW at `rate` for tables and norms."""
+    tables = ("embedding.weight", "unembedding.weight")
+    matrices = [p for name, p in own.items() if p.dim() == 2 and name not in tables]
+    others = [p for name, p in own.items() if p.dim() == 1 or name in tables]
+    return [
+        Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def unrolled(
+    head: StateHead, ids: torch.Tensor, states: torch.Tensor, depths: int, steps: int = STEPS
+) -> list[torch.Tensor]:
+    """`(n, tokens, D)` outputs of each step, at every place at once.
+
+    At place i, step s (from 0) has read the target's states up to place i − s − 1 and its own
+    outputs of the steps before from there on, as the s-th token of a draft does.
+
+    Args:
+        head: whose queries have keys of their own.
+        ids: `(n, tokens)` in the head's vocabulary.
+        states: `(n, tokens, depths × H)` of the target.
+        depths: how many.
+        steps: ≥ 1.
+    """
+    places = torch.arange(head.first, ids.shape[1], device=ids.device)
+    before = _shifted(head.fused(states, depths))[:, head.first :]
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        step = len(keys)
+        keys.append(k)
+        values.append(v)
+        if step == 0:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # The draft's own keys stand at the last places, one of each step.
+        ago = places[:, None] - places
+        seen = torch.cat([ago >= step, *(ago == step - r for r in range(1, step + 1))], 1)
+        return F.scaled_dot_product_attention(
+            q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=seen
+        )
+
+    out = []
+    for _ in range(steps):
+        x = head.layer(ids[:, head.first :], before, places[None], attend)
+        out.append(F.pad(x, (0, 0, head.first, 0)))
+        before = _shifted(x)
+    return out
+
+
+def goals_of(
+    logits: torch.Tensor, tokens: torch.Tensor, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a head is to say where the target says `(n, V')` logits.
+
+    Args:
+        logits: of the target.
+        tokens: `(V,)` the head's vocabulary.
+        index: `(V',)` places of tokens in it, −1 of those that are not.
+
+    Returns:
+        `(n, V)` shares, which sum to 1 less those of tokens outside the vocabulary, and `(n,)`
+        places of the target's best tokens, −1 for one outside.
+    """
+    best = index[logits.argmax(-1)]
+    goals = SOFT * logits.float().softmax(-1)[:, tokens]
+    hard = (1 - SOFT) * (best >= 0).to(goals.dtype)
+    return goals.scatter_add_(1, best.clamp(min=0)[:, None], hard[:, None]), best
+
+
+def loss_of(logits: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy, nats, of `(n, V)` logits to goals, summed over places."""
+    return -(goals * logits.float().log_softmax(-1)).sum()
+
+
+def rounds_of(right: torch.Tensor) -> int:
     """Rounds over the places of a text; `(places, steps)` whether each step is right there."""
     place, count, table = 0, 0, right.tolist()
     while place < len(table):
@@ -194,13 +254,13 @@ def _rounds(right: torch.Tensor) -> int:
     return count
 
 
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Along the tokens, second to last, with zeros first."""
-    return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    """By a token, with zeros first."""
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
 @torch.no_grad()
-def _new(access: Any, width: int, tokens: torch.Tensor, depths: int) -> EagleHead:
+def begun(access: Taught, width: int, tokens: torch.Tensor, depths: int) -> EagleHead:
     """A head whose table is the target's own, turned into its main directions, as what it reads of
     the last depth is; the rest is small and random."""
     hidden, device = access.width, tokens.device
@@ -211,16 +271,22 @@ def _new(access: Any, width: int, tokens: torch.Tensor, depths: int) -> EagleHea
     table = own @ basis.T
     table = table * (0.6 / table.norm(dim=1).mean())
     head.embedding.weight.copy_(torch.cat([table, table.mean(0, keepdim=True)]))
-    inner = head.down.in_features
-    spreads = {
-        "qkv": 0.7 * width**-0.5, "gate_up": 0.7 * width**-0.5, "out": 0.3 * width**-0.5,
-        "down": 0.3 * inner**-0.5, "input": 0.2 * width**-0.5, "fuse": 0.3 * hidden**-0.5,
-    }  # fmt: skip
-    for name, spread in spreads.items():
-        torch.nn.init.normal_(getattr(head, name).weight, std=spread)
+    parts = {"qkv": 0.7, "gate_up": 0.7, "out": 0.3, "down": 0.3, "input": 0.3, "fuse": 0.5}
+    spread_out(head, parts)
     head.input.weight += 0.4 * torch.eye(width, device=device).repeat(1, 2)
-    # The final norm's weights, which depth L has not met, as a diagonal.
-    like = access.unembedding
-    scale = access.norm(torch.eye(hidden, dtype=like.dtype, device=device) * hidden**0.5)
-    head.fuse.weight[:, -hidden:] = basis @ (scale.float() * hidden**-0.5).diag().diag()
+    head.fuse.weight[:, -hidden:] = basis @ normed_identity(access)
     return head
+
+
+def spread_out(head: StateHead, parts: Mapping[str, float]) -> None:
+    """Draw matrices at random: standard deviations, times the square root of what each reads."""
+    for name, spread in parts.items():
+        weight = getattr(head, name).weight
+        torch.nn.init.normal_(weight, std=spread * weight.shape[1] ** -0.5)
+
+
+def normed_identity(access: Taught) -> torch.Tensor:
+    """`(H, H)` the final norm's weights, which states of depth L have not met, as a diagonal."""
+    like, hidden = access.unembedding, access.width
+    scale = access.norm(torch.eye(hidden, dtype=like.dtype, device=like.device) * hidden**0.5)
+    return (scale.float() * hidden**-0.5).diag().diag()

@@ -201,9 +201,12 @@ class Training(ABC, Generic[T]):
             "settings": asdict(self.settings),
         }
         about = About(self.settings.kind, self.identity, self._form(), trained)
+        self._write(folder, about)
+        return about
+
+    def _write(self, folder: Path, about: About) -> None:
         tokens = {} if self.vocabulary is None else {TOKENS: self.vocabulary.to(torch.int32)}
         save_draft(folder, about, {**self._tensors(), **tokens})
-        return about
 
     def _form(self) -> dict[str, Any]:
         """What the drafter must know of the draft's form."""

@@ -15,6 +15,7 @@ TRAINERS = {
     "medusa": "medusa:MedusaTrainer",
     "exits": "exits:ExitTrainer",
     "eagle": "eagle:EagleTrainer",
+    "eagle3": "eagle3:Eagle3Trainer",
 }
 """Kinds of drafts, and who trains each."""
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -24,6 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "medusa": {"layers": (1,), "width": 5},
     "exits": {"batch": 8, "lr": 0.0, "width": 1},
     "eagle": {"batch": 8, "lr": 2e-3, "width": 256, "vocab": 8192},
+    "eagle3": {"batch": 8, "lr": 1e-3, "width": 1, "vocab": 8192},
 }
 """What settings are where they are None."""
 
@@ -36,18 +38,18 @@ class TrainingSettings:
         kind: of `TRAINERS`.
         layers: of shared and block, the layers of the draft's decoder (default 1); of medusa,
             residual blocks of a head (1); of kangaroo, the target's layers below the adapter (2);
-            of exits, the layers to exit after (about six, evenly spaced); of eagle, the depths
-            whose states are read (a third, two thirds and all of the layers).
+            of exits, the layers to exit after (about six, evenly spaced); of eagle and eagle3, the
+            depths whose states are read (a third, two thirds and all of the layers).
         width: of block, tokens proposed in a pass, ≥ 2 (default 8); of medusa, heads (5); of eagle,
             of the layer, a multiple of 64 (256).
         steps: optimiser steps, ≥ 1.
-        batch: texts per step, ≥ 1 (default 32, of exits and eagle 8).
+        batch: texts per step, ≥ 1 (default 32, of exits, eagle and eagle3 8).
         lr: peak learning rate (default 0.001, of eagle 0.002, of exits 0.25 / H); rises over a
             twentieth of the steps, falls to zero over all.
         anchors: of block, places per text behind which a block is learned, ≥ 1.
         seed: decides order, anchors and whatever begins at random.
-        vocab: of medusa, exits and eagle, how many tokens the draft can say, the most frequent in
-            the texts; 0 is all (default, of eagle 8192).
+        vocab: of medusa, exits, eagle and eagle3, how many tokens the draft can say, the most
+            frequent in the texts; 0 is all (default, of eagle and eagle3 8192).
         head: of exits, "light" (an affine map before the model's own norm and unembedding) or
             "full" (an LM head per layer).
         rank: of light heads, small for large models; 0 is a full matrix.
@@ -81,12 +83,13 @@ class TrainingSettings:
         assert self.layers is not None
         for layer in self.layers:
             whole("layers", layer, 1)
-        if self.kind not in ("exits", "eagle"):
+        heads = ("exits", "eagle", "eagle3")
+        if self.kind not in heads:
             require(len(self.layers) == 1, "layers", self.layers, f"one number for {self.kind}")
         whole("width", self.width, 2 if self.kind == "block" else 1)
         if self.kind == "eagle":
             require(self.width % 64 == 0, "width", self.width, "a multiple of 64")  # type: ignore[operator]
-        only = self.kind in ("medusa", "exits", "eagle") or not self.vocab
+        only = self.kind in ("medusa", *heads) or not self.vocab
         require(only, "vocab", self.vocab, f"0 for a draft of kind {self.kind}")
         choice("head", self.head, ["light", "full"])
         choice("loss", self.loss, ["hard", "distill"])
