@@ -131,8 +131,9 @@ class Fit:
         self.index[vocabulary] = torch.arange(len(vocabulary), device=teacher.device)
         self.tokens, self.places = tokens, int(SCORED * tokens)
         self.own = [p for head in heads.values() for p in head.parameters()]
-        for p in self.own:
-            p.grad = torch.zeros_like(p)
+        self.gradients = [torch.zeros_like(p) for p in self.own]
+        for p, gradient in zip(self.own, self.gradients, strict=True):
+            p.grad = gradient
         rates = {"eagle": 2e-3, "eagle3": 1e-3}
         self.optimizers = [
             optimizer
@@ -149,7 +150,7 @@ class Fit:
 
     def compile(self, fast: bool) -> None:
         """Choose whether the teacher's layers and the loss are compiled."""
-        pieces = [teachers.before, teachers.after, loss_of]
+        pieces: list[Any] = [teachers.before, teachers.after, loss_of]
         if fast:
             pieces = [torch.compile(piece, dynamic=False) for piece in pieces]
         before, after, self.loss_of = pieces
@@ -169,7 +170,7 @@ class Fit:
 
     def _gradients_of(self, edge: int) -> None:
         if self.teacher.device.type == "cuda" and edge not in self.graphs:
-            graph = torch.cuda.CUDAGraph()
+            graph: Any = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
                     self._gradients(edge)
@@ -184,7 +185,7 @@ class Fit:
 
     def _gradients(self, edge: int) -> None:
         """Of all heads on the rows that are set."""
-        torch._foreach_zero_([p.grad for p in self.own])
+        torch._foreach_zero_(self.gradients)
         shelf, rows = self.shelved[edge], self.rows[edge]
         ids, (first, last) = shelf.ids[rows].long(), shelf.bounds[rows].unbind(1)
         at = torch.arange(edge, device=ids.device)

@@ -194,9 +194,8 @@ class Step:
 
     def __init__(self, teacher: Teacher, room: int) -> None:
         shape = teacher.rows, PAIRS, -(-room // 64) * 64, WIDTH
-        like = {"device": teacher.device, "dtype": teacher.dtype}
-        self.cache = [(torch.zeros(shape, **like), torch.zeros(shape, **like))
-                      for _ in teacher.layers]  # fmt: skip
+        blank = torch.zeros(shape, device=teacher.device, dtype=teacher.dtype)
+        self.cache = [(blank.clone(), blank.clone()) for _ in teacher.layers]
         self.teacher = teacher
         self.tokens = torch.zeros(teacher.rows, dtype=torch.long, device=teacher.device)
         self.places = self.tokens.clone()

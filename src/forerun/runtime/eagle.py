@@ -127,6 +127,10 @@ class StateHead(nn.Module, ABC):
         self.register_buffer("rates", torch.tensor(form.rates), persistent=False)
 
     @abstractmethod
+    def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
+        """`(..., D)` of the target's states `(..., depths × H)`."""
+
+    @abstractmethod
     def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the layer adds to, `(n, tokens, D)`, and what it reads, `(n, tokens, read)`."""
 
