@@ -14,8 +14,8 @@ from forerun.costs import Costs
 from forerun.governors.base import Governor, Outcome, Plan, Seat
 
 SECOND = 0.4
-"""Chance that, where a drafted token is rejected, the draft's second choice is the target's: 0.46 for
-the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
+"""Chance that, where a drafted token is rejected, the draft's second choice is the target's: 0.46
+in the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
 FORESEEN = 8
 """Tokens of a model's draft that are weighed against a free one."""
 
