@@ -104,7 +104,7 @@ def _plot(results: dict[str, Any], cpu: bool) -> None:
     axes.set(
         xlabel=f"tokens per {unit}",
         ylabel="milliseconds a batch",
-        title="Translator, batches of plain decoding's sizes beside it",
+        title="Translator; numbers are batch sizes",
         xscale="log",
         yscale="log",
     )
