@@ -31,6 +31,7 @@ from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.trace import SIGNALS, Trace
 from made_traces import judged_greedily
+from marks import spread
 
 SOME = ("fixed(3)", "hf-threshold(threshold=0.5,length=4)", "svip(threshold=0.5,keep=false)")
 CELLS = (
@@ -297,7 +298,7 @@ def test_a_trace_without_a_kept_token_has_bounds():
     assert bound.best.seconds == pytest.approx(oracle(nothing, CELLS[1]).seconds)
 
 
-@pytest.mark.parametrize("cell", CELLS[:3])
+@pytest.mark.parametrize("cell", spread(3, CELLS[:3]))
 def test_the_informed_bound_lies_between_what_was_tried_and_the_oracle(cell):
     trace = study().trace
     bound = study().informed(cell)

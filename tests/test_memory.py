@@ -209,11 +209,11 @@ def test_processes_add_up_in_one_file(tmp_path: Path) -> None:
         "    table.save()\n"
     )
     running = [
-        subprocess.Popen([sys.executable, "-c", code, str(path), str(token)]) for token in (1, 2, 3)
+        subprocess.Popen([sys.executable, "-c", code, str(path), str(token)]) for token in (1, 2)
     ]
-    assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
     table = NGrams.load(path, "x")
-    assert sorted(unpack(value) for value in table.entries.values()) == [(7, 20, 0)] * 3
+    assert sorted(unpack(value) for value in table.entries.values()) == [(7, 20, 0)] * 2
 
 
 def test_a_file_that_cannot_be_used_costs_nothing_but_speed(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ SPECS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SPECS)
 def test_spec_text_round_trip(spec):
     assert parse(str(spec)) == spec

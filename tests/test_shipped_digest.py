@@ -14,6 +14,7 @@ from benchmarks.translator import METHODS, Item, extracts, loaded, read_set
 from forerun import zoo
 from forerun.lab.audit import explain, first_difference
 from forerun.model import default_draft
+from marks import spread
 
 ITEMS = zoo.sources(family="digest")
 
@@ -28,6 +29,14 @@ def plain() -> list[Any]:
     return model("none").generate([p.prompt for p in ITEMS[:60]], plain=True, batch_size=20)
 
 
+@cache
+def theirs() -> list[list[int]]:
+    """What transformers' own `generate` writes."""
+    alone = model("none")
+    prompts = [alone.encode(p.prompt) for p in ITEMS[:60]]
+    return list(hf.beside(hf.Plain, alone).generate(prompts, 64))
+
+
 def test_it_sums_up() -> None:
     """Twice what the first sentences score; most lines are right."""
     summaries, right = [c.text for c in plain()], [p.answer for p in ITEMS[:60]]
@@ -36,17 +45,17 @@ def test_it_sums_up() -> None:
     assert sum(a == b for a, b in zip(right, summaries, strict=True)) > 48
 
 
-@pytest.mark.parametrize("spec", ["fixed(4)", "cm-asd(two_pass=true)", "auto"])
-@pytest.mark.parametrize("draft", ["block", "lookup"])
+@pytest.mark.parametrize(
+    ("draft", "spec"), spread(2, ["block", "lookup"], ["fixed(4)", "cm-asd(two_pass=true)", "auto"])
+)
 def test_speculation_is_plain_decoding_is_generate(draft: str, spec: str) -> None:
     texts = [p.prompt for p in ITEMS[:60]]
     made = model(draft).generate(texts, controller=spec, batch_size=12)
     if spec == "fixed(4)":
         assert sum(c.stats.accepted for c in made) > 0
     alone = model("none")
-    theirs = hf.beside(hf.Plain, alone).generate([alone.encode(t) for t in texts], 64)
     ties = 0
-    for text, ours, one, other in zip(texts, made, plain(), theirs, strict=True):
+    for text, ours, one, other in zip(texts, made, plain(), theirs(), strict=True):
         for wanted in (one.tokens, other):
             if first_difference(wanted, ours.tokens) is not None:
                 why = explain(alone, alone.encode(text), wanted, ours.tokens, rows=12)

@@ -24,6 +24,7 @@ from forerun.lab.traces.replay import replay
 from forerun.model import Model
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel
+from marks import spread
 from sourced import SOURCES, Folders, save_folders
 from test_engine import chaotic
 
@@ -46,7 +47,9 @@ def of_transformers(model: Model, source: str, most: int) -> list[int]:
     return out[0, 1:].tolist()
 
 
-@pytest.mark.parametrize("controller", ["fixed(3)", "auto", "cm-asd", "cm-asd(two_pass=True)"])
+@pytest.mark.parametrize(
+    "controller", spread(2, ["cm-asd(two_pass=True)", "fixed(3)", "auto", "cm-asd"])
+)
 def test_greedy_text_is_that_of_transformers(model: Model, controller: str) -> None:
     done = model.generate(SOURCES, controller=controller, max_new_tokens=20)
     plain = model.generate(SOURCES, plain=True, max_new_tokens=20)

@@ -120,7 +120,7 @@ def test_greedy_equals_plain_with_every_kind_of_controller(controller: str) -> N
         assert [c.tokens for c in done] == plain
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     gains=st.lists(st.sampled_from([0.0, 0.5, 1.0, 5.0, 50.0]), min_size=1, max_size=9),
     threshold=st.sampled_from([0.2, 0.5, 0.9]),

@@ -13,6 +13,7 @@ from forerun.lab.traces.replay import replay
 from forerun.lab.traces.trace import SIGNALS, Trace
 from forerun.lab.traces.tune import tune
 from forerun.model import Model
+from marks import slow_but
 from test_drafters import CASES
 
 CELL = Costs.synthetic(10, slope=0.02)
@@ -20,6 +21,8 @@ REMEMBERS = {"lookahead", "model by text"}
 """What they draft depends on what was drafted before, or on how much is asked for."""
 TWO = {"chain", "chain with eagle", "chain with medusa"}
 """Who drafts depends on how much is asked for."""
+ALIKE = {"adadecode", "block", "chain with eagle", "chain with medusa", "eagle3"}
+"""Run what others run."""
 SILENT = {"lookup", "rest", "lookahead", "model by text"}
 """Have no distribution."""
 
@@ -37,7 +40,10 @@ def recorded(name: str, temperature: float = 0.0) -> tuple[Model, list[Task], Tr
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "none"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but([name for name in CASES if name != "none"], lambda name: name not in ALIKE),
+)
 def test_replayed_rounds_are_those_of_the_live_engine(name: str, temperature: float) -> None:
     model, tasks, trace = recorded(name, temperature)
     if name in SILENT:

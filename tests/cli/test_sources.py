@@ -88,6 +88,7 @@ def test_audit_calibrate_and_costs(forerun, models, prompts):
     assert took.code == 0, took.err
 
 
+@pytest.mark.slow
 def test_bench_with_beam_search(forerun, models, prompts, tmp_path):
     done = forerun("bench", *models, "--prompt-file", prompts, "--max-new-tokens", "6",
                    "--controllers", "fixed(2)", "--peers", "transformers-beam(3)",
@@ -104,6 +105,7 @@ def test_early_exits_are_refused(forerun, folders, tmp_path):
     assert "marian models have no layer-by-layer access" in refused.error
 
 
+@pytest.mark.slow
 def test_the_shipped_digest_likewise(forerun, tmp_path):
     passage = "It rained. Anton the farmer has lived in Greenhill for four years. I like it."
     made = forerun("generate", "--target", "digest", passage, "--device", "cpu")

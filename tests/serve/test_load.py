@@ -50,9 +50,11 @@ def test_a_full_queue_answers_429_and_recovers(held):
     assert server.metric("requests_refused_total", reason="queue_full") == 1
 
 
+@pytest.mark.slow
 def test_a_connection_outlives_what_clients_keep_it_for(held):
     """httpx reuses one for 5 seconds: a server that closes it after as many loses requests."""
     server, _ = held
+    assert server.listener.config.timeout_keep_alive > 5
 
     def status() -> int:
         answer = HTTPResponse(client)
