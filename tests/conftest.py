@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _untimed() -> Iterator[None]:
+    """Loading times no passes: that takes 0.3 s, and what a busy machine says of them is another
+    `auto` in every run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.model._warmed", lambda model: model)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+import forerun
 from forerun.controllers import CONTROLLERS
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Sampling
 from forerun.engine.loop import Engine
 from forerun.engine.meter import Meter
+from forerun.model import _warmed
 from forerun.rules import RULES
 from forerun.runtime import Rows
 from forerun.runtime.timing import OFF, PLAIN, WIDEST, PassTimer
@@ -238,3 +240,12 @@ def test_an_engine_times_batches_before_their_first_round() -> None:
     assert sizes("auto", 1) == {1}
     assert sizes("fixed(1)", 4) == {4}, "who weighs nothing needs no costs"
     assert sizes("auto", 4) == {2, 4}
+
+
+def test_a_model_that_is_loaded_knows_its_passes(monkeypatch: Any) -> None:
+    """Other tests load without."""
+    monkeypatch.setattr("forerun.model._warmed", _warmed)
+    monkeypatch.setattr("forerun.runtime.timing.SECONDS", 60.0)
+    times = forerun.load(device="cpu").meter._times
+    assert {(1, n) for n in (1, 2, 4, 8)} <= times.target.keys()
+    assert (1, 1) in times.draft
