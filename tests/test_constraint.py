@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,8 +157,6 @@ def test_sampled_text_has_the_masked_distribution(rule: str, more: dict[str, Any
 
 
 def _exact(how: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    from types import SimpleNamespace
-
     from forerun.engine.sampling import Sampler
 
     sampler = Sampler([Sampling(**how)], [frozenset()])
@@ -356,3 +355,42 @@ def test_a_constraint_that_takes_too_long_ends_its_request_alone() -> None:
     assert "takes too long" in (done[ids[0]].error or "")
     assert 8 <= len(done[ids[0]].tokens) <= 11
     assert done[ids[1]].finish_reason in ("length", "eos")
+
+
+def test_costly_constraints_take_turns_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of 30 ms, 50 a pass: each pass one of four rows has its mask, and a fifth its token."""
+    now, asked = [0.0], [0]
+
+    class Costly(Walk):
+        def allowed(self) -> NDArray[np.bool_]:
+            now[0] += 0.03
+            asked[0] += 1
+            return super().allowed()
+
+    class Language(Automaton):
+        def begin(self) -> Walk:
+            return Costly(self.moves, forces=False)
+
+    clock = SimpleNamespace(thread_time=lambda: now[0])
+    monkeypatch.setattr("forerun.engine.constraint.time", clock)
+    plain = engine(ScriptedModel(chaotic(1)), eos=[EOS])
+    prompts, count = [[0], [4], [1, 2], [2]], 12
+    made = Engine(ScriptedModel(chaotic(1)), NullDrafter(), eos=frozenset([EOS]))
+    length, rule = CONTROLLERS.make("fixed(0)"), RULES.make("standard")
+    free = made.submit([0], Sampling(max_new_tokens=60, ignore_eos=True), length, rule)
+    moves: Moves = {0: dict.fromkeys(range(V - 1), 0)}
+    held = Sampling(max_new_tokens=count, constraint=Language(False, moves))
+    ids = [made.submit(prompt, held, length, rule) for prompt in prompts]
+    made.step()
+    assert asked[0] == 4  # nobody knew
+    done, wrote = {}, Counter(dict.fromkeys(ids, 1))
+    while len(done) < 4:
+        before, events = asked[0], made.step()
+        assert asked[0] == before + 1
+        assert free in [event.request for event in events]
+        wrote.update(event.request for event in events if event.request != free)
+        done |= {e.request: e.completion for e in events if e.completion}
+        assert max(wrote.values()) - min(wrote.values()) <= 1
+    for i, prompt in zip(ids, prompts, strict=True):
+        how: dict[str, Any] = {"max_new_tokens": count, "constraint": Automaton(False, moves)}
+        assert done[i].tokens == plain([prompt], controller="fixed(0)", **how)[0].tokens

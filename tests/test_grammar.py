@@ -14,7 +14,7 @@ from forerun.errors import SettingError
 
 pytest.importorskip("llguidance", reason="needs the extra: pip install 'forerun[grammar]'")
 
-from forerun.grammar import Grammar, Grammars
+from forerun.grammar import ITEMS, Grammar, Grammars
 
 SCHEMA = {
     "type": "object",
@@ -117,3 +117,25 @@ def test_a_constraint_serves_many_requests(model: forerun.Model, grammars: Gramm
     assert {c.text for c in done} <= {"left", "right"}
     with pytest.raises(SettingError, match="end-of-text"):
         Grammars(model.tokenizer, model.target.vocab_size, [])
+
+
+@pytest.mark.parametrize(
+    "rules", ["s: s s s | s s | /[a-z ]/", "s: s s | /[a-z ]/", "s: s s s s | s s s | s s | /./"]
+)
+def test_an_ambiguous_grammar_ends_after_so_many_items(grammars: Grammars, rules: str) -> None:
+    matcher = grammars.lark(f"start: s\n{rules}").begin()
+    with pytest.raises(SettingError, match=f"Too many items .limit {ITEMS}"):
+        for n in range(100):
+            allowed = matcher.allowed().nonzero()[0]
+            matcher.advance(int(allowed[61 * n % len(allowed)]))
+
+
+def test_grammars_of_many_rules_stay_within_them(grammars: Grammars) -> None:
+    wide = {"properties": {f"p{i}": {"type": "string"} for i in range(300)}, "type": "object"}
+    words = 'start: line ("\\n" line)*\nline: char+\nchar: /[a-zA-Z0-9 .,]/'
+    for constraint in (grammars.json(wide), grammars.lark(words)):
+        matcher, wrote = constraint.begin(), 0
+        while wrote < 80 and (allowed := matcher.allowed().nonzero()[0]).size:
+            assert matcher.advance(int(allowed[-1]))
+            wrote += 1
+        assert wrote > 3

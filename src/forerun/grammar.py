@@ -30,6 +30,11 @@ COMPACT: Any = {"whitespace_flexible": False}
 """JSON without free white space: small models run on in it, and it leaves less to be forced."""
 
 
+ITEMS = 5000
+"""Most parser items of one mask, a tenth of llguidance's own limit: an ambiguous grammar, whose
+work grows with their square, ends after 20 ms and not after seconds, with the interpreter locked."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """A constraint, compiled; made by `Grammars`. It may serve any number of requests."""
@@ -164,9 +169,10 @@ class Grammars:
         return self._compile("lark", LLMatcher.grammar_from_lark(grammar))
 
     def _compile(self, kind: str, grammar: str) -> Grammar:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        limits = LLParserLimits(step_max_items=ITEMS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise SettingError(f"the {kind} constraint is wrong: {_line(matcher.get_error())}")
         return Grammar(kind, matcher, self._eos)

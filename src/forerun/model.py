@@ -28,12 +28,10 @@ from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.lengths import Memory
 from forerun.engine.meter import Meter
 from forerun.engine.prefixes import Prefixes, Reuse
-from forerun.engine.scoring import score_text
 from forerun.engine.shared import SharedEngine
 from forerun.errors import (
     ForerunWarning,
     GenerationError,
-    PromptError,
     SettingError,
     UnknownNameError,
     require,
@@ -288,15 +286,13 @@ class Model:
         Raises:
             PromptError: fewer than two tokens, or more than the context holds.
         """
-        if self.target.facts.source_limit is not None:
-            raise SettingError("an encoder-decoder model scores no text without its source")
-        ids = self.encode(text)
-        if not 2 <= len(ids) <= self.target.limit:
-            raise PromptError(
-                f"a text of 2 to {self.target.limit} tokens can be scored; this one has {len(ids)}"
-            )
-        require(top >= 0, "top", top, "≥ 0")
-        return score_text(self.target, ids, top)
+        with self._shared.turns:
+            ids = self.encode(text)
+        [done] = [e.completion for e in self.run([Request.to_score(ids, top)]) if e.completion]
+        if done.error is not None:
+            raise GenerationError(done.error, done)
+        assert done.scores is not None, "it was scored"
+        return done.scores
 
     def forget(self) -> None:
         """Start the next request as if it were the first; what rounds cost stays known."""

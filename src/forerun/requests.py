@@ -239,6 +239,8 @@ class Request:
         keep_logits: give the target's logits of every committed token back, and
         keep_cache: a copy of its keys and values, but for the last token's.
         read: such a copy (`Columns`) of the prompt's beginning, which is not read again.
+        scores: write nothing, and report of every token of the prompt but the first what `logprobs`
+            reports of written ones; see `to_score`.
     """
 
     prompt: Sequence[int]
@@ -253,6 +255,21 @@ class Request:
     keep_logits: bool = False
     keep_cache: bool = False
     read: Any = None
+    scores: int | None = None
+
+    @classmethod
+    def to_score(cls, tokens: Sequence[int], top: int) -> Request:
+        """A text to be scored: nothing is written.
+
+        Args:
+            tokens: its ids, at least two.
+            top: how many of the target's likeliest tokens to report at each place, ≥ 0.
+        """
+        from forerun.controllers import CONTROLLERS
+        from forerun.rules import RULES
+
+        plain, rule = CONTROLLERS.make("fixed(0)"), RULES.make("gumbel")
+        return cls(tokens, Sampling(), plain, rule, scores=top)
 
     def check(
         self,
@@ -279,7 +296,9 @@ class Request:
         count = len(self.prompt)
         if not count:
             raise PromptError("the prompt is empty; give at least one token of text")
-        if count >= limit:
+        if self.scores is not None:
+            self._check_scored(limit, source_limit)
+        elif count >= limit:
             raise PromptError(
                 f"the prompt has {count} tokens and the context holds {limit}; shorten the prompt"
             )
@@ -301,6 +320,14 @@ class Request:
         if self.logprobs is not None:
             require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
         self._check_rule(tells)
+
+    def _check_scored(self, limit: int, source_limit: int | None) -> None:
+        count = len(self.prompt)
+        if source_limit is not None:
+            raise SettingError("an encoder-decoder model scores no text without its source")
+        if not 2 <= count <= limit:
+            raise PromptError(f"a text of 2 to {limit} tokens can be scored; this one has {count}")
+        require((self.scores or 0) >= 0, "top", self.scores, "≥ 0")
 
     def _check_rule(self, tells: bool) -> None:
         from forerun.rules import RULES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,11 +17,29 @@ from forerun.requests import Constraint
 KEPT = 64
 """Masks that are kept: more than a round's."""
 STEP_SECONDS, TOTAL_SECONDS = 0.05, 2.0
-"""Processor time that masks may take in a round, and for a request: others wait for it."""
+"""Processor time that constraints may take in a round, all of them and each, and for a request:
+others wait for it."""
 FREE = 3
 """Masks that count for the request only: the first ones build what later ones use."""
 QUICK = 0.002
 """Processor time of a mask that no other request feels: it does not count for the request."""
+
+
+def sit_out(places: Sequence[Place | None]) -> set[int]:
+    """Rows that leave a pass to others, whose constraints took all the time there is for it when
+    they ran last. Who sat out longest goes first, and one in any case."""
+    known = [(i, place) for i, place in enumerate(places) if place is not None]
+    busy = [pair for pair in known if pair[1].took > QUICK]
+    busy.sort(key=lambda pair: -pair[1].rested)
+    out, took = set(), 0.0
+    for i, place in busy:
+        if took and took + place.took > STEP_SECONDS:
+            out.add(i)
+            place.rested += 1
+        else:
+            took += place.took
+            place.rested = 0
+    return out
 
 
 class Place:
@@ -46,6 +65,10 @@ class Place:
         self.error: Exception | None = None
         self._seconds, self._computed = 0.0, 0
         self._step, self._step_seconds = -1, 0.0
+        self.took = 0.0
+        """Processor time of its newest round."""
+        self.rested = 0
+        """Passes that it has sat out, the one that runs included; see `sit_out`."""
 
     def restrict(self, logits: torch.Tensor, output: Sequence[int], draft: Sequence[int]) -> None:
         """Exclude what may not be said, in place.
@@ -56,6 +79,8 @@ class Place:
             output: tokens so far.
             draft: tokens that follow.
         """
+        if self.rested:  # they mean nothing in this pass
+            return
         self._begin(output)
         for i in range(min(len(logits), len(draft) + 1)):
             mask = self._mask([*output, *draft[:i]])
@@ -66,10 +91,12 @@ class Place:
     def valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
         """How many tokens of a draft are allowed, one after the other; this needs no mask."""
         end = next((i for i, token in enumerate(draft) if token in self._eos), len(draft))
+        self._begin(output)
         try:
-            if not self._follow([*output, *draft[:end]]):
-                return max(len(self._at) - len(output), 0)
-            return end + (end < len(draft) and self._matcher.complete())
+            with self._timed():
+                if not self._follow([*output, *draft[:end]]):
+                    return max(len(self._at) - len(output), 0)
+                return end + (end < len(draft) and self._matcher.complete())
         except Exception as error:  # of anybody's constraint
             self.error = error
             return 0
@@ -82,8 +109,10 @@ class Place:
                 return
 
     def forced(self, output: Sequence[int]) -> list[int]:
+        self._begin(output)
         try:
-            return list(self._matcher.forced()) if self._follow(output) else []
+            with self._timed():
+                return list(self._matcher.forced()) if self._follow(output) else []
         except Exception as error:
             self.error = error
             return []
@@ -91,7 +120,7 @@ class Place:
     def _begin(self, output: Sequence[int]) -> None:
         """A new round begins where the text has grown."""
         if len(output) != self._step:
-            self._step, self._step_seconds = len(output), 0.0
+            self._step, self._step_seconds, self.took = len(output), 0.0, 0.0
 
     def _mask(self, output: Sequence[int]) -> NDArray[np.bool_] | None:
         """`(V,)` what may follow; None where the text has ended or is none."""
@@ -104,9 +133,10 @@ class Place:
         mask = self._masks.get(len(output))
         if mask is None:
             try:
-                if not self._follow(output):
-                    return None
-                mask = self._masks[len(output)] = self._compute()
+                with self._timed():
+                    if not self._follow(output):
+                        return None
+                    mask = self._masks[len(output)] = self._compute()
             except Exception as error:  # of anybody's constraint
                 self.error = error
                 return None
@@ -115,20 +145,31 @@ class Place:
         return mask
 
     def _compute(self) -> NDArray[np.bool_]:
-        began = time.thread_time()
         mask = np.zeros(self._vocab, dtype=np.bool_)
         allowed = self._matcher.allowed()[: self._vocab]
         mask[: len(allowed)] = allowed
         mask[self._eos] |= self._matcher.complete()
+        self._computed += 1
+        return mask
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the processor time of what is done here.
+
+        Raises:
+            SettingError: it was too much.
+        """
+        began = time.thread_time()
+        yield
         took = time.thread_time() - began
-        self._seconds, self._computed = self._seconds + max(took - QUICK, 0), self._computed + 1
+        self.took += took
+        self._seconds += max(took - QUICK, 0)
         self._step_seconds += took * (self._computed > FREE)
         if self._step_seconds > STEP_SECONDS or self._seconds > TOTAL_SECONDS:
             raise SettingError(
                 f"the constraint takes too long: {self._step_seconds * 1e3:.0f} ms in one round, "
                 f"{self._seconds:.1f} s in all; make its rules less ambiguous"
             )
-        return mask
 
     def _follow(self, output: Sequence[int]) -> bool:
         """Go to the place after a text; False if it is not allowed."""

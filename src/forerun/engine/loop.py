@@ -17,7 +17,7 @@ from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
 from forerun.engine import scoring
 from forerun.engine.bans import bans, split_stops
-from forerun.engine.constraint import Place
+from forerun.engine.constraint import Place, sit_out
 from forerun.engine.drafting import RoundContext
 from forerun.engine.endings import draft_limit, reading
 from forerun.engine.judging import Judgements, RowVerdict, compare, judge, overruled
@@ -288,16 +288,21 @@ class Engine:
         self._scores = any(
             row.request.logprobs is not None or row.request.keep_logits for row in rows
         )
+        self._scoring = any(row.request.scores is not None for row in rows)
         self._compares = self._sampler.all_certain and not self._scores
         self._only_compares = all(row.request.rule.matches_greedy for row in rows)
 
     def _schedule(self) -> Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
         waiting = self._reuse.fork(self._rows)
+        if self._constrained:
+            waiting |= sit_out([row.place for row in self._rows])
         lengths, texts = self.target.lengths, [len(row.context) for row in self._rows]
         unread = list(map(sub, texts, lengths))
         for row in waiting:
             unread[row] = 0
+        if self._scoring:
+            scoring.bound(self._rows, unread, self.target.vocab_size)
         upto = list(map(add, lengths, reading(unread, CHUNK)))
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         ready = list(map(eq, upto, texts))
@@ -325,7 +330,12 @@ class Engine:
     def _read_along(self, passed: Pass) -> None:
         """Let the drafter read what the target reads of long prompts."""
         texts = zip(self._rows, passed.upto, passed.ready, strict=True)
-        self.drafter.follow([None if ready else row.context[:n] for row, n, ready in texts])
+        self.drafter.follow(
+            [
+                None if ready or row.request.scores is not None else row.context[:n]
+                for row, n, ready in texts
+            ]
+        )
 
     def _verify(self, passed: Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""
@@ -361,7 +371,9 @@ class Engine:
         grown, counts, parents = (
             attached(pieces, wanted, leaves) if leaves else (pieces, wanted, ())
         )
-        if self._compares and self._only_compares and self._sampler.trivial:
+        if self._scoring:
+            counts = scoring.wanted(rows, grown, counts)
+        elif self._compares and self._only_compares and self._sampler.trivial:
             best = self.target.best(grown, counts, NO_SIGNALS, parents)
             self._tell(best.tokens, pieces, wanted)
             out = compare(rows, proposal.tokens, best, wanted)
@@ -369,6 +381,8 @@ class Engine:
             return out
         masks = self._masks(proposal, wanted) if self._constrained else None
         logits = self.target.feed(grown, counts, parents)
+        if self._scoring:
+            scoring.read(rows, grown, logits)
         if masks is not None:
             masks.result()
         if not any(wanted):
@@ -455,6 +469,8 @@ class Engine:
                 judged[i] = error
                 out[i] = (0, "error")
                 row.cut(before)
+        if self._scoring:
+            out |= {i: (0, "length") for i, row in enumerate(self._rows) if row.scored}
         return out
 
     def _observe(self, passed: Pass, proposal: Proposal, judged: Judgements) -> None:
@@ -470,15 +486,18 @@ class Engine:
                     kept.accept_prob[forced:], proposal.stopped_by[i], proposal.shown[i],
                 )  # fmt: skip
         lap = lap_of(passed, proposal, self._clock(), self._graphs())
+        # A pass that scores takes what no other does, and so does one that a row sits out.
+        timed = not self._scoring and (passed.read_tokens > 0 or all(passed.ready))
         outcome = Outcome(
             {i: kept.committed for i, kept in decoded.items()},
             {i: len(proposal.tokens[i]) for i in decoded},
             proposal.steps + (proposal.catch_up_seconds > 0),  # that step drafted, too
-            *self._meter.booked(lap),
+            *(self._meter.booked(lap) if timed else (None, 0.0)),
             {i: len(own) for i, own in proposal.leaves.items()},
         )
         self._lengths.observe(passed.costs, seen, proposal.shown, outcome, proposal.free)
-        self._meter.add(lap)
+        if timed:
+            self._meter.add(lap)
 
     def _report(
         self,
@@ -499,7 +518,7 @@ class Engine:
             row.prefill += verifying * reads
             if i not in committed:
                 continue
-            (count, reason), kept, before = committed[i], judged[i], len(row.origins)
+            (count, reason), kept, before = committed[i], judged.get(i), len(row.origins)
             if isinstance(kept, RowVerdict):
                 counted = self.drafter.counters(i)
                 row.rounds.append(round_of(row, i, passed, proposal, kept, count, seconds, counted))

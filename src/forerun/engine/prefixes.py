@@ -176,7 +176,7 @@ class Reuse:
         if self._prefixes is None:
             return
         for i in range(len(rows) - count, len(rows)):
-            if rows[i].request.source is None:
+            if not rows[i].reads_all:
                 self._prefixes.take(rows[i].context, i, self._caches)
                 rows[i].cached = self._caches[0].lengths[i]
 
@@ -198,7 +198,7 @@ class Reuse:
             return set()
         waiting = set()
         for i, row in enumerate(rows):
-            if len(row.rounds) > 1 or row.prompt <= LEAST or row.request.source is not None:
+            if len(row.rounds) > 1 or row.prompt <= LEAST or row.reads_all:
                 continue
             for cache in self._caches:
                 had = cache.lengths[i]

@@ -230,6 +230,8 @@ class Completion:
     one that does not may be drafted by the clock, which takes other random numbers."""
     logprobs: list[Logprob] | None = None
     """Per token, if the request asked for them."""
+    scores: list[Logprob] | None = None
+    """Of every token of the prompt but the first, of a request to score a text."""
     error: str | None = None
     """What ended the request, in one line, with the finish reason "error"."""
     error_type: type[Exception] | None = None

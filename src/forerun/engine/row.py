@@ -60,6 +60,7 @@ class Row:
     rounds: list[Round] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    """Of what it wrote; of a text to score, of its tokens but the first."""
     logits: list[Any] = field(default_factory=list)
     """`(V,)` of every token, if the request keeps them."""
     columns: Any = None
@@ -90,6 +91,16 @@ class Row:
     def certain(self) -> bool:
         """Whether its tokens are what they are, however they are come by: nothing is tossed."""
         return self.sampling.greedy or self.noise is not None
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether no copy stands for its tokens: they depend on a source, or are scored."""
+        return self.request.source is not None or self.request.scores is not None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the target has said of all its text what was asked for."""
+        return self.request.scores is not None and len(self.logprobs) == self.prompt - 1
 
     @property
     def plain(self) -> bool:
@@ -210,6 +221,7 @@ class Row:
             pieces=pieces,
             seed=self.seed,
             logprobs=self.logprobs[: len(tokens)] if self.request.logprobs is not None else None,
+            scores=self.logprobs if self.request.scores is not None else None,
             error=None if error is None else _line(error),
             error_type=None if error is None else type(error),
             ended_by=self.ended_by if reason in ("eos", "stop") else None,

@@ -1,8 +1,9 @@
-"""Log-probabilities and logits of committed tokens, from the pass that judged them."""
+"""Log-probabilities and logits of committed tokens and of given texts, from the passes that read
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,8 +11,13 @@ from forerun.drafters.base import Proposal
 from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.results import Logprob
 from forerun.engine.row import Row
-from forerun.runtime.base import CHUNK, Columns, Rows
+from forerun.runtime.base import Pieces
 from forerun.signals import float_type
+
+ALONE, BESIDE = 128, 32
+"""Tokens of texts that a pass scores, and one that other rows wait for."""
+LOGITS = 1 << 25
+"""Most logits that a pass has for that, 128 MiB of float32, whatever the vocabulary."""
 
 
 def note(rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, judged: Judgements) -> None:
@@ -48,40 +54,29 @@ def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Logprob
     ]
 
 
-def score_text(target: Rows, ids: Sequence[int], top: int) -> list[Logprob]:
-    """What the target says of every token of a text but the first; see `score`.
-
-    The text is read in a row of its own, beside whatever else runs.
-    """
-    return [score for part in score_parts(target, ids, top, CHUNK) for score in part]
-
-
-def score_parts(target: Rows, ids: Sequence[int], top: int, size: int) -> Iterator[list[Logprob]]:
-    """`score_text` in parts of `size` tokens; between two of them the target is free for others.
-
-    An executor that cannot copy its cache reads the text in one part.
-    """
-    read: list[Columns] = []
-    size = size if target.executor.copies else len(ids)
-    for start in range(0, len(ids) - 1, size):
-        yield _part(target, ids[: start + size + 1], top, read)
+def bound(rows: Sequence[Row], unread: list[int], vocab_size: int) -> None:
+    """Leave as much of the texts to be scored as one pass takes, first come, first served; of each
+    all but the last token is read, behind which nothing follows."""
+    texts = [i for i, row in enumerate(rows) if row.request.scores is not None]
+    room = ALONE if len(texts) == len(rows) else BESIDE
+    room = max(min(room, LOGITS // (len(rows) * vocab_size)), 1)
+    for i in texts:
+        unread[i] = min(unread[i] - 1, room)
+        room -= unread[i]
 
 
-@torch.inference_mode()
-def _part(target: Rows, ids: Sequence[int], top: int, read: list[Columns]) -> list[Logprob]:
-    """The scores behind what was `read`, to which is added what is read here."""
-    row, done, out = len(target.lengths), sum(columns.count for columns in read), []
-    target.join(1, len(ids))
-    try:
-        for columns in read:
-            target.extend(row, columns)
-        for start in range(done, len(ids) - 1, CHUNK):
-            piece = list(ids[start : min(start + CHUNK, len(ids) - 1)])
-            pieces: list[list[int]] = [*[[] for _ in range(row)], piece]
-            logits = target.feed(pieces)[row]
-            out += score(logits, ids[start + 1 : start + 1 + len(piece)], top)
-        if target.executor.copies:
-            read.append(target.copy_out(row, done, len(ids) - 1))
-    finally:
-        target.keep(range(row))
-    return out
+def wanted(rows: Sequence[Row], pieces: Pieces, counts: Sequence[int]) -> list[int]:
+    """How many logits of each row are wanted, with those after every token of a text to score."""
+    return [
+        count if row.request.scores is None else len(piece)
+        for row, piece, count in zip(rows, pieces, counts, strict=True)
+    ]
+
+
+def read(rows: Sequence[Row], pieces: Pieces, logits: torch.Tensor) -> None:
+    """Keep with the texts to score what `(rows, ≥ n, V)` logits after their pieces say of them."""
+    for row, piece, after in zip(rows, pieces, logits, strict=True):
+        if row.request.scores is not None and piece:
+            first = len(row.logprobs) + 1
+            tokens = row.context[first : first + len(piece)]
+            row.logprobs += score(after[: len(piece)], tokens, row.request.scores)

@@ -140,8 +140,8 @@ class Server:
             chat = Answer(plan, self.facts, self.texts, read)
             answer = chat if asked is None else ResponseAnswer(chat, asked)
             if not plan.stream:
-                value = await with_client(request, self._whole(answer, reply))
-                return Response(dumps(value), media_type="application/json")
+                body = await with_client(request, self._whole(answer, reply))
+                return Response(body, media_type="application/json")
         except BaseException:
             if reply.slow.is_set():
                 self.metrics.gone["slow_reader"].inc()
@@ -149,11 +149,11 @@ class Server:
             raise
         return EventStream(self._frames(answer, reply), self.config.ping, reply.slow)
 
-    async def _whole(self, answer: Answer | ResponseAnswer, reply: Reply) -> dict[str, Any]:
+    async def _whole(self, answer: Answer | ResponseAnswer, reply: Reply) -> bytes:
         async for updates in reply.updates():
             for update in updates:
                 answer.take(update)
-        return await self.texts.run(answer.whole)  # it may be long
+        return await self.texts.run(lambda: dumps(answer.whole()))  # it may be long
 
     async def _frames(self, answer: Answer | ResponseAnswer, reply: Reply) -> AsyncGenerator[bytes]:
         try:

@@ -132,6 +132,8 @@ class Metrics:
                     counts[self.errors] += 1
                     counts[self.finished["error"]] += 1
                 continue
+            if update.done is not None and update.done.scores is not None:
+                continue  # nothing was written
             if update.round is not None:
                 self._round(update, update.round, counts)
             if update.done is not None:

@@ -41,6 +41,8 @@ class Texts:
         }
         """Token ids of those beside the vocabulary proper, by their text."""
         self.vocab_size = vocab_size
+        self._tokens: dict[int, str] = {}
+        """Text by id: a text of 1,000 tokens is scored with 6,000 of them."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-texts")
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
@@ -78,7 +80,9 @@ class Texts:
 
     def token(self, token: int) -> str:
         """One token on its own, special ones by name."""
-        return self.decode([token], skip_special=False)
+        if (text := self._tokens.get(token)) is None:
+            text = self._tokens[token] = self.decode([token], skip_special=False)
+        return text
 
     def bytes(self, token: int) -> bytes | None:
         """What a token stands for, which may be part of a character; None if that is not known."""

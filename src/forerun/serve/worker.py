@@ -14,13 +14,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round, Stats
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.scoring import score_parts
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.model import Model
 from forerun.serve.errors import ApiError
@@ -28,20 +27,8 @@ from forerun.serve.memory import Memory
 
 log = logging.getLogger("forerun.serve")
 
-SCORING = -1
-"""Stands for the engine's id of a scoring."""
-SCORED = 128
-"""Tokens of a text that are scored between two rounds."""
 LAST_ROUND = 10.0
 """Seconds that the engine's thread has to end its round when the server stops."""
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """A job that writes nothing: log-probabilities of a text's tokens, by the target alone."""
-
-    prompt: Sequence[int]
-    top: int
 
 
 @dataclass(frozen=True)
@@ -60,13 +47,11 @@ class Update:
     """None: no round yet, it was only admitted (or failed)."""
     done: Completion | None = None
     error: ForerunError | None = None
-    scores: Sequence[Logprob] | None = None
-    """Of a scoring that is done."""
 
     @property
     def last(self) -> bool:
         """Whether nothing more comes of this job."""
-        return any(end is not None for end in (self.done, self.error, self.scores))
+        return self.done is not None or self.error is not None
 
 
 @dataclass(eq=False)
@@ -75,17 +60,17 @@ class Ticket:
 
     reply: Reply
     index: int
-    job: Request | Scoring
+    job: Request
     arrived: float = field(default_factory=time.perf_counter)
     queued: float = 0.0
     request: int | None = None
-    """The engine's id while it runs; below 0 while a scoring does."""
+    """The engine's id while it runs."""
 
 
 class Reply:
     """The updates of the jobs of one client, in order; iterate it on the event loop."""
 
-    def __init__(self, worker: Worker, jobs: Sequence[Request | Scoring], buffer: int) -> None:
+    def __init__(self, worker: Worker, jobs: Sequence[Request], buffer: int) -> None:
         self._worker = worker
         self._room = buffer * len(jobs)
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -196,7 +181,7 @@ class Worker:
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         engine = Engine(
-            model.target, model.drafter, model.tokenizer, model.eos, max_rows,
+            model.target, model.drafter, model.tokenizer, model.eos, max_rows + 1,
             meter=model.meter, prefixes=prefixes,
         )  # fmt: skip
         self._engine = _Loop(engine, max_rows, self.memory, self._inbox, self._send)
@@ -228,7 +213,7 @@ class Worker:
         for job in jobs:
             self._engine.check(job)
 
-    def open(self, jobs: Sequence[Request | Scoring]) -> Reply:
+    def open(self, jobs: Sequence[Request]) -> Reply:
         """Queue the jobs of one client, all or none.
 
         Raises:
@@ -262,11 +247,13 @@ class Worker:
     async def score(self, texts: Sequence[Sequence[int]], top: int) -> list[Sequence[Logprob]]:
         """Of every token of some texts but their first, by the target alone; see `open`."""
         out: list[Sequence[Logprob]] = [()] * len(texts)
-        reply = self.open([Scoring(text, top) for text in texts])
+        places = [i for i, text in enumerate(texts) if len(text) > 1]
+        reply = self.open([Request.to_score(texts[i], top) for i in places])
         try:
             async for updates in reply.updates():
                 for update in updates:
-                    out[update.index] = update.scores or ()
+                    if update.done is not None:
+                        out[places[update.index]] = update.done.scores or ()
         finally:
             reply.cancel()
         return out
@@ -326,7 +313,6 @@ class _Loop:
         this thread may have to wait until it has done what there is to do."""
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
-        self._scorings: deque[tuple[Ticket, Iterator[list[Logprob]], list[Logprob]]] = deque()
         self._engine = engine
         self._ended = False
 
@@ -339,11 +325,9 @@ class _Loop:
                 self._flush()
                 if self._running:
                     self._round()
-                if self._scorings:
-                    self._score()
         except BaseException as error:
             log.exception("the engine's thread ended")
-            lost = [*self._running.values(), *self._waiting, *(s[0] for s in self._scorings)]
+            lost = [*self._running.values(), *self._waiting]
             self._fail(lost, ApiError(503, f"the engine ended ({type(error).__name__})"))
             self._flush()
 
@@ -356,7 +340,7 @@ class _Loop:
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
         self._memory.used = self._memory.bytes(self._held())
-        idle = not (self._running or self._waiting or self._scorings)
+        idle = not (self._running or self._waiting)
         if idle:
             self._flush()
         while True:
@@ -370,9 +354,9 @@ class _Loop:
     def _held(self) -> list[int]:
         return [self._columns(ticket.job) for ticket in self._running.values()]
 
-    def _columns(self, job: Request | Scoring) -> int:
+    def _columns(self, job: Request) -> int:
         """Most tokens its caches will hold."""
-        if isinstance(job, Scoring):
+        if job.scores is not None:
             return len(job.prompt)
         return min(len(job.prompt) + job.sampling.max_new_tokens, self._limit)
 
@@ -392,18 +376,12 @@ class _Loop:
             log.exception("a request could not be checked")
             self._fail(tickets, _bug(type(error)))
             return
-        for ticket in tickets:
-            if isinstance(job := ticket.job, Scoring):
-                parts = score_parts(self._engine.target, job.prompt, job.top, SCORED)
-                self._scorings.append((ticket, parts, []))
-            else:
-                self._waiting.append(ticket)
+        self._waiting.extend(tickets)
         self._news.extend((ticket, Update(ticket.index)) for ticket in tickets)
 
-    def _check(self, job: Request | Scoring) -> None:
+    def _check(self, job: Request) -> None:
         """Find now what would be found when it joins."""
-        if isinstance(job, Request):
-            self._engine.check(job)
+        self._engine.check(job)
         if not self._memory.fits([], columns := self._columns(job)):
             raise PromptError(
                 f"a prompt of {len(job.prompt)} tokens with {columns - len(job.prompt)} more to "
@@ -414,7 +392,6 @@ class _Loop:
         """Free the rows of these jobs, running or waiting."""
         gone = set(tickets)
         self._waiting = deque(t for t in self._waiting if t not in gone)
-        self._scorings = deque(s for s in self._scorings if s[0] not in gone)
         for ticket in gone:
             if ticket.request in self._running:
                 del self._running[ticket.request]
@@ -423,19 +400,25 @@ class _Loop:
     def _admit(self) -> None:
         """First come, first served: whoever is next waits until there is room for him."""
         held = self._held()
-        while self._waiting and len(self._running) < self._max_rows:
-            ticket = self._waiting[0]
+        while (ticket := self._next()) is not None:
             columns = self._columns(ticket.job)
             if not self._memory.fits(held, columns):
                 break
-            self._waiting.popleft()
+            self._waiting.remove(ticket)
             held.append(columns)
             ticket.queued = time.perf_counter() - ticket.arrived
-            assert isinstance(ticket.job, Request)
             ticket.request = self._engine.submit(ticket.job)
             self._running[ticket.request] = ticket
             self._news.append((ticket, Update(ticket.index, ticket.queued)))
         self._memory.used = self._memory.bytes(held)
+
+    def _next(self) -> Ticket | None:
+        """Texts are scored one after the other, as a pass takes a part of one, and in a row more
+        than there are for who writes: neither waits for the other."""
+        scoring = any(ticket.job.scores is not None for ticket in self._running.values())
+        full = len(self._running) - scoring >= self._max_rows
+        waits = {True: scoring, False: full}
+        return next((t for t in self._waiting if not waits[t.job.scores is not None]), None)
 
     def _round(self) -> None:
         try:
@@ -448,25 +431,6 @@ class _Loop:
             self._fail(lost, _bug(type(error)))
             return
         self._news.extend([self._update(event) for event in events])
-
-    def _score(self) -> None:
-        """The next part of the scoring that came first, in a row that is there for so long."""
-        ticket, parts, scores = self._scorings[0]
-        if self._running and not self._memory.fits(self._held(), self._columns(ticket.job)):
-            return
-        ticket.request = SCORING
-        try:
-            part = next(parts, None)
-        except Exception as error:
-            log.exception("a text could not be scored")
-            self._scorings.popleft()
-            self._fail([ticket], error if isinstance(error, ForerunError) else _bug(type(error)))
-            return
-        if part is not None:
-            scores += part
-        if len(scores) >= len(ticket.job.prompt) - 1:
-            self._scorings.popleft()
-            self._news.append((ticket, Update(ticket.index, scores=scores)))
 
     def _update(self, event: Event) -> tuple[Ticket, Update]:
         ticket, done = self._running[event.request], event.completion
@@ -492,7 +456,6 @@ class _Loop:
         self._ended = True
         self._waiting.clear()
         self._running.clear()
-        self._scorings.clear()
         self._engine.clear()
 
 
