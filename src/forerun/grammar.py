@@ -32,7 +32,7 @@ COMPACT: Any = {"whitespace_flexible": False}
 
 ITEMS = 5000
 """Most parser items of one mask, a tenth of llguidance's own limit: an ambiguous grammar, whose
-work grows with their square, ends after 20 ms and not after seconds, with the interpreter locked."""
+work grows with their square, ends after 20 ms and not after seconds of a locked interpreter."""
 
 
 @dataclass(frozen=True)
