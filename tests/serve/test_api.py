@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -450,3 +452,18 @@ def test_an_answer_ends_where_its_turn_does(shipped):
         frames = shipped.stream("/v1/chat/completions", **body, temperature=0)
         streamed = "".join(f["choices"][0]["delta"].get("content", "") for f in frames)
         assert streamed == choice["message"]["content"]
+
+
+def test_who_wants_tokens_only_keeps_nobody_waiting(shipped, monkeypatch):
+    """Texts to be counted are read, and written, away from those that are to be continued."""
+    begun, ended = threading.Event(), threading.Event()
+    texts = shipped.server.tokens
+    encode = texts.encode
+    monkeypatch.setattr(texts, "encode", lambda *of: (begun.set(), ended.wait(20), encode(*of))[2])
+    with ThreadPoolExecutor(1) as pool:
+        counted = pool.submit(shipped.post, "/tokenize", content="a b")
+        assert begun.wait(10)
+        assert shipped.complete("Once", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert not counted.done()
+        ended.set()
+        assert counted.result(20).json()["count"] == len(texts.encode("a b"))

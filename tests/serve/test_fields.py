@@ -9,9 +9,16 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from pydantic import ValidationError
+
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import NEUTRAL, REFUSED
-from forerun.serve.protocol import ChatRequest, CompletionRequest
+from forerun.serve.protocol import (
+    MAX_EXTRA,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+)
 from forerun.serve.responses import ResponseRequest
 
 LISTS: dict[str, list[str]] = json.loads(
@@ -66,3 +73,28 @@ def test_the_lists_are_those_of_the_installed_vllm():
     params = pytest.importorskip("vllm.sampling_params")
     fields = {name for name in params.SamplingParams.__struct_fields__ if name[0] != "_"}
     assert fields - SERVED - REFUSED.keys() - NEUTRAL == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1.5] * 5000}),
+        (CompletionRequest, {"prompt": [1] * 4999 + ["x"]}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 5000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1.5] * 5000}]}),
+        (ChatRequest, {"messages": [1] * 4000}),
+        (DetokenizeRequest, {"tokens": ["x"] * 5000}),
+    ],
+)
+def test_of_a_list_the_first_wrong_item_is_told_and_no_more(kind, body):
+    """A body has room for a million of them: to tell all took seconds, and nobody was heard."""
+    with pytest.raises(ValidationError) as wrong:
+        kind.model_validate(body)
+    assert wrong.value.error_count() <= 5  # one for each kind of value that the field may have
+
+
+def test_unknown_fields_are_not_compared_without_end():
+    many = {f"field_{i}": 1 for i in range(MAX_EXTRA)}
+    assert len(CompletionRequest(prompt="x", **many).ignored()) == MAX_EXTRA
+    with pytest.raises(ApiError, match="257 unknown fields"):
+        CompletionRequest(prompt="x", one=1, **many).ignored()

@@ -99,6 +99,8 @@ class Server:
             model.context,
         )
         self.texts = Texts(model.tokenizer, model.target.vocab_size)
+        self.tokens = Texts(model.tokenizer, model.target.vocab_size)
+        """For who wants tokens and nothing else, of texts of any length: nobody waits for them."""
         self.planner = Planner(config, self.facts, self.texts)
         self.structures = Structures(model.tokenizer, self.facts.vocab_size, model.eos)
         self.metrics = Metrics(config.metrics_prefix, config.name)
@@ -227,6 +229,7 @@ def create_app(model: Model, config: Config) -> tuple[ASGIApp, Server]:
         yield
         await server.worker.stop()
         server.texts.close()
+        server.tokens.close()
         server.structures.close()
 
     app = FastAPI(
@@ -342,10 +345,10 @@ def _generation(app: FastAPI, server: Server) -> None:
 
 
 def _tokens(app: FastAPI, server: Server) -> None:
-    texts = server.texts
+    texts = server.tokens
 
     @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages."""
         server.check_model(body.model)
         given = [v for v in (body.prompt, body.content, body.messages) if v is not None]
@@ -360,19 +363,22 @@ def _tokens(app: FastAPI, server: Server) -> None:
             tokens = await texts.run(texts.encode, str(given[0]), special)
         out = {"count": len(tokens), "max_model_len": server.facts.limit, "tokens": tokens}
         names = await texts.run(texts.names, tokens) if body.return_token_strs else None
-        return out | {"token_strs": names}
+        return await written(out | {"token_strs": names})
 
     @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         server.check_model(body.model)
-        outside = [token for token in body.tokens if token >= server.facts.vocab_size]
-        if outside:
+        most = max(body.tokens, default=0)
+        if most >= server.facts.vocab_size:
             raise bad(
-                f"token id {outside[0]} is outside the vocabulary of {server.facts.vocab_size}",
+                f"token id {most} is outside the vocabulary of {server.facts.vocab_size}",
                 "tokens",
             )
-        return {"prompt": await texts.run(texts.decode, body.tokens, False)}
+        return await written({"prompt": await texts.run(texts.decode, body.tokens, False)})
+
+    async def written(value: dict[str, Any]) -> Response:
+        return Response(await texts.run(dumps, value), media_type="application/json")
 
     @app.get("/tokenizer_info", responses=ERRORS)
     async def tokenizer_info() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
@@ -17,8 +17,14 @@ from forerun.serve.fields import NEUTRAL, REFUSED
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first wrong item is told: a body has room for a million, and telling all takes
+seconds in which nobody is heard."""
 MAX_SPEC = 400
 """Characters of a controller's or rule's spec."""
+MAX_EXTRA = 256
+"""Fields that are none of ours: each is compared with those that are."""
 
 
 class StreamOptions(BaseModel):
@@ -51,7 +57,7 @@ class Prediction(BaseModel):
     """Text that the answer is expected to hold: drafted where it fits."""
 
     type: Literal["content"] = "content"
-    content: str | list[Part]
+    content: str | Items[Part]
 
     @property
     def text(self) -> str:
@@ -85,7 +91,7 @@ class StructuredOutputs(BaseModel):
 
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = Field(None, description="in Lark's notation, from a rule `start`")
     json_object: bool | None = None
 
@@ -109,11 +115,11 @@ class Generation(BaseModel):
     logit_bias: dict[str, Number] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int | None = Field(None, ge=1, le=128)
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=64)] | None = None
     min_tokens: int | None = Field(None, ge=0)
-    bad_words: Annotated[list[str], Field(max_length=128)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[Items[str], Field(max_length=128)] | None = None
+    allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -126,7 +132,7 @@ class Generation(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
     speculative: StrictBool | SpeculativeFields | None = None
@@ -140,6 +146,8 @@ class Generation(BaseModel):
         """
         known = set(type(self).model_fields)
         strange, extra = [], self.model_extra or {}
+        if len(extra) > MAX_EXTRA:
+            raise bad(f"{len(extra)} unknown fields; at most {MAX_EXTRA} are taken")
         for name, value in extra.items():
             words, nothing = REFUSED.get(name, ("", ()))
             if value is None or value in nothing or name in NEUTRAL:
@@ -162,10 +170,10 @@ class CompletionRequest(Generation):
 
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=1024)]
+        | Annotated[Items[TokenId], Field(min_length=1)]
+        | Annotated[Items[str], Field(min_length=1, max_length=1024)]
         | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
+            Items[Annotated[Items[TokenId], Field(min_length=1)]],
             Field(min_length=1, max_length=1024),
         ]
     )
@@ -205,7 +213,7 @@ class AllowedTools(BaseModel):
     """Some of the tools."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: Items[NamedTool] = Field(min_length=1)
 
 
 class AllowedChoice(BaseModel):
@@ -251,8 +259,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Items[Part] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -285,7 +293,7 @@ class Message(BaseModel):
 class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Items[Message] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = Field(None, ge=-1)
     reasoning_effort: str | None = None
     logprobs: bool | None = None
@@ -293,7 +301,7 @@ class ChatRequest(Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | AllowedChoice | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -304,7 +312,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
+    messages: Items[Message] | None = Field(None, min_length=1, max_length=4096)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -314,4 +322,4 @@ class DetokenizeRequest(BaseModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
