@@ -19,8 +19,8 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first wrong item is told: a body has room for a million, and telling all takes
-seconds in which nobody is heard."""
+"""A list of which the first wrong item is told: a body has room for a million, and to tell of all
+takes seconds in which nobody is heard."""
 MAX_SPEC = 400
 """Characters of a controller's or rule's spec."""
 MAX_EXTRA = 256
