@@ -9,7 +9,7 @@ from forerun.costs import Costs
 from forerun.engine import Sampling
 from forerun.lab.bounds.bounds import oracle
 from forerun.lab.traces.record import Task, record
-from forerun.lab.traces.replay import replay
+from forerun.lab.traces.replay import replay, stream
 from forerun.lab.traces.trace import SIGNALS, Trace
 from forerun.lab.traces.tune import tune
 from forerun.model import Model
@@ -64,6 +64,21 @@ def test_replayed_rounds_are_those_of_the_live_engine(name: str, temperature: fl
         for field in ("rounds", "drafted", "accepted"):
             live = [getattr(d.stats, field) for d in done]
             assert getattr(ours, field).tolist() == live, (spec, field)
+
+
+@pytest.mark.parametrize("name", ["medusa", "kangaroo", "suffix"])
+def test_replayed_second_choices_are_those_of_the_live_engine(name: str) -> None:
+    """Kangaroo's layers run no trees, and suffix has no distribution: they have none."""
+    spec, (model, tasks, trace) = "auto(cost=10,leaves=2)", recorded(name)
+    done = model.generate(
+        [task.tokens for task in tasks], controller=spec, batch_size=1,
+        sampling=[task.sampling for task in tasks],
+    )  # fmt: skip
+    ours = stream(trace, spec, CELL, np.arange(trace.prompts))
+    assert ours.rounds.tolist() == [d.stats.rounds for d in done]
+    assert ours.drafted.tolist() == [d.stats.drafted for d in done]
+    assert ours.leaves.tolist() == [d.stats.counters.get("leaves", 0) for d in done]
+    assert ours.leaves.any() == (name == "medusa")
 
 
 @pytest.mark.parametrize("name", ["lookup", "suffix", "eagle"])

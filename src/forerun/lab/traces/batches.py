@@ -255,7 +255,9 @@ class Replayed(Engine):
         self._trace, self._controller, self._watch = trace, controller, watch
         self._rule = rule or AsRecorded(trace)
         target, drafter = models or (NoModel(), Recorded(trace))
-        target.trees = rule is None or (rule.rule.takes_leaves and rule.has_bonus)
+        target.trees = bool(trace.about.get("trees", True))
+        if rule is not None:
+            target.trees &= rule.rule.takes_leaves and rule.has_bonus
         super().__init__(target, drafter, max_rows=rows, meter=meter)
 
     def serve(self, order: Sequence[int] | IntArray) -> Replay:

@@ -171,6 +171,7 @@ def finish(
         "target": identity(model.target),
         "draft": _drafter(model),
         "blind": model.drafter.blind,
+        "trees": model.target.executor.trees,
         "sampling": _sampling(tasks),
         "depth": trace.depth,
         "batch_size": batch_size,

@@ -169,8 +169,6 @@ class Recorder(Engine):
                 for name in SIGNALS
             }
             own |= {name: values[name][i, :count] for name in JUDGED if count}
-            if i in proposal.free:  # the distribution is that of other rows
-                own |= dict.fromkeys(("top5_overlap", "target_rank"), np.full(count, np.nan))
             self.runs[row.id].append(DraftedRun(tokens[i], int(proposal.stopped_by[i] or 0), own))
             out[i] = RowVerdict(0, int(best[i, 0]), [0.0] * count)
         return out
