@@ -24,6 +24,7 @@ from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Engine, Request, Sampling
 from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Origin
+from forerun.engine.row import error_line
 from forerun.errors import NumericalError, PromptError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows
@@ -853,3 +854,12 @@ def test_a_round_enters_inference_mode_once(monkeypatch: pytest.MonkeyPatch) -> 
     rows.join(1)
     assert not torch.is_inference_mode_enabled()
     assert rows.feed([[1, 2]]).is_inference()
+
+
+def test_the_reason_of_an_error_of_several_lines_is_in_its_line() -> None:
+    error = RuntimeError(
+        "Exception from a.cpp:246:\n\nCheck failed:\nout of memory\n"
+    )
+    assert error_line(error) == "RuntimeError: Exception from a.cpp:246: out of memory"
+    assert error_line(ValueError("one line")) == "ValueError: one line"
+    assert error_line(KeyError()) == "KeyError: KeyError"

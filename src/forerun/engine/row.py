@@ -222,7 +222,7 @@ class Row:
             seed=self.seed,
             logprobs=self.logprobs[: len(tokens)] if self.request.logprobs is not None else None,
             scores=self.logprobs if self.request.scores is not None else None,
-            error=None if error is None else _line(error),
+            error=None if error is None else error_line(error),
             error_type=None if error is None else type(error),
             ended_by=self.ended_by if reason in ("eos", "stop") else None,
             logits=self.logits[: len(tokens)] if self.request.keep_logits else None,
@@ -230,7 +230,8 @@ class Row:
         )
 
 
-def _line(error: Exception) -> str:
-    """One line for the person who asked."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+def error_line(error: Exception) -> str:
+    """One line for the person who asked; of several the last, which gives the reason, as well."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else type(error).__name__
     return text if isinstance(error, ForerunError) else f"{type(error).__name__}: {text}"
