@@ -857,9 +857,7 @@ def test_a_round_enters_inference_mode_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_reason_of_an_error_of_several_lines_is_in_its_line() -> None:
-    error = RuntimeError(
-        "Exception from a.cpp:246:\n\nCheck failed:\nout of memory\n"
-    )
+    error = RuntimeError("Exception from a.cpp:246:\n\nCheck failed:\nout of memory\n")
     assert error_line(error) == "RuntimeError: Exception from a.cpp:246: out of memory"
     assert error_line(ValueError("one line")) == "ValueError: one line"
     assert error_line(KeyError()) == "KeyError: KeyError"
