@@ -46,7 +46,7 @@ def main(prompts: int, tokens: int, batches: Sequence[int], threads: int) -> Non
     peers: dict[str, Plain] = {
         "generate": Plain(first, target),
         "attached": Plain(first, attached),
-        **{f"assisted{s, n}": Assisted(first, target, draft, s, n) for s, n in ASSISTED},
+        **{f"assisted({s}, {n})": Assisted(first, target, draft, s, n) for s, n in ASSISTED},
     }
 
     def run(group: list[list[int]], name: str) -> Run:
