@@ -101,6 +101,12 @@ def _starting_pairs(folders: list[Path], prompts: int = 6, tokens: int = 96):
     starting_lengths.pairs(folders, prompts, tokens)
 
 
+@app.command("starting-lengths-real")
+def _starting_real(model: str, trace: Path, per_kind: int = 3, tokens: int = 48):
+    """The replay on a GGUF file's model with its default draft; its texts are kept in a trace."""
+    starting_lengths.of_file(model, trace, per_kind, tokens)
+
+
 @app.command("plain")
 def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device: Device = "cpu"):
     """Plain decoding through the engine against transformers' own `generate`."""

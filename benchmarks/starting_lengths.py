@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 import forerun
 from benchmarks.common import (
     RESULTS,
-    Task,
     generate,
     interleaved,
     provenance,
@@ -22,9 +21,13 @@ from benchmarks.common import (
     table,
     tasks,
 )
+from benchmarks.real_models import KINDS
 from forerun import zoo
 from forerun.costs import Costs
+from forerun.engine import Sampling
+from forerun.lab.traces import record
 from forerun.lab.traces.replay import stream
+from forerun.lab.traces.trace import Trace
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
 METHODS = {
@@ -44,6 +47,10 @@ NEXT = {
     "gammatune, next": "gammatune(length={n},expand=next)",
     "gammatune+, next": "gammatune+(length={n},expand=next)",
 }
+HISTORIES = ("fixed", "hf-heuristic", "gammatune", "gammatune, persistent")
+"""Those that read no distribution: a chain of drafts has none."""
+DEPTH = 10
+"""Of a real model's trace."""
 SLOPE, STREAMS = 0.03, 8
 """Of replays: share of a plain pass that each further token of it costs; orders of the prompts."""
 
@@ -84,7 +91,8 @@ def main(model: forerun.Model, prompts: int, tokens: int, long: bool = False) ->
 def replayed(model: forerun.Model, prompts: int, tokens: int, cost: float) -> None:
     """The same by replay, free of the machine's noise; write `starting-lengths-replay.json`."""
     work = tasks(model, "test", prompts, tokens)
-    counts = _replays(model, work, Costs.synthetic(cost, SLOPE), {**METHODS, **NEXT, **PERSISTENT})
+    specs = {**METHODS, **NEXT, **PERSISTENT}
+    counts = _replays(recorded(model, work), Costs.synthetic(cost, SLOPE), specs)
     results, rows = _summary(counts)
     text = (
         f"{INTRO} Greedy, {len(work)} test prompts of all families one after another in {STREAMS} "
@@ -105,7 +113,7 @@ def pairs(folders: Sequence[Path], prompts: int, tokens: int) -> None:
     for pair in (shipped, *((folder / "target", folder / "draft") for folder in folders)):
         model, (sizes, cost) = forerun.load(*map(str, pair)), _sizes(pair)
         work, cell = tasks(model, "test", prompts, tokens), Costs.synthetic(cost, SLOPE)
-        methods, _ = _summary(_replays(model, work, cell, specs))
+        methods, _ = _summary(_replays(recorded(model, work), cell, specs))
         results[sizes] = {"cost": cost, "methods": methods}
         rows.append(
             [sizes, f"{cost:.1f}", f"{methods['fixed']['acceptance']:.2f}"]
@@ -131,15 +139,59 @@ def _sizes(pair: Sequence[Path]) -> tuple[str, float]:
     return ", ".join(shapes), weights[0] / weights[1]
 
 
-def _replays(
-    model: forerun.Model, work: Sequence[Task], cell: Costs, specs: dict[str, str]
-) -> dict[str, list[Counts]]:
-    """Every method from every starting length, over texts recorded once."""
-    trace, random = recorded(model, work), np.random.default_rng(0)
-    orders = np.stack([random.permutation(len(work)) for _ in range(STREAMS)])
+def of_file(file: str, path: Path, per_kind: int, tokens: int) -> None:
+    """The replay on a model in a GGUF file with its default draft, at a CPU's costs and a GPU's;
+    texts are recorded once and kept in a trace. Writes `starting-lengths-real.json`."""
+    if path.exists():
+        trace = Trace.read(path)
+    else:
+        model = forerun.load(file)
+        trace = record.record(model, chats(model, per_kind, tokens), depth=DEPTH)
+        trace.write(path)
+    specs = {n: s for n, s in (METHODS | PERSISTENT).items() if n in HISTORIES}
+    results, parts = {}, []
+    for slope in (0.19, 0.02):
+        cell = Costs.synthetic(12, slope)
+        counts = _replays(trace, cell, specs)
+        results[f"{slope}"], rows = _summary(counts)
+        for row, own in zip(rows, counts.values(), strict=True):
+            row.insert(1, f"{np.mean([c.rate for c in own]) * cell.plain:.2f}")
+        header = ["method", "of plain", "mean ± std", "acceptance", "length",
+                  *[f"γ₀={n}" for n in LENGTHS if n <= DEPTH]]  # fmt: skip
+        parts.append(f"## {slope} of a pass for each further token\n\n" + table(header, rows))
+    text = (
+        f"{INTRO.replace('twelve', 'eight')} Of plain: the mean's throughput over plain decoding's. Greedy, {trace.prompts} "
+        f"chat prompts of eight kinds, {int(trace.sizes.sum())} tokens, one after another in "
+        f"{STREAMS} random orders, by replay: a target pass costs 12 draft steps.\n\n"
+    ) + "\n\n".join(parts)
+    made = provenance(forerun.load()) | {n: trace.about[n] for n in ("target", "dtype")}
+    save("starting-lengths-real", made, results, text)
+
+
+def chats(model: forerun.Model, per_kind: int, tokens: int) -> list[record.Task]:
+    """The first prompts of each of `real_models.KINDS`, a kind after another."""
+    ask: Any = model.tokenizer
+    return [
+        record.Task(
+            kind, f"{kind}-{i}",
+            ask.apply_chat_template(
+                [{"role": "user", "content": template.format(fillers[i])}],
+                add_generation_prompt=True, return_dict=False,
+            ),
+            Sampling(max_new_tokens=tokens),
+        )
+        for i in range(per_kind)
+        for kind, (template, fillers) in KINDS.items()
+    ]  # fmt: skip
+
+
+def _replays(trace: Trace, cell: Costs, specs: dict[str, str]) -> dict[str, list[Counts]]:
+    """Every method from every starting length that the trace is deep enough for."""
+    random = np.random.default_rng(0)
+    orders = np.stack([random.permutation(trace.prompts) for _ in range(STREAMS)])
     counts: dict[str, list[Counts]] = {}
     for name, spec in specs.items():
-        for n in LENGTHS:
+        for n in [n for n in LENGTHS if n <= trace.depth]:
             done = stream(trace, spec.format(n=n), cell, orders)
             counts.setdefault(name, []).append(
                 Counts(
@@ -177,7 +229,7 @@ def _summary(counts: dict[str, list[Counts]]) -> tuple[dict[str, Any], list[list
     for name, by_length in counts.items():
         rates = [c.rate for c in by_length]
         r = results[name] = {
-            "tokens_per_second": dict(zip(map(str, LENGTHS), rates, strict=True)),
+            "tokens_per_second": dict(zip(map(str, LENGTHS), rates, strict=False)),
             "mean": float(np.mean(rates)) / base,
             "std": float(np.std(rates)) / base,
             "acceptance": sum(c.accepted for c in by_length) / sum(c.drafted for c in by_length),
