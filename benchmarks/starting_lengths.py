@@ -160,8 +160,9 @@ def of_file(file: str, path: Path, per_kind: int, tokens: int) -> None:
                   *[f"γ₀={n}" for n in LENGTHS if n <= DEPTH]]  # fmt: skip
         parts.append(f"## {slope} of a pass for each further token\n\n" + table(header, rows))
     text = (
-        f"{INTRO.replace('twelve', 'eight')} Of plain: the mean's throughput over plain decoding's. Greedy, {trace.prompts} "
-        f"chat prompts of eight kinds, {int(trace.sizes.sum())} tokens, one after another in "
+        f"{INTRO.replace('twelve', 'eight')} Of plain: the mean's throughput over plain "
+        f"decoding's. Greedy, {trace.prompts} chat prompts of eight kinds, "
+        f"{int(trace.sizes.sum())} tokens, one after another in "
         f"{STREAMS} random orders, by replay: a target pass costs 12 draft steps.\n\n"
     ) + "\n\n".join(parts)
     made = provenance(forerun.load()) | {n: trace.about[n] for n in ("target", "dtype")}
