@@ -26,7 +26,7 @@ from forerun.errors import SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
 from forerun.types import RoundOutcome
-from marks import spread
+from marks import slow_but, spread
 
 V, EOS = 6, 5
 Moves = dict[int, dict[int, int]]
@@ -140,8 +140,12 @@ def test_equals_masked_plain_decoding(
 
 
 @pytest.mark.parametrize(
-    ("rule", "more"), [("standard", {}), ("block", {}), ("gumbel", {}), ("standard", {"top_k": 2}),
-                       ("standard", {"frequency_penalty": 0.8})]
+    ("rule", "more"),
+    slow_but(
+        [("standard", {}), ("block", {}), ("gumbel", {}), ("standard", {"top_k": 2}),
+         ("standard", {"frequency_penalty": 0.8})],
+        lambda rule, more: rule == "gumbel" or "frequency_penalty" in more,
+    ),
 )  # fmt: skip
 def test_sampled_text_has_the_masked_distribution(rule: str, more: dict[str, Any]) -> None:
     """As in `test_engine`: false alarms below 3e-7 per case."""

@@ -29,10 +29,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Lab": {
         "record": ("record:record", "Write down what the drafter proposes at every position."),
-        "costs": (
-            "costs:costs",
-            "Measure a draft step, target passes by width.",
-        ),
+        "costs": ("costs:costs", "Measure a draft step, target passes by width."),
         "replay": ("replay:replay", "Predict speed, rounds and drafted tokens of controllers."),
         "ablate": ("ablate:ablate", "Replay a controller without each of its mechanisms."),
         "tune": ("tune:tune", "Search the parameters of controllers on a trace."),

@@ -176,10 +176,7 @@ def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
 
 
 def _show(
-    model: Model,
-    rows: Sequence[Prompt],
-    done: list[Comparison],
-    planned: Sequence[tuple[str, str]],
+    model: Model, rows: Sequence[Prompt], done: list[Comparison], planned: Sequence[tuple[str, str]]
 ) -> None:
     from forerun.lab.audit import counts, summary
 

@@ -16,14 +16,7 @@ from forerun.errors import ModelError, SettingError, require
 
 @options.command
 def build_datastore(
-    data: Annotated[
-        str,
-        option(
-            "PATH",
-            'A text file, a folder of .txt files, or a .jsonl file of {"text": ...}.',
-            "--data",
-        ),
-    ],
+    data: Annotated[str, option("PATH")],
     output: Annotated[str, options.output("FILE", "Where the datastore goes.")],
     models: Annotated[Models, Fields(Models, only=("target", "trust_remote_code"))],
     tokens: Annotated[int, option("N", "Most tokens to keep.")] = 10_000_000,
@@ -32,6 +25,9 @@ def build_datastore(
 
     Takes 12 bytes of memory per token while drafting, and about ten times that while it is made.
     The tokenizer is that of the target; use it as --draft "rest('FILE')".
+
+    Args:
+        data: a text file, a folder of .txt files, or a .jsonl file of {"text": ...}.
     """
     require(tokens >= 1, "tokens", tokens, "≥ 1")
     folder = Path(output).parent

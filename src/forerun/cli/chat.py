@@ -34,15 +34,7 @@ OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_
 @options.command
 def chat(
     models: Annotated[Models, Fields(Models)],
-    sampling: Annotated[
-        dict[str, Any],
-        Fields(
-            Sampling,
-            SAMPLING,
-            OWN,
-            optional=True,
-        ),
-    ],
+    sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, OWN, optional=True)],
     opened: Annotated[Chat, Fields(Chat, only=("system",))],
     policies: Annotated[PolicyOptions, Fields(PolicyOptions, without=("exits",))],
     rounds: options.Rounds = False,

@@ -21,12 +21,8 @@ def lm_eval(
     models: Annotated[Models, Fields(Models, only=("target", "draft", "dtype"))],
     policy: Annotated[PolicyOptions, Fields(PolicyOptions, only=("controller", "rule"))],
     runtime: Annotated[str, option("SPEC", RUNTIME, panel=options.MODELS)] = "torch",
-    include_path: Annotated[
-        str | None, option("DIR", "A folder of further tasks.", panel=PROMPTS)
-    ] = None,
-    limit: Annotated[
-        int | None, option("N", "Only the first N documents of each task.", panel=PROMPTS)
-    ] = None,
+    include_path: Annotated[str | None, option("DIR", panel=PROMPTS)] = None,
+    limit: Annotated[int | None, option("N", panel=PROMPTS)] = None,
     batch_size: Annotated[int, option("B", "Texts decoded together.", panel=PROMPTS)] = 16,
     output: Annotated[str | None, options.output("FILE", "Also save the results as JSON.")] = None,
     as_json: options.Json = False,
@@ -35,6 +31,10 @@ def lm_eval(
 
     The results gain acceptance, tokens per second and, under a lossy rule, the drift: what a rule
     costs on a task. Tasks that score given texts see no rule.
+
+    Args:
+        include_path: a folder of further tasks.
+        limit: only the first N documents of each task.
     """
     whole("batch_size", batch_size, 1)
     check_writable(output)

@@ -43,8 +43,7 @@ def record(
     output: Annotated[str, options.output("TRACE", "The Parquet file to write.")],
     models: Annotated[Models, Fields(Models)],
     sampling: Annotated[
-        dict[str, Any],
-        Fields(Sampling, SAMPLING, TRANSFORM, repetition_penalty=(PENALISED, None)),
+        dict[str, Any], Fields(Sampling, SAMPLING, TRANSFORM, repetition_penalty=(PENALISED, None))
     ],
     chat: Annotated[Chat, Fields(Chat)],
     split: options.Split = "val",

@@ -285,9 +285,7 @@ DraftModel = Annotated[
 Split = Annotated[
     str,
     option(
-        "val|test",
-        "Of the shipped prompts: val to develop on, test to report on.",
-        panel=PROMPTS,
+        "val|test", "Of the shipped prompts: val to develop on, test to report on.", panel=PROMPTS
     ),
 ]
 Limit = Annotated[int | None, limit()]

@@ -188,10 +188,7 @@ class Peer:
         return None
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        repetition_penalty: float = 1.0,
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, repetition_penalty: float = 1.0
     ) -> Run:
         """Continue prompts (token ids) greedily, each until an end of text or the limit.
 

@@ -57,13 +57,7 @@ class ExitCosts:
 def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) -> Model:
     """`model` decoding with a setting of specbound; all such models may share `rows`."""
     drafter = SpecBoundDrafter(
-        rows,
-        heads,
-        setting.layers,
-        setting.threshold,
-        setting.anneal,
-        setting.width,
-        setting.bonus,
+        rows, heads, setting.layers, setting.threshold, setting.anneal, setting.width, setting.bonus
     )
     speculative = Model(rows, drafter, model.tokenizer)
     speculative.eos = model.eos

@@ -166,12 +166,7 @@ class ExitTrace:
                 cut = (rounds.stopped_by >= Stop.EXHAUSTED) & (rounds.drafted > 0)
                 last = deep[drafted] - deep[at[0], at[1], np.maximum(rounds.drafted - 1, 0)]
                 layers = layers - cut * last
-            values = (
-                layers,
-                asked[drafted] + difficult * len(used),
-                rounds.drafted + difficult,
-                1,
-            )
+            values = (layers, asked[drafted] + difficult * len(used), rounds.drafted + difficult, 1)
             for name, value in zip(COUNTED, values, strict=True):
                 out[name][rounds.prompt] += value
 
