@@ -136,6 +136,31 @@ def test_without_a_budget_nothing_is_drafted_until_interest_has_paid_for_a_look(
     assert drafted(Renewal(), [(0.9, 0.9)], pace=Pace(reserve=0.1)) == (0, 0)
 
 
+def test_of_a_batch_those_are_read_that_the_reserve_pays_for():
+    """A reading of all that it cannot pay for would leave nobody to try the draft."""
+    costs = replace(Costs.synthetic(5, 0.02), reading=0.01, packed=True, batch=3)
+    seats = [Seat(outlook=HOPE, unread=n, left=500) for n in (90, 30, 50)]
+
+    def drafting(reserve):
+        plan = Renewal().open(Pace(reserve=reserve), costs, seats, 3, 0)
+        return [most > 0 for most in plan.most]
+
+    assert drafting(16.0) == [True, True, True]
+    assert drafting(1.1) == [False, True, True]
+    assert drafting(0.55) == [False, True, False]
+    assert drafting(0.3) == [False, False, False]
+    short = [seat._replace(left=2) for seat in seats]
+    assert not any(Renewal().open(Pace(), costs, short[:1], 3, 0).most)
+
+
+def test_a_governor_rests_where_no_step_can_be_paid():
+    assert Renewal().rests(Pace(budget=0.1), COSTS)
+    assert Renewal().rests(Pace(reserve=0.1), COSTS)
+    assert not Renewal().rests(Pace(), COSTS)
+    assert Renewal().rests(Pace(), replace(COSTS, retime="plain"))
+    assert not make("goodput").rests((), COSTS)
+
+
 def test_a_bet_is_weighed_by_how_likely_it_is_lost():
     few = Pace(budget=0.3)
     sure = [(0.99**n, 0.99) for n in range(1, 40)]

@@ -109,13 +109,14 @@ def test_the_arm_that_was_not_chosen_is_timed_anew():
 def test_a_pass_that_reads_a_prompt_is_no_sample_but_says_what_reading_takes():
     meter = Meter(3.0, times((1, 0.1)), LEVELS)
     before = meter.costs(1)
-    assert before.prefill is None, "as long as none was timed"
-    fed(meter, *[lap(2, wide=9.0, read_tokens=100)] * 20)
-    assert meter.costs(1) == before
+    drafted = lap(1, step=0.1, wide=3.5, read_tokens=100)
+    assert (before.prefill, meter.booked(drafted)) == (None, (None, 0.0)), "none was timed yet"
     fed(meter, *[lap(plain=3.0, read_tokens=100)] * 3)
     assert meter.costs(1) == replace(before, prefill=0.02)
-    drafted = lap(1, step=0.1, wide=3.5, read_tokens=100)
     assert meter.booked(drafted) == (pytest.approx(0.1 + 3.5 - 2.0), 0.0)
+    fed(meter, *[lap(2, wide=5.2, read_tokens=100)] * 20)
+    assert replace(meter.costs(1), prefill=None) == before
+    assert meter.costs(1).prefill == pytest.approx(0.04), "less what judging takes"
 
 
 def test_what_a_shape_takes_at_first_is_neither_a_sample_nor_booked():

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from math import ceil
+from statistics import median
 from typing import NamedTuple
 
 from forerun.costs import Costs, Passes, bounded
@@ -155,13 +156,15 @@ class Meter:
 
     def booked(self, lap: Lap) -> tuple[float | None, float]:
         """Seconds of a round to compare with the costs, without what it takes the target to read
-        prompts, and of the drafter's reading. None before a plain pass was timed, and of the first
-        round of a shape, which takes what no other does again; 0 of the first reading."""
+        prompts, and of the drafter's reading. None before a plain pass was timed, or where this one
+        reads another that did, and of the first round of a shape, which takes what no other does
+        again; 0 of the first reading."""
         timed = self._reading is not None and not lap.compiled
         reading = lap.reading_seconds if timed else 0.0
-        if not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
+        prefill = self._read() if lap.read_tokens else 0.0
+        if prefill is None or not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
             return None, reading
-        return lap.seconds - lap.read_tokens * (_low(self._prefill) or 0.0), reading
+        return lap.seconds - lap.read_tokens * prefill, reading
 
     def add(self, lap: Lap) -> None:
         if self._given is not None or lap.verify_seconds <= 0:
@@ -173,10 +176,15 @@ class Meter:
                 self._reading.append(lap.reading_seconds / lap.reading_tokens)
         if not lap.read_tokens:
             self._samples(lap.rows).add(lap)
-        elif lap.width == 1 and self.timed(lap.rows) and not lap.compiled:
-            more = lap.verify_seconds - self.costs(lap.rows).verify[0][1]
+        elif self.timed(lap.rows) and not lap.compiled:
+            more = lap.verify_seconds - self.costs(lap.rows).verify_seconds(lap.width)
             self._prefill.append(max(more, 0.0) / lap.read_tokens)
             self._samples(lap.rows).costs = None
+
+    def _read(self) -> float | None:
+        """Seconds in which the target reads a token of a prompt: not a low quantile, whose noise
+        would be booked as a loss of what is drafted beside."""
+        return median(self._prefill) if self._prefill else None
 
     def _samples(self, rows: int) -> _Samples:
         samples = self._sizes.get(rows)
@@ -239,7 +247,7 @@ class Meter:
             levels=levels,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
             reading=_low(self._reading or ()) or reading,
-            prefill=_low(self._prefill),
+            prefill=self._read(),
             packed=self._packed,
             tree=samples.tree,
             retime=samples.stale,

@@ -101,12 +101,11 @@ class Renewal(Governor):
         """Draft where what may be lost pays for a look at a token."""
         plan = _Weighed(self.rate(pace), pace, costs, seats, rows, paid)
         plan.most_leaves = self.leaves
-        if costs.retime == "plain" or not plan.begins(seats):
+        if costs.retime == "plain":
             return plan
-        plan.most = [
-            self._blind(pace, costs, seat, rows, paid) if seat.blind else self.high
-            for seat in seats
-        ]
+        for i in plan.begins(seats):
+            blind = seats[i].blind
+            plan.most[i] = self._blind(pace, costs, seats[i], rows, paid) if blind else self.high
         return plan
 
     def _blind(self, pace: Pace, costs: Costs, seat: Seat, rows: int, paid: int) -> int:
@@ -168,18 +167,25 @@ class _Weighed(Plan):
         self.most_leaves = 0
         self.most = [0] * len(seats)
 
-    def begins(self, seats: Sequence[Seat]) -> bool:
-        """Whether the budget pays for a look at a token, and the reserve for what the drafter must
-        read for it, of texts that are long enough to earn it."""
-        costs = self._costs
-        unread = sum(seat.unread for seat in seats) * costs.reading
-        if unread > self._reserve or unread > costs.plain * max(seat.left for seat in seats):
-            return False
-        look = 0.0 if self._paid else costs.draft_seconds(1)
-        if not self._rides:
-            seen = all(self._trims) and not any(seat.blind for seat in seats)
-            look += costs.cold if seen else self._added(1) * (len(seats) if self._apart else 1)
-        return look <= self._budget
+    def begins(self, seats: Sequence[Seat]) -> list[int]:
+        """The seats that may draft: as many as the reserve pays the drafter's reading of, shortest
+        first, of texts long enough to earn it, if the budget pays for a look at a token."""
+        costs, out = self._costs, list[int]()
+        look, own = 0.0 if self._paid else costs.draft_seconds(1), 0.0
+        seen = all(self._trims) and not any(seat.blind for seat in seats)
+        if self._apart and not (self._rides or seen):
+            own = self._added(1)
+        elif not self._rides:
+            look += costs.cold if seen else self._added(1)
+        spare = self._reserve - look
+        for i in sorted(range(len(seats)), key=lambda i: seats[i].unread):
+            unread = seats[i].unread * costs.reading
+            spare -= unread
+            if unread * self._rows <= costs.plain * seats[i].left and spare >= 0:
+                out.append(i)
+            if look + own * len(out) > self._budget:
+                return out[:-1]
+        return out
 
     def _added(self, tokens: int) -> float:
         """Seconds by which the n-th token of a row makes the pass longer."""

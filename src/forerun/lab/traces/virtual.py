@@ -19,12 +19,13 @@ from forerun.checks import choice
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.costs import Costs
 from forerun.drafters.base import Proposal, Step, StepContext, Texts
+from forerun.drafters.model import BEHIND
 from forerun.drafters.stepping import step_by_step
 from forerun.engine.meter import Meter
 from forerun.lab.traces.batches import NoModel, Recorded, Replayed
 from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
-from forerun.runtime.base import Pieces
+from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.timing import Times
 from forerun.runtime.trees import Parents
 from forerun.types import FloatArray, IntArray
@@ -98,22 +99,40 @@ class _Target(NoModel):
 
 
 class _Drafter(Recorded):
-    """Takes the time of its steps, and of reading a prompt when it first drafts for it."""
+    """Takes the time of its steps, and of reading what it has not followed."""
 
     def __init__(self, trace: Trace, clock: VirtualClock, target: _Target) -> None:
         super().__init__(trace)
-        self._clock, self._target, self._read = clock, target, set[int]()
+        self._clock, self._target, self._rows = clock, target, Rows(NoModel())
+        self.caches = (self._rows,)
+
+    def join(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().join(prompts, room, sources)
+        self._rows.join(len(prompts))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        self._rows.keep(rows)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """The recorded run, behind what must be read."""
         costs, clock = self._clock.costs, self._clock
-        places = [p for p, text in zip(self.places, texts, strict=True) if text is not None]
-        unread = [len(text or ()) for p, text in zip(self.places, texts, strict=True)
-                  if text is not None and p not in self._read]  # fmt: skip
-        self._read.update(places)
+        lengths = self._rows.lengths
+        unread = sum(
+            len(text) - n
+            for text, n in zip(texts, lengths, strict=True)
+            if text is not None and len(text) - n > BEHIND
+        )
+        for row, text in enumerate(texts):
+            lengths[row] = lengths[row] if text is None else len(text)
         if unread:
             began = clock.now
-            clock.spend("reading", (READING[0] + READING[1] * sum(unread)) * costs.plain)
+            clock.spend("reading", (READING[0] + READING[1] * unread) * costs.plain)
             reading = clock.now - began
         self._target.behind_a_draft, self._first = True, not unread
         self.begin(texts)
@@ -121,7 +140,7 @@ class _Drafter(Recorded):
         out = step_by_step(self, texts, [min(n, depth) for n in most], guide, bool(unread))
         if unread:
             out.catch_up_seconds += reading
-            out.catch_up_tokens = sum(unread)
+            out.catch_up_tokens = unread
         return out
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
