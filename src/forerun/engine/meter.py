@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from math import ceil
-from statistics import median
 from typing import NamedTuple
 
 from forerun.costs import Costs, Passes, bounded
@@ -161,7 +160,7 @@ class Meter:
         again; 0 of the first reading."""
         timed = self._reading is not None and not lap.compiled
         reading = lap.reading_seconds if timed else 0.0
-        prefill = self._read() if lap.read_tokens else 0.0
+        prefill = _low(self._prefill) if lap.read_tokens else 0.0
         if prefill is None or not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
             return None, reading
         return lap.seconds - lap.read_tokens * prefill, reading
@@ -180,11 +179,6 @@ class Meter:
             more = lap.verify_seconds - self.costs(lap.rows).verify_seconds(lap.width)
             self._prefill.append(max(more, 0.0) / lap.read_tokens)
             self._samples(lap.rows).costs = None
-
-    def _read(self) -> float | None:
-        """Seconds in which the target reads a token of a prompt: not a low quantile, whose noise
-        would be booked as a loss of what is drafted beside."""
-        return median(self._prefill) if self._prefill else None
 
     def _samples(self, rows: int) -> _Samples:
         samples = self._sizes.get(rows)
@@ -247,7 +241,7 @@ class Meter:
             levels=levels,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
             reading=_low(self._reading or ()) or reading,
-            prefill=self._read(),
+            prefill=_low(self._prefill),
             packed=self._packed,
             tree=samples.tree,
             retime=samples.stale,
