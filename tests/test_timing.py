@@ -11,6 +11,7 @@ import torch
 
 import forerun
 from forerun.controllers import CONTROLLERS
+from forerun.costs import Costs
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Sampling
 from forerun.engine.loop import Engine
@@ -249,3 +250,13 @@ def test_a_model_that_is_loaded_knows_its_passes(monkeypatch: Any) -> None:
     times = forerun.load(device="cpu").meter._times
     assert {(1, n) for n in (1, 2, 4, 8)} <= times.target.keys()
     assert (1, 1) in times.draft
+
+
+def test_reading_that_no_round_has_timed_is_not_kept_as_nothing() -> None:
+    """A table that said a pass takes 0 s ended every later request."""
+    timer, *_ = started()
+    times = timer.time()
+    timer.correct({1: Costs(9.0, ((1, 9.0), (16, 9.0)), reading=0.0)})
+    assert timer.times.draft[1, 1] == 9.0
+    assert timer.times.draft[1, WIDEST] == times.draft[1, WIDEST] > 0
+    assert timer.times.draft_seconds(1) == 9.0

@@ -176,7 +176,7 @@ class PassTimer:
                 now.target[rows, width] = costs.verify_seconds(width)
             steps = {1: costs.draft, 2: costs.draft_seconds(1), WIDEST: costs.reading * WIDEST}
             for width in (n for size, n in times.draft if size == rows):
-                now.draft[rows, width] = steps[width]
+                now.draft[rows, width] = steps[width] or times.draft[rows, width]  # 0: not known
         target, draft = _far(now.target, times.target), _far(now.draft, times.draft)
         if target or draft:
             self.times = Times(times.target | target, times.draft | draft, times.taken)
