@@ -12,6 +12,7 @@ from benchmarks import (
     attached,
     cmasd,
     cmasd_batches,
+    drafters,
     ears,
     easd,
     easd_baselines,
@@ -75,6 +76,12 @@ def _leaves(
 def _leaves_replay(prompts: int = 20, tokens: int = 64):
     """The same by replay, at the costs of both executors, also with a poor draft."""
     leaves.replayed(prompts, tokens)
+
+
+@app.command("drafters")
+def _drafters(prompts: int = 5, tokens: int = 64):
+    """Everybody who drafts for the shipped target, by replay: no clock."""
+    drafters.main(prompts, tokens)
 
 
 @app.command("starting-lengths")
