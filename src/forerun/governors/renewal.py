@@ -85,9 +85,11 @@ class Renewal(Governor):
         return Pace(self.reserve, self.budget)
 
     def join(self, pace: Pace, share: float) -> Pace:
-        """A request brings a budget of its own, and its rate is not known."""
+        """A request brings a budget of its own, less where much of the reserve is lost, so that
+        those to come have theirs; its rate is not known."""
         kept = 1 - share * (1 - self.carried)
-        budget = (1 - share) * pace.budget + share * self.budget
+        left = min(max(pace.reserve / self.reserve, 0.0), 1.0) if self.reserve else 0.0
+        budget = (1 - share) * pace.budget + share * left * self.budget
         return pace._replace(budget=budget, tokens=kept * pace.tokens, time=kept * pace.time)
 
     def rests(self, pace: Pace, costs: Costs) -> bool:
