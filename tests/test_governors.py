@@ -170,10 +170,12 @@ def test_a_bet_is_weighed_by_how_likely_it_is_lost():
 
 def test_requests_bring_budgets_of_their_own_and_share_the_reserve():
     governor = Renewal()
-    used = Pace(reserve=3.0, budget=0.0, tokens=40.0, time=10.0)
+    used = Pace(reserve=RESERVE, budget=0.0, tokens=40.0, time=10.0)
     alone = governor.join(used, 1.0)
-    assert (alone.reserve, alone.budget) == (3.0, BUDGET)
+    assert (alone.reserve, alone.budget) == (RESERVE, BUDGET)
     assert governor.join(used, 0.25).budget == BUDGET / 4
+    for left in (0.0, 0.5):  # what is lost of the reserve is not spent again by the next request
+        assert governor.join(used._replace(reserve=left * RESERVE), 1.0).budget == left * BUDGET
     assert 1 <= governor.rate(alone) < governor.rate(used)
 
 
