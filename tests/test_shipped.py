@@ -223,6 +223,17 @@ def test_stop_strings_end_the_text_before_them(models: dict[str, forerun.Model])
     assert never.text == free.text
 
 
+@pytest.mark.slow
+def test_a_hundred_answers_end_where_their_turn_ends(models: dict[str, forerun.Model]) -> None:
+    model = models["model"]
+    asked = [p.prompt.rsplit("User: ")[-1].split("\n")[0] for p in zoo.prompts("chat", "test")]
+    for question in asked[:100]:
+        done = model.chat(question, max_new_tokens=160)
+        assert done.finish_reason in ("eos", "stop"), question
+        assert "User:" not in done.text, question
+        assert done.text == done.text.lstrip(), question
+
+
 def test_a_full_context_is_a_defined_end(models: dict[str, forerun.Model]) -> None:
     model = models["model"]
     prompt = (model.encode("and the ") * 600)[: model.target.limit - 5]

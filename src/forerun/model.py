@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from forerun import zoo
+from forerun import chat, zoo
 from forerun.checks import flag, size, whole
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.drafters import DRAFTERS, Drafter
@@ -129,7 +129,8 @@ class Model:
         Args:
             messages: each with "role" and "content"; a text is what a user says first.
             system: what the system says before; None leaves that to template and messages.
-            settings: as for `generate`. The answer also ends where another turn begins.
+            settings: as for `generate`. The answer also ends where another turn begins; its text is
+                without what the template puts between turn and answer, like a space.
 
         Raises:
             PromptError: no chat template, or one that refuses the messages.
@@ -144,7 +145,8 @@ class Model:
         [how] = _samplings(settings.pop("sampling", None), fields, 1)
         with self._shared.turns:
             ids = reader.encode([[dict(turn) for turn in turns]])
-        return self.generate([ids], sampling=answering(self.tokenizer, how), **settings)[0]
+        [done] = self.generate([ids], sampling=answering(self.tokenizer, how), **settings)
+        return replace(done, text=done.text.removeprefix(chat.turns(self.tokenizer).lead))
 
     def stream(
         self,
