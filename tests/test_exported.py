@@ -86,3 +86,22 @@ def test_torch_and_other_precisions_are_refused() -> None:
         load_model(FOLDER)
     with pytest.raises(SettingError, match="precision of its weights"):
         from_name(FOLDER, "int8")
+
+
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
+def test_a_folder_that_changes_does_not_change_a_model_that_runs(
+    executor: OpenVINOExecutor, tmp_path: Path, damage: str
+) -> None:
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    copied = from_name(tmp_path)
+    weights = tmp_path / "openvino_model.bin"
+    with weights.open("r+b") as file:
+        if damage == "cut":
+            file.truncate(512)
+        else:
+            file.write(b"\x3f" * weights.stat().st_size)
+    for ids in ([5, 6, 7], list(range(40))):
+        run = [model.run([0], [ids], [1]) for model in (executor, copied)]
+        assert run[0].tolist() == run[1].tolist()
+        executor.keep([], [])
+        copied.keep([], [])

@@ -271,3 +271,22 @@ def test_what_would_be_loaded_is_said_before(file: Path) -> None:
     assert "openvino(precision='int8') would take" in shipped[3]
     with pytest.raises(ModelError, match="no model of safetensors, GGUF or OpenVINO"):
         preview(file.parent / "nothing")
+
+
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
+def test_a_file_that_changes_does_not_change_a_model_that_runs(
+    file: Path, tmp_path: Path, damage: str
+) -> None:
+    copy = tmp_path / "copied.gguf"
+    copy.write_bytes(file.read_bytes())
+    executor = from_name(copy, threads=1)
+    before = executor.run([0], [IDS[:5]], [1]).tolist()
+    with copy.open("r+b") as opened:
+        if damage == "cut":
+            opened.truncate(512)
+        else:
+            opened.write(b"\x3f" * copy.stat().st_size)
+    executor.keep([], [])
+    executor.run([0], [IDS], [1])  # a shape that was not run before
+    executor.keep([], [])
+    assert executor.run([0], [IDS[:5]], [1]).tolist() == before
