@@ -26,7 +26,7 @@ from forerun.rules import RULES
 from forerun.runtime import Executor, load_model, load_tokenizer
 from forerun.runtime.openvino.load import from_name
 from forerun.runtime.torch_executor import TorchExecutor
-from marks import slow_but, spread
+from marks import spread
 
 FAMILIES = ("arithmetic", "chat", "rewriting", "translation")
 TOKENS = 24
@@ -94,7 +94,8 @@ def test_a_draft_of_its_own_precision_changes_no_text(
         load(draft="lookup", runtime="openvino(draft_precision='q4')")
 
 
-@pytest.mark.parametrize("draft", slow_but(["specbound", "adadecode"], "specbound".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["specbound", "adadecode"])
 def test_early_exits_write_torchs_text(
     pair: Any, prompts: list[list[int]], reference: list[list[int]], draft: str
 ) -> None:

@@ -12,6 +12,7 @@ from forerun.errors import SettingError
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.states import States, decoder_layers
 from forerun.testing import ScriptedModel
+from marks import spread
 from tiny import CONFIGS, build, texts
 
 DEPTHS = (1, 2, 3)
@@ -41,8 +42,7 @@ def alone(model: Any, text: list[int]) -> torch.Tensor:
     return torch.cat([out[0] for out in seen], -1)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "runtime"), spread(2, list(CONFIGS), list(RUNTIMES)))
 def test_states_are_those_of_the_model_run_alone(family: str, runtime: str) -> None:
     """In a ragged batch, after a rollback, after rows were reordered, and for prompts in chunks."""
     model = build(family)

@@ -64,6 +64,7 @@ def test_terminal_shows_colours_and_prompt(pair):
     assert "12 tokens in" in shown
 
 
+@pytest.mark.slow
 def test_lists_fit_a_narrow_terminal():
     code, shown = on_terminal(["list"])
     assert code == 0
@@ -142,6 +143,7 @@ os.kill(os.getpid(), signal.SIGINT)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_after_models_are_gone(pair, tmp_path):
     pytest.importorskip("openvino")
     argv = [sys.executable, "-c", SIGNAL, pair.target, pair.draft]

@@ -112,6 +112,7 @@ def test_ids_tell_prompts_apart(record, out, tmp_path):
     assert "line 2: another prompt of mine has the id '1'" in result.error
 
 
+@pytest.mark.slow
 def test_shipped_prompts(forerun, out):
     options = ["--device", "cpu", "--max-new-tokens", "4", "--json", "-o", str(out), "--prompts"]
     document = forerun("record", *options, "builtin:all", "--limit", "2").json
