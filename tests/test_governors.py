@@ -149,6 +149,9 @@ def test_of_a_batch_those_are_read_that_the_reserve_pays_for():
     assert drafting(1.1) == [False, True, True]
     assert drafting(0.55) == [False, True, False]
     assert drafting(0.3) == [False, False, False]
+    over = [seats[0], seats[1]._replace(left=0), seats[2]]  # nothing is read for a text at its end
+    plan = Renewal().open(Pace(reserve=0.75), costs, over, 3, 0)
+    assert [most > 0 for most in plan.most] == [False, False, True]
     short = [seat._replace(left=2) for seat in seats]
     assert not any(Renewal().open(Pace(), costs, short[:1], 3, 0).most)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -260,3 +261,13 @@ def test_reading_that_no_round_has_timed_is_not_kept_as_nothing() -> None:
     assert timer.times.draft[1, 1] == 9.0
     assert timer.times.draft[1, WIDEST] == times.draft[1, WIDEST] > 0
     assert timer.times.draft_seconds(1) == 9.0
+
+
+def test_a_checkout_that_is_not_installed_has_a_table_of_its_own(monkeypatch):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    timer = PassTimer(Rows(ScriptedModel(TABLE)), None, Machine())
+    installed = timer._name()
+    monkeypatch.setattr("forerun.runtime.timing.version", missing)
+    assert timer._name() != installed

@@ -182,8 +182,8 @@ class _Weighed(Plan):
         spare = self._reserve - look
         for i in sorted(range(len(seats)), key=lambda i: seats[i].unread):
             unread = seats[i].unread * costs.reading
-            spare -= unread
-            if unread * self._rows <= costs.plain * seats[i].left and spare >= 0:
+            if unread * self._rows <= costs.plain * seats[i].left and unread <= spare:
+                spare -= unread
                 out.append(i)
             if look + own * len(out) > self._budget:
                 return out[:-1]

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 
@@ -250,12 +249,20 @@ class PassTimer:
 
     def _name(self) -> str:
         """Of what is kept: another one for other models, another machine, threads or versions."""
-        names = ["forerun", "torch", *(["openvino"] if find_spec("openvino") else [])]
-        parts = [FORMAT, machine(self._target.device), *map(version, names)]
+        versions = map(_version, ("forerun", "torch", "openvino"))
+        parts: list[object] = [FORMAT, machine(self._target.device), *versions]
         for model in self._models:
             threads = getattr(model.executor, "threads", None) or torch.get_num_threads()
             parts += [{**asdict(model.facts), "name": ""}, threads]
         return sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:32]
+
+
+def _version(name: str) -> str | None:
+    """Of a package; None of one that is not installed, like forerun run from a checkout."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def machine(device: torch.device) -> str:
