@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 import forerun
-from benchmarks.common import provenance, save, table, tasks
+from benchmarks.common import Task, provenance, save, table, tasks
+from forerun import zoo
 from forerun.engine import Sampling
 
 IDLE = {
@@ -17,6 +18,9 @@ IDLE = {
     "spec-verification": "spec-verification(tau=0,top=1)",
     "cm-asd": "cm-asd(tau=0,gamma=0,top=1)",
     "fly": "fly(entropy=1,window=24)",
+    "ensemble": "ensemble(weight=1)",
+    "priced": "priced(start=2)",
+    "budget": "budget(ears(beta=0.3),drift=0)",
     "easd, bonus untested": "easd(entropy=9,bonus=untested,correction=residual)",
     "easd": "easd(entropy=9,correction=residual)",
 }
@@ -24,17 +28,29 @@ IDLE = {
 only their time per round counts."""
 BATCHES = (1, 16)
 TEMPERATURES = (0.0, 1.0)
+REPEATS = 3
 
 
-def main(model: forerun.Model, prompts: int, tokens: int, repeats: int = 3) -> None:
-    """Measure and write `rule-costs.json`, or `rule-costs-RUNTIME.json`."""
-    work = tasks(model, "test", prompts, tokens)
+def main(model: forerun.Model, prompts: int, tokens: int, target: str = "") -> None:
+    """Measure and write `rule-costs.json`, or with `-TARGET` and `-RUNTIME` in its name.
+
+    Args:
+        model: the pair; or, with `target`, that encoder-decoder model of `zoo.NAMES` and its draft.
+        prompts: of each family of the pair, or a sixth of the sources.
+        tokens: most of each text.
+        target: its name; "" is the pair.
+    """
+    work = (
+        _sources(model, target, 6 * prompts, tokens)
+        if target
+        else tasks(model, "test", prompts, tokens)
+    )
     results: dict[str, Any] = {}
     rows = []
     for batch in BATCHES:
         for temperature in TEMPERATURES:
             cell = f"batch {batch}, T = {temperature:g}"
-            results[cell] = _cell(model, work, batch, temperature, repeats)
+            results[cell] = _cell(model, work, batch, temperature)
             for name, figures in results[cell].items():
                 rows.append([
                     cell, name, f"{figures['speed']:.3f}", f"{figures['own_ms']:.2f}",
@@ -47,19 +63,25 @@ def main(model: forerun.Model, prompts: int, tokens: int, repeats: int = 3) -> N
         + table(["", "rule", "speed", "own ms", "over standard", "same text"], rows)
     )
     runtime = model.target.facts.executor
-    name = "rule-costs" if runtime == "torch" else f"rule-costs-{runtime}"
+    parts = ["rule-costs", target, "" if runtime == "torch" else runtime]
+    name = "-".join(filter(None, parts))
     save(name, provenance(model, prompts=prompts, tokens=tokens), results, text)
 
 
-def _cell(
-    model: forerun.Model, work: list[Any], batch: int, temperature: float, repeats: int
-) -> dict[str, Any]:
+def _sources(model: forerun.Model, target: str, count: int, cap: int) -> list[Task]:
+    return [
+        Task(p.family, model.encode(p.prompt), min(cap, p.max_new_tokens))
+        for p in zoo.sources("test", count, zoo.SOURCES[target])
+    ]
+
+
+def _cell(model: forerun.Model, work: list[Task], batch: int, temperature: float) -> dict[str, Any]:
     """By rule: speed, own time and how many texts are `standard`'s."""
     groups = [work[i : i + batch] for i in range(0, len(work), batch)]
     cost: dict[str, list[float]] = {name: [] for name in IDLE}
     own: dict[str, list[float]] = {name: [] for name in IDLE}
     texts: dict[str, list[Any]] = {name: [] for name in IDLE}
-    for turn in range(repeats + 1):  # the first turn warms up
+    for turn in range(REPEATS + 1):  # the first turn warms up
         for group in groups:
             for name, rule in IDLE.items():
                 began = time.process_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +20,14 @@ from benchmarks import (
     fairness,
     gpu,
     gumbel,
+    headlines,
     leaves,
+    leniency,
     live,
     overhead,
     plain,
     readings,
+    real_tasks,
     rsd,
     rule_costs,
     rules,
@@ -32,16 +36,19 @@ from benchmarks import (
     shapes,
     shares,
     specbound,
+    specbound_real,
     speedup,
     starting_lengths,
     sweep,
     translator,
 )
+from forerun import zoo
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Runtime = Annotated[str, typer.Option(help="torch or openvino; auto: openvino if installed")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Processor time in place of clock.")]
 Long = Annotated[bool, typer.Option("--long", help="the families with long outputs instead")]
 
 
@@ -162,14 +169,21 @@ def _overhead(
     prompts: int = 6,
     tokens: int = 64,
     of_rules: Annotated[bool, typer.Option("--rules", help="of acceptance rules")] = False,
+    target: Annotated[
+        str, typer.Option(help="With --rules: translator or digest, drafted for in blocks.")
+    ] = "",
     runtime: Runtime = "auto",
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
     """Share of a round spent outside model forwards, and the cost of one forward by width; with
     --rules what lossy rules cost where they change nothing."""
-    model = forerun.load(dtype=dtype, device=device, runtime=runtime)
-    (rule_costs if of_rules else overhead).main(model, prompts, tokens)
+    draft = "block" if target else None
+    model = forerun.load(target or None, draft, dtype=dtype, device=device, runtime=runtime)
+    if of_rules:
+        rule_costs.main(model, prompts, tokens, target)
+    else:
+        overhead.main(model, prompts, tokens)
 
 
 @app.command("live")
@@ -208,6 +222,15 @@ def _regret(test: Path, costs: Path, name: str = "greedy"):
 def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
     """SpecBound on the shipped target: variants, modes, latencies, counts, peers (test prompts)."""
     specbound.main(prompts, tokens, mode_prompts)
+
+
+@app.command("specbound-real")
+def _specbound_real(target: str, per_kind: int = 3, tokens: int = 48, exits: Path | None = None):
+    """SpecBound on a real model by exact replay: annealing, and heads of a small vocabulary.
+
+    `--exits` names a folder of `forerun train-draft exits --target TARGET --vocab N`.
+    """
+    specbound_real.main(target, per_kind, tokens, exits)
 
 
 @app.command("specbound-relatives")
@@ -249,6 +272,27 @@ def _rules(
     rules.main(forerun.load(dtype=dtype, device=device), prompts, tokens, problems)
 
 
+@app.command("priced")
+def _priced(
+    prompts: int = 6, replayed: int = 60, tokens: int = 64, seeds: int = 3, cpu: Cpu = False
+):
+    """`priced` beside `ears` at equal drift and `gumbel`: by replay, and live with seeds."""
+    leniency.main(forerun.load(), prompts, replayed, tokens, seeds, cpu)
+
+
+@app.command("rules-real")
+def _rules_real(
+    model: str,
+    trace: Path,
+    temperature: float = 1.0,
+    per_kind: int = 3,
+    tokens: int = 48,
+    live: Annotated[str, typer.Option(help="A draft with a distribution, to run live with.")] = "",
+):
+    """Lenient rules on a GGUF file's model: by replay of a trace, which is kept, and live."""
+    leniency.of_file(model, trace, temperature, per_kind, tokens, live)
+
+
 @app.command("cm-asd")
 def _cmasd(
     least: int = 3,
@@ -266,10 +310,16 @@ def _cmasd(
 def _cmasd_batches(
     count: int = 128,
     batches: str = "1,2,4,8,16,32",
-    cpu: Annotated[bool, typer.Option("--cpu", help="Processor time in place of clock.")] = False,
+    cpu: Cpu = False,
 ):
     """CM-ASD's Figure 2: latency against throughput of the translator over batch sizes."""
     cmasd_batches.main(count, [int(size) for size in batches.split(",")], cpu)
+
+
+@app.command("cm-asd-captions")
+def _cmasd_captions(target: str, draft: str, data: Path, count: int = 20, tokens: int = 48):
+    """CM-ASD with a real model as a translator of captions; goes on where it was interrupted."""
+    real_tasks.captions(target, draft, data, count, tokens)
 
 
 @app.command("cm-asd-quality")
@@ -310,6 +360,12 @@ def _easd_bonus(
 ):
     """What follows a draft that is kept whole, and whether the output depends on γ."""
     easd.bonus(forerun.load(dtype=dtype, device=device), problems, calibrated)
+
+
+@app.command("easd-gsm8k")
+def _easd_gsm8k(target: str, draft: str, data: Path, count: int = 20, tokens: int = 256):
+    """EASD with a real model on GSM8K; goes on where it was interrupted."""
+    real_tasks.gsm8k(target, draft, data, count, tokens)
 
 
 @app.command("easd-speed")
@@ -425,14 +481,30 @@ def _fairness(attack: list[str] = []):  # noqa: B006
 
 
 @app.command("all")
-def _all(dtype: Dtype = "float32", device: Device = "cpu"):
-    """Everything but the sweep."""
-    model = forerun.load(dtype=dtype, device=device)
-    overhead.main(model, 6, 64)
-    plain.main(model, 6, 64)
-    speedup.main(model, 10, 64)
-    gumbel.main(model, 10, 64)
-    starting_lengths.main(model, 3, 64)
+def _all(
+    only: Annotated[str, typer.Option(help="First words of commands, with commas.")] = "",
+    data: Annotated[Path, typer.Option(help="Folder with tatoeba/, multi30k/ and gsm8k/.")] = Path(
+        "../shared/data"
+    ),
+    pairs: Annotated[list[Path] | None, typer.Option(help="Of starting-lengths-pairs.")] = None,
+):
+    """The shipped pair's tables, and every headline of docs/papers.md: hours.
+
+    Models are those of `python dev/fetch_models.py`; traces are kept in build/bench.
+    """
+    kept = Path("build/bench")
+    kept.mkdir(parents=True, exist_ok=True)
+    models = Path(os.environ.get("FORERUN_MODELS") or Path.home() / ".cache" / "forerun" / "models")
+    there = {
+        "DATA": [data],
+        "SMOLLM2": [zoo.smollm2() or models / "SmolLM2-135M-Instruct.Q4_1.gguf"],
+        "QWEN": [models / "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"],
+        "PAIRS": pairs or [],
+    }
+    places = {word: [str(p) for p in paths if p.exists()] for word, paths in there.items()}
+    traces = {"TRACE": "smollm2.parquet", "SAMPLED": "smollm2-sampled.parquet"}
+    places |= {word: [str(kept / name)] for word, name in traces.items()}
+    headlines.measure(places, [name for name in only.split(",") if name])
 
 
 if __name__ == "__main__":

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
+from typer.main import get_command
 
-from benchmarks import gpu
+from benchmarks import gpu, leniency, run
 from benchmarks.common import Task, geometric, recorded
 from benchmarks.gpu import enlarged
+from benchmarks.headlines import HEADLINES, PAIR, measure
+from benchmarks.leniency import Counted
 from benchmarks.quality import coins
+from benchmarks.real_tasks import right
 from benchmarks.rouge import rouge
 from benchmarks.rsd import Scorer, answers, verdict
+from benchmarks.translator import Item
 from forerun import Model
+from forerun.cli import app
 from forerun.drafters.model import ModelDrafter
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
@@ -195,3 +204,59 @@ def test_the_benchmark_of_a_gpu_runs_through(tmp_path: Path, texts: bool) -> Non
             if isinstance(cell, dict):
                 right, of = map(int, cell["identical"].split("/"))
                 assert (right, cell["tokens/s"] > 0) == (of, True), (name, method)
+
+
+# --- the papers ----------------------------------------------------------------------------------
+
+
+def test_every_headline_has_commands_and_every_command_a_headline() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "papers.md").read_text(encoding="utf-8")
+    rows = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    header, *cells = [row.strip("| ").split(" | ") for row in rows]
+    assert header[-1] == "command"
+    commands = [re.findall(r"`([^`]+)`", row[-1]) for row in cells]
+    assert [row for row, named in zip(cells, commands, strict=True) if not named] == []
+    assert {command for named in commands for command in named} == set(HEADLINES)
+
+
+@pytest.mark.parametrize("line", [*PAIR, *HEADLINES])
+def test_every_command_of_a_headline_can_be_read(line: str) -> None:
+    words = shlex.split(line)
+    tool: Any = get_command(app if words[0] == "forerun" else run.app)
+    words = words[words[0] == "forerun" :]
+    tool.commands[words[0]].make_context(words[0], words[1:])
+
+
+def test_commands_without_what_they_need_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[list[str]] = []
+    done = SimpleNamespace(returncode=1)
+    monkeypatch.setattr("subprocess.run", lambda argv, **how: runs.append(argv[2:]) or done)
+    with pytest.raises(SystemExit, match="failed: easd-speed"):
+        measure({"QWEN": [], "SMOLLM2": ["a"], "DATA": ["b"]}, ["easd-gsm8k", "easd-speed"])
+    assert runs == [["benchmarks.run", "easd-speed", "0.2498", "--problems", "20"]]
+    assert "left out: easd-gsm8k QWEN SMOLLM2 DATA --count 200: no QWEN" in capsys.readouterr().err
+
+
+def test_a_gain_is_compared_at_equal_drift() -> None:
+    """`ears` at 1 + 5 drift, `priced` at 1 + 10 drift of `standard`'s tokens a round."""
+    tokens, texts = 120.0, np.ones(3)
+    standard = Counted(tokens * texts, 40 * texts, 0 * texts)
+    counted = {"standard": standard, leniency.PRICED: Counted(
+        tokens * texts, 40 / 1.2 * texts, 0.02 * tokens * texts
+    )}  # fmt: skip
+    for beta in leniency.BETAS:
+        rounds = 40 / (1 + beta) * texts
+        counted[f"ears(beta={beta})"] = Counted(tokens * texts, rounds, beta / 5 * tokens * texts)
+    gain = leniency._gain(counted)
+    assert [gain[key] for key in ("mean", "low", "high")] == pytest.approx([2.0] * 3)
+    assert leniency._equal_beta(counted) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [("16 - 7 = 9, so $1,018.", True), ("#### 1018.0", True), ("1018 or 18", False), ("", False)],
+)
+def test_the_last_number_is_the_answer(text: str, good: bool) -> None:
+    assert right(text, Item("", ("9 * 2 = <<9*2=18>>18\n#### 1,018",))) == good

@@ -69,3 +69,14 @@ def test_json_fields_are_described(generate):
     names += [*document["compare"], *document["compare"]["plain"], *document["settings"]]
     names += document["versions"]
     assert [n for n in names if f"`{n}`" not in page and f'"{n}"' not in page] == []
+
+
+def test_no_row_stands_apart_from_its_table():
+    """Cells behind an empty line begin a table: a rule follows them, or they are shown as text."""
+    apart = []
+    for page in PAGES:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        for before, line, after in zip(lines, lines[1:], [*lines[2:], ""], strict=True):
+            if not before and line.startswith("| ") and not after.startswith("|--"):
+                apart.append((page.name, line[:60]))
+    assert apart == []

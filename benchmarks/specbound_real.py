@@ -1,0 +1,120 @@
+"""SpecBound on a real model, by exact replay of its exits: what annealing and a vocabulary buy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import forerun
+from benchmarks.common import provenance, save, table
+from benchmarks.starting_lengths import chats
+from forerun.lab.exits.exit_costs import ExitCosts
+from forerun.lab.exits.exit_replay import ExitTrace, OwnText, Setting
+from forerun.lab.exits.sweep import Search, candidates, written
+from forerun.runtime.heads import load_heads
+from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
+
+VOCAB = 4096
+"""Tokens of the cut lens: the first of a byte-pair vocabulary, which are its most frequent."""
+BUDGET, SHOWN, SURE = 200, (0.0, 0.25, 0.5, 1.0, 2.0), 0.7
+"""Settings that the search tries; annealings shown; SpecBound's threshold before it is tuned."""
+
+
+class CutLens(LogitLens):
+    """The model's own head at every layer, over the first tokens of its vocabulary."""
+
+    def __init__(self, access: LayerAccess, count: int) -> None:
+        super().__init__(access)
+        self.tokens = torch.arange(count)
+        self._rows = access.unembedding_of(self.tokens)
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self._access.logits(hidden, self._rows)
+
+
+def main(target: str, per_kind: int, tokens: int, exits: Path | None) -> None:
+    """Write `specbound-real.json`.
+
+    Args:
+        target: a model whose layers can be called one by one.
+        per_kind: chat prompts of each kind.
+        tokens: most of each text.
+        exits: a folder of trained heads (`forerun train-draft exits --vocab`), shown beside the
+            model's own.
+    """
+    model = forerun.load(target, draft="none", runtime="torch", dtype="float32")
+    asked = [(task.tokens, task.sampling) for task in chats(model, per_kind, tokens)]
+    texts = list(written(model, asked))
+    access = LayerAccess(model.target.executor.module())
+    heads: dict[str, ExitHeads] = {
+        "its own head": LogitLens(access), f"its first {VOCAB:,} tokens": CutLens(access, VOCAB)
+    }  # fmt: skip
+    if exits is not None:
+        heads["trained heads"] = load_heads(str(exits), access)
+    results = {name: _replayed(access, own, texts) for name, own in heads.items()}
+    made = provenance(model, prompts=len(texts), tokens=tokens)
+    save("specbound-real", made, results, _text(results, texts, access))
+
+
+def _projection(access: LayerAccess, tokens: int) -> float:
+    """Layers whose weights a projection onto so many tokens reads as many of."""
+    layer = sum(p.numel() for p in access.model.model.layers[0].parameters())
+    return tokens * access.width / layer
+
+
+def _replayed(access: LayerAccess, heads: ExitHeads, texts: list[OwnText]) -> dict[str, Any]:
+    """The best settings by weights read, with and without annealing; and annealings at one."""
+    layers = candidates(heads.layers)
+    trace = ExitTrace.record(access, heads, layers, texts)
+    whole = _projection(access, access.unembedding.shape[0])
+    asked = whole if heads.tokens is None else _projection(access, len(heads.tokens))
+    costs = ExitCosts(1.0, asked, 0.0, whole, access.layers + whole)
+    search = Search(trace, costs)
+    search.run(BUDGET)
+    best = search.best()
+    without = max((s for s in search.scores if s.anneal == 0), key=search.score)
+    paper = Setting(layers, SURE, 0.0, 6)
+    cases = {"best": best, "best without annealing": without} | {
+        f"every exit, τ = {SURE}, a = {a:g}": Setting(layers, SURE, a, paper.width) for a in SHOWN
+    }
+    return {
+        "layers": layers,
+        "projection": asked,
+        "cases": {name: _case(search, setting) for name, setting in cases.items()},
+    }  # fmt: skip
+
+
+def _case(search: Search, setting: Setting) -> dict[str, Any]:
+    counts = {name: int(values.sum()) for name, values in search.exits.counts(setting).items()}
+    positions = search.exits.positions
+    return {
+        "spec": setting.spec(""),
+        "speed": search.score(setting),
+        "per_round": positions / counts["rounds"],
+        "drafted": counts["steps"] / counts["rounds"],
+        "layers": counts["layers"] / positions,
+        "exits": counts["exits"] / positions,
+    }
+
+
+def _text(results: dict[str, Any], texts: list[OwnText], access: LayerAccess) -> str:
+    header = ["heads", "setting", "predicted, × plain", "tokens a round", "climbing a round",
+              "layers a token", "exits asked a token"]  # fmt: skip
+    rows = [
+        [
+            name, case if case[0] == "e" else f"{case}: `{f['spec']}`", f"{f['speed']:.2f}",
+            f"{f['per_round']:.2f}", f"{f['drafted']:.2f}", f"{f['layers']:.1f}",
+            f"{f['exits']:.1f}",
+        ]
+        for name, own in results.items()
+        for case, f in own["cases"].items()
+    ]  # fmt: skip
+    projections = ", ".join(f"{name} {own['projection']:.2f}" for name, own in results.items())
+    return (
+        f"{len(texts)} chat prompts of eight kinds, {sum(len(t.output) for t in texts)} greedy "
+        f"tokens, {access.layers} layers; rounds and tokens are those of the live engine, time is "
+        f"weights read: layers that a projection is as large as: {projections}; of the whole "
+        "vocabulary once a round.\n\n" + table(header, rows)
+    )
