@@ -174,7 +174,13 @@ def speed(model: forerun.Model, count: int, calibrated: float) -> None:
         for cell, items in work.items()
         for p in items
     ]
-    rules = {"SD": "standard", "EASD (τ_H = 2)": EASD(), "EASD (calibrated)": EASD(calibrated)}
+    rules = {
+        "SD": "standard",
+        "EASD (τ_H = 2)": EASD(),
+        "EASD (τ_H = 2, bonus token)": EASD(bonus="untested"),
+        "EASD (calibrated)": EASD(calibrated),
+        "EASD (calibrated, bonus token)": EASD(calibrated, bonus="untested"),
+    }
     methods = ["target alone", *rules, "RSD"]
     # Steps begin where the last one ended: nothing is read twice.
     target = forerun.load(prefix_cache="64MB")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from benchmarks.common import console
 
@@ -24,11 +25,13 @@ HEADLINES = (
     "starting-lengths-replay --prompts 4",
     "starting-lengths-pairs PAIRS --prompts 4",
     "starting-lengths-real SMOLLM2 TRACE",
+    "starting-lengths-real SMOLLM2 LONG --per-kind 1 --tokens 128",
     "translator --data DATA",
     "translator --target digest",
     "translator-quality --data DATA",
     "translator-quality --target digest",
     "cm-asd --least 1 --tokens 24 --batches 1,16",
+    "cm-asd-quality --prompts 60",
     "cm-asd-batches --count 64",
     "cm-asd-captions QWEN SMOLLM2 DATA --count 200",
     "specbound",
@@ -43,6 +46,7 @@ HEADLINES = (
     "rules-real SMOLLM2 SAMPLED --live eagle",
     "rules-real SMOLLM2 TRACE --temperature 0",
     "priced",
+    "rules-replay",
     "overhead --rules --runtime torch",
     "overhead --rules --runtime openvino",
     "overhead --rules --runtime torch --target translator",
@@ -62,22 +66,20 @@ def measure(places: Mapping[str, Sequence[str]], only: Collection[str] = ()) -> 
     Raises:
         SystemExit: a command failed; the others were run.
     """
-    failed = []
+    failed, tell = [], partial(console.print, markup=False, soft_wrap=True)
     for line in (*PAIR, *HEADLINES):
         words = shlex.split(line)
         if only and words[0] not in only:
             continue
         if lacking := [word for word in words if not places.get(word, [word])]:
-            console.print(
-                f"left out: {line}: no {', '.join(lacking)}", markup=False, soft_wrap=True
-            )
+            tell(f"left out: {line}: no {', '.join(lacking)}")
             continue
         arguments = [part for word in words for part in places.get(word, [word])]
         module = [] if words[0] == "forerun" else ["benchmarks.run"]
         console.rule(line)
         began = time.perf_counter()
         done = subprocess.run([sys.executable, "-m", *module, *arguments], check=False)
-        console.print(f"{time.perf_counter() - began:,.0f} s: {line}", markup=False, soft_wrap=True)
+        tell(f"{time.perf_counter() - began:,.0f} s: {line}")
         if done.returncode:
             failed.append(line)
     if failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.common import (
     geometric,
     interleaved,
     provenance,
+    resumed,
     save,
     show,
     table,
@@ -23,12 +25,12 @@ from benchmarks.common import (
 )
 from benchmarks.starting_lengths import chats
 from forerun.costs import Costs
-from forerun.engine import Sampling
+from forerun.engine import Sampling, Stats
 from forerun.lab.traces.record import Task, record
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.results import Replay, draws
 from forerun.lab.traces.rules import RecordedRule
-from forerun.lab.traces.trace import Trace
+from forerun.lab.traces.trace import Trace, concatenate
 from forerun.types import FloatArray
 
 LENGTH, DEPTH = "fixed(8)", 8
@@ -44,6 +46,11 @@ REAL_RULES = {
           "priced(start=1,pace=0)", "priced(start=0.95,pace=0)"),
 }  # fmt: skip
 """By temperature, of a draft that is certain of each of its tokens."""
+RULED = (
+    "standard", "ears(beta=0.1)", "ears(beta=0.3)", "priced(drift=0.02)",
+    "spec-verification(top=3,tau=1)", "easd(entropy=1,bonus=untested)",
+)  # fmt: skip
+RULED_LENGTHS, RULED_DRAWS = ("fixed(2)", "fixed(4)", "fixed(8)"), 8
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,14 @@ class Counted:
     def of(cls, counts: Replay) -> Counted:
         """What was replayed."""
         return cls(counts.committed * 1.0, counts.rounds * 1.0, counts.drift)
+
+    @classmethod
+    def written(cls, stats: Sequence[Sequence[Stats]]) -> Counted:
+        """Of texts written live, `(seeds, texts)`."""
+        counts = [
+            [(s.tokens, s.rounds, (s.drift_mean or 0) * s.tokens) for s in row] for row in stats
+        ]
+        return cls(*np.array(counts, dtype=float).transpose(2, 0, 1))
 
     @property
     def of_all(self) -> Counted:
@@ -144,16 +159,81 @@ def of_file(
     save("rules-real" + "-greedy" * (temperature == 0), made, results, text)
 
 
-def _sampled(model: forerun.Model, per_family: int, tokens: int) -> list[Task]:
+def compared(model: forerun.Model, prompts: int, tokens: int, seeds: int) -> None:
+    """Tokens a round live and by replay, of six rules at three lengths; write `rules-replay.json`.
+
+    Written after every cell; the same command goes on.
+
+    Args:
+        model: the pair.
+        prompts: of each family, validation.
+        tokens: most of each text.
+        seeds: texts of each prompt that are recorded, and as many others that are written live.
+    """
+    made = {"prompts": prompts, "tokens": tokens, "seeds": seeds}
+    results = resumed("rules-replay", **made)
+    asked = [_sampled(model, prompts, tokens, "val", seed) for seed in range(2 * seeds)]
+    traces = [record(model, part, depth=DEPTH, rule="standard") for part in asked[:seeds]]
+    whole = concatenate(traces)
+    for rule, length in product(RULED, RULED_LENGTHS):
+        key = f"{rule}, {length}"
+        if key in results:
+            continue
+        counts = Counted.of(
+            replay(whole, length, CELL, rule=RecordedRule(whole, rule), draws=RULED_DRAWS)
+        )
+        replayed = Counted(*(
+            column.reshape(seeds, -1) for column in (counts.tokens, counts.rounds, counts.drift)
+        )).of_all  # fmt: skip
+        live = Counted.written([_texts(model, part, rule, length) for part in asked[seeds:]]).of_all
+        results[key] = {
+            "live": float(live.per_round()),
+            "replayed": float(replayed.per_round()),
+            "replayed over live": _over(replayed, live),
+            "drift": [float(live.spent()), float(replayed.spent())],
+        }
+        save("rules-replay", provenance(model, **made), results, _compared_text(results, made))
+
+
+def _texts(model: forerun.Model, asked: Sequence[Task], rule: str, length: str) -> list[Stats]:
+    """Of texts written live, together."""
+    how = [task.sampling for task in asked]
+    prompts = [task.tokens for task in asked]
+    done = model.generate(prompts, controller=length, rule=rule, sampling=how)
+    return [completion.stats for completion in done]
+
+
+def _compared_text(results: dict[str, Any], made: dict[str, int]) -> str:
+    rows = []
+    for rule in RULED:
+        cells = [results.get(f"{rule}, {length}") for length in RULED_LENGTHS]
+        shown = [
+            f"{c['live']:.2f}, {c['replayed']:.2f}: {_three(c['replayed over live'])}" if c else "–"
+            for c in cells
+        ]
+        drift = cells[1] and ", ".join(f"{d:.4f}" for d in cells[1]["drift"])
+        rows.append([f"`{rule}`", *shown, drift or "–"])
+    header = ["rule", *(f"`{length}`" for length in RULED_LENGTHS),
+              f"drift live and replayed, `{RULED_LENGTHS[1]}`"]  # fmt: skip
+    return (
+        f"Tokens a round live and by replay, and their ratio (95 % over prompts): T = 1, "
+        f"{made['prompts']} validation prompts of each family, up to {made['tokens']} tokens, "
+        f"{made['seeds']} texts of each recorded and as many others live.\n\n" + table(header, rows)
+    )
+
+
+def _sampled(
+    model: forerun.Model, per_family: int, tokens: int, split: str = "test", turn: int = 0
+) -> list[Task]:
     return [
         Task(
             t.family, str(i), t.tokens,
             Sampling(
-                temperature=1.0, seed=i, max_new_tokens=t.max_new_tokens,
+                temperature=1.0, seed=1000 * turn + i, max_new_tokens=t.max_new_tokens,
                 repetition_penalty=PENALTY.get(t.family, 1.0),
             ),
         )
-        for i, t in enumerate(tasks(model, "test", per_family, tokens))
+        for i, t in enumerate(tasks(model, split, per_family, tokens))
     ]  # fmt: skip
 
 
@@ -252,7 +332,7 @@ def _live(
     """By rule: tokens a round over the first rule's, of each seed and of all; drift; speed."""
     clock: Callable[[], float] = time.process_time if cpu else time.perf_counter
 
-    def run(task: Task, case: tuple[str, int]) -> tuple[Any, float]:
+    def run(task: Task, case: tuple[str, int]) -> tuple[Stats, float]:
         rule, seed = case
         how = replace(task.sampling, seed=1000 * (seed + 1) + (task.sampling.seed or 0))
         began = clock()
@@ -266,12 +346,9 @@ def _live(
     counted, paces = {}, {}
     for rule in rules:
         own = [[row[cases.index((rule, seed))] for row in runs] for seed in range(seeds)]
-        tokens, rounds, drift, seconds = np.array([
-            [(s.tokens, s.rounds, (s.drift_mean or 0) * s.tokens, took) for s, took in column]
-            for column in own
-        ], dtype=float).transpose(2, 0, 1)  # fmt: skip
-        counted[rule] = Counted(tokens, rounds, drift)
-        paces[rule] = tokens.sum(0) / seconds.sum(0)
+        counted[rule] = Counted.written([[stats for stats, _ in row] for row in own])
+        seconds = np.array([[took for _, took in row] for row in own]).sum(0)
+        paces[rule] = counted[rule].of_all.tokens / seconds
     base = counted[rules[0]]
     return {
         rule: {

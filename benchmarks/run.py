@@ -280,6 +280,12 @@ def _priced(
     leniency.main(forerun.load(), prompts, replayed, tokens, seeds, cpu)
 
 
+@app.command("rules-replay")
+def _rules_replay(prompts: int = 20, tokens: int = 32, seeds: int = 6):
+    """Tokens a round live and by replay: six rules at three lengths; goes on if interrupted."""
+    leniency.compared(forerun.load(), prompts, tokens, seeds)
+
+
 @app.command("rules-real")
 def _rules_real(
     model: str,
@@ -502,7 +508,11 @@ def _all(
         "PAIRS": pairs or [],
     }
     places = {word: [str(p) for p in paths if p.exists()] for word, paths in there.items()}
-    traces = {"TRACE": "smollm2.parquet", "SAMPLED": "smollm2-sampled.parquet"}
+    traces = {
+        "TRACE": "smollm2.parquet",
+        "LONG": "smollm2-long.parquet",
+        "SAMPLED": "smollm2-sampled.parquet",
+    }
     places |= {word: [str(kept / name)] for word, name in traces.items()}
     headlines.measure(places, [name for name in only.split(",") if name])
 

@@ -141,7 +141,8 @@ def _sizes(pair: Sequence[Path]) -> tuple[str, float]:
 
 def of_file(file: str, path: Path, per_kind: int, tokens: int) -> None:
     """The replay on a model in a GGUF file with its default draft, at a CPU's costs and a GPU's;
-    texts are recorded once and kept in a trace. Writes `starting-lengths-real.json`."""
+    texts are recorded once and kept in a trace. Writes `starting-lengths-real.json`, of
+    more than 64 tokens `-long`."""
     if path.exists():
         trace = Trace.read(path)
     else:
@@ -166,7 +167,7 @@ def of_file(file: str, path: Path, per_kind: int, tokens: int) -> None:
         f"{STREAMS} random orders, by replay: a target pass costs 12 draft steps.\n\n"
     ) + "\n\n".join(parts)
     made = provenance(forerun.load()) | {n: trace.about[n] for n in ("target", "dtype")}
-    save("starting-lengths-real", made, results, text)
+    save("starting-lengths-real" + "-long" * (tokens > 64), made, results, text)
 
 
 def chats(model: forerun.Model, per_kind: int, tokens: int) -> list[record.Task]:

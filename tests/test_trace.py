@@ -19,6 +19,7 @@ from forerun.lab.traces.trace import JUDGED, KEY, SIGNALS, Trace, concatenate
 from made_traces import trace_of
 
 pa = pytest.importorskip("pyarrow")
+pc = pytest.importorskip("pyarrow.compute")
 pq = pytest.importorskip("pyarrow.parquet")
 
 
@@ -286,3 +287,17 @@ def test_schema_1_is_read_as_far_as_it_says(tmp_path):
 
 def test_about_is_kept_by_parts():
     assert make().take([0]).about == concatenate([make(), replace(make(), about={})]).about
+
+
+@pytest.mark.parametrize("pair", ["bytes", "captions", "code"])
+def test_a_trace_takes_at_most_twice_the_bytes_of_schema_1(pair, tmp_path):
+    """Which had of what rules read the first drafted token's only."""
+    now = pq.read_table(lab.Path(__file__).parent / "data" / f"pair-{pair}.parquet")
+    older = now.drop_columns([*JUDGED, "length", "stopped_by"])
+    for name in ("target_top1", "target_entropy", "top5_overlap"):
+        older = older.append_column(name, pc.list_element(now[name], 0))
+    sizes = []
+    for table in (older, now):
+        pq.write_table(table, tmp_path / "t", compression="zstd")
+        sizes.append((tmp_path / "t").stat().st_size)
+    assert sizes[0] < sizes[1] < 2 * sizes[0]
