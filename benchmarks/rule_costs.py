@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import forerun
-from benchmarks.common import Task, provenance, save, table, tasks
+from benchmarks.common import Task, interleaved, provenance, save, table, tasks
 from forerun import zoo
 from forerun.engine import Sampling
 
@@ -77,30 +77,30 @@ def _sources(model: forerun.Model, target: str, count: int, cap: int) -> list[Ta
 
 def _cell(model: forerun.Model, work: list[Task], batch: int, temperature: float) -> dict[str, Any]:
     """By rule: speed, own time and how many texts are `standard`'s."""
+
+    def run(group: list[Task], name: str) -> tuple[list[forerun.Completion], float]:
+        how = [
+            Sampling(temperature=temperature, seed=i, max_new_tokens=task.max_new_tokens)
+            for i, task in enumerate(group)
+        ]
+        prompts, began = [task.tokens for task in group], time.process_time()
+        done = model.generate(
+            prompts, controller="fixed(5)", rule=IDLE[name], batch_size=batch, sampling=how
+        )
+        return done, time.process_time() - began
+
     groups = [work[i : i + batch] for i in range(0, len(work), batch)]
+    for group in groups:
+        run(group, "standard")  # every width once
+    turns = [interleaved(groups, list(IDLE), run, "costs", turn) for turn in range(REPEATS)]
     cost: dict[str, list[float]] = {name: [] for name in IDLE}
     own: dict[str, list[float]] = {name: [] for name in IDLE}
     texts: dict[str, list[Any]] = {name: [] for name in IDLE}
-    for turn in range(REPEATS + 1):  # the first turn warms up
-        for group in groups:
-            for name, rule in IDLE.items():
-                began = time.process_time()
-                done = model.generate(
-                    [task.tokens for task in group],
-                    controller="fixed(5)",
-                    rule=rule,
-                    batch_size=batch,
-                    sampling=[
-                        Sampling(temperature=temperature, seed=i, max_new_tokens=t.max_new_tokens)
-                        for i, t in enumerate(group)
-                    ],
-                )
-                spent = time.process_time() - began
-                if not turn:
-                    texts[name] += [d.tokens for d in done]
-                    continue
-                cost[name].append(spent / sum(d.stats.tokens for d in done))
-                own[name] += [d.stats.other_seconds / d.stats.rounds * 1e3 for d in done]
+    for row in (row for turn in turns for row in turn):
+        for name, (done, spent) in zip(IDLE, row, strict=True):
+            cost[name].append(spent / sum(d.stats.tokens for d in done))
+            own[name] += [d.stats.other_seconds / d.stats.rounds * 1e3 for d in done]
+            texts[name] += [d.tokens for d in done]
     base, usual = np.log(cost["standard"]), texts["standard"]
     return {
         name: {
