@@ -92,7 +92,13 @@ class Counted:
 
 
 def main(
-    model: forerun.Model, prompts: int, replayed: int, tokens: int, seeds: int, cpu: bool
+    model: forerun.Model,
+    prompts: int,
+    replayed: int,
+    tokens: int,
+    seeds: int,
+    batch: int,
+    cpu: bool,
 ) -> None:
     """`priced` beside `ears` of the same drift, and `gumbel`; writes `priced.json`.
 
@@ -102,6 +108,7 @@ def main(
         replayed: of each family, by replay.
         tokens: most of each text.
         seeds: texts of each prompt, live.
+        batch: of them decoded together.
         cpu: seconds of processor time in place of the clock.
     """
     trace = record(model, _sampled(model, replayed, tokens), depth=DEPTH, rule="standard")
@@ -111,16 +118,19 @@ def main(
     results["replay"][PRICED]["gain of ears"] = gain = _gain(counted)
     rules = ("standard", f"ears(beta={beta:g})", PRICED, "gumbel")
     work = _sampled(model, prompts, tokens)
-    results["live"] = _live(model, work, LENGTH, rules, seeds, cpu)
+    results["live"] = _live(model, work, LENGTH, rules, seeds, batch, cpu)
     text = (
         f"T = 1, {LENGTH}. By replay of {trace.prompts} test prompts, {int(trace.sizes.sum())} "
         f"tokens, {DRAWS} draws of the coins: `{PRICED}` has {show(gain)} times the gain of `ears` "
         "at its drift (95 % over prompts).\n\n"
         + _replay_table(results["replay"])
-        + f"\n\nLive, {len(work)} prompts and {seeds} seeds; `ears` at the drift that `{PRICED}` "
-        "has by replay.\n\n" + _live_table(results["live"], cpu)
+        + f"\n\nLive, {len(work)} prompts and {seeds} seeds, batch {batch}; "
+        f"`ears` at the drift that `{PRICED}` has by replay.\n\n"
+        + _live_table(results["live"], cpu)
     )
-    made = provenance(model, prompts=prompts, replayed=replayed, tokens=tokens, seeds=seeds)
+    made = provenance(
+        model, prompts=prompts, replayed=replayed, tokens=tokens, seeds=seeds, batch=batch
+    )
     save("priced", made, results, text)
 
 
@@ -152,7 +162,7 @@ def of_file(
     if live:
         rules = ("standard", *(f"ears(beta={b})" for b in (0.1, 0.3, 0.5)))
         own = results["live"] = _live(
-            forerun.load(file, live), asked, REAL_LENGTH, rules, seeds=1, cpu=True
+            forerun.load(file, live), asked, REAL_LENGTH, rules, seeds=1, batch=1, cpu=True
         )
         text += f"\n\nLive with `{live}`, the same prompts.\n\n" + _live_table(own, True)
     made = provenance(model, prompts=trace.prompts, tokens=tokens)
@@ -199,7 +209,7 @@ def _texts(model: forerun.Model, asked: Sequence[Task], rule: str, length: str) 
     """Of texts written live, together."""
     how = [task.sampling for task in asked]
     prompts = [task.tokens for task in asked]
-    done = model.generate(prompts, controller=length, rule=rule, sampling=how)
+    done = model.generate(prompts, controller=length, rule=rule, sampling=how, batch_size=16)
     return [completion.stats for completion in done]
 
 
@@ -327,28 +337,30 @@ def _live(
     length: str,
     rules: Sequence[str],
     seeds: int,
+    batch: int,
     cpu: bool,
 ) -> dict[str, Any]:
     """By rule: tokens a round over the first rule's, of each seed and of all; drift; speed."""
     clock: Callable[[], float] = time.process_time if cpu else time.perf_counter
 
-    def run(task: Task, case: tuple[str, int]) -> tuple[Stats, float]:
+    def run(group: Sequence[Task], case: tuple[str, int]) -> tuple[list[Stats], float]:
         rule, seed = case
-        how = replace(task.sampling, seed=1000 * (seed + 1) + (task.sampling.seed or 0))
+        how = [replace(t.sampling, seed=1000 * (seed + 1) + (t.sampling.seed or 0)) for t in group]
+        asked = [replace(task, sampling=s) for task, s in zip(group, how, strict=True)]
         began = clock()
-        [done] = model.generate([task.tokens], controller=length, rule=rule, sampling=how)
-        return done.stats, clock() - began
+        return _texts(model, asked, rule, length), clock() - began
 
     cases = [(rule, seed) for seed in range(seeds) for rule in rules]
+    groups = [work[i : i + batch] for i in range(0, len(work), batch)]
     for rule in rules:
-        run(work[0], (rule, 0))
-    runs = interleaved(work, cases, run, "live")
+        run(groups[0], (rule, 0))
+    runs = interleaved(groups, cases, run, "live")
     counted, paces = {}, {}
     for rule in rules:
         own = [[row[cases.index((rule, seed))] for row in runs] for seed in range(seeds)]
-        counted[rule] = Counted.written([[stats for stats, _ in row] for row in own])
-        seconds = np.array([[took for _, took in row] for row in own]).sum(0)
-        paces[rule] = counted[rule].of_all.tokens / seconds
+        counted[rule] = Counted.written([[s for stats, _ in row for s in stats] for row in own])
+        each = [[sum(s.tokens for s in stats) / took for stats, took in row] for row in own]
+        paces[rule] = np.array(each).mean(0)
     base = counted[rules[0]]
     return {
         rule: {

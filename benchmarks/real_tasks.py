@@ -29,8 +29,6 @@ CAPTIONS = {
 }
 SUMS = "{question}\nReason step by step and end with #### and the number."
 TRANSLATE = "Translate this caption to German. Answer with the translation alone.\n{source}"
-CALIBRATED = 12
-"""Training problems that τ_H is taken from."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Asked:
     item: Item
 
 
-def gsm8k(target: str, draft: str, data: Path, count: int, tokens: int) -> None:
+def gsm8k(target: str, draft: str, data: Path, count: int, tokens: int, calibrated: int) -> None:
     """EASD on problems of GSM8K: accuracy, drift, speed; write `easd-gsm8k.json`.
 
     Written after every problem; the same command goes on, also with more of them.
@@ -52,12 +50,14 @@ def gsm8k(target: str, draft: str, data: Path, count: int, tokens: int) -> None:
         data: the folder with gsm8k/.
         count: problems of the test set.
         tokens: most of an answer.
+        calibrated: training problems that τ_H is taken from.
     """
     made = {"target": Path(target).name, "draft": Path(draft).name, "tokens": tokens}
+    made |= {"calibrated": calibrated}
     results = resumed("easd-gsm8k", **made)
     model = _loaded(target, draft)
     if not results:
-        results = {"entropy": _threshold(model, data, tokens), "runs": []}
+        results = {"entropy": _threshold(model, data, tokens, calibrated), "runs": []}
     limit = f"easd(entropy={results['entropy']:.4f}"
     methods = {
         "standard": ("fixed(5)", "standard"),
@@ -70,7 +70,7 @@ def gsm8k(target: str, draft: str, data: Path, count: int, tokens: int) -> None:
         for p in _problems(data / "gsm8k" / "test.jsonl", count)
     ]
     for _ in _answered(model, asked, methods, tokens, results["runs"], right):
-        text = _sums_text(results)
+        text = _sums_text(results, calibrated)
         save("easd-gsm8k", provenance(model, **made), results, text)
 
 
@@ -109,9 +109,9 @@ def _chat(model: forerun.Model, text: str) -> list[int]:
     return list(ids)
 
 
-def _threshold(model: forerun.Model, data: Path, tokens: int) -> float:
+def _threshold(model: forerun.Model, data: Path, tokens: int, count: int) -> float:
     """τ_H of training problems, as the paper takes it."""
-    problems = _problems(data / "gsm8k" / "train.jsonl", CALIBRATED)
+    problems = _problems(data / "gsm8k" / "train.jsonl", count)
     prompts = [_chat(model, SUMS.format(**p)) for p in problems]
     sampling = forerun.Sampling(max_new_tokens=tokens)
     return calibrate.easd(model, prompts, sampling=sampling, batch_size=1).entropy
@@ -175,7 +175,7 @@ def _counts(results: dict[str, Any], name: str) -> list[str]:
 COLUMNS = ("tokens a round", "drift", "tokens a text", "speed over standard")
 
 
-def _sums_text(results: dict[str, Any]) -> str:
+def _sums_text(results: dict[str, Any], calibrated: int) -> str:
     runs = results["runs"]
     scores = {name: [row[name]["kept"] for row in runs] for name in runs[0]}
     rows = []
@@ -187,7 +187,7 @@ def _sums_text(results: dict[str, Any]) -> str:
     header = ["method", "accuracy, %", "over the target, points", *COLUMNS]
     return (
         f"{len(runs)} test problems, greedy, batch 1; τ_H = {results['entropy']:.2f} from "
-        f"{CALIBRATED} training problems. Accuracy with a 95 % Wilson interval, differences and "
+        f"{calibrated} training problems. Accuracy with a 95 % Wilson interval, differences and "
         "speeds paired, by bootstrap.\n\n" + table(header, rows)
     )
 

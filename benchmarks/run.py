@@ -274,10 +274,15 @@ def _rules(
 
 @app.command("priced")
 def _priced(
-    prompts: int = 6, replayed: int = 60, tokens: int = 64, seeds: int = 3, cpu: Cpu = False
+    prompts: int = 6,
+    replayed: int = 60,
+    tokens: int = 64,
+    seeds: int = 3,
+    batch: int = 1,
+    cpu: Cpu = False,
 ):
     """`priced` beside `ears` at equal drift and `gumbel`: by replay, and live with seeds."""
-    leniency.main(forerun.load(), prompts, replayed, tokens, seeds, cpu)
+    leniency.main(forerun.load(), prompts, replayed, tokens, seeds, batch, cpu)
 
 
 @app.command("rules-replay")
@@ -369,9 +374,11 @@ def _easd_bonus(
 
 
 @app.command("easd-gsm8k")
-def _easd_gsm8k(target: str, draft: str, data: Path, count: int = 20, tokens: int = 256):
+def _easd_gsm8k(
+    target: str, draft: str, data: Path, count: int = 20, tokens: int = 256, calibrated: int = 12
+):
     """EASD with a real model on GSM8K; goes on where it was interrupted."""
-    real_tasks.gsm8k(target, draft, data, count, tokens)
+    real_tasks.gsm8k(target, draft, data, count, tokens, calibrated)
 
 
 @app.command("easd-speed")
