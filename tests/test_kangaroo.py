@@ -13,6 +13,7 @@ import forerun
 from forerun.drafters import DRAFTERS
 from forerun.drafters.adadecode import AdaDecode
 from forerun.drafters.kangaroo import Kangaroo, KangarooDrafter
+from forerun.engine.meter import Lap, Meter
 from forerun.errors import ForerunWarning, ModelError, SettingError, UnsupportedModelError
 from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
@@ -148,6 +149,17 @@ def test_the_second_early_exit() -> None:
                 assert r.drafted == drafted
         text += done.tokens[at : at + r.committed]
         at += r.committed
+
+
+def test_ending_behind_an_unsure_token_takes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    laps: list[Lap] = []
+    monkeypatch.setattr(Meter, "add", lambda _, lap: laps.append(lap))
+    how: dict[str, Any] = {"controller": "fixed(3)", "max_new_tokens": 9, "ignore_eos": True}
+    for most, threshold, steps in ((6, 1.0, 1), (2, 0.0, 2)):
+        laps.clear()
+        kangaroo(MODEL, threshold, most).generate(texts(6), **how)
+        assert [lap.steps for lap in laps if lap.width == 1 + steps].count(steps) > 2
+        assert all(lap.steps == lap.width - 1 for lap in laps)
 
 
 @pytest.mark.parametrize("keep", slow_but([True, False], bool))

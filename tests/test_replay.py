@@ -23,7 +23,7 @@ from forerun.lab.traces.results import Replay, Rounds, geometric, rate, summaris
 from forerun.lab.traces.trace import Trace, concatenate
 from forerun.testing import ScriptedModel
 from forerun.types import RoundOutcome, Stop
-from made_traces import trace_of
+from made_traces import random_trace, trace_of
 from test_engine import chaotic, noisy
 
 NESTED = {
@@ -241,6 +241,16 @@ def test_dropped_and_previewed_tokens_cost_their_steps(scripted: Any) -> None:
     assert (dropped.steps > dropped.drafted).any()
     preview = replay(trace, "cm-asd(high=12,two_pass=true)", CELL)
     assert (preview.steps > preview.drafted).any()
+
+
+def test_a_draft_that_ends_by_itself_costs_no_step_more() -> None:
+    whole = random_trace()
+    lengths = np.random.default_rng(1).integers(0, 4, whole.matches.shape)
+    trace = replace(whole, lengths=lengths, matches=np.minimum(whole.matches, lengths))
+    for spec in ("fixed(5)", "auto"):
+        done = replay(trace, spec, CELL)
+        wanted = done.rounds * 1.1 + 0.02 * done.drafted + done.steps / 10
+        np.testing.assert_allclose(done.seconds, wanted)
 
 
 def test_a_controller_that_is_asked_pays_for_it(scripted: Any) -> None:

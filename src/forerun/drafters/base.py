@@ -104,6 +104,8 @@ class Step:
     ended: Sequence[Stop | None] | None = None
     """Why the drafter ends a row's draft here; None in a row that goes on, or None if all do. It
     must be decided before anyone knows which token would be drawn, or samples are biased."""
+    ran: bool = True
+    """Whether anything was computed: a step that only ends drafts is none, and takes no time."""
 
 
 class StepContext(Protocol):

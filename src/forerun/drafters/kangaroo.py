@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -66,7 +66,7 @@ class KangarooDrafter(SpecBoundDrafter):
         if out.logits is not None:
             top = out.logits.float().softmax(-1).amax(-1).tolist()
             self._unsure |= {row for row, sure in enumerate(top) if not sure >= self._least}
-        return Step(out.logits, ended=ended)
+        return replace(out, ended=ended)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,8 @@ class SharedTokensDrafter(RetokenizedDrafter):
         logits = self.rows.feed(pieces, [1 if piece else 0 for piece in pieces])[:, 0]
         wide = logits.new_full((len(logits), self._vocab), -torch.inf)
         wide[:, self._theirs] = logits[:, self._ids]
-        return Step(wide, ended=[None if piece else Stop.EXHAUSTED for piece in pieces])
+        ended = [None if piece else Stop.EXHAUSTED for piece in pieces]
+        return Step(wide, ended=ended, ran=any(pieces))
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -97,9 +97,10 @@ class SpecBoundDrafter(Drafter):
                     ended[row] = None if yes else Stop.DIFFICULT
             return sure
 
-        if any(text is not None for text in asked):
+        ran = any(text is not None for text in asked)
+        if ran:
             self.executor.climb(self.rows.lengths, asked, self.layers, leave)
-        return Step(self._spread(left, len(texts)), ended=ended)
+        return Step(self._spread(left, len(texts)), ended=ended, ran=ran)
 
     def _spread(
         self, left: Sequence[tuple[list[int], torch.Tensor]], rows: int

@@ -57,7 +57,7 @@ def step_by_step(
         seconds = guide.clock() - began
         if catching_up:
             out.catch_up_seconds += seconds
-        else:
+        elif step.ran:
             if not out.steps and not out.catch_up_seconds:
                 out.first_seconds = seconds
             out.steps += 1

@@ -214,7 +214,8 @@ class Recorded(Drafter):
             if "second" in wanted:
                 signals["second"][row] = [self._second(position)]
             self.steps[place] += 1
-        return Step(best=Best(tokens, signals, [[True]] * len(texts)), ended=ended)
+        ran = any(text is not None and why is None for text, why in zip(texts, ended, strict=True))
+        return Step(best=Best(tokens, signals, [[True]] * len(texts)), ended=ended, ran=ran)
 
     def _second(self, position: tuple[int, int, int]) -> int | None:
         """The draft's second choice at a depth of a run: the text's token, or another."""
