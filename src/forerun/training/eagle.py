@@ -39,6 +39,8 @@ LEARNED = 0.5
 """Share of the places at which the second and later steps are learned."""
 SOFT = 0.7
 """Share of the loss towards the target's distribution; the rest is towards its best token."""
+ROWS = 4
+"""Texts that run together."""
 MATRIX_RATE = 0.02
 """Peak learning rate of the matrices, by Muon; the settings' is that of the table and the norms."""
 
@@ -97,14 +99,22 @@ class HeadTrainer(StatesTraining):
         return min(1.0, 30 * share, max(0.05, 1 - (share - 0.3) / 0.7))
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
-        outputs, goals, _ = self._both(texts)
-        total = outputs[0].new_zeros(())
-        for step, x in enumerate(outputs):
-            learned = torch.rand(len(x), device=x.device) < (1.0 if step == 0 else LEARNED)
-            if bool(learned.any()):
+        count = sum(map(positions_of, texts))
+        for part in self._batches(texts):
+            outputs, goals, _ = self._both(part)
+            total = outputs[0].new_zeros(())
+            for step, x in enumerate(outputs):
+                share = LEARNED if step else 1.0
+                learned = torch.rand(len(x), device=x.device) < share
                 loss = loss_of(self.head.logits(x[learned]), goals[learned])
-                total = total + WEIGHT**step * loss / learned.sum()
-        yield total
+                total = total + WEIGHT**step * loss / (share * count)
+            yield total
+
+    def _batches(self, texts: Sequence[Document]) -> Iterator[Sequence[Document]]:
+        """By length, few together: a text is padded to the longest beside it."""
+        ordered = sorted(texts, key=lambda text: len(text.ids))
+        for first in range(0, len(ordered), ROWS):
+            yield ordered[first : first + ROWS]
 
     def _both(
         self, texts: Sequence[Document]
