@@ -110,11 +110,11 @@ def _chat(model: forerun.Model, text: str) -> list[int]:
 
 
 def _threshold(model: forerun.Model, data: Path, tokens: int, count: int) -> float:
-    """τ_H of training problems, as the paper takes it."""
+    """τ_H of training problems, as the paper takes it: the target's entropies alone make it."""
     problems = _problems(data / "gsm8k" / "train.jsonl", count)
     prompts = [_chat(model, SUMS.format(**p)) for p in problems]
     sampling = forerun.Sampling(max_new_tokens=tokens)
-    return calibrate.easd(model, prompts, sampling=sampling, batch_size=1).entropy
+    return calibrate.easd(model, prompts, sampling=sampling, batch_size=1, target_only=True).entropy
 
 
 def _answered(

@@ -127,6 +127,19 @@ def test_a_text_that_is_cut_anew_is_read_anew() -> None:
         assert DRAFT.decode(held) == text
 
 
+def test_a_step_by_itself_reads_the_text_anew() -> None:
+    """As a calibration asks: a token more each time, and nothing is proposed."""
+    draft, ids = writes(DRAFT, STORY), TARGET.encode(STORY)
+    drafter = SharedTokensDrafter(draft, 300, TARGET, DRAFT)
+    drafter.join([ids[:3]], 40)
+    for n in range(3, 20):
+        logits = drafter.step([ids[:n]], None).logits
+        held = draft.executor.history[0][: draft.lengths[0]]  # type: ignore[attr-defined]
+        assert DRAFT.decode(held) == TARGET.decode(ids[:n])
+        assert logits is not None
+        assert logits.shape == (1, 300)
+
+
 @pytest.mark.parametrize("kind", [TextDrafter, SharedTokensDrafter])
 def test_a_draft_without_numbers_changes_no_text(kind: Any) -> None:
     prompts = [TARGET.encode(STORY)[:n] for n in (5, 30)]

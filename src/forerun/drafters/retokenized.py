@@ -157,17 +157,26 @@ class SharedTokensDrafter(RetokenizedDrafter):
         self._theirs = torch.tensor(list(shared.values()), device=rows.device)
         self._back = {there: here for here, there in shared.items()}
         self._heads: list[tuple[int, list[int]]] = []
-        """Per row how many of the target's tokens the text had, and the draft's for these."""
+        """In a proposal, per row how many of the target's tokens the text had, and the draft's for
+        these."""
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
+        self._heads = self._begun(texts, most)
+        try:
+            return step_by_step(self, texts, most, guide)
+        finally:
+            self._heads = []
+
+    def _begun(self, texts: Texts, most: Sequence[int]) -> list[tuple[int, list[int]]]:
         own = self._own(texts, most)
-        self._heads = [(len(text or ()), ids) for text, ids in zip(texts, own, strict=True)]
-        return step_by_step(self, texts, most, guide)
+        return [(len(text or ()), ids) for text, ids in zip(texts, own, strict=True)]
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """What comes next; outside of a proposal, of texts that are cut anew."""
+        heads = self._heads or self._begun(texts, [1] * len(texts))
         ahead = [
             [*ids, *(self._back[token] for token in text[n:])] if text and ids else []
-            for text, (n, ids) in zip(texts, self._heads, strict=True)
+            for text, (n, ids) in zip(texts, heads, strict=True)
         ]
         pieces = self._fed(ahead)
         logits = self.rows.feed(pieces, [1 if piece else 0 for piece in pieces])[:, 0]
