@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
 
 VOCAB = 4096
 """Tokens of the cut lens: the first of a byte-pair vocabulary, which are its most frequent."""
-BUDGET, SHOWN, SURE = 200, (0.0, 0.25, 0.5, 1.0, 2.0), 0.7
-"""Settings that the search tries; annealings shown; SpecBound's threshold before it is tuned."""
+THRESHOLDS, SHOWN = (0.5, 0.7, 0.8, 0.9, 0.95), (0.0, 0.25, 0.5, 1.0, 2.0)
+"""Of the grid: τ and a."""
+WIDTH, SURE = 6, 0.7
+"""Most tokens that climb; the threshold at which annealings are shown beside each other."""
 
 
 class CutLens(LogitLens):
@@ -72,12 +75,14 @@ def _replayed(access: LayerAccess, heads: ExitHeads, texts: list[OwnText]) -> di
     asked = whole if heads.tokens is None else _projection(access, len(heads.tokens))
     costs = ExitCosts(1.0, asked, 0.0, whole, access.layers + whole)
     search = Search(trace, costs)
-    search.run(BUDGET)
+    depths = layers[1::2]
+    used = [(d,) for d in depths] + [tuple(n for n in layers if n <= d) for d in depths]
+    for exits, threshold, anneal in product(used, THRESHOLDS, SHOWN):
+        search.score(Setting(exits, threshold, anneal, WIDTH))
     best = search.best()
     without = max((s for s in search.scores if s.anneal == 0), key=search.score)
-    paper = Setting(layers, SURE, 0.0, 6)
     cases = {"best": best, "best without annealing": without} | {
-        f"every exit, τ = {SURE}, a = {a:g}": Setting(layers, SURE, a, paper.width) for a in SHOWN
+        f"every exit, τ = {SURE}, a = {a:g}": Setting(layers, SURE, a, WIDTH) for a in SHOWN
     }
     return {
         "layers": layers,
