@@ -109,7 +109,9 @@ def _text(results: dict[str, Any], texts: list[OwnText], access: LayerAccess) ->
               "layers a token", "exits asked a token"]  # fmt: skip
     rows = [
         [
-            name, case if case.startswith("every") else f"{case}: `{f['spec']}`", f"{f['speed']:.2f}",
+            name,
+            case if case.startswith("every") else f"{case}: `{f['spec']}`",
+            f"{f['speed']:.2f}",
             f"{f['per_round']:.2f}", f"{f['drafted']:.2f}", f"{f['layers']:.1f}",
             f"{f['exits']:.1f}",
         ]
