@@ -160,10 +160,12 @@ class StateHead(nn.Module, ABC):
         x, read = self.entered(ids, states)
         form = self.form
         heads = self.qkv(read).unflatten(-1, (-1, form.head_width)).transpose(1, 2)
-        query, key, value = heads.split([form.heads, form.key_heads, form.key_heads], 1)
+        sizes = [form.heads, form.key_heads]
+        both, value = heads.split([sum(sizes), form.key_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key = self.turned(query, positions), self.turned(key, positions)
+            query, key = both.split(sizes, 1)
+            both = torch.cat([self.query_norm(query), self.key_norm(key)], 1)
+        query, key = self.turned(both, positions).split(sizes, 1)
         x = x + self.out(attend(query, key, value).transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         x = x + self.down(F.silu(gate) * up)
