@@ -87,11 +87,15 @@ def _leaves_replay(prompts: int = 20, tokens: int = 64):
 
 @app.command("drafters")
 def _drafters(
-    prompts: int = 5, tokens: int = 64, target: str | None = None, eagle3: str | None = None
+    prompts: int = 5,
+    tokens: int = 64,
+    target: str | None = None,
+    eagle3: str | None = None,
+    timed: bool = False,
 ):
-    """Everybody who drafts for the shipped target, or for a real one (a GGUF file), by replay and
-    by the process's own time; `--eagle3` names the folder of a head."""
-    drafters.main(prompts, tokens, target, eagle3)
+    """Everybody who drafts for the shipped target, or for a real one (a GGUF file), by replay;
+    `--timed`: live, too, by the process's own time. `--eagle3` names the folder of a head."""
+    drafters.main(prompts, tokens, target, eagle3, timed)
 
 
 @app.command("starting-lengths")
