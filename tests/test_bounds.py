@@ -25,7 +25,7 @@ from forerun.lab.bounds.bounds import (
     tree_oracle,
     tuned,
 )
-from forerun.lab.bounds.informed import GRID, Study, informed
+from forerun.lab.bounds.informed import GRID, Study
 from forerun.lab.bounds.stopping import Stopper, columns
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
@@ -217,11 +217,6 @@ def test_the_best_fixed_length_is_the_best():
     assert best.length == np.argmax(means)
     assert best.overall.mean == pytest.approx(max(means))
     assert best.overall.name == f"fixed({best.length})"
-    np.testing.assert_allclose(np.exp(np.log(best.speedups).mean(1)), means)
-    assert set(best.lengths) == {"a", "b"}
-    assert best.by_family.mean >= best.overall.mean
-    alone = trace.take(np.array(trace.families) == "a")
-    assert best_fixed(alone, cell, most=9).length == best.lengths["a"]
     with pytest.raises(SettingError, match="most"):
         best_fixed(trace, cell, most=-1)
 
@@ -383,17 +378,6 @@ def test_columns_begin_with_a_look_ahead():
     kept, after = np.array([[1.0, 0.5]]), np.array([[0.8, 0.4]])
     x = columns(kept, after, np.zeros((1, PAST)), np.array([0.1, 0.2]))
     np.testing.assert_allclose(x[0, :, :2], [[0.1, 0.8], [0.2, 0.2]])
-
-
-def test_one_policy_per_family():
-    trace = study().trace
-    bound = informed(trace, CELLS[1], by_family=True, specs=SOME)
-    assert bound.name.startswith("a: ")
-    assert "b: " in bound.name
-    assert (bound.seconds >= oracle(trace, CELLS[1]).seconds - 1e-9).all()
-    part = np.array(trace.families) == "b"
-    alone = informed(trace.take(part), CELLS[1], specs=SOME)
-    np.testing.assert_allclose(bound.seconds[part], alone.seconds)
 
 
 def test_the_maker_of_traces_is_consistent():

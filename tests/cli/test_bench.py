@@ -10,8 +10,7 @@ import sys
 import pytest
 
 import forerun
-from forerun.cli.bench import app
-from forerun.cli.shared.bench_inputs import split_names
+from forerun.cli.bench import app, split_names
 from forerun.cli.shared.guard import guarded
 from forerun.lab.bench.methods import Ours
 from forerun.prompts import Prompt, Reader, unroll
@@ -233,7 +232,7 @@ def test_interrupted_and_gone_on_with(bench, tmp_path, monkeypatch):
 def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     from forerun.engine import Sampling
-    from forerun.lab.bounds import informed, shares
+    from forerun.lab.bounds import informed
     from forerun.lab.traces.costs import Cell, Costs
     from forerun.lab.traces.record import Task, record
     from forerun.model import load
@@ -243,8 +242,7 @@ def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
     tasks = [Task("a", str(i), [5 + i, 9], how) for i in range(3)]
     record(model, tasks, depth=4).write(tmp_path / "t.parquet")
     Costs((Cell.synthetic(5),)).write(tmp_path / "c.json")
-    few = informed.GRID[:8]
-    monkeypatch.setattr(shares, "informed", lambda t, c: informed.informed(t, c, specs=few))
+    monkeypatch.setattr(informed, "GRID", informed.GRID[:8])
     given = ["--trace", str(tmp_path / "t.parquet"), "--costs", str(tmp_path / "c.json")]
     document = bench(*given, "--json").json
     cells = document["shares"]["cells"]
@@ -273,8 +271,8 @@ def test_compare(bench, command, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["--batch", "0"], 2, "--batch wants sizes"),
-        (["--batch", "1,x"], 2, "--batch wants sizes"),
+        (["--batch", "0"], 2, "--batch must be whole numbers"),
+        (["--batch", "1,x"], 2, "--batch must be whole numbers"),
         (["--batch", "8"], 1, "do not fill a batch of 8"),
         (["--prompts", "0"], 2, "prompts must be"),
         (["--max-new-tokens", "0"], 2, "max_new_tokens must be"),

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from forerun.cli import main
-from forerun.cli.shared.written import read_written
+from forerun.cli.write import read_written
 from forerun.errors import SettingError
 
 from .conftest import Result

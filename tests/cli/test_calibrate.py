@@ -244,7 +244,7 @@ def test_drift_of_many_prompts(generate, prompts):
     [(0.0, "0"), (0.0004, "below 0.001"), (0.01234, "0.012"), (0.31, "0.31"), (1.0, "1")],
 )
 def test_small_numbers(value, shown):
-    from forerun.cli.shared.summary import _small
+    from forerun.cli.shared.faces import _small
 
     assert _small(value) == shown
 

@@ -80,7 +80,7 @@ def test_texts_in_json_lines_and_folders(train, text, tmp_path):
     ("argv", "message"),
     [
         ([], "learns from texts; give --data"),
-        (["--layers", "2,x"], "--layers wants numbers like 2,4,6, got '2,x'"),
+        (["--layers", "2,x"], "exits layers must be a whole number or text"),
         (["--layers", "3"], "layer 3 is the model's last and needs no head"),
         (["--layers", "1,1"], "exit layers must differ"),
         (["--head", "heavy"], "head must be 'light' or 'full', got 'heavy'"),

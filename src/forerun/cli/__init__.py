@@ -22,9 +22,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "chat": ("chat:chat", "Talk to a model that runs ahead of itself."),
         "serve": ("serve:serve", "Serve a model over HTTP."),
         "demo": ("demo:demo", "Speculative against plain decoding on three prompts."),
-        "list": ("listing:show", "List what is available, one line each."),
-        "info": ("info:info", "Show the full card of a part."),
-        "cite": ("cite:cite", "Print BibTeX of the papers behind parts."),
+        "list": ("parts:show", "List what is available, one line each."),
+        "info": ("parts:info", "Show the full card of a part."),
+        "cite": ("parts:cite", "Print BibTeX of the papers behind parts."),
         "zoo": ("zoo:app", "The models that ship: the model card."),
     },
     "Lab": {
@@ -47,10 +47,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "train-draft": ("train_draft:train_draft", "Train a draft that belongs to its target."),
         "write": ("write:write", "Let a target answer prompts, and keep what it wrote."),
         "build-memory": (
-            "build_memory:build_memory",
+            "build:build_memory",
             "Make a table of the n-grams that a target wrote.",
         ),
-        "build-datastore": ("build_datastore:build_datastore", "Make a datastore of texts."),
+        "build-datastore": ("build:build_datastore", "Make a datastore of texts."),
     },
 }
 """By panel: the module and name of each command, and its line of help."""

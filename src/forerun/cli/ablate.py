@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stdout, table
+from forerun.cli.shared.console import note, progress, stdout, table
 from forerun.cli.shared.options import option
-from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError
 

@@ -13,10 +13,9 @@ import typer
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, one_line, stderr, stdout, table
+from forerun.cli.shared.console import collected, note, one_line, stderr, stdout, table
 from forerun.cli.shared.models import Chat, Models, PolicyOptions
 from forerun.cli.shared.options import SAMPLING, SPECULATION, Fields, option
-from forerun.cli.shared.progress import collected
 from forerun.cli.shared.report import print_json
 from forerun.errors import ModelError, SettingError, UnknownNameError, require
 
@@ -163,7 +162,7 @@ def _check_temperature(temperature: float, rule: str, greedy: str | None) -> Non
 
 def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
     """Those of transformers that can run; the others are named on stderr."""
-    from forerun.cli.shared.bench_inputs import start_peers
+    from forerun.cli.bench import start_peers
     from forerun.lab.bench.peers import named
 
     commands = [one for name in TRANSFORMERS for one in named(name, {})]

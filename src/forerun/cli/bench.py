@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,29 +14,18 @@ import typer
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.bench_inputs import (
-    Compared,
-    bench_prompts,
-    draft_identity,
-    make_tasks,
-    model_name,
-    our_methods,
-    read_peers,
-    read_sizes,
-    start_peers,
-)
-from forerun.cli.shared.console import note, status, stderr, stdout, table
-from forerun.cli.shared.models import Chat, Models
-from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, option
-from forerun.cli.shared.progress import progress
+from forerun.cli.shared.console import note, progress, status, stderr, stdout, table
+from forerun.cli.shared.models import Chat, Job, Models
+from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, numbers, option
 from forerun.cli.shared.report import hold_output, print_json
-from forerun.errors import SettingError, require
+from forerun.errors import SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.models import Job
     from forerun.lab.bench.bench import Results
-    from forerun.lab.bench.methods import Group
+    from forerun.lab.bench.methods import Group, Method
+    from forerun.lab.bench.peers import Command, Peer
     from forerun.lab.bench.report import Cell, Change, Document
+    from forerun.model import Model
     from forerun.prompts import Prompt
 
 FIXED = "fixed(5)"  # measured beside the default controller
@@ -119,12 +110,12 @@ def bench(
     hold_output(output)
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
-    sizes = read_sizes(batch)
-    requested = bench_prompts(families, prompt_file, split, prompts, max_new_tokens, models.target)
+    sizes = sorted(numbers("--batch", batch))
+    requested = _prompts(families, prompt_file, split, prompts, max_new_tokens, models.target)
 
     from forerun.lab.bench.methods import groups
     from forerun.lab.bench.page import PAGE
-    from forerun.lab.bounds.shares import shares
+    from forerun.lab.bounds.informed import shares
     from forerun.lab.traces.costs import Costs
     from forerun.lab.traces.trace import Trace
     from forerun.model import DEFAULT_CONTROLLER
@@ -133,14 +124,13 @@ def bench(
     compared = Compared.read(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}",
         rules,
-        read_peers(peers, peer_python or [], peer or []),
+        _commands(peers, peer_python or [], peer or []),
         temperature,
     )
 
     job, chosen = _open(models, requested, chat, skip_long)
     settings = {
-        "target": model_name(job.about["target"]),
-        "draft": model_name(job.about["draft"]),
+        **{name: _named(job.about[name]) for name in ("target", "draft")},
         **compared.to_json(),
         "families": list(dict.fromkeys(prompt.family for prompt in chosen)),
         "prompts_per_family": prompts,
@@ -152,7 +142,7 @@ def bench(
         "seed": seed,
         **{name: job.about[name] for name in ("device", "dtype", "runtime")},
     }
-    work = groups(make_tasks(chosen, seed, compared), sizes)
+    work = groups(_seeded(chosen, seed, compared), sizes)
     results = _measure(models, job, compared, work, folder, settings)
     if recorded is not None:
         with status("replaying") as tell:
@@ -162,6 +152,141 @@ def bench(
         return print_json(results.summary(cells))
     _show(results.document, cells)
     note(stderr(), f"report: {folder / PAGE}")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The methods compared, by their specs, and the temperature."""
+
+    controllers: list[str]
+    rules: list[str]
+    peers: list[Command]
+    temperature: float
+
+    @classmethod
+    def read(cls, controllers: str, rules: str, peers: list[Command], heat: float) -> Compared:
+        """From options; a wrong spec or temperature is refused before a model is loaded."""
+        from forerun.controllers import CONTROLLERS
+        from forerun.engine import Sampling
+        from forerun.rules import RULES
+
+        lengths, keeps = split_names(controllers, ";"), split_names(rules, ";")
+        for name, specs, registry in (
+            ("controllers", lengths, CONTROLLERS), ("rules", keeps, RULES),
+        ):  # fmt: skip
+            require(len(specs) > 0, name, "", "at least one")
+            for spec in specs:
+                registry.make(spec)
+        Sampling(temperature=heat)
+        return cls(lengths, keeps, peers, heat)
+
+    def to_json(self) -> dict[str, Any]:
+        peers = list(dict.fromkeys(command.label for command in self.peers))
+        return {"controllers": self.controllers, "rules": self.rules, "peers": peers}
+
+    def ours(self, model: Model) -> list[Method]:
+        """Plain decoding, and every controller with every rule."""
+        from forerun.lab.bench.methods import PLAIN, Ours
+
+        out: list[Method] = [Ours(PLAIN, model)]
+        for rule, spec in product(self.rules, self.controllers):
+            name = spec if rule == "gumbel" else f"{spec} + {rule}"
+            out.append(Ours(name, model, spec, rule, self.temperature > 0))
+        return out
+
+
+def split_names(text: str, mark: str) -> list[str]:
+    """Parts between marks that stand outside brackets."""
+    parts, depth, part = [], 0, ""
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == mark and depth <= 0:
+            parts.append(part)
+            part = ""
+        else:
+            part += letter
+    return list(dict.fromkeys(p.strip() for p in (*parts, part) if p.strip()))
+
+
+def _commands(names: str, pythons: Sequence[str], commands: Sequence[str]) -> list[Command]:
+    """How the peers are started: those with a name of the repository's, and commands."""
+    from forerun.lab.bench.peers import Command, named
+
+    paths = {}
+    for pair in pythons:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
+        paths[name] = path
+    short = [command for name in split_names(names, ",") for command in named(name, paths)]
+    return short + [Command.read(text) for text in commands]
+
+
+def _prompts(
+    families: str, prompt_file: str | None, split: str, limit: int, cap: int, target: str | None
+) -> list[Prompt]:
+    """The prompts, checked before a model is loaded."""
+    from forerun.prompts import find_prompts
+    from forerun.zoo import SOURCES
+    from forerun.zoo import families as shipped
+
+    own = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
+    builtin = [SOURCES[target]] if target in SOURCES else list(shipped())
+    present = builtin if own is None else list(dict.fromkeys(str(p.family) for p in own))
+    names = present if families.strip() == "all" else split_names(families, ",")
+    require(len(names) > 0, "families", families, "names with commas between, or all")
+    for name in names:
+        if name not in present:
+            kind = "family of shipped prompts" if own is None else f"family in {prompt_file}"
+            raise UnknownNameError.among(kind, name, ("all", *present))
+    if own is not None:
+        return [p for p in own if p.family in names]
+    return [p for name in names for p in find_prompts(f"builtin:{name}", split, limit, cap)]
+
+
+def _seeded(prompts: Sequence[Prompt], seed: int, compared: Compared) -> list[Prompt]:
+    """The prompts as all methods take them; sampled texts get seeds of their own.
+
+    Of a prompt's settings only two count. Where a rule tosses coins, texts go on after their end,
+    so that all are of one length.
+    """
+    from forerun.requests import Sampling
+    from forerun.rules import RULES
+
+    heat = compared.temperature
+    longer = heat > 0 and not all(RULES.make(rule).gumbel_max for rule in compared.rules)
+
+    def sampling(i: int, own: Sampling) -> Sampling:
+        return Sampling(
+            max_new_tokens=own.max_new_tokens, repetition_penalty=own.repetition_penalty,
+            temperature=heat, ignore_eos=longer, seed=seed + i,
+        )  # fmt: skip
+
+    return [replace(p, sampling=sampling(i, p.sampling)) for i, p in enumerate(prompts)]
+
+
+def start_peers(
+    stack: ExitStack, job: Job, models: Models, commands: Sequence[Command]
+) -> tuple[list[Peer], list[dict[str, str]]]:
+    """Peers that can run here, closed with the stack, and the others with the reason."""
+    from forerun import zoo
+    from forerun.drafters.model import ModelDrafter
+    from forerun.lab.bench.peers import Peer, opening
+
+    small = models.draft or (str(zoo.DRAFT) if models.target is None else None)
+    small = small if isinstance(job.model.drafter, ModelDrafter) else None
+    peers, skipped = [], []
+    first = opening(job.model, str(zoo.locate(models.target)), small)
+    for command in commands:
+        peer = Peer(command, first)
+        stack.callback(peer.close)
+        with status(f"starting {peer.name}"):
+            reason = peer.start()
+        if reason is None:
+            peers.append(peer)
+        else:
+            skipped.append({"name": command.label, "reason": reason})
+    return peers, skipped
 
 
 def _open(
@@ -179,6 +304,11 @@ def _open(
     return job, chosen
 
 
+def _named(model: str) -> str:
+    """A model without its path on this machine."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
 def _measure(
     models: Models,
     job: Job,
@@ -188,11 +318,14 @@ def _measure(
     settings: dict[str, Any],
 ) -> Results:
     """Measure what is not measured yet; interrupted, the report of what there is is written."""
+    from forerun.drafters.model import ModelDrafter
     from forerun.lab.bench import bench as lab
     from forerun.lab.provenance import identity, machine
 
-    target = job.model.target
-    provenance = machine(target) | {"target": identity(target), "draft": draft_identity(job)}
+    target, drafter = job.model.target, job.model.drafter
+    provenance = machine(target) | {"target": identity(target), "draft": job.about["draft"]}
+    if isinstance(drafter, ModelDrafter):
+        provenance["draft"] = identity(drafter.rows)
     with ExitStack() as stack:
         theirs: list[Any] = []
         skipped = []
@@ -201,14 +334,13 @@ def _measure(
             skipped = [{"name": command.label, "reason": why} for command in compared.peers]
         else:
             theirs, skipped = start_peers(stack, job, models, compared.peers)
-        methods = [*our_methods(job, compared), *theirs]
+        methods = [*compared.ours(job.model), *theirs]
         results = lab.Results.open(folder, settings, provenance, methods, skipped)
         for skip in results.document["skipped"]:
             note(stderr(), f"skipped {skip['name']}: {skip['reason']}")
         try:
             with progress("measuring", unit="runs") as tell:
-                advance = partial(tell, "measuring")
-                lab.measure(results, work, methods, tell=advance)
+                lab.measure(results, work, methods, tell=partial(tell, "measuring"))
         except KeyboardInterrupt:
             _finish(results)
             note(stderr(), "interrupted; the same command goes on from here")

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, stderr, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
-from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json, save_json
 from forerun.errors import require
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, stderr, stdout, table
 from forerun.cli.shared.models import Models
-from forerun.cli.shared.options import Fields, option
-from forerun.cli.shared.progress import progress
+from forerun.cli.shared.options import Fields, numbers, option
 from forerun.cli.shared.report import check_writable, hold_output, print_json
 from forerun.errors import SettingError, require
 
@@ -89,14 +88,6 @@ def costs(
             _finish(gathered(job.model, measured, turns), output, as_json)
         raise
     _finish(gathered(job.model, measured, turns), output, as_json)
-
-
-def numbers(name: str, text: str) -> list[int]:
-    """Whole numbers ≥ 1 separated by commas, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    good = all(part.isdecimal() and int(part) >= 1 for part in parts)
-    require(good, name, text, "whole numbers from 1 on, separated by commas")
-    return list(dict.fromkeys(int(part) for part in parts))
 
 
 def _finish(costs: Costs, output: str | None, as_json: bool) -> None:

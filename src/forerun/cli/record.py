@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, stderr, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
-from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import hold_output, print_json
 from forerun.requests import Sampling
 from forerun.zoo import PENALTY

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from forerun.checks import whole
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, status, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, status, stderr, stdout, table
 from forerun.cli.shared.options import flag, option
-from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, UnknownNameError
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text as Line
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, stderr, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
-from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, require
 from forerun.requests import Sampling

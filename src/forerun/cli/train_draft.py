@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stderr, stdout, table
-from forerun.cli.shared.models import ALONE, Chat, Models
+from forerun.cli.shared.console import note, progress, stderr, stdout, table
+from forerun.cli.shared.models import ALONE, Chat, Job, Models
 from forerun.cli.shared.options import Fields, option
-from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import print_json
 from forerun.errors import SettingError, require
 from forerun.training.settings import TrainingSettings
-
-if TYPE_CHECKING:
-    from forerun.cli.shared.models import Job
 
 SCHEMA = 1
 OWN = "own.jsonl"
@@ -98,7 +94,10 @@ def train_draft(
     out = Path(output)
     if out.exists() and not out.is_dir():
         raise SettingError(f"{out} is a file; name a folder")
-    training["layers"] = _listed(training["layers"])
+    if training["layers"] is not None:
+        from forerun.drafters.specbound import listed
+
+        training["layers"] = listed(training["layers"], which or kind or "shared")
     settings = TrainingSettings(which or kind or "shared", **training)
     _check(settings, models.target, pairs, data)
 
@@ -142,15 +141,6 @@ def train_draft(
 def train_exits(context: typer.Context) -> None:
     """The name under which heads for early exits were trained before."""
     raise SettingError("`train-exits` is `train-draft exits` now; see forerun train-draft --help")
-
-
-def _listed(layers: str | None) -> tuple[int, ...] | None:
-    if layers is None:
-        return None
-    try:
-        return tuple(int(word) for word in layers.split(","))
-    except ValueError as error:
-        raise SettingError(f"--layers wants numbers like 2,4,6, got {layers!r}") from error
 
 
 def _check(

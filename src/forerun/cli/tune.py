@@ -13,9 +13,8 @@ from rich.text import Text
 
 from forerun.checks import whole
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, status, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, status, stderr, stdout, table
 from forerun.cli.shared.options import OUTPUT, option
-from forerun.cli.shared.progress import progress
 from forerun.cli.shared.report import check_writable, hold_output, print_json
 from forerun.errors import SettingError, UnknownNameError
 

@@ -1,26 +1,32 @@
-"""`forerun write`: texts of a target, to make drafts of."""
+"""`forerun write`: texts of a target, to make drafts of.
+
+A line of JSON each, in gzip members that are appended whole.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stderr
-from forerun.cli.shared.models import Chat, Models
+from forerun.cli.shared.console import note, progress, stderr
+from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import Fields, option
-from forerun.cli.shared.progress import progress
-from forerun.errors import GenerationError, require
+from forerun.errors import GenerationError, SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.models import Job
     from forerun.engine import Completion
     from forerun.prompts import Prompt
 
 GROUP = 64
 """Texts that are added to the file together."""
+SCHEMA = "forerun_texts"
+"""Key of the first line, which says how the others were written."""
 
 
 @options.command
@@ -49,7 +55,6 @@ def write(
     require(max_new_tokens >= 1, "max-new-tokens", max_new_tokens, "≥ 1")
     require(top >= 0, "top", top, "≥ 0")
 
-    from forerun.cli.shared.written import Archive
     from forerun.prompts import find_prompts, seeded
     from forerun.settings import Settings
 
@@ -101,3 +106,82 @@ def _line(row: Prompt, completion: Completion) -> dict[str, Any]:
         line["top"] = [[token for token, _ in place.top] for place in completion.logprobs]
         line["logprobs"] = [[round(p, 3) for _, p in place.top] for place in completion.logprobs]
     return line
+
+
+def read_written(path: str | Path) -> Iterator[tuple[list[int], int]]:
+    """The texts of a file of `forerun write`, or of lines with `prompt_ids` and `answer_ids`: ids,
+    and how many of the first were the prompt.
+
+    Raises:
+        SettingError: a line that is none of these; its number is named.
+        OSError: the file cannot be read.
+    """
+    opened = gzip.open if str(path).endswith(".gz") else open
+    with opened(path, "rb") as file:  # what is no text fails in its line
+        for number, line in enumerate(file, 1):
+            try:
+                text = json.loads(line)
+                if SCHEMA in text:
+                    continue
+                if "ids" in text:
+                    ids, given = text["ids"], text["n"]
+                else:
+                    ids, given = text["prompt_ids"] + text["answer_ids"], len(text["prompt_ids"])
+                if not all(type(token) is int and token >= 0 for token in (*ids, given)):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError) as error:
+                raise SettingError(
+                    f'{path}, line {number}: no text that a target wrote; it needs "ids" and "n", '
+                    'or "prompt_ids" and "answer_ids"'
+                ) from error
+            yield ids, given
+
+
+class Archive:
+    """A file of lines that grows; what an interrupted write left unfinished is cut off.
+
+    Args:
+        path: the file.
+        how: how its lines are written.
+
+    Raises:
+        SettingError: there is a file that was not written so; says what differs.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path, how: dict[str, Any]) -> None:
+        self._path = path
+        self.lines: list[dict[str, Any]] = []
+        """What is there."""
+        self._read(path)
+        if not self.lines:
+            self.append([{SCHEMA: 1, **how}])
+        before = self.lines.pop(0)
+        if differing := sorted(key for key in how if before.get(key) != how[key]):
+            raise SettingError(
+                f"the texts in {path} were written with another {' and '.join(differing)}; name "
+                "another file"
+            )
+
+    def _read(self, path: Path) -> None:
+        data = path.read_bytes() if path.exists() else b""
+        kept, magic = 0, b"\x1f\x8b"
+        if data[:2] != magic[: len(data)]:
+            raise SettingError(f"{path} is no file of forerun write; name another")
+        while kept < len(data):
+            member = zlib.decompressobj(wbits=31)
+            text = member.decompress(data[kept:])
+            if not member.eof:
+                break
+            self.lines += map(json.loads, text.splitlines())
+            kept = len(data) - len(member.unused_data)
+        if kept < len(data):
+            with path.open("r+b") as file:
+                file.truncate(kept)
+
+    def append(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Add lines, all or none."""
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        with self._path.open("ab") as file:
+            file.write(gzip.compress(text.encode()))
+        self.lines += lines

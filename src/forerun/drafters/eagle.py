@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
 from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
@@ -74,12 +74,7 @@ class EagleDrafter(Drafter):
         """Weights that a pass of the target reads over those of a step."""
         return max(target.facts.weights / self.rows.facts.weights, 1.0)
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Empty rows, which read along with the target."""
         self.rows.join(len(prompts), max(map(len, prompts)) + room)
 

@@ -119,6 +119,8 @@ class Stats(_Counted):
     rounds: int
     drafted: int
     accepted: int
+    judged: int
+    """Drafted tokens accepted, and the first rejected of each round."""
     prefill_seconds: float
     """Reading the prompt; for a request on its own, the first verification shares that pass."""
     draft_seconds: float
@@ -196,6 +198,7 @@ class Stats(_Counted):
             rounds=len(rounds),
             drafted=sum(r.drafted for r in rounds),
             accepted=accepted,
+            judged=judged,
             prefill_seconds=prefill,
             draft_seconds=sum(r.draft_seconds for r in rounds),
             verify_seconds=sum(r.verify_seconds for r in rounds),

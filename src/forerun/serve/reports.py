@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from forerun.engine import Completion, Round
+from forerun.engine import Completion, Round, Stats
 from forerun.serve.policy import Policy
 
 
@@ -99,35 +99,28 @@ def metrics(done: Sequence[Completion], queued: Sequence[float], detailed: bool)
 def forerun(policy: Policy, done: Sequence[Completion], queued: Sequence[float]) -> dict[str, Any]:
     """What only this server knows: who wrote what, why drafting stopped, how far it drifted."""
     stats = [c.stats for c in done]
-    judged = sum(min(r.accepted + 1, r.drafted) for c in done for r in c.rounds)
-    accepted, tokens = sum(s.accepted for s in stats), sum(s.tokens for s in stats)
-    rounds = sum(s.rounds for s in stats)
-    stopped: Counter[str] = Counter()
-    for s in stats:
-        stopped.update(s.stopped_by)
+    latest = [
+        max((getattr(s, name) for s in stats), default=0.0)
+        for name in ("prefill_seconds", "first_token_seconds", "seconds")
+    ]
+    whole = Stats.of([r for c in done for r in c.rounds], 0, *latest)
     origins = Counter(piece.origin.value for c in done for piece in c.pieces)
-    lossy = [s for s in stats if s.drift_mean is not None]
-    drift = sum((s.drift_mean or 0.0) * s.tokens for s in lossy)
-    seconds = {
-        "queue": max(queued, default=0.0),
-        "prefill": max((s.prefill_seconds for s in stats), default=0.0),
-        "draft": sum(s.draft_seconds for s in stats),
-        "verify": sum(s.verify_seconds for s in stats),
-        "other": sum(s.other_seconds for s in stats),
-        "first_token": max((s.first_token_seconds for s in stats), default=0.0),
-        "total": max((s.seconds for s in stats), default=0.0),
-    }
+    names = "prefill", "draft", "verify", "other", "first_token"
+    seconds = {"queue": max(queued, default=0.0)}
+    seconds |= {name: getattr(whole, f"{name}_seconds") for name in names}
+    seconds["total"] = whole.seconds
+    rate, drift = whole.acceptance_rate, whole.drift_mean
     return {
         **policy.to_json(),
-        "rounds": rounds,
-        "drafted": sum(s.drafted for s in stats),
-        "accepted": accepted,
-        "acceptance_rate": round(accepted / judged, 6) if judged else None,
-        "block_efficiency": round(tokens / rounds, 6) if rounds else None,
+        "rounds": whole.rounds,
+        "drafted": whole.drafted,
+        "accepted": whole.accepted,
+        "acceptance_rate": None if rate is None else round(rate, 6),
+        "block_efficiency": round(whole.block_efficiency, 6) if whole.rounds else None,
         "origins": dict(origins),
-        "stopped_by": dict(stopped),
-        "drift_mean": round(drift / max(tokens, 1), 8) if lossy else None,
-        "drift_max": max((s.drift_max or 0.0 for s in lossy), default=None),
+        "stopped_by": whole.stopped_by,
+        "drift_mean": None if drift is None else round(drift, 8),
+        "drift_max": whole.drift_max,
         "seeds": [c.seed for c in done],
         "ms": {name: _ms(1e3 * value) for name, value in seconds.items()},
     }

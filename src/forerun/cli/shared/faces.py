@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,11 @@ from rich.text import Text
 
 from forerun.cli.shared.console import (
     STYLES,
+    PromptBar,
     Writer,
     clean,
     coloured,
+    count,
     legend,
     note,
     one_line,
@@ -32,14 +34,12 @@ from forerun.cli.shared.console import (
     stdout,
 )
 from forerun.cli.shared.guard import fail, held
-from forerun.cli.shared.progress import PromptBar
+from forerun.cli.shared.models import Job
 from forerun.cli.shared.report import SCHEMA, finite, only_writer, print_json
-from forerun.cli.shared.summary import RunSummary, show_comparison
 from forerun.errors import SettingError
 
 if TYPE_CHECKING:
-    from forerun.cli.shared.models import Job
-    from forerun.engine import Completion, Event, Piece
+    from forerun.engine import Completion, Event, Piece, Stats
     from forerun.lab.paired import PairedRuns
     from forerun.prompts import Prompt
 
@@ -47,16 +47,37 @@ SHOWN = 3
 """Failures that are told of."""
 HEAD = b'{"schema": 1, "index": '
 """The beginning of every line of `Lines`."""
+ENDED = {
+    "eos": "end of text",
+    "stop": "a stop string",
+    "length": "--max-new-tokens",
+    "context": "a full context",
+    "cancelled": "cancelled",
+    "error": "an error",
+}
 
 
 class Face:
-    """Takes events and shows them; this one shows rounds only, if wanted."""
+    """Takes events and shows them; this one shows rounds only, if wanted.
 
-    def __init__(self, job: Job, prompts: Sequence[Prompt], rounds: bool = False) -> None:
-        self.job, self.prompts = job, list(prompts)
+    Args:
+        job: that writes.
+        prompts: that it writes on.
+        rounds: whether rounds are shown, a line each.
+        explain: whether people are told what the colours mean.
+    """
+
+    def __init__(
+        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
+    ) -> None:
+        self.job, self.prompts, self.explain = job, list(prompts), explain
         self.done: dict[int, Completion] = {}
         """Completions by the place of their prompt."""
         self.rounds = RoundView(job.model.tokenizer) if rounds else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Before the first event."""
 
     def event(self, place: int, event: Event) -> None:
         """A round of the prompt at this place."""
@@ -114,26 +135,21 @@ class JsonDocument(Face):
 
 
 class Terminal(Face):
-    """Text for people; every face for them ends with the summary.
+    """Text for people; every face for them ends with the summary."""
 
-    Args:
-        explain: print the legend of the colours.
-    """
+    wall = True
+    """Whether the summary counts wall time, or that of the rounds."""
 
-    def __init__(
-        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
-    ) -> None:
-        super().__init__(job, prompts, rounds)
-        self._explain, self.wall = explain, True
+    def begin(self) -> None:
         self._out = stdout()
 
     def end(self, seconds: float) -> None:
-        if self._explain:
+        if self.explain:
             if self._out.is_terminal:
                 stderr().print()
             if coloured(self._out):
                 note(stderr(), legend())
-        RunSummary.of(self.done.values()).show(seconds if self.wall else None, self.job)
+        RunSummary(self.done.values()).show(seconds if self.wall else None, self.job)
 
     def compared(self, result: PairedRuns | None) -> None:
         if result is not None:
@@ -143,15 +159,15 @@ class Terminal(Face):
 class Growing(Terminal):
     """One text, as it is written; below a line per round if these are shown."""
 
-    def __init__(
-        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
-    ) -> None:
-        super().__init__(job, prompts, rounds, explain)
-        self._writer, self._tail, self.wall = Writer(self._out), "", False
-        if not rounds:
-            self._begin()
+    wall = False
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        super().begin()
+        self._writer, self._tail = Writer(self._out), ""
+        if self.rounds is None:
+            self._open()
+
+    def _open(self) -> None:
         if self._out.is_terminal:
             self._writer.write(self.prompts[0].text, "dim")
 
@@ -162,7 +178,7 @@ class Growing(Terminal):
 
     def close(self) -> None:
         if self.rounds is not None and self.done:
-            self._begin()
+            self._open()
             self._write(self.done[0].pieces)
         self._writer.flush()
         if self._out.is_terminal or (self._tail and self._tail != "\n"):
@@ -178,11 +194,9 @@ class Growing(Terminal):
 class Finished(Terminal):
     """Texts in the order of the prompts, as they are finished, above a bar."""
 
-    def __init__(
-        self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
-    ) -> None:
-        super().__init__(job, prompts, rounds, explain)
-        self._bar, self._next = PromptBar(len(prompts)), 0
+    def begin(self) -> None:
+        super().begin()
+        self._bar, self._next = PromptBar(len(self.prompts)), 0
 
     def finished(self, place: int, completion: Completion) -> None:
         """Show it, and those it held up."""
@@ -257,7 +271,7 @@ class Lines(Face):
 
     def interrupted(self) -> None:
         hint = "" if self._output is None else "; the same command goes on from here"
-        note_interrupted(self._kept + self._tally.prompts, len(self._keys), hint)
+        note_interrupted(self._kept + len(self._tally.stats), len(self._keys), hint)
 
     def end(self, seconds: float) -> None:
         self._tally.show(seconds, self.job)
@@ -416,3 +430,86 @@ def _index(path: Path, line: bytes, keys: Sequence[str]) -> int:
             f"{path} holds completions of other prompts, settings or models; name another file"
         )
     return index
+
+
+class RunSummary:
+    """One line about a run: tokens, rounds, acceptance, speed, where the time went."""
+
+    def __init__(self, completions: Iterable[Completion] = ()) -> None:
+        self.stats: list[Stats] = []
+        self._ended = ""
+        for completion in completions:
+            self.add(completion)
+
+    def add(self, completion: Completion) -> None:
+        self.stats.append(completion.stats)
+        self._ended = completion.finish_reason
+
+    def show(self, seconds: float | None, job: Job) -> None:
+        """Print it on stderr, with a warning of a lossy rule; `seconds` is the wall time of all."""
+        note(stderr(), self.line(seconds))
+        if not job.rule.lossless:
+            rule = job.about.get("rule", "")
+            warning = f"lossy rule {rule}: the text may differ from the target's own"
+            note(stderr(), Text(warning, "yellow"))
+
+    def line(self, seconds: float | None = None) -> Text:
+        """Of all completions; `seconds` is the wall time, by default the sum of theirs."""
+
+        def total(name: str) -> Any:
+            return sum(getattr(stats, name) for stats in self.stats)
+
+        tokens, rounds, judged = total("tokens"), total("rounds"), total("judged")
+        took = total("seconds") if seconds is None else seconds
+        acceptance = f"{total('accepted') / judged:.0%}" if judged else "– (nothing drafted)"
+        spent = {n: total(f"{n}_seconds") for n in ("draft", "verify", "other")}
+        spent["else"] = spent.pop("other")
+        whole = sum(spent.values())
+        encoded = [s.encode_seconds for s in self.stats if s.encode_seconds is not None]
+        lossy = [s for s in self.stats if s.drift_mean is not None]
+        drift = sum((s.drift_mean or 0.0) * s.tokens for s in lossy) / max(tokens, 1)
+        most = max((s.drift_max or 0.0 for s in lossy), default=0.0)
+        one = len(self.stats) == 1
+        parts = [
+            "" if one else count(len(self.stats), "prompt"),
+            f"{count(tokens, 'token')} in {count(rounds, 'round')}",
+            f"{tokens / rounds:.2f} per round" if rounds else "",
+            f"acceptance {acceptance}",
+            f"{tokens / took:.0f} tokens/s" if took > 0 else "",
+            f"drift {_small(drift)} a token (max {_small(most)})" if lossy else "",
+            ", ".join(f"{name} {part / whole:.0%}" for name, part in spent.items() if whole),
+            f"encoding {1e3 * sum(encoded):.0f} ms" if encoded else "",
+            f"ended by {ENDED[self._ended]}" if one else "",
+        ]
+        return Text(" · ".join(p for p in parts if p), "bold")
+
+
+def _small(value: float) -> str:
+    return "below 0.001" if 0 < value < 0.001 else f"{value:.2g}"
+
+
+def show_comparison(result: PairedRuns) -> None:
+    """Print speed-up and whether the outputs are the same, on stderr."""
+    low, high = min(result.ratios), max(result.ratios)
+    line = (
+        f"{result.speedup:.2f}× the speed of plain decoding "
+        f"({result.speculative.tokens_per_second:.0f} against "
+        f"{result.plain.tokens_per_second:.0f} tokens/s; median of {len(result.ratios)} "
+        f"paired runs, {low:.2f}–{high:.2f})"
+    )
+    note(stderr(), Text(line, "bold"))
+    note(stderr(), _sameness(result))
+
+
+def _sameness(result: PairedRuns) -> Text:
+    if result.identical:
+        return Text("identical output: yes, token for token", "green")
+    if not result.must_match:
+        reason = (
+            "both are draws from the same distribution" if result.lossless else "the rule is lossy"
+        )
+        return Text(f"identical output: no, and it need not be: {reason}", "dim")
+    lines = Text("identical output: NO", "red" if result.bug else "yellow")
+    for number, difference in result.differences.items():
+        lines.append(f"\n  prompt {number + 1}: {clean(difference.message)}")
+    return lines

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from forerun.checks import Bytes, size
-from forerun.errors import SettingError
+from forerun.errors import SettingError, require
 
 T = TypeVar("T")
 
@@ -243,6 +243,14 @@ def _bias(pair: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError as error:
         raise SettingError(f"--logit-bias wants ID=VALUE like 12=-5, got {pair!r}") from error
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """Whole numbers ≥ 1 separated by commas, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    good = all(part.isdecimal() and int(part) >= 1 for part in parts)
+    require(good, name, text, "whole numbers from 1 on, separated by commas")
+    return list(dict.fromkeys(int(part) for part in parts))
 
 
 def output(metavar: str, help: str = "") -> Any:

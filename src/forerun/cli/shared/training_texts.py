@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,7 @@ class TrainingTexts:
     """Either texts to read, or prompts for the target to continue."""
 
     texts: list[str] | None = None
-    prompts: Callable[[], Iterable[Prompt]] | None = None
-    """Gives the prompts from the first one on; there may be no end of them."""
+    prompts: list[Prompt] | None = None
 
 
 def open_source(data: str) -> TrainingTexts:
@@ -53,8 +51,7 @@ def open_source(data: str) -> TrainingTexts:
             "recipes training-prompts --data DIR` and give that file"
         )
     if is_shipped(data):
-        shipped = find_prompts(data, "val", penalised=False)
-        return TrainingTexts(prompts=lambda: shipped)
+        return TrainingTexts(prompts=find_prompts(data, "val", penalised=False))
     path = Path(data).expanduser()
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
@@ -63,11 +60,9 @@ def open_source(data: str) -> TrainingTexts:
                                "a .jsonl file of prompts")  # fmt: skip
         return TrainingTexts(texts=[read_text(file) for file in files])
     if path.suffix.lower() in (".jsonl", ".json"):
-        texts = _json_texts(path)
-        if texts is not None:
+        if (texts := _json_texts(path)) is not None:
             return TrainingTexts(texts=texts)
-        prompts = read_file(str(path))
-        return TrainingTexts(prompts=lambda: prompts)
+        return TrainingTexts(prompts=read_file(str(path)))
     return TrainingTexts(texts=[read_text(path)])
 
 
@@ -106,7 +101,7 @@ def read_documents(
     else:
         assert source.prompts is not None
         documents = _written(
-            source.prompts(), job, folder / "texts.jsonl", f"{identity} {seed}{job.chat.key}"
+            source.prompts, job, folder / "texts.jsonl", f"{identity} {seed}{job.chat.key}"
         )
     chosen: list[Document] = []
     count = 0
@@ -148,38 +143,39 @@ def _stretches(text: str, size: int) -> Iterator[str]:
         at = end
 
 
-def _written(prompts: Iterable[Prompt], job: Job, path: Path, key: str) -> Iterator[Document]:
+def _written(prompts: Sequence[Prompt], job: Job, path: Path, key: str) -> Iterator[Document]:
     """Prompts with what the target itself writes on them: half greedily, half sampled.
 
     In use a draft only reads text that the target is writing.
     """
-    lines = saved_lines(path, key, GROUP)
-    yield from (Document(*line) for line in lines)
-    remaining = islice(prompts, len(lines), None)
-    number = len(lines)
-    while group := list(islice(remaining, GROUP)):
+
+    def write(count: int) -> list[Document]:
         chosen = []
-        for prompt in group:
+        for number, prompt in enumerate(prompts[count : count + GROUP], count):
             rng = random.Random(f"{key}/{number}")
             sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
             chosen.append(replace(prompt, settings={**sampling, **prompt.settings}))
-            number += 1
         rows = job.reader.prepare(chosen)
         done = job.model.generate(
             [row.ids for row in rows], sampling=[row.sampling for row in rows],
             batch_size=job.batch_size, plain=True,
-        )  # fmt: skip
-        fresh = [
+        ) if rows else []  # fmt: skip
+        return [
             Document([*row.ids, *completion.tokens], len(row.ids) - 1, row.family or "")
             for row, completion in zip(rows, done, strict=True)
         ]
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(document) + "\n" for document in fresh))
-        yield from fresh
+
+    return (Document(*line) for line in continued(path, key, GROUP, write))
 
 
-def saved_lines(path: Path, key: str, group: int) -> list[Any]:
-    """What an earlier run with the same `key` wrote, in whole groups; the file is cut to it."""
+def continued(
+    path: Path, key: str, group: int, write: Callable[[int], Sequence[Any]]
+) -> Iterator[Any]:
+    """Lines that are kept at `path`, then those that `write` makes, a group at a time.
+
+    What an earlier run with the same `key` wrote is taken in whole groups: a last one that is short
+    may be the end, and is cheap to write again. `write` is given how many there are.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[Any] = []
     try:
@@ -189,11 +185,16 @@ def saved_lines(path: Path, key: str, group: int) -> list[Any]:
                 lines.append(json.loads(line))
     except (OSError, ValueError):
         pass  # none, or its last line is cut: what stands before it is good
-    # A last group that is short may be the end of the prompts; it is cheap to write again.
     lines = lines[: len(lines) // group * group]
-    text = "".join(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
-    path.write_text(text, encoding="utf-8")
-    return lines
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
+    yield from lines
+    count = len(lines)
+    while fresh := write(count):
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in fresh)
+        count += len(fresh)
+        yield from fresh
 
 
 def read_pairs(path: Path, model: Model) -> list[TextPair]:
@@ -245,15 +246,14 @@ def own_texts(
     """
     sources = [text.source for text in texts]
     known = zlib.crc32(json.dumps([sources, most]).encode())
-    outputs = saved_lines(path, f"{fingerprint(model.target.executor.module())} {known}", PAIRS)
-    while len(outputs) < len(texts):
-        tell(len(outputs))
+    key = f"{fingerprint(model.target.executor.module())} {known}"
+
+    def write(count: int) -> list[list[int]]:
+        tell(count)
         # Their source as it was given, without what the model opens it with.
-        group = [ids[len(model.opening.source) :] for ids in sources[len(outputs) :][:PAIRS]]
-        done = model.generate(group, plain=True, batch_size=BATCH, max_new_tokens=most)
-        fresh = [completion.tokens for completion in done]
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(ids) + "\n" for ids in fresh))
-        outputs.extend(fresh)
-    pairs = zip(texts, outputs, strict=True)
+        group = [ids[len(model.opening.source) :] for ids in sources[count:][:PAIRS]]
+        how: Any = {"plain": True, "batch_size": BATCH, "max_new_tokens": most}
+        return [done.tokens for done in model.generate(group, **how)] if group else []
+
+    pairs = zip(texts, continued(path, key, PAIRS, write), strict=True)
     return [TextPair(text.source, text.opening, ids) for text, ids in pairs if ids]

@@ -82,18 +82,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class BestFixed:
-    """The best speculation lengths, the same in every round."""
+    """The best speculation length, the same in every round of all prompts."""
 
     overall: Bound
-    """One length for all prompts."""
-    by_family: Bound
-    """Each family at its own best length."""
     length: int
-    """The one for all."""
-    lengths: dict[str, int]
-    """The best of each family."""
-    speedups: FloatArray
-    """`(most + 1, prompts)` of every length."""
 
 
 def reach(trace: Trace) -> IntArray:
@@ -180,7 +172,7 @@ def follow(trace: Trace, planned: IntArray) -> Path:
 
 
 def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
-    """The best γ for all prompts and for each family, by geometric mean of the speed-up.
+    """The best γ for all prompts, by geometric mean of the speed-up.
 
     Args:
         trace: the texts.
@@ -191,22 +183,12 @@ def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
         SettingError: `most` is out of range.
     """
     whole("most", most)
-    shape = trace.tokens.shape
     bounds = [
-        Bound.of(f"fixed({n})", follow(trace, np.full(shape, n)), trace, cell)
+        Bound.of(f"fixed({n})", follow(trace, np.full(trace.tokens.shape, n)), trace, cell)
         for n in range(min(most, trace.depth) + 1)
     ]
-    speedups = np.stack([bound.speedup for bound in bounds])
-    families = np.array(trace.families)
-    best = {
-        name: int(np.log(speedups[:, families == name]).mean(1).argmax())
-        for name in sorted(set(trace.families))
-    }
-    chosen = np.array([best[name] for name in trace.families])
-    path = follow(trace, np.broadcast_to(chosen[:, None], shape))
-    length = int(np.log(speedups).mean(1).argmax())
-    by_family = Bound.of("fixed by family", path, trace, cell)
-    return BestFixed(bounds[length], by_family, length, best, speedups)
+    length = int(np.argmax([bound.mean for bound in bounds]))
+    return BestFixed(bounds[length], length)
 
 
 def paths(trace: Trace, specs: Iterable[str]) -> dict[str, Path]:

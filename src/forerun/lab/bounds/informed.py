@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from forerun.lab.bounds.acceptance import Acceptance, RunOdds, TracePositions
-from forerun.lab.bounds.bounds import Bound, Path, paths, tuned
+from forerun.lab.bounds.bounds import Bound, Path, best_fixed, oracle, paths, tuned
 from forerun.lab.bounds.stopping import COLUMNS, Stopper, improved, steps
-from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.costs import Cell, CostTable
+from forerun.lab.traces.replay import replay
+from forerun.lab.traces.results import geometric
 from forerun.lab.traces.trace import Trace
-from forerun.types import FloatArray, IntArray
+from forerun.types import FloatArray
 
 GRID = (
     *(f"fixed({n})" for n in range(25)),
@@ -137,46 +140,57 @@ class Study:
         return [*out, best]
 
 
-def informed(
-    trace: Trace, cell: Cell, by_family: bool = False, specs: Sequence[str] = GRID
-) -> Bound:
+def informed(trace: Trace, cell: Cell) -> Bound:
     """The fastest policy in hindsight with the inputs of a real controller.
 
     It knows the draft's signals and the request's own past rounds, neither the family nor later
     tokens; but its settings are fitted to the very trace it is scored on.
 
-    Args:
-        trace: the texts.
-        cell: what a round costs.
-        by_family: fit one policy per family.
-        specs: settings of known controllers to try besides the fitted policies.
-
     For several cells make one `Study`, which fits once.
     """
-    by_spec = paths(trace, specs)
-    if not by_family:
-        return Study(trace, by_spec).informed(cell).best
-    families, parts = np.array(trace.families), {}
-    for name in sorted(set(trace.families)):
-        index = np.flatnonzero(families == name)
-        study = Study(trace.take(index), _part(by_spec, index))
-        parts[name] = (index, study.informed(cell).best)
-    rounds = max(bound.path.drafted.shape[1] for _, bound in parts.values())
-    drafted, stepped = np.full((2, trace.prompts, rounds), -1)
-    for index, bound in parts.values():
-        width = bound.path.drafted.shape[1]
-        drafted[index, :width], stepped[index, :width] = bound.path.drafted, bound.path.steps
-    title = ", ".join(f"{name}: {bound.name}" for name, (_, bound) in parts.items())
-    return Bound.of(title, Path(drafted, np.maximum(stepped, 0)), trace, cell)
+    return Study(trace).informed(cell).best
 
+
+def shares(
+    trace: Trace,
+    costs: CostTable,
+    controllers: Sequence[str],
+    tell: Callable[[str], None] = lambda doing: None,
+) -> dict[str, Any]:
+    """Each controller's speed over that of the bounds, per family and overall, at batch 1.
+
+    Args:
+        trace: the texts.
+        costs: of this machine or another; the cell nearest to the trace's texts is used.
+        controllers: specs.
+        tell: called with the name of each phase.
+
+    Returns:
+        `cost_ratio`, `prompts`, and `cells`: per family and controller the shares `oracle` (of the
+        clairvoyant one), `informed` (of the best policy with a controller's inputs) and
+        `best_fixed` (of the best fixed length), each a geometric mean with its interval.
+    """
+    context = int(np.mean(trace.prompt_tokens + trace.sizes / 2))
+    cell = costs.at(1, max(context, 1))
+    tell("the oracle")
+    best = {"oracle": oracle(trace, cell).seconds}
+    tell("the best fixed length")
+    best["best_fixed"] = best_fixed(trace, cell).overall.seconds
+    tell("the informed bound")
+    best["informed"] = informed(trace, cell).seconds
+    families = np.array(trace.families)
+    out = []
+    for spec in controllers:
+        tell(f"replaying {spec}")
+        seconds = replay(trace, spec, cell).seconds
+        for family in (*dict.fromkeys(trace.families), "all"):
+            chosen = np.full(trace.prompts, True) if family == "all" else families == family
+            spreads = {n: geometric(limit[chosen] / seconds[chosen]) for n, limit in best.items()}
+            out.append({"family": family, "controller": spec, **spreads})
+    return {"cost_ratio": cell.ratio, "prompts": trace.prompts, "cells": out}
 
 def _look_ahead(price: float) -> FloatArray:
     """Draft on while the next token's chance is worth its cost."""
     weights = np.zeros(COLUMNS)
     weights[:2] = -1, price
     return weights
-
-
-def _part(drafted: dict[str, Path], index: IntArray) -> dict[str, Path]:
-    """Paths of a selection of the prompts."""
-    return {name: Path(path.drafted[index], path.steps[index]) for name, path in drafted.items()}

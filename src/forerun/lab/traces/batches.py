@@ -17,7 +17,7 @@ import torch
 from forerun.checks import whole
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.costs import Costs
-from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, Prompts, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.leaves import attached, kept_leaves
@@ -169,12 +169,7 @@ class Recorded(Drafter):
         self.prompts, self._next = list(prompts), itertools.count()
         self.steps = np.zeros(len(self.prompts), np.int64)
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         self.places.extend(next(self._next) for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:

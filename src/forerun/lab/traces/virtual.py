@@ -18,7 +18,7 @@ import torch
 from forerun.checks import choice
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.costs import Costs
-from forerun.drafters.base import Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Prompts, Proposal, Step, StepContext, Texts
 from forerun.drafters.model import BEHIND
 from forerun.drafters.stepping import step_by_step
 from forerun.engine.meter import Meter
@@ -106,12 +106,7 @@ class _Drafter(Recorded):
         self._clock, self._target, self._rows = clock, target, Rows(NoModel())
         self.caches = (self._rows,)
 
-    def join(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int,
-        sources: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         super().join(prompts, room, sources)
         self._rows.join(len(prompts))
 
