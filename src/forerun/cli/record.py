@@ -9,7 +9,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, stderr, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
-from forerun.cli.shared.report import hold_output, print_json
+from forerun.cli.shared.report import check_writable, hold_output, print_json
 from forerun.requests import Sampling
 from forerun.zoo import PENALTY
 
@@ -64,12 +64,13 @@ def record(
         seed: prompt i gets the random stream S + i, counted from 0.
     """
     from forerun.checks import whole
-    from forerun.lab.traces.trace import check_writable
+    from forerun.lab.traces.trace import pyarrow_modules
     from forerun.prompts import find_prompts, is_shipped, seeded
     from forerun.settings import Settings
 
     whole("depth", depth, 1)
     whole("seed", seed)
+    pyarrow_modules()
     check_writable(output)
     hold_output(output)
     common = options.sampling({**sampling, "max_new_tokens": max_new_tokens})
@@ -89,7 +90,7 @@ def record(
     }
     trace = _record(job, chosen, depth, output, about)
     if as_json:
-        from forerun.lab.traces.trace_report import families
+        from forerun.lab.traces.trace import families
 
         print_json({"schema": SCHEMA, "families": families(trace), "about": trace.about})
         return
@@ -132,7 +133,7 @@ def _record(
 
 
 def _show(trace: Trace, output: str) -> None:
-    from forerun.lab.traces.trace_report import families
+    from forerun.lab.traces.trace import families
 
     accepted = ("first drafted kept", f"of {trace.depth} drafted kept")
     shown = table("family", right=("prompts", "tokens", *accepted))

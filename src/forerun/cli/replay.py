@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,11 +59,12 @@ def replay(
     from forerun.lab.traces.costs import Costs
     from forerun.lab.traces.results import takes_leaves
     from forerun.lab.traces.trace import Trace
+    from forerun.lab.traces.tune import tunable
 
     whole("batch", batch, 1)
     if bounds and batch > 1:
         raise SettingError("bounds are of texts decoded by themselves; leave out --batch")
-    controllers = {spec: CONTROLLERS.make(spec) for spec in controller or _registered()}
+    controllers = {spec: CONTROLLERS.make(spec) for spec in controller or tunable()}
     check_writable(output)
     costs_table = Costs.find(costs)
     cell, synthetic = costs_table.at(batch, context), "synthetic" in costs_table.about
@@ -152,19 +152,6 @@ def _timed(
         shown.add_row(spec, *(f"{row[head]:.3f}" for head in heads))
     stdout().print(shown)
     note(stdout(), "\nplain seconds over seconds; plain is plain decoding under other noise")
-
-
-def _registered() -> list[str]:
-    """Controllers that need no settings."""
-    from forerun.controllers import CONTROLLERS
-
-    def ready(name: str) -> bool:
-        return all(
-            f.default is not MISSING or f.default_factory is not MISSING or not f.init
-            for f in fields(CONTROLLERS.load(name))
-        )
-
-    return [name for name in CONTROLLERS.names() if ready(name)]
 
 
 def _of(trace: Trace, families: Sequence[str]) -> Trace:

@@ -20,7 +20,7 @@ from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
     from forerun.lab.traces.costs import Cell
-    from forerun.lab.traces.tune_report import TuneVerdict
+    from forerun.lab.traces.tune import TuneVerdict
 
 
 @options.command
@@ -60,11 +60,10 @@ def tune(
     for engine, file in exports:
         check_writable(file, f"--export {engine}")
 
-    from forerun.lab.traces import tune_report as report
     from forerun.lab.traces.costs import Costs
-    from forerun.lab.traces.exports import ExportJob
+    from forerun.lab.traces.exports import ExportJob, write_exports
     from forerun.lab.traces.trace import Trace
-    from forerun.lab.traces.tune import disjoint, halves
+    from forerun.lab.traces.tune import TuneVerdict, disjoint, halves, settings_with
     from forerun.lab.traces.tune import tune as search
 
     every = Costs.find(costs)
@@ -89,19 +88,19 @@ def tune(
         "complete": tuned.complete,
     }
     if output is not None:  # judging takes a while, too
-        report.settings(tuned.best.best, searched, about).write(output)
+        settings_with(tuned.best.best, searched, about).write(output)
     if not tuned.complete:
         note(stderr(), "interrupted; this is the best so far")
 
     split = {"how": split_by, "searched": searched.prompts}
-    verdict = report.TuneVerdict.of(tuned, judged_on, cell, split, not controller, seed)
-    settings = report.settings(verdict.choice.spec, searched, about)
+    verdict = TuneVerdict.of(tuned, judged_on, cell, split, not controller, seed)
+    settings = settings_with(verdict.choice.spec, searched, about)
     if output is not None:
         settings.write(output)
     with status("searching what other engines can do") if exports else nullcontext():
-        written = report.write_exports(exports, ExportJob(searched, cell, cells, budget, seed))
+        written = write_exports(exports, ExportJob(searched, cell, cells, budget, seed))
     if as_json:
-        print_json(report.document(verdict, cell, settings, written))
+        print_json(verdict.document(cell, settings, written))
     else:
         _show(verdict, cell)
         for engine, entry in written.items():

@@ -189,6 +189,7 @@ def shares(
             out.append({"family": family, "controller": spec, **spreads})
     return {"cost_ratio": cell.ratio, "prompts": trace.prompts, "cells": out}
 
+
 def _look_ahead(price: float) -> FloatArray:
     """Draft on while the next token's chance is worth its cost."""
     weights = np.zeros(COLUMNS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from forerun import zoo
@@ -21,6 +22,8 @@ from forerun.lab.traces.tune import SearchResult, search
 from forerun.registry import Spec, parse
 
 SCHEMA = 1
+THRESHOLD: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
+"""Of a fixed length that stops where the draft is unsure."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,7 @@ def openvino_genai(job: ExportJob) -> Export:
     Parsed by GenAI 2026.4 in a test. The second is for continuous batching alone.
     """
     cannot = "OpenVINO GenAI (2026.4) has one length or one threshold, alike at every batch size"
-    threshold: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
-    policies = [best_fixed(job.trace, job.cell)]
-    if job.matched is None:
-        policies.append(_search(job, parse("hf-threshold"), threshold))
-    best = max(policies, key=lambda result: result.after)
-    controller: Any = CONTROLLERS.make(best.best)
+    best, controller = _best(job, {"hf-threshold": THRESHOLD})
     config: dict[str, Any] | None = None
     if best.name == "hf-threshold":
         config = {"assistant_confidence_threshold": controller.threshold}
@@ -205,15 +203,11 @@ def transformers(job: ExportJob) -> Export:
         "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
         "where scikit-learn is installed moves assistant_confidence_threshold by itself"
     )
-    length: Space = {"length": Tokens(1, 32)}
-    policies = [best_fixed(job.trace, job.cell)]
-    if job.matched is None:
-        policies += [
-            _search(job, parse("hf-heuristic"), length),
-            _search(job, parse("hf-threshold"), {**length, "threshold": Real(0, 1)}),
-        ]
-    best = max(policies, key=lambda result: result.after)
-    controller: Any = CONTROLLERS.make(best.best)
+    spaces: dict[str, Space] = {
+        "hf-heuristic": {"length": Tokens(1, 32)},
+        "hf-threshold": THRESHOLD,
+    }
+    best, controller = _best(job, spaces)
     config: dict[str, Any] | None = None
     if controller.length and job.matched is not None:
         most, _ = job.matched
@@ -262,9 +256,8 @@ def llama_cpp(job: ExportJob) -> Export:
             f"--spec-ngram-simple-size-m {CONTROLLERS.make(fixed.best).length}",
         ])  # fmt: skip
     start = {"length": max(CONTROLLERS.make(fixed.best).length, 1), "threshold": 0.0}
-    space: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
     base = parse(CONTROLLERS.text(make(start)))
-    result = _search(job, base, space, make)
+    result = _search(job, base, THRESHOLD, make)
     best: Any = CONTROLLERS.make(result.best)
     draft = job.draft if job.draft.endswith(".gguf") else "DRAFT.gguf"
     flags = [
@@ -305,9 +298,8 @@ def sglang(job: ExportJob) -> Export:
     slots: dict[str, Any] = {}
     specs = []
     for cell in sorted(job.cells, key=lambda cell: cell.batch):
-        average = _search(replace(job, cell=cell), parse("sglang-ema"), SPACES["sglang-ema"])
-        best = max(best_fixed(job.trace, cell), average, key=lambda result: result.after)
-        made: Any = CONTROLLERS.make(best.best)
+        spaces = {"sglang-ema": SPACES["sglang-ema"]}
+        best, made = _best(replace(job, cell=cell), spaces, copies=True)
         moves = best.name == "sglang-ema"
         steps = list(made.steps) if moves else [made.length]
         settings = {name: getattr(made, name) for name in names if moves}
@@ -330,12 +322,10 @@ def exllamav3(job: ExportJob) -> Export:
         "exllamav3 has one ceiling for the whole batch, and its bins are of the draft's largest "
         "logit where exllama-confidence has log-odds; written by its source of 1.6.5"
     )
-    policies = [best_fixed(job.trace, job.cell)]
-    if job.matched is None:
-        space: Space = {"confidence": Real(0, 1), "high": Tokens(1, 32)}
-        policies.append(_search(job, parse("exllama-confidence"), space))
-    best = max(policies, key=lambda result: result.after)
-    made: Any = CONTROLLERS.make(best.best)
+    spaces: dict[str, Space] = {
+        "exllama-confidence": {"confidence": Real(0, 1), "high": Tokens(1, 32)}
+    }
+    best, made = _best(job, spaces)
     arguments: dict[str, Any] | None = None
     if best.name == "exllama-confidence":
         arguments = {
@@ -365,10 +355,20 @@ EXPORTS: Mapping[str, Callable[[ExportJob], Export]] = {
 
 def best_fixed(trace: Trace, cell: Cell) -> SearchResult:
     """The best fixed length, 0 for plain decoding, of all up to the trace's depth."""
-    return search(parse("fixed(0)"), trace, cell, budget=trace.depth + 1, space=_LENGTHS)
+    lengths: Space = {"length": Tokens(0, 64)}
+    return search(parse("fixed(0)"), trace, cell, budget=trace.depth + 1, space=lengths)
 
 
-_LENGTHS: Space = {"length": Tokens(0, 64)}
+def _best(
+    job: ExportJob, spaces: Mapping[str, Space], copies: bool = False
+) -> tuple[SearchResult, Any]:
+    """The best of all fixed lengths and, for drafts that are not copied from the text unless
+    `copies`, of the controllers with a space; with the controller."""
+    results = [best_fixed(job.trace, job.cell)]
+    if copies or job.matched is None:
+        results += [_search(job, parse(name), space) for name, space in spaces.items()]
+    best = max(results, key=lambda result: result.after)
+    return best, CONTROLLERS.make(best.best)
 
 
 def _search(
@@ -387,3 +387,13 @@ def _json(
 ) -> Export:
     value = {"schema": SCHEMA, "for": engine, **document, "use": use, "cannot": cannot}
     return Export(json.dumps(value, ensure_ascii=False, indent=2) + "\n", cannot, specs)
+
+
+def write_exports(files: Sequence[tuple[str, str]], job: ExportJob) -> dict[str, dict[str, Any]]:
+    """Write the exports, given as `(engine, file)`; per engine, what it does and cannot do."""
+    written = {}
+    for engine, file in files:
+        made = export(engine, job)
+        Path(file).write_text(made.text, encoding="utf-8")
+        written[engine] = {"file": file, "like": list(made.specs), "cannot": made.cannot}
+    return written

@@ -136,7 +136,7 @@ class Trace:
             MissingExtraError: pyarrow is not installed.
             OSError: the file cannot be written.
         """
-        arrow, parquet = _arrow()
+        arrow, parquet = pyarrow_modules()
         inside, file = self.valid, Path(path)
         prompt, position = np.nonzero(inside)
         values: dict[str, Any] = {
@@ -172,7 +172,7 @@ class Trace:
             SettingError: not a trace, of another schema, or damaged.
             OSError: the file cannot be read.
         """
-        arrow, parquet = _arrow()
+        arrow, parquet = pyarrow_modules()
         source = arrow.BufferReader(Path(path).read_bytes())
         try:
             table = parquet.read_table(source, page_checksum_verification=True)
@@ -277,19 +277,19 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
     )
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise before the work what `write` would raise after it.
-
-    Raises:
-        MissingExtraError: pyarrow is not installed.
-        SettingError: not a place for a file.
-    """
-    _arrow()
-    file = Path(path)
-    if file.is_dir():
-        raise SettingError(f"{file} is a folder; name a file, like trace.parquet")
-    if not file.absolute().parent.is_dir():
-        raise SettingError(f"{file}: there is no folder {file.parent}")
+def families(trace: Trace) -> dict[str, dict[str, Any]]:
+    """Family by family: `prompts`, `tokens`, and how much of the draft is accepted."""
+    out = {}
+    for family in dict.fromkeys(trace.families):
+        part = trace.take([i for i, name in enumerate(trace.families) if name == family])
+        matches = part.matches[part.valid]
+        out[family] = {
+            "prompts": part.prompts,
+            "tokens": len(matches),
+            "first_kept": round(float((matches > 0).mean()), 4),
+            "run_kept": round(float(matches.mean()), 3),
+        }
+    return out
 
 
 def _padded(values: Any, longest: int) -> Any:
@@ -299,7 +299,8 @@ def _padded(values: Any, longest: int) -> Any:
     return np.pad(values, [(0, 0), (0, longest - values.shape[1]), *[(0, 0)] * (values.ndim - 2)])
 
 
-def _arrow() -> tuple[Any, Any]:
+def pyarrow_modules() -> tuple[Any, Any]:
+    """pyarrow and its `parquet`; `MissingExtraError` if they are not installed."""
     try:
         import pyarrow
         import pyarrow.parquet

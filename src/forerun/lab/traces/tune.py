@@ -6,8 +6,9 @@ Every trial is a replay, so a hundred settings cost about as much as decoding on
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from forerun.lab.traces.results import geometric
 from forerun.lab.traces.spaces import COSTS, SPACES, Space
 from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
+from forerun.settings import Settings
 
+SCHEMA = 1
 DEFAULT = "auto"
 """The controller that is recommended where the search found no better one."""
 
@@ -359,6 +362,54 @@ def choose(
 
 def _interval(spread: Mapping[str, float]) -> str:
     return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"
+
+
+@dataclass(frozen=True)
+class TuneVerdict:
+    """The search results, and how they do on other prompts."""
+
+    tuned: Tuned
+    judged: list[Judged]
+    fixed: Mapping[str, Any]
+    """The best fixed length, see `judge`."""
+    choice: Recommendation
+    split: Mapping[str, Any]
+    """How many prompts were `searched` and `judged`, and `how` they were split."""
+
+    @classmethod
+    def of(
+        cls, tuned: Tuned, trace: Trace, cell: Cell, split: Mapping[str, Any], free: bool, seed: int
+    ) -> TuneVerdict:
+        """Judge on the prompts of a trace; `free` and `seed` as for `choose`."""
+        judged, fixed = judge(tuned, trace, cell, seed)
+        choice = choose(tuned, judged, trace, cell, free=free, seed=seed)
+        return cls(tuned, judged, fixed, choice, {**split, "judged": trace.prompts})
+
+    def document(
+        self, cell: Cell, settings: Settings, exports: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The document of `tune --json`."""
+        return {
+            "schema": SCHEMA,
+            "complete": self.tuned.complete,
+            "split": dict(self.split),
+            "costs": cell.to_json(),
+            "controllers": [
+                {**asdict(entry.result), "test": entry.overall, "families": entry.families}
+                for entry in self.judged
+            ],
+            "best_fixed": self.fixed,
+            "recommended": asdict(self.choice),
+            "settings": json.loads(settings.to_json()),
+            "exports": dict(exports),
+        }
+
+
+def settings_with(controller: str, trace: Trace, about: Mapping[str, Any]) -> Settings:
+    """A controller, and the draft it was tuned with if it has a Hugging Face id."""
+    draft = trace.about.get("draft")
+    name = str(draft.get("name")) if isinstance(draft, Mapping) else ""
+    return Settings(controller=controller, draft=name if "/" in name else None, about=about)
 
 
 def halves(trace: Trace) -> tuple[Trace, Trace, str]:
