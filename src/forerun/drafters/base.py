@@ -227,6 +227,32 @@ class Drafter(ABC):
         """The first `length` tokens of a row stand; what followed them was rejected."""
 
 
+class RowsDrafter(Drafter):
+    """A drafter whose passes are those of rows of its own, which follow the engine's."""
+
+    rows: Rows
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Wall time in passes of these rows."""
+        return self.rows.seconds
+
+    def ratio(self, target: Rows) -> float:
+        """Weights that a pass of the target reads over those of a pass of these rows."""
+        sizes = target.facts.weights, self.rows.facts.weights
+        return sizes[0] / sizes[1] if all(sizes) else 5.0
+
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
+        """Empty rows: what they read, they read when they first draft, or along with the target."""
+        self.rows.join(len(prompts), max(map(len, prompts)) + room)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows.keep(rows)
+
+    def rollback(self, row: int, length: int) -> None:
+        self.rows.rollback(row, length)
+
+
 class DrafterSpec(ABC):
     """The settings of a drafter: a frozen dataclass, built before any model is loaded."""
 

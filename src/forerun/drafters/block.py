@@ -9,14 +9,22 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import draft_path, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
+from forerun.drafters.base import (
+    Drafter,
+    DrafterSpec,
+    Prompts,
+    Proposal,
+    RowsDrafter,
+    StepContext,
+    Texts,
+)
 from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.runtime.base import CHUNK, Rows
 from forerun.runtime.drafts import draft_folder
 from forerun.runtime.grafts import graft_rows, load_graft, model_of
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(RowsDrafter):
     """Feeds each text and, behind it, queries in the places that follow; made by `BlockDraft`.
 
     Args:
@@ -31,11 +39,6 @@ class BlockDrafter(Drafter):
         self._answers: list[tuple[list[int], torch.Tensor] | None] = []
         """Per row the text it was last asked about and `(n, V)` logits of what follows."""
 
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Wall time in its passes."""
-        return self.rows.seconds
-
     def ratio(self, target: Rows) -> float:
         """Target passes over the share of a pass that a proposed token takes."""
         sizes = target.facts.weights, self.rows.facts.weights
@@ -47,11 +50,8 @@ class BlockDrafter(Drafter):
         self._answers.extend([None] * len(prompts))
 
     def keep(self, rows: Sequence[int]) -> None:
-        self.rows.keep(rows)
+        super().keep(rows)
         self._answers = [self._answers[row] for row in rows]
-
-    def rollback(self, row: int, length: int) -> None:
-        self.rows.rollback(row, length)
 
     def follow(self, texts: Texts) -> None:
         while True:

@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import (
+    Drafter,
+    DrafterSpec,
+    Proposal,
+    RowsDrafter,
+    Step,
+    StepContext,
+    Texts,
+)
 from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError, require
@@ -31,7 +39,7 @@ HEADS = Path(__file__).parent / "heads"
 """Heads that ship, by the hashes of tokenizer and target."""
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(RowsDrafter):
     """Steps the head; made by `Eagle.build`.
 
     Its rows cover what was read with the target's states; what a draft adds, with the head's own
@@ -64,19 +72,6 @@ class EagleDrafter(Drafter):
         """Rows under way in this round, and the head's output `(1, D)` of each one's last token."""
         self._true: dict[int, int] = {}
         """Rows whose newest tokens were read without the target's states, and how many with."""
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Wall time in the head's passes."""
-        return self.rows.seconds
-
-    def ratio(self, target: Rows) -> float:
-        """Weights that a pass of the target reads over those of a step."""
-        return max(target.facts.weights / self.rows.facts.weights, 1.0)
-
-    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
-        """Empty rows, which read along with the target."""
-        self.rows.join(len(prompts), max(map(len, prompts)) + room)
 
     def keep(self, rows: Sequence[int]) -> None:
         self._restore()

@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.checks import choice
-from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import (
+    Drafter,
+    DrafterSpec,
+    Prompts,
+    Proposal,
+    RowsDrafter,
+    Step,
+    StepContext,
+    Texts,
+)
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, ModelError, require
 from forerun.runtime.base import CHUNK, Executor, Rows
@@ -23,7 +32,7 @@ STAND_IN = 0
 """What a draft reads for an id it lacks."""
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(RowsDrafter):
     """Steps a draft model in its own rows.
 
     Args:
@@ -38,16 +47,6 @@ class ModelDrafter(Drafter):
         self.limit, self.caches, self.model = self.rows.limit, (self.rows,), self.rows
         self._vocab = vocab_size
 
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Wall time in the draft model's passes."""
-        return self.rows.seconds
-
-    def ratio(self, target: Rows) -> float:
-        """Weights that a pass of the target reads over those of a pass of the draft."""
-        sizes = target.facts.weights, self.rows.facts.weights
-        return sizes[0] / sizes[1] if all(sizes) else 5.0
-
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Empty rows: a prompt is read when its row first drafts; sources are encoded now."""
         room += max(map(len, prompts))
@@ -57,12 +56,6 @@ class ModelDrafter(Drafter):
         """Sources as far as the draft can read them."""
         known, limit = self.rows.vocab_size, self.rows.facts.source_limit
         return [[i if i < known else STAND_IN for i in source[:limit]] for source in sources]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows.keep(rows)
-
-    def rollback(self, row: int, length: int) -> None:
-        self.rows.rollback(row, length)
 
     def follow(self, texts: Texts) -> None:
         """Read along with the target, so that no row has all of its prompt to read at once."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters.base import Drafter, Prompts, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Prompts, Proposal, RowsDrafter, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ModelError
 from forerun.runtime.base import CHUNK, Rows
@@ -21,7 +21,7 @@ BROKEN = "\ufffd"
 """What a decoder says for a character that is cut."""
 
 
-class RetokenizedDrafter(Drafter):
+class RetokenizedDrafter(RowsDrafter):
     """Reads every text in the draft's own tokens; what they say is given in the target's.
 
     A text is decoded and encoded whole in each round, and only what differs from what the draft has
@@ -41,20 +41,12 @@ class RetokenizedDrafter(Drafter):
         self._held: list[list[int]] = []
         """Per row what the draft has read."""
 
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return self.rows.seconds
-
-    def ratio(self, target: Rows) -> float:
-        """Weights that a pass of the target reads over those of a pass of the draft."""
-        return max(target.facts.weights / max(self.rows.facts.weights, 1), 1.0)
-
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
-        self.rows.join(len(prompts), max(map(len, prompts)) + room)
+        super().join(prompts, room)
         self._held.extend([] for _ in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
-        self.rows.keep(rows)
+        super().keep(rows)
         self._held = [list(self._held[row]) for row in rows]
 
     def rollback(self, row: int, length: int) -> None:

@@ -159,6 +159,10 @@ def additive_mask(
     tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Additive `(n, 1, width, columns)`, of `dtype`; arguments as of `hidden_columns`."""
-    hidden = hidden_columns(places, columns, window, tree)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
-    return mask.masked_fill(hidden, torch.finfo(dtype).min).unsqueeze(1)
+    return additive(hidden_columns(places, columns, window, tree), dtype).unsqueeze(1)
+
+
+def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where something is seen, the most negative number where it is hidden."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)

@@ -12,15 +12,16 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import ForerunWarning, UnsupportedModelError
-from forerun.runtime.attention import hidden_columns, positions_of_columns
+from forerun.runtime.attention import additive, hidden_columns, positions_of_columns
 from forerun.runtime.base import Executor, Facts, Pieces, Rows
-from forerun.runtime.cache import RowCache, cache_argument
-from forerun.runtime.placement import additive, placement_of
+from forerun.runtime.cache import CachedExecutor, RowCache, cache_argument
+from forerun.runtime.placement import placement_of
 from forerun.runtime.sources import CrossAttention, Encoder, SourceCache, layers_of, projections
 from forerun.runtime.support import (
     PROVEN_ENCODER_DECODER,
     check_supported,
     decoder_limit,
+    end_of_text,
     probe,
 )
 from forerun.runtime.trees import Parents, trees_of
@@ -37,7 +38,7 @@ class OwnCache(RowCache):
         return 0
 
 
-class EncoderDecoderExecutor(Executor):
+class EncoderDecoderExecutor(CachedExecutor):
     """Runs the decoder of an encoder-decoder model over rows that each have a source.
 
     The encoder reads a source once, when its row joins; the cross-attention's keys are made then
@@ -55,6 +56,7 @@ class EncoderDecoderExecutor(Executor):
         ForerunWarning: the model's generation settings hold what is not applied here.
     """
 
+    copies = False  # what a row holds depends on its source
     trees = True
 
     def __init__(
@@ -68,6 +70,7 @@ class EncoderDecoderExecutor(Executor):
         decoder = model.get_decoder()
         self.placement = placement_of(decoder, decoder_limit(model.config))
         self.facts = facts_of(model)
+        super().__init__()
         self.cache, self.sources = OwnCache(), SourceCache(len(self.cross.layers))
         self._both = EncoderDecoderCache(self.cache, self.sources)
         self._cached = {cache_argument(model): self._both, "use_cache": True}
@@ -87,12 +90,8 @@ class EncoderDecoderExecutor(Executor):
     def module(self) -> Any:
         return self.model
 
-    def reserve(self, rows: int, columns: int) -> None:
-        """Grow the cache once for what is expected."""
-        self.cache.reserve(rows, columns)
-
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self.cache.keep(rows, max(lengths, default=0))
+        super().keep(rows, lengths)
         self.sources.retain(rows)
         self._across = None
 
@@ -110,9 +109,6 @@ class EncoderDecoderExecutor(Executor):
     def beside(self, model: Any) -> Executor:
         """The draft reads what this one's encoder read."""
         return EncoderDecoderExecutor(model, self.cross.encoder)
-
-    def move(self, row: int, source: int, place: int) -> None:
-        self.cache.copy_in(row, place, self.cache.copy_out(row, source, source + 1))
 
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
@@ -214,16 +210,13 @@ def facts_of(model: Any) -> Facts:
     layers = len(layers_of(decoder))
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     width = getattr(config, "d_kv", None) or config.d_model // heads
-    ends = _settings(model).get("eos_token_id")
-    if ends is not None:
-        ends = frozenset(ends if isinstance(ends, (list, tuple)) else [ends])
     return Facts(
         vocab_size=int(head.shape[0]),
         limit=limit,
         layers=layers,
         weights=sum(p.numel() for p in read | {head}),
         token_bytes=2 * layers * heads * width * model.dtype.itemsize,
-        eos=ends,
+        eos=end_of_text(model),
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),

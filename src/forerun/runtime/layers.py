@@ -111,6 +111,14 @@ class LayerAccess:
         hidden: torch.Tensor = self._embed(ids)
         return hidden if self._table is None else hidden + self._table(positions)
 
+    def open(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Depth 0 of one text, `(1, n)` ids, with the mask of all of it and its positions."""
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        hidden = self.embed(ids, positions)
+        least = torch.finfo(hidden.dtype).min
+        mask = torch.full((ids.shape[1],) * 2, least, device=ids.device, dtype=hidden.dtype)
+        return hidden, mask.triu(1)[None, None], positions
+
     def run(
         self,
         hidden: torch.Tensor,
@@ -248,14 +256,10 @@ class LogitLens:
 @torch.inference_mode()
 def _prove(access: LayerAccess, model: Any, kind: str) -> None:
     """Three tokens through the layers and through the model: another version may call them anew."""
-    device = model.device
-    ids = torch.arange(1, 4, device=device).unsqueeze(0)
-    positions = torch.arange(3, device=device).unsqueeze(0)
-    mask = torch.full((3, 3), torch.finfo(model.dtype).min, device=device, dtype=model.dtype)
+    ids = torch.arange(1, 4, device=model.device).unsqueeze(0)
     try:
-        hidden = access.run(
-            access.embed(ids, positions), 0, access.layers, mask.triu(1)[None, None], positions
-        )
+        hidden, mask, positions = access.open(ids)
+        hidden = access.run(hidden, 0, access.layers, mask, positions)
         logits, expected = access.logits(hidden), model(input_ids=ids).logits
         worst = float(((logits - expected).abs().max() / (expected.abs().max() + 1e-6)).float())
     except Exception as error:  # whatever it is, this model's layers cannot be called one by one

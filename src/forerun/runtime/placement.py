@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from forerun.errors import UnsupportedModelError
+from forerun.runtime.attention import additive
 
 
 class Placement(ABC):
@@ -133,9 +134,3 @@ def placement_of(decoder: Any, limit: int) -> Placement:
         "nobody knows how this decoder places its tokens: it has neither a table of positions nor "
         "a relative bias"
     )
-
-
-def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where something is seen, the most negative number where it is hidden."""
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -17,7 +16,14 @@ from forerun.errors import ForerunWarning, MissingExtraError, SettingError, Unsu
 from forerun.registry import Registry
 from forerun.runtime import gguf
 from forerun.runtime.base import Rows
-from forerun.runtime.load import exported, load_model, resolve_device, resolve_dtype, run_once
+from forerun.runtime.load import (
+    exported,
+    load_model,
+    read_json,
+    resolve_device,
+    resolve_dtype,
+    run_once,
+)
 from forerun.runtime.packing import pack, unpacked
 from forerun.runtime.torch_executor import torch_rows
 
@@ -172,8 +178,8 @@ def _exportable(source: Source) -> bool:
     if gguf.locate(source.name) or exported(source.name):
         return True
     here = files(source.name)
-    if here and _relative(here[0]):
-        return False
+    if here and "relative_attention_num_buckets" in read_json(here[0]):
+        return False  # its bias is in no graph, as is known of T5: not worth a line
     size = sum(path.stat().st_size for path in here)
     free = _free_memory()
     if size and free is not None and EXPORT_BYTES * size > free:
@@ -183,15 +189,6 @@ def _exportable(source: Source) -> bool:
         )
         return False
     return size > 0
-
-
-def _relative(config: Path) -> bool:
-    """Whether a config.json is of T5's kind, whose bias no graph has: not worth a line."""
-    try:
-        settings = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and "relative_attention_num_buckets" in settings
 
 
 def _free_memory() -> int | None:

@@ -10,37 +10,16 @@ from forerun.errors import ModelError, UnsupportedModelError
 from forerun.runtime.attention import windows_of
 from forerun.runtime.base import Rows
 
-PROVEN = frozenset(
-    {
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "phi3",
-        "qwen2",
-        "qwen3",
-    }
-)
+PROVEN = frozenset({
+    "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3",
+    "qwen2", "qwen3",
+})  # fmt: skip
 """Model types whose rows are tested against the model run alone; others are probed when loaded."""
 
-PROVEN_ENCODER_DECODER = frozenset(
-    {
-        "bart",
-        "blenderbot",
-        "blenderbot-small",
-        "m2m_100",
-        "marian",
-        "mbart",
-        "mt5",
-        "pegasus",
-        "plbart",
-        "t5",
-        "umt5",
-    }
-)
+PROVEN_ENCODER_DECODER = frozenset({
+    "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus",
+    "plbart", "t5", "umt5",
+})  # fmt: skip
 """Likewise of encoder-decoder models."""
 
 _MIXTURE = "its experts have a capacity that all rows share, so that rows influence each other"
@@ -167,3 +146,9 @@ def probe(rows: Rows, model: Any) -> None:
         raise UnsupportedModelError(
             f"{failed}: a row in a batch differs from the row alone by {worst:.1e} (relative)"
         )
+
+
+def end_of_text(model: Any) -> frozenset[int] | None:
+    """Ids that end texts by a model's generation settings; None if these name none."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return None if ends is None else frozenset(ends if isinstance(ends, (list, tuple)) else [ends])

@@ -8,19 +8,12 @@ from typing import Any
 
 import torch
 
-from forerun.runtime.attention import (
-    Mask,
-    additive_mask,
-    folding,
-    groups_of,
-    mask_of,
-    windows_of,
-)
+from forerun.runtime.attention import Mask, additive_mask, folding, groups_of, mask_of, windows_of
 from forerun.runtime.base import Facts, Pieces, Rows
 from forerun.runtime.cache import CachedExecutor, cache_argument
 from forerun.runtime.fingerprints import identity
 from forerun.runtime.states import States, Taps
-from forerun.runtime.support import PROVEN, check_supported, context_limit, probe
+from forerun.runtime.support import PROVEN, check_supported, context_limit, end_of_text, probe
 from forerun.runtime.trees import Parents, trees_of
 
 CACHED_MASKS = 64
@@ -215,16 +208,13 @@ def facts_of(model: Any) -> Facts:
     config = model.config.get_text_config(decoder=True)
     norm = getattr(model.base_model, "norm", None)
     weight = getattr(norm, "weight", None)
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if ends is not None:
-        ends = frozenset(ends if isinstance(ends, (list, tuple)) else [ends])
     return Facts(
         vocab_size=int(head.shape[0]),
         limit=context_limit(model.config),
         layers=int(getattr(config, "num_hidden_layers", 0)),
         weights=every if table is head else every - table.numel(),
         token_bytes=_token_bytes(config, model.dtype),
-        eos=ends,
+        eos=end_of_text(model),
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),

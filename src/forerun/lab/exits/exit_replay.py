@@ -223,10 +223,8 @@ def _outputs(
     model = access.model
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[*text.prompt, *text.output][:-1]], device=model.device)
-    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-    hidden, at, out = access.embed(ids, positions), 0, []
-    hides = torch.full((ids.shape[1],) * 2, torch.finfo(hidden.dtype).min, device=ids.device)
-    mask = hides.triu(1).to(hidden.dtype)[None, None]
+    hidden, mask, positions = access.open(ids)
+    at, out = 0, []
     noise = Noise.of(text.sampling, text.prompt)
     sampler = Sampler([text.sampling], [text.eos], [noise])
     row: Any = SimpleNamespace(context=text.prompt, prompt=len(text.prompt))

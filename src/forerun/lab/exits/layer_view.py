@@ -43,10 +43,7 @@ def view_layers(model: Any, text: Sequence[int], count: int) -> LayerView:
     """
     access = LayerAccess(model.eval())
     ids = torch.tensor([list(text)[:-1]], device=model.device)
-    positions = torch.arange(ids.shape[1], device=model.device).unsqueeze(0)
-    hidden = access.embed(ids, positions)
-    hides = torch.full((ids.shape[1],) * 2, torch.finfo(hidden.dtype).min, device=model.device)
-    mask = hides.triu(1).to(hidden.dtype)[None, None]
+    hidden, mask, positions = access.open(ids)
     tokens, probs = [], []
     for layer in range(access.layers):
         hidden = access.run(hidden, layer, layer + 1, mask, positions)
