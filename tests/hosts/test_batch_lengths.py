@@ -9,8 +9,7 @@ import pytest
 
 from forerun.controllers.base import LengthPolicy
 from forerun.errors import ForerunError
-from forerun.hosts.batch_lengths import BatchLengths, controller_of, judged_round
-from forerun.hosts.step_costs import StepCosts
+from forerun.hosts.batch_lengths import BatchLengths, StepCosts, controller_of, judged_round
 from forerun.hosts.vllm_requests import CONTROLLER, RULE, differs, metadata, refusal, unsupported
 
 

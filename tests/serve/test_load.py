@@ -319,7 +319,7 @@ def test_a_taken_port_is_said_so():
 
 
 def test_memory_is_counted_by_what_caches_really_take(pair):
-    from forerun.serve.memory import measure
+    from forerun.serve.worker import measure
 
     measured = measure(pair, budget=10**9)
     pair.target.read([[1, 2, 3]])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,13 +26,11 @@ from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.errors import ForerunError, SettingError
 from forerun.model import Model
 from forerun.runtime.generation import generation_config, sampling_settings
-from forerun.serve import memory, page
 from forerun.serve.answers import Answer
 from forerun.serve.config import Config
 from forerun.serve.errors import ApiError, bad
 from forerun.serve.guards import FAILED, Guard
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
-from forerun.serve.parts import parts
 from forerun.serve.plans import AnswerPlan, Planner, ServedModel
 from forerun.serve.protocol import (
     ChatRequest,
@@ -41,7 +43,7 @@ from forerun.serve.streaming import EventStream, Gone, dumps, with_client
 from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
 from forerun.serve.tools import calling
-from forerun.serve.worker import EmptyReply, Reply, Worker
+from forerun.serve.worker import EmptyReply, Reply, Worker, measure
 
 log = logging.getLogger("forerun.serve")
 
@@ -104,14 +106,14 @@ class Server:
         self.planner = Planner(config, self.facts, self.texts)
         self.structures = Structures(model.tokenizer, self.facts.vocab_size, model.eos)
         self.metrics = Metrics(config.metrics_prefix, config.name)
-        self.memory = memory.measure(model, config.memory)
+        self.memory = measure(model, config.memory)
         self.prefixes = _prefixes(model, config.prefix_cache)
         """Texts read before; None where the executor cannot copy its cache."""
         self.worker = Worker(
             model, config.max_rows, config.queue, self.memory, config.buffer,
             self.metrics.update, self.prefixes,
         )  # fmt: skip
-        self.page = page.Page()
+        self.page = Page()
 
     # --- generating -------------------------------------------------------------------------
 
@@ -203,6 +205,39 @@ class Server:
                 "model",
                 "model_not_found",
             )
+
+
+class Page:
+    """The page at `/`: HTML as bytes, and headers that let it load nothing but itself, scripts and
+    styles by their hash only."""
+
+    def __init__(self) -> None:
+        text = files("forerun.serve").joinpath("page.html").read_text(encoding="utf-8")
+        self.html = text.encode()
+        scripts, styles = _hashes(text, "script"), _hashes(text, "style")
+        policy = {
+            "default-src": "'none'",
+            "script-src": scripts,
+            "style-src": styles,
+            "connect-src": "'self'",
+            "img-src": "data:",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+            "frame-ancestors": "'none'",
+        }
+        self.headers = {
+            "content-security-policy": "; ".join(f"{k} {v}" for k, v in policy.items()),
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }
+
+
+def _hashes(text: str, tag: str) -> str:
+    """CSP sources for every inline element of a kind."""
+    bodies = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(b.encode()).digest()).decode() for b in bodies]
+    return " ".join(f"'sha256-{d}'" for d in digests) or "'none'"
 
 
 def _prefixes(model: Model, budget: int) -> Prefixes | None:
@@ -408,7 +443,14 @@ def _about(app: FastAPI, server: Server) -> None:
     @app.get("/forerun/parts", responses=ERRORS)
     async def available() -> dict[str, Any]:
         """Controllers and rules a request may name; what the page needs to know."""
-        return parts(server.planner, server.texts.chats)
+        facts = server.facts
+        return {
+            "model": facts.name,
+            "max_model_len": facts.limit,
+            "chat": server.texts.chats,
+            "sampling_defaults": facts.defaults,
+            **server.planner.policies.to_json(),
+        }
 
     @app.get("/", include_in_schema=False)
     async def front() -> Response:

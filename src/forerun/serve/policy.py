@@ -8,6 +8,7 @@ from typing import Any
 
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import ForerunError
+from forerun.registry import Registry
 from forerun.rules import RULES, AcceptanceRule
 from forerun.serve.config import ALL_RULES, Config
 from forerun.serve.errors import ApiError, bad
@@ -77,6 +78,15 @@ class Policies:
         cls = RULES.load(rule)
         return cls.lossless or bool({rule, ALL_RULES} & self._config.allowed_rules)
 
+    def to_json(self) -> dict[str, Any]:
+        """What requests may name, and what is taken where they name nothing."""
+        rules = _listed(RULES)
+        for part in rules:
+            name = part["name"]
+            part |= {"lossless": RULES.load(name).lossless, "allowed": self.allowed(name)}
+        controllers = _listed(CONTROLLERS)
+        return {"default": self.default.to_json(), "controllers": controllers, "rules": rules}
+
     def _permit(self, rule: AcceptanceRule, field: str) -> None:
         if rule.lossless:
             return
@@ -89,6 +99,11 @@ class Policies:
                     field,
                     "rule_not_allowed",
                 )
+
+
+def _listed(registry: Registry) -> list[dict[str, Any]]:
+    made = [(name, registry.load(name)) for name in registry.names()]
+    return [{"name": name, "summary": cls.summary, "paper": cls.paper} for name, cls in made]
 
 
 def _names(rule: AcceptanceRule) -> Iterator[str]:
