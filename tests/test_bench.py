@@ -22,7 +22,7 @@ from benchmarks.peers import run
 from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import PromptError, SettingError
-from forerun.lab.bench import bench, page, report
+from forerun.lab.bench import bench, report
 from forerun.lab.bench.bench import Results, load, measure
 from forerun.lab.bench.methods import PLAIN, Ours, Run, groups
 from forerun.lab.bench.peers import Peer, PeerError, named
@@ -581,7 +581,7 @@ def drawn(results, cells) -> str:
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node to run the page's script")
-    page_text = page.render(results, cells)
+    page_text = report.render(results, cells)
     data, script = re.findall(r"<script id[^>]*>(.*?)</script>", page_text, re.DOTALL)
     run = f"{script}\nprocess.stdout.write(render(JSON.parse({json.dumps(data)})));"
     done = subprocess.run([node, "-"], input=run, capture_output=True, text=True, check=False)
@@ -592,7 +592,7 @@ def drawn(results, cells) -> str:
 class TestPage:
     def test_it_is_whole_and_needs_nothing_else(self, made):
         content = drawn(*made)
-        for text in (page.render(*made), content):
+        for text in (report.render(*made), content):
             reader = Reader()
             reader.feed(text)
             assert reader.open == []
@@ -608,7 +608,7 @@ class TestPage:
         assert {"plain", "forerun", "peer"} >= set(re.findall(r'fill="var\(--(\w+)\)"', content))
 
     def test_names_are_escaped(self, made):
-        assert page.render(*made).count("<script") == 3
+        assert report.render(*made).count("<script") == 3
         content = drawn(*made)
         assert "<script" not in content
         assert "no &#60;Python&#62;" in content

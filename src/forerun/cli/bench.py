@@ -113,8 +113,8 @@ def bench(
     sizes = sorted(numbers("--batch", batch))
     requested = _prompts(families, prompt_file, split, prompts, max_new_tokens, models.target)
 
+    from forerun.lab.bench.bench import PAGE
     from forerun.lab.bench.methods import groups
-    from forerun.lab.bench.page import PAGE
     from forerun.lab.bounds.informed import shares
     from forerun.lab.traces.costs import Costs
     from forerun.lab.traces.trace import Trace
@@ -147,9 +147,9 @@ def bench(
     if recorded is not None:
         with status("replaying") as tell:
             results.document["shares"] = shares(*recorded, compared.controllers, tell)
-    cells = _finish(results)
+    cells = results.report()
     if as_json:
-        return print_json(results.summary(cells))
+        return print_json(results.summary())
     _show(results.document, cells)
     note(stderr(), f"report: {folder / PAGE}")
 
@@ -342,18 +342,10 @@ def _measure(
             with progress("measuring", unit="runs") as tell:
                 lab.measure(results, work, methods, tell=partial(tell, "measuring"))
         except KeyboardInterrupt:
-            _finish(results)
+            results.report()
             note(stderr(), "interrupted; the same command goes on from here")
             raise
     return results
-
-
-def _finish(results: Results) -> list[Cell]:
-    """Write the report of what there is."""
-    from forerun.lab.bench import page
-
-    with status("drawing"):
-        return page.write(results)
 
 
 def _show(document: Document, cells: Sequence[Cell]) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 
 from forerun.errors import SettingError
 from forerun.lab.bench.methods import PLAIN, Group, Method, Run
-from forerun.lab.bench.report import Cell
+from forerun.lab.bench.report import Cell, cells, render
 from forerun.prompts import Prompt
 
 SCHEMA = 1
-FILE = "results.json"  # of the results, in their folder
+FILE, PAGE = "results.json", "report.html"
+"""Of the results, in their folder."""
 WARM_UP = 12
 """Tokens written, per method and batch size, before anything counts."""
 SAVE_EVERY = 15.0
@@ -108,10 +109,18 @@ class Results:
         doc["skipped"].append({"name": name, "reason": reason})
         doc["samples"] = [s for s in doc["samples"] if s["method"] != name]
 
-    def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """The document without the samples, with their figures."""
-        document = {k: v for k, v in self.document.items() if k != "samples"}
-        return document | {"summary": [c.to_json() for c in cells]}
+    def summary(self) -> dict[str, Any]:
+        """The document with the figures of the samples, after `report`, in place of these."""
+        return {k: v for k, v in self.document.items() if k != "samples"}
+
+    def report(self) -> list[Cell]:
+        """Write results and page of what there is; the figures."""
+        figures = cells(self.document)
+        self.document["summary"] = [c.to_json() for c in figures]
+        self.write()
+        if figures:
+            (self.folder / PAGE).write_text(render(self.document, figures), encoding="utf-8")
+        return figures
 
     def write(self) -> None:
         """Write the file, whole or not at all."""

@@ -8,9 +8,11 @@ groups (at batch 1: the prompts).
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import product
 from typing import Any, Literal
 
@@ -257,3 +259,30 @@ def _cell(batch: int, family: str, method: str, pairs: Sequence[tuple[Sample, Sa
         acceptance=accepted / drafted if accepted is not None and drafted else None,
         identical=statistics.fmean(same) if same else None,
     )
+
+
+def render(document: Document, cells: list[Cell]) -> str:
+    """The whole page."""
+    text = json.dumps(shown(document, cells), ensure_ascii=False).replace("<", "\\u003c")
+    page = files("forerun.lab.bench").joinpath("page.html").read_text(encoding="utf-8")
+    return page.replace("RESULTS", text, 1)
+
+
+def shown(document: Document, cells: list[Cell]) -> dict[str, Any]:
+    """What the page shows of the results; everything but `samples`, and figures of these."""
+    first = min(batches(document))
+    lengths: dict[str, dict[str, int]] = {}
+    for sample in document["samples"]:
+        if sample["batch"] == first and sample["lengths"] and sample["method"] != PLAIN:
+            counts = lengths.setdefault(sample["method"], {})
+            for accepted, rounds in sample["lengths"].items():
+                counts[accepted] = counts.get(accepted, 0) + rounds
+    rivals = against(document, first).items()
+    kept = {k: v for k, v in document.items() if k not in ("samples", "summary")}
+    return kept | {
+        "prompts": len({p for s in document["samples"] for p in s["prompts"]}),
+        "cells": [vars(c) for c in cells],
+        "against": [{"method": a, "peer": b, **spread} for (a, b), spread in rivals],
+        "best_settings": best_settings(document, first),
+        "lengths": lengths,
+    }
