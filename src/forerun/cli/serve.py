@@ -10,7 +10,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import clean, note, stderr
 from forerun.cli.shared.models import Models, PolicyOptions
 from forerun.cli.shared.options import MODELS, SPECULATION, Fields
-from forerun.errors import MissingExtraError
+from forerun.errors import optional
 from forerun.serve.config import Config
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def serve(
 
     Runs until interrupted; a second interrupt does not wait for running requests.
     """
-    _require_extra()
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        optional(package, "serve")
     chosen = {k: v for k, v in (naming | ruling | listening | limits).items() if v is not None}
     chosen.setdefault("name", _name(models.target))
     for name in ("allowed_rules", "api_keys", "origins", "hosts"):
@@ -62,14 +63,6 @@ def serve(
         return job.model, replace(first, controller=job.about["controller"], rule=job.about["rule"])
 
     run(first, load, lambda url, server: _announce(url, server, server.config, about))
-
-
-def _require_extra() -> None:
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise MissingExtraError.of(package, "serve") from error
 
 
 def _name(target: str | None) -> str:

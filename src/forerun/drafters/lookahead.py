@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ class LookaheadDrafter(Drafter):
         """Reorder; a row that is kept twice gets a pool of its own."""
         old = self._rows
         self._rows = [
-            _copy(old[row]) if row in rows[:i] else old[row] for i, row in enumerate(rows)
+            deepcopy(old[row]) if row in rows[:i] else old[row] for i, row in enumerate(rows)
         ]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
@@ -104,13 +105,6 @@ class LookaheadDrafter(Drafter):
         """The n-grams of a text that end beyond `covered`."""
         for end in range(max(covered + 1, self._n), len(text) + 1):
             row.pool[text[end - self._n]] = tuple(text[end - self._n + 1 : end])
-
-
-def _copy(row: _LookaheadRow) -> _LookaheadRow:
-    """One that can go on by itself."""
-    return _LookaheadRow(
-        dict(row.pool), dict(row.guesses), list(row.drafted), row.begin, row.covered
-    )
 
 
 @dataclass(frozen=True)

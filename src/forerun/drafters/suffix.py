@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,13 +33,6 @@ class Occurrences:
         self._source = list(source)
         self._places: dict[int | tuple[int, int], list[int]] = {}
         self._covered = 1
-
-    def copy(self) -> Occurrences:
-        """One that goes on by itself."""
-        out = Occurrences(self._source)
-        out._places = {run: list(places) for run, places in self._places.items()}
-        out._covered = self._covered
-        return out
 
     def cover(self, text: Sequence[int]) -> None:
         """Take in what the text has grown by."""
@@ -119,7 +113,7 @@ class SuffixDrafter(Drafter):
     def keep(self, rows: Sequence[int]) -> None:
         old = self._rows
         self._rows = [
-            old[row].copy() if row in rows[:i] else old[row] for i, row in enumerate(rows)
+            deepcopy(old[row]) if row in rows[:i] else old[row] for i, row in enumerate(rows)
         ]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:

@@ -133,7 +133,7 @@ class SharedEngine:
         self, stream: _Stream, kind: tuple[Drafter, int], requests: Sequence[Request]
     ) -> None:
         self._drop()
-        while self._streams and not self._matches(kind):
+        while self._streams and self._kind != kind:
             try:
                 self._advance()
             except Exception:  # not ours: those whose it is have been told
@@ -152,10 +152,6 @@ class SharedEngine:
             raise
         stream.first, stream.running = ids[0] if ids else 0, len(ids)
         self._streams.update(dict.fromkeys(ids, stream))
-
-    def _matches(self, kind: tuple[Drafter, int]) -> bool:
-        assert self._kind is not None
-        return self._kind[0] is kind[0] and self._kind[1] == kind[1]
 
     def _advance(self) -> None:
         self._drop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -128,7 +128,9 @@ def easd(
     tell = progress or (lambda phase, done: None)
     texts = _decode(model, prompts, sampling, batch_size, tell)
     of_target, of_draft, done = [], [], 0
-    for batch in _batches(texts, batch_size):
+    texts.sort(key=lambda text: (len(text.output), len(text.prompt)))  # of like length together
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start : start + batch_size]
         of_target.append(_of_target(model.target, batch))
         if not alone:
             of_draft.append(_of_draft(model.drafter, batch))
@@ -201,13 +203,6 @@ def _decode(
         prompt, source = model.context(given)
         out.append(DecodedText(prompt, outputs[i], source))
     return out
-
-
-def _batches(texts: list[DecodedText], size: int) -> Iterator[list[DecodedText]]:
-    """Texts of like length together."""
-    ranked = sorted(texts, key=lambda text: (len(text[1]), len(text[0])))
-    for start in range(0, len(ranked), size):
-        yield ranked[start : start + size]
 
 
 @torch.inference_mode()

@@ -105,8 +105,9 @@ def _guarded(command: Callable[[], Any], flags: Flags) -> int:
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return _abandon_stdout()
+    except BrokenPipeError:  # the reader is gone: no message, and no flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (SystemExit, typer.Exit) as error:
         code = getattr(error, "exit_code", getattr(error, "code", 1))
         return code if isinstance(code, int) else 1
@@ -148,10 +149,3 @@ def fail(message: str, code: int) -> int:
     line = " ".join(clean(message).split())
     print(f"error: {line}", file=sys.stderr)
     return code
-
-
-def _abandon_stdout() -> int:
-    """The reader closed the pipe: no message, and no flush at exit."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    return 141

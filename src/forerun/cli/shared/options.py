@@ -122,7 +122,8 @@ class Fields:
         out = []
         for name in self.names:
             made = by_name[name]
-            default = None if made.default is MISSING else _plain(made.default)
+            nothing = made.default in (MISSING, (), {}, frozenset())
+            default = None if nothing else made.default
             kind = self.changed.get(name, hints[name])
             if self._optional:
                 kind, default = kind | None, None
@@ -138,11 +139,6 @@ class Fields:
             keyword = inspect.Parameter.KEYWORD_ONLY
             out.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
         return out
-
-
-def _plain(default: Any) -> Any:
-    """A default as an option has it: nothing instead of something empty."""
-    return None if default in ((), {}, frozenset()) else default
 
 
 def _sized(count: int) -> str:

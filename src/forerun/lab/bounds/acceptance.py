@@ -316,15 +316,11 @@ def _next(odds: FloatArray, raw: FloatArray, token: IntArray, knots: FloatArray)
 
 def _pairs(ok: BoolArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     """Rounds and tokens in them, at most `MOST_SAMPLES`."""
-    turn, token = np.divmod(_subsample(np.flatnonzero(ok), rng), ok.shape[1])
+    index = np.flatnonzero(ok)
+    if len(index) > MOST_SAMPLES:
+        index = rng.choice(index, MOST_SAMPLES, replace=False)
+    turn, token = np.divmod(index, ok.shape[1])
     return turn, token
-
-
-def _subsample(index: IntArray, rng: np.random.Generator) -> IntArray:
-    if len(index) <= MOST_SAMPLES:
-        return index
-    chosen: IntArray = rng.choice(index, MOST_SAMPLES, replace=False)
-    return chosen
 
 
 def _bends(raw: FloatArray, knots: FloatArray) -> FloatArray:

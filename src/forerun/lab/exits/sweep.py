@@ -117,7 +117,9 @@ def measure(
         for setting in _varied(layers, width):
             done = timed(speculating(model, rows, heads, setting), text, setting, sampling)
             for work, seconds in [*zip(done.work, done.times, strict=True)][1:]:
-                seen.append((_counted(work), seconds))
+                layers, asked = work.calls("draft", "verify"), work.calls("exit")
+                counted = [float(layers), float(asked), float(work.passes("step")), 1.0]
+                seen.append((counted, seconds))
         alone += timed(model, text, None, sampling).times[1:]
         if tell is not None:
             tell(number + 1, len(sample))
@@ -125,12 +127,6 @@ def measure(
         raise PromptError("the texts are too short to time; give more prompts or more tokens")
     [plain] = _fit([([1.0], seconds) for seconds in alone])
     return ExitCosts(**dict(zip(COUNTED, _fit(seen), strict=True)), plain=plain)
-
-
-def _counted(work: Work) -> list[float]:
-    """One round's `COUNTED`."""
-    layers = work.calls("draft", "verify")
-    return [float(layers), float(work.calls("exit")), float(work.passes("step")), 1.0]
 
 
 @dataclass(frozen=True)
