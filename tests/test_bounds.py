@@ -25,8 +25,7 @@ from forerun.lab.bounds.bounds import (
     tree_oracle,
     tuned,
 )
-from forerun.lab.bounds.informed import GRID, Study
-from forerun.lab.bounds.stopping import Stopper, columns
+from forerun.lab.bounds.informed import GRID, Stopper, Study, columns
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.trace import SIGNALS, Trace

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.cli.shared.catalog import Card
+from forerun.cli.parts import Card
 from forerun.errors import SettingError, UnknownNameError
 from forerun.rules import RULES, AcceptanceRule, sample
 from forerun.rules.base import ComparedRow

@@ -14,8 +14,7 @@ from typer.main import get_command
 from forerun import __version__
 from forerun.cli import COMMANDS, app
 from forerun.cli import MOVED as MOVED_COMMANDS
-from forerun.cli.parts import card_lines
-from forerun.cli.shared.catalog import KINDS, cards
+from forerun.cli.parts import KINDS, card_lines, cards
 from forerun.cli.zoo import MOVED
 from forerun.model import DEFAULT_RULE, Model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun import __version__
 from forerun.engine import Completion, Logprob
-from forerun.serve import logprobs, reports
+from forerun.serve import reports
 from forerun.serve.errors import ApiError
 from forerun.serve.plans import AnswerPlan, ServedModel
 from forerun.serve.streaming import DONE, dumps, event
@@ -65,7 +65,7 @@ class Answer:
         read: Sequence[Sequence[Logprob]] = (),
     ) -> None:
         self._plan, self._facts, self._texts, self._read = plan, facts, texts, read
-        self._name = logprobs.TokenNamer(texts, bool(plan.request.return_tokens_as_token_ids))
+        self._name = reports.TokenNamer(texts, bool(plan.request.return_tokens_as_token_ids))
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
         self.created, self.model = int(time.time()), facts.name
@@ -168,13 +168,13 @@ class Answer:
         plan, choice = self._plan, self.choices[index]
         if plan.top is None:
             return None
-        entries: list[logprobs.Entry] = list(zip(tokens, scores, strict=True))
+        entries: list[reports.Entry] = list(zip(tokens, scores, strict=True))
         if echo:
             read: list[Logprob | None] = [None, *self._read[index // plan.copies]]
             entries = [*zip(plan.jobs[index].prompt, read, strict=True), *entries]
         if plan.chat:
-            return logprobs.chat(entries, plan.top, self._name)
-        out = logprobs.completion(entries, plan.top, self._name, choice.offset)
+            return reports.chat_logprobs(entries, plan.top, self._name)
+        out = reports.completion_logprobs(entries, plan.top, self._name, choice.offset)
         choice.offset += sum(map(len, out["tokens"]))
         return out
 
