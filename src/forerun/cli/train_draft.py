@@ -31,60 +31,39 @@ def train_draft(
         dict[str, Any],
         Fields(TrainingSettings, without=("kind", "anchors"), layers=(str | None, None)),
     ],
-    which: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[KIND]",
-            help="shared or block: a decoder on the target's encoder that drafts token by token, "
-            "or a block of tokens in one pass. Of decoder-only targets: eagle, a layer on its "
-            "hidden states; eagle3, the same as a folder of speculators; medusa, heads on the last "
-            "one; kangaroo, an adapter on a shallow one; exits, heads that let it stop early. "
-            "Default: shared.",
-            show_default=False,
-        ),
-    ] = None,
-    pairs: Annotated[
-        str | None,
-        option(
-            "FILE",
-            "Of shared and block: pairs of texts for the target's task, lines SOURCE TAB TARGET, "
-            'or JSON objects with "source" and "target".',
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        option(
-            "PATH|builtin",
-            "Of the others: a text file or a folder of .txt files; a .jsonl file of prompts, which "
-            'the target continues itself, or of {"text": ...}; builtin, the shipped validation '
-            "prompts.",
-        ),
-    ] = None,
+    which: Annotated[str | None, typer.Argument(metavar="[KIND]", show_default=False)] = None,
+    pairs: Annotated[str | None, option("FILE")] = None,
+    data: Annotated[str | None, option("PATH|builtin")] = None,
     kind: Annotated[
         str | None, typer.Option("--kind", hidden=True, help="KIND, as it was given before.")
     ] = None,
-    own: Annotated[
-        int,
-        option(
-            "N",
-            "Learn from what the target itself writes for the first N sources, not from the "
-            "file's targets; 0 takes these. They stay in own.jsonl in the folder: copied into that "
-            "of another draft, they are not written again.",
-        ),
-    ] = 0,
+    own: Annotated[int, option("N")] = 0,
     max_new_tokens: Annotated[int, option("N", "With --own: most tokens it writes.")] = 128,
-    tokens: Annotated[
-        int, option("N", "With --data: most positions to learn from, held-out ones included.")
-    ] = 200_000,
-    held_out: Annotated[
-        int, option("N", "Texts kept apart to measure agreement; at most a fifth.")
-    ] = 200,
+    tokens: Annotated[int, option("N")] = 200_000,
+    held_out: Annotated[int, option("N")] = 200,
     as_json: options.Json = False,
 ) -> None:
     """Train a draft that belongs to its target; the target itself stays as it is.
 
     It learns what the target says. Interrupted, the same command goes on; with a larger --steps,
     it trains longer.
+
+    Args:
+        which: shared or block: a decoder on the target's encoder that drafts token by token, or a
+            block of tokens in one pass. Of decoder-only targets: eagle, a layer on its hidden
+            states; eagle3, the same as a folder of speculators; medusa, heads on the last one;
+            kangaroo, an adapter on a shallow one; exits, heads that let it stop early. Default:
+            shared.
+        pairs: of shared and block: pairs of texts for the target's task, lines SOURCE TAB TARGET,
+            or JSON objects with "source" and "target".
+        data: of the others: a text file or a folder of .txt files; a .jsonl file of prompts, which
+            the target continues itself, or of {"text": ...}; builtin, the shipped validation
+            prompts.
+        own: learn from what the target itself writes for the first N sources, not from the file's
+            targets; 0 takes these. They stay in own.jsonl in the folder: copied into that of
+            another draft, they are not written again.
+        tokens: with --data: most positions to learn from, held-out ones included.
+        held_out: texts kept apart to measure agreement; at most a fifth.
     """
     from forerun.training.fit import CHECKPOINT, trainer
 

@@ -17,10 +17,11 @@ import torch
 
 from forerun.drafters.specbound import SpecBound, SpecBoundDrafter
 from forerun.engine import Completion, Sampling
-from forerun.errors import PromptError, SettingError, optional, require
+from forerun.errors import PromptError, SettingError, require
 from forerun.lab.exits.exit_replay import ANNEALS, COUNTED, ExitTrace, OwnText, Setting
 from forerun.lab.provenance import versions
 from forerun.lab.traces.results import geometric
+from forerun.lab.traces.spaces import Integer, OneOf, Real, Space, sampled
 from forerun.model import Model
 from forerun.prompts import Prompt
 from forerun.runtime.base import Rows
@@ -264,20 +265,28 @@ class Search:
         seed: int = 0,
         tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> Setting:
-        """`budget` trials of optuna's TPE, then single changes of the best while they help."""
-        optuna = optional("optuna", "lab")
+        """`budget` trials as in `tune`, then single changes of the best while they help."""
         require(budget >= 1, "budget", budget, "≥ 1")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(
-            direction="maximize",
-            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(10, budget // 8)),
-        )
-        for start in self._starts():
-            study.enqueue_trial(start)
-        for number in range(budget):
-            trial = study.ask()
-            study.tell(trial, self.score(self._suggest(trial)))
-            tell(number + 1, budget)
+        layers, switch = self.exits.layers, OneOf((False, True))
+        space: Space = {
+            "deepest": Integer(0, len(layers) - 1),
+            "threshold": Real(0, 1),
+            "anneal": OneOf(ANNEALS),
+            "width": Integer(1, self.width),
+            "bonus": switch,
+            **{f"layer {layer}": switch for layer in layers[:-1]},
+        }
+        alone = {f"layer {layer}": False for layer in layers[:-1]}
+        alone |= {"threshold": 0.5, "anneal": ANNEALS[0], "width": min(4, self.width)}
+        # First one exit alone, at each layer in turn from the middle outwards.
+        middle_first = sorted(range(len(layers)), key=lambda n: abs(n - len(layers) // 2))
+        starts = [{**alone, "deepest": n} for n in middle_first]
+        for number, (values, answer) in enumerate(sampled(space, 0, budget, seed, starts), 1):
+            last = values["deepest"]
+            used = [layer for layer in layers[:last] if values[f"layer {layer}"]]
+            threshold, *rest = (values[n] for n in ("threshold", "anneal", "width", "bonus"))
+            answer(self.score(Setting((*used, layers[last]), round(threshold, 2), *rest)))
+            tell(number, budget)
         best = self.best()
         for _ in range(POLISHED):
             better = max(self._around(best), key=self.score)
@@ -285,31 +294,6 @@ class Search:
                 break
             best = better
         return best
-
-    def _suggest(self, trial: Any) -> Setting:
-        layers = self.exits.layers
-        deepest = trial.suggest_int("deepest", 0, len(layers) - 1)
-        used = [
-            layer
-            for layer in layers[:deepest]
-            if trial.suggest_categorical(f"layer {layer}", [False, True])
-        ]
-        return Setting(
-            (*used, layers[deepest]),
-            round(trial.suggest_float("threshold", 0.0, 1.0, step=0.01), 2),
-            ANNEALS[trial.suggest_int("anneal", 0, len(ANNEALS) - 1)],
-            trial.suggest_int("width", 1, self.width),
-            trial.suggest_categorical("bonus", [True, False]),
-        )
-
-    def _starts(self) -> Iterator[dict[str, Any]]:
-        """One exit alone, at each layer in turn from the middle outwards."""
-        layers = self.exits.layers
-        middle = len(layers) // 2
-        for deepest in sorted(range(len(layers)), key=lambda n: abs(n - middle)):
-            alone = {f"layer {layer}": False for layer in layers[:deepest]}
-            width = min(4, self.width)
-            yield {"deepest": deepest, "threshold": 0.5, "anneal": 0, "width": width, **alone}
 
     def _around(self, of: Setting) -> list[Setting]:
         """Settings that differ in one parameter."""

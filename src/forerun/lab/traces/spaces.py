@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from forerun.errors import optional
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,33 @@ class OneOf:
 
 Space = Mapping[str, Integer | Real | OneOf]
 """The values each parameter may take."""
+
+Answer = Callable[[float | None], None]
+"""Called with the worth of proposed values, or None if they were refused."""
+
+
+def sampled(
+    space: Space, depth: int, count: int, seed: int, starts: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[tuple[dict[str, Any], Answer]]:
+    """`count` values that optuna's TPE chooses by the answers to those before; first the `starts`,
+    whose missing values it fills in."""
+    optuna = optional("optuna", "lab")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    for start in starts:
+        study.enqueue_trial(dict(start))
+    for _ in range(count):
+        trial = study.ask()
+        values = {name: parameter.suggest(trial, name, depth) for name, parameter in space.items()}
+
+        def answer(value: float | None, trial: Any = trial) -> None:
+            if value is None:
+                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            else:
+                study.tell(trial, value)
+
+        yield values, answer
+
 
 _SWITCH = OneOf((False, True))
 _ETA, _DELTA = Real(0.02, 1), Real(0, 12)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 
 from forerun.checks import whole
 from forerun.controllers import CONTROLLERS, Controller
-from forerun.errors import SettingError, optional, require
+from forerun.errors import SettingError, require
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.results import geometric
-from forerun.lab.traces.spaces import COSTS, SPACES, Space
+from forerun.lab.traces.spaces import COSTS, SPACES, Answer, Space, sampled
 from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
 from forerun.settings import Settings
@@ -191,56 +192,27 @@ def search(
     return SearchResult(spec.name, default, best, before, scores[best], trials, refused, complete)
 
 
-Answer = Callable[[float | None], None]
-"""Called with the speed-up of proposed values, or None if the controller refused them."""
-
-
 def proposals(
     space: Space, depth: int, cell: Cell, budget: int, seed: int
-) -> tuple[Iterator[tuple[dict[str, Any], Answer]], int]:
+) -> tuple[Iterable[tuple[dict[str, Any], Answer]], int]:
     """Values to try beside the defaults, and how many settings there will be with the defaults."""
-    grid: list[list[Any]] = []
-    for parameter in space.values():
-        values = parameter.values(depth)
-        if values is None:
-            break
-        grid.append(values)
-    count = int(np.prod([len(values) for values in grid])) if len(grid) == len(space) else budget
+
+    def ignored(value: float | None) -> None:
+        """Values of a grid do not depend on speed-ups."""
+
     if not space:
-        return iter(()), 1
-    if len(grid) == len(space) and count <= budget:
+        return (), 1
+    grid = [values for p in space.values() if (values := p.values(depth)) is not None]
+    if len(grid) == len(space) and (count := math.prod(map(len, grid))) <= budget:
         every = (dict(zip(space, values, strict=True)) for values in itertools.product(*grid))
-        return ((values, _ignored) for values in every), count + 1
-    return _sampled(space, depth, cell, budget - 1, seed), budget
-
-
-def _ignored(value: float | None) -> None:
-    """The answer to values of a grid, which does not depend on speed-ups."""
-
-
-def _sampled(
-    space: Space, depth: int, cell: Cell, count: int, seed: int
-) -> Iterator[tuple[dict[str, Any], Answer]]:
-    """`count` values chosen by TPE; first, where costs are searched, the measured costs."""
-    optuna = optional("optuna", "lab")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if count and COSTS.keys() <= space.keys():
+        return ((values, ignored) for values in every), count + 1
+    measured: list[tuple[dict[str, Any], Answer]] = []
+    if budget > 1 and COSTS.keys() <= space.keys():
         slope = float(cell.verify_seconds(2) - cell.verify_seconds(1)) / cell.plain
         costs = {"cost": round(cell.ratio, 3), "slope": round(max(slope, 0), 4)}
-        yield costs, _ignored
-        count -= 1
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-    for _ in range(count):
-        trial = study.ask()
-        values = {name: parameter.suggest(trial, name, depth) for name, parameter in space.items()}
-
-        def answer(value: float | None, trial: Any = trial) -> None:
-            if value is None:
-                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            else:
-                study.tell(trial, value)
-
-        yield values, answer
+        measured.append((costs, ignored))
+    chosen = sampled(space, depth, budget - 1 - len(measured), seed)
+    return itertools.chain(measured, chosen), budget
 
 
 def speed(trace: Trace, controller: str | Controller, cell: Cell) -> float:
