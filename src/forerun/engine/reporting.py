@@ -74,18 +74,7 @@ def round_of(
     seconds: tuple[float, float, float],
     counters: Mapping[str, int],
 ) -> Round:
-    """The round of row `i`, which committed so many tokens.
-
-    Args:
-        row: of a lossy rule its drift grows.
-        i: its place among the rows.
-        passed: the pass.
-        proposal: what was drafted.
-        kept: the judgement of it.
-        committed: tokens, those of the bonus included.
-        seconds: of the drafter, of the target, and the rest.
-        counters: the drafter's, of this row, after the round.
-    """
+    """The round of row `i`, which committed so many tokens."""
     drafted, drift = len(proposal.tokens[i]), None
     if not row.request.rule.lossless:
         # What was accepted and the first rejection; bonus (unless it was tested) and plain

@@ -75,13 +75,10 @@ Flags = Callable[[], Mapping[str, str]]
 
 
 def guarded(command: Callable[[], Any], flags: Flags = dict) -> int:
-    """Run a command; the exit code. Errors become one line on stderr.
+    """Run a command; the exit code. Errors become one line on stderr, in which what the library calls
+    `name` is one of `flags`.
 
     SIGTERM ends it like SIGINT, so that what is complete is kept; only the exit code differs.
-
-    Args:
-        command: what is run.
-        flags: what the library calls `name` in its errors is one of these on the command line.
     """
     terminated = False
 

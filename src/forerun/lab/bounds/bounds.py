@@ -104,22 +104,13 @@ def oracle(trace: Trace, cell: Cell) -> Bound:
 
     No controller's replay in this cell takes less time for any prompt unless it judges second
     choices: its path is a sequence of drafted lengths, and this is the cheapest of all sequences.
-
-    Args:
-        trace: the texts.
-        cell: what a round costs.
     """
     return Bound.of("oracle", follow(trace, _cheapest(trace, cell, None)[0]), trace, cell)
 
 
 def tree_oracle(trace: Trace, cell: Cell, comb: bool = False) -> FloatArray:
-    """`(prompts,)` seconds of the cheapest path where a round may judge second choices, too.
-
-    Args:
-        trace: the texts.
-        cell: what a round costs.
-        comb: whether beside each drafted token; else beside one, the best.
-    """
+    """`(prompts,)` seconds of the cheapest path where a round may judge second choices, too: beside
+    each drafted token if `comb`, else beside one, the best."""
     lengths = np.arange(trace.depth + 1)
     return _cheapest(trace, cell, lengths if comb else np.minimum(lengths, 1))[1]
 
@@ -127,10 +118,7 @@ def tree_oracle(trace: Trace, cell: Cell, comb: bool = False) -> FloatArray:
 def _cheapest(trace: Trace, cell: Cell, leaves: IntArray | None) -> tuple[IntArray, FloatArray]:
     """From the end of each text backwards: tokens to draft `(prompts, T)`, and seconds in all.
 
-    Args:
-        trace: the texts.
-        cell: what a round costs.
-        leaves: by tokens drafted the second choices that a round may judge besides; None if none.
+    `leaves` are by tokens drafted the second choices that a round may judge besides.
     """
     prompts, T = trace.tokens.shape
     rows, lengths = np.arange(prompts)[:, None], np.arange(trace.depth + 1)
@@ -172,12 +160,7 @@ def follow(trace: Trace, planned: IntArray) -> Path:
 
 
 def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
-    """The best γ for all prompts, by geometric mean of the speed-up.
-
-    Args:
-        trace: the texts.
-        cell: what a round costs.
-        most: the longest tried, ≥ 0. Beyond the trace's depth lengths are all the same.
+    """The best γ of 0…`most` for all prompts, by geometric mean of the speed-up.
 
     Raises:
         SettingError: `most` is out of range.

@@ -103,14 +103,8 @@ class Stopper:
 
 
 def improved(stopper: Stopper, prepared: RunOdds, cell: Cell, seed: int = 0) -> FloatArray:
-    """Weights that predict the gain of one more token under a policy, in hindsight.
-
-    Args:
-        stopper: the policy.
-        prepared: the texts.
-        cell: what a round costs.
-        seed: of the choice of positions, where there are very many.
-    """
+    """Weights that predict the gain of one more token under a policy, in hindsight; by `seed`
+    positions are chosen, where there are very many."""
     texts = prepared.texts
     path, visited, histories = stopper.run(prepared)
     spent = path.seconds(cell) / cell.plain
@@ -310,12 +304,6 @@ def shares(
     tell: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
     """Each controller's speed over that of the bounds, per family and overall, at batch 1.
-
-    Args:
-        trace: the texts.
-        costs: of this machine or another; the cell nearest to the trace's texts is used.
-        controllers: specs.
-        tell: called with the name of each phase.
 
     Returns:
         `cost_ratio`, `prompts`, and `cells`: per family and controller the shares `oracle` (of the

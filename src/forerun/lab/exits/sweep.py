@@ -96,16 +96,8 @@ def measure(
     width: int,
     tell: Callable[[int, int], None] | None = None,
 ) -> ExitCosts:
-    """Fit costs to live rounds that differ in what they run.
-
-    Args:
-        model: decodes plainly.
-        rows: a runtime for early exits of the same model, without rows.
-        heads: of the exits.
-        layers: exit layers to choose from.
-        texts: outputs of the model; a few are decoded again.
-        width: most tokens drafted per round.
-        tell: called with the texts done and their number.
+    """Fit costs to live rounds of a few of the texts that differ in what they run, with `rows` of a
+    runtime for early exits of the same model; `tell` gets the texts done and their number.
 
     Raises:
         PromptError: no text lasts for two rounds.
@@ -193,11 +185,7 @@ def _varied(layers: Sequence[int], width: int) -> Iterator[Setting]:
 def _fit(samples: list[tuple[list[float], float]]) -> list[float]:
     """Least squares with no cost below 0, without outliers (from other processes).
 
-    Args:
-        samples: what was counted, and the seconds it took.
-
-    Returns:
-        Seconds per unit of each count.
+    Takes pairs of what was counted and the seconds it took; gives seconds per unit of each count.
     """
     columns: FloatArray = np.array([row for row, _ in samples], dtype=float)
     values: FloatArray = np.array([value for _, value in samples])

@@ -39,12 +39,6 @@ def worth(
 
     All prompts are requests of one engine, in a random order, so that what is carried counts.
 
-    Args:
-        trace: the texts.
-        controller: with all of its mechanisms.
-        costs: what a round costs.
-        seed: of the order.
-
     Returns:
         Under "" the controller's own `speedup`; by mechanism `change`, `low` and `high`: speed
         without it over speed with it, less 1, with a 95 % bootstrap interval over prompts.

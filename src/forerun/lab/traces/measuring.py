@@ -224,12 +224,7 @@ def _tree(target: Rows, prompts: Texts, sources: Texts | None, repeats: int) -> 
 def _as_live(
     turns: dict[int, list[float]], passes: dict[int, list[float]]
 ) -> dict[int, list[float]]:
-    """Passes timed in turns, as fast as live: there each comes after others of its own width.
-
-    Args:
-        turns: seconds by width.
-        passes: seconds of live passes by width, some widths only.
-    """
+    """Passes timed in turns, as fast as live: there each comes after others of its own width."""
     medians = {width: float(np.median(times)) for width, times in turns.items()}
     live = sorted(passes)
     if not live:

@@ -460,12 +460,7 @@ def _judge(
 def _tails(
     target: Rows, rows: Rows, texts: list[_RecordedText], drafts: list[_Draft], depth: int
 ) -> None:
-    """Draft on where the target does not keep the draft's token; fills `drafts` in.
-
-    Args:
-        target: row r covers text r, and
-        rows: likewise of the draft model.
-    """
+    """Draft on where the target does not keep the draft's token; fills `drafts` in."""
     misses = [
         (r, m)
         for r, draft in enumerate(drafts)

@@ -116,17 +116,8 @@ def result(
     shared: int = 1,
     rule: str | None = None,
 ) -> Result:
-    """Replay one controller.
-
-    Args:
-        trace: the texts.
-        run: how, `by_itself` or `in_batches`.
-        spec: the controller as the user wrote it.
-        controller: it.
-        limits: from `bounds`.
-        shared: rows that each text's seconds are those of (`summarise`).
-        rule: the rule that `run` goes by, as text.
-    """
+    """Replay one controller by `by_itself` or `in_batches`; the seconds of a text are those of
+    `shared` rows (`summarise`)."""
     counts = run(controller)
     groups = summarise(trace, counts, shared)
     for name, group in groups.items():

@@ -148,10 +148,7 @@ def rate(tokens: ArrayLike, seconds: ArrayLike, seed: int = 0) -> dict[str, floa
 def summarise(trace: Trace, result: Replay, batch: int = 1) -> dict[str, dict[str, Any]]:
     """Totals and figures with intervals of a `replay`: of ``"all"`` prompts and of each family.
 
-    Args:
-        trace: the texts.
-        result: their replay.
-        batch: rows that share the seconds (`Cell.batch`); tokens per second are those of all.
+    `batch` rows share the seconds; tokens per second are those of all.
     """
     families = np.array(trace.families)
     groups = {"all": np.ones(trace.prompts, dtype=bool)}

@@ -142,18 +142,8 @@ def search(
     make: Callable[[Mapping[str, Any]], Controller] | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """Search one controller's parameters; an interrupt ends it early, with the best so far.
-
-    Args:
-        spec: the controller with the settings to keep.
-        trace: validation prompts.
-        cell: what a round costs.
-        budget: most settings to try.
-        seed: of TPE.
-        space: the values to search; None takes those of `SPACES` that `spec` does not set.
-        make: a controller from values of the space; None sets its parameters to them.
-        progress: as `Progress`.
-    """
+    """Search the parameters of a controller that `spec` does not set, or those of `space`, from
+    whose values `make` builds one; an interrupt ends it early, with the best so far."""
     start = CONTROLLERS.make(spec)
     set_by_user = settings_of(spec)
     if space is None:
@@ -241,13 +231,7 @@ def settings_of(spec: Spec) -> dict[str, Any]:
 def judge(
     tuned: Tuned, trace: Trace, cell: Cell, seed: int = 0
 ) -> tuple[list[Judged], dict[str, Any]]:
-    """Replay every search result on other prompts.
-
-    Args:
-        tuned: the search results.
-        trace: test prompts, none of which was searched on (`halves`, `disjoint`).
-        cell: what a round costs.
-        seed: of the bootstrap.
+    """Replay every search result on other prompts, none of which was searched on.
 
     Returns:
         One per controller, and the speed-up of the best fixed length, overall and per family.
@@ -303,15 +287,8 @@ def choose(
 ) -> Recommendation:
     """The search's best where other prompts show it to be better than default settings.
 
-    Better: the 95 % interval of the paired speed-up lies above 1.
-
-    Args:
-        tuned: the search results.
-        judged: from `judge`.
-        trace: the prompts it was judged on.
-        cell: what a round costs.
-        free: whether any controller will do; then it is compared with `DEFAULT`, too.
-        seed: of the bootstrap.
+    Better: the 95 % interval of the paired speed-up lies above 1. If any controller will do, as
+    `free` says, it is compared with `DEFAULT`, too.
     """
     best = next(entry for entry in judged if entry.result is tuned.best)
     spec, reason, gain = best.result.best, None, best.overall["gain"]

@@ -176,15 +176,8 @@ def in_order(trace: Trace, seed: int) -> IntArray:
 def timed(
     trace: Trace, controller: str | Controller, costs: Costs, order: IntArray, kind: str, seed: int
 ) -> Timed:
-    """Serve the prompts one at a time under a made-up clock.
-
-    Args:
-        trace: the texts.
-        controller: a spec or an object.
-        costs: true ones; the meter starts from their passes, as from those of a load.
-        order: `(n,)` numbers of prompts, which may repeat.
-        kind: see `VirtualClock`.
-        seed: of the noise.
+    """Serve the prompts of `order`, `(n,)` numbers, one at a time by a made-up clock of a `kind`; the
+    meter starts from passes of the true `costs`, as from those of a load.
 
     Raises:
         UnknownNameError, SettingError: the controller, or the kind of clock.

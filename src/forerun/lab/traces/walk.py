@@ -111,12 +111,7 @@ class DraftedRun:
 
 
 class Recorder(Engine):
-    """Writes texts a token a round, and notes the run drafted before each.
-
-    Args:
-        model: with any drafter.
-        rows: texts written together.
-    """
+    """Writes texts a token a round, and notes the run drafted before each."""
 
     def __init__(self, model: Model, rows: int) -> None:
         super().__init__(model.target, model.drafter, model.tokenizer, model.eos, rows)
