@@ -26,12 +26,6 @@ class RetokenizedDrafter(RowsDrafter):
 
     A text is decoded and encoded whole in each round, and only what differs from what the draft has
     read is read anew: a committed token may change how the text before it is cut.
-
-    Args:
-        rows: the draft model.
-        vocab_size: of the target.
-        target: its tokenizer, and
-        own: the draft's.
     """
 
     def __init__(self, rows: Rows, vocab_size: int, target: Any, own: Any) -> None:

@@ -17,13 +17,7 @@ from forerun.errors import SettingError
 
 
 class Bans:
-    """Which tokens would complete a text that the output must not hold, whatever its tokens.
-
-    Args:
-        words: the texts, none of them empty.
-        known: the bytes of tokens.
-        vocab_size: of the logits.
-    """
+    """Which tokens would complete a text that the output must not hold, whatever its tokens."""
 
     def __init__(self, words: Sequence[str], known: TokenBytes, vocab_size: int) -> None:
         self._known, self._tokens = known, known.sorted(vocab_size)

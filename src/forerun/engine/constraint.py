@@ -49,11 +49,6 @@ class Place:
     accepted tokens or of rollbacks. Masks are computed once per place, for draft and target alike.
     An error of the constraint ends its request alone: it is kept in `error`, and nothing is
     restricted any more.
-
-    Args:
-        constraint: of the request.
-        eos: token ids that end the text.
-        vocab_size: length of the logits.
     """
 
     def __init__(self, constraint: Constraint, eos: frozenset[int], vocab_size: int) -> None:

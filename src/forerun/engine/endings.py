@@ -17,10 +17,6 @@ from forerun.types import Stop
 def draft_limit(wanted: Any, room: Any) -> tuple[Any, Any]:
     """The most tokens to draft, and why a draft that gets there stopped.
 
-    Args:
-        wanted: by the row's controller.
-        room: what the token budget and the contexts leave.
-
     >>> draft_limit(4, 2)
     (2, <Stop.BUDGET: 5>)
     """

@@ -89,15 +89,7 @@ def compare(
 def overruled(
     rows: Sequence[Row], proposal: Proposal, best: Best, shaped: torch.Tensor, compared: Judgements
 ) -> list[bool]:
-    """Per row whether its rule, which does more than compare, may judge otherwise than `compare`.
-
-    Args:
-        rows: the batch.
-        proposal: what was drafted.
-        best: the target's.
-        shaped: `(rows, n, V)` the logits it is of.
-        compared: by `compare`.
-    """
+    """Per row whether its rule, which does more than compare, may judge otherwise than `compare`."""
     out = [False] * len(rows)
     asked = {
         row: kept

@@ -11,11 +11,7 @@ SHORTEST, LONGEST = 4, 32
 
 
 class PredictionCursor:
-    """Follows a predicted text, and finds the way back to it after a difference.
-
-    Args:
-        tokens: the prediction.
-    """
+    """Follows a predicted text, and finds the way back to it after a difference."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)

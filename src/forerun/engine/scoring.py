@@ -21,14 +21,7 @@ LOGITS = 1 << 25
 
 
 def note(rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, judged: Judgements) -> None:
-    """Keep with each row that wants it what the target said of what will be committed.
-
-    Args:
-        rows: the batch.
-        proposal: what was drafted.
-        logits: `(rows, K + 1, V)` raw.
-        judged: what is kept.
-    """
+    """Keep with each row that wants it what the target said of what will be committed."""
     for i, kept in judged.items():
         asked = rows[i].request
         if not isinstance(kept, RowVerdict):

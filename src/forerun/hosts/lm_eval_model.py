@@ -20,13 +20,7 @@ DRAWN = ("temperature", "top_p", "top_k", "min_p")
 
 
 class HarnessModel(TemplateLM):
-    """Texts are written speculatively; given texts are scored in plain passes.
-
-    Args:
-        model: that writes.
-        wrote: told the texts of a task, and when they began.
-        settings: of `Model.generate`.
-    """
+    """Texts are written speculatively; given texts are scored in plain passes."""
 
     def __init__(
         self,

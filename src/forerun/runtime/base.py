@@ -267,9 +267,6 @@ class Rows:
     Row `r` covers `context[:lengths[r]]`, and the next pass feeds `context[lengths[r]:]`. So
     reading a prompt, judging a draft and decoding a token are the same thing, rolling back is
     setting a length, and "everything was accepted" is no special case.
-
-    Args:
-        executor: what runs the model.
     """
 
     def __init__(self, executor: Executor) -> None:

@@ -262,13 +262,7 @@ def head_of(tensors: Tensors) -> EagleHead:
 
 
 class HeadExecutor(CachedExecutor):
-    """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass.
-
-    Args:
-        head: on that device.
-        facts: of it.
-        device: its own.
-    """
+    """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass."""
 
     def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
         super().__init__()

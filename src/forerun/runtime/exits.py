@@ -78,9 +78,6 @@ class LayersExecutor(TorchExecutor):
     all to the same depth and then through the remaining layers together, so that each token it is
     fed passes each layer exactly once. With nothing pending, it is a plain `TorchExecutor`.
 
-    Args:
-        model: a causal language model of a family with layer-by-layer access.
-
     Raises:
         UnsupportedModelError: it has none, or a row cache cannot serve it.
 

@@ -61,9 +61,6 @@ class LayerAccess:
     Layers are counted as depths: depth 0 is the embedding, depth `ℓ` the hidden state after `ℓ`
     decoder layers and before the final norm. `run(hidden, a, b)` takes depth `a` to depth `b`.
 
-    Args:
-        model: a causal language model of a family in `FAMILIES`.
-
     Raises:
         UnsupportedModelError: the family has no adapter (those that have one are named), or layer
             by layer it does not reproduce its own forward.

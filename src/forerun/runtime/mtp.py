@@ -17,9 +17,6 @@ class MtpHead:
 
     Of several layers the first is run for every token.
 
-    Args:
-        model: the target's, loaded from the checkpoint that brings the layer.
-
     Raises:
         SettingError: the target brings none, or this transformers runs none.
         UnsupportedModelError: one with a sliding window or a state.

@@ -20,9 +20,6 @@ _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 def preview(name: str | Path) -> list[str]:
     """Lines on a model by what its files say.
 
-    Args:
-        name: a folder, or a GGUF file.
-
     Raises:
         ModelError: no such model on this machine, or one that cannot be read.
     """

@@ -30,11 +30,7 @@ class SourceStates:
 
 
 class Encoder:
-    """Reads sources; remembers the last ones where a draft shares them.
-
-    Args:
-        model: the encoder-decoder model.
-    """
+    """Reads sources; remembers the last ones where a draft shares them."""
 
     def __init__(self, model: Any) -> None:
         self._module, self._device = model.get_encoder(), model.device
@@ -80,12 +76,7 @@ def _groups(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class CrossAttention:
-    """Makes the keys and values that a model's decoder attends to.
-
-    Args:
-        model: with an encoder.
-        encoder: that of another model, whose states this decoder attends to.
-    """
+    """Makes the keys and values that a model's decoder attends to."""
 
     def __init__(self, model: Any, encoder: Encoder | None = None) -> None:
         self.encoder = encoder or Encoder(model)

@@ -108,12 +108,7 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 class Taps:
-    """Reads the outputs of a Hugging Face model's layers while it runs.
-
-    Args:
-        model: decoder-only.
-        depths: as of `States`.
-    """
+    """Reads the outputs of a Hugging Face model's layers while it runs."""
 
     def __init__(self, model: Any, depths: Sequence[int]) -> None:
         layers = decoder_layers(model)

@@ -27,9 +27,6 @@ TOGETHER = 32
 class TorchExecutor(CachedExecutor):
     """Runs a decoder-only Hugging Face model over rows of different lengths, padded to one width.
 
-    Args:
-        model: any supported causal language model, on its device, in its dtype.
-
     Raises:
         UnsupportedModelError: a row cache cannot serve this architecture; says why.
     """

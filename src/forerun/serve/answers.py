@@ -48,14 +48,7 @@ class Choice:
 
 
 class Answer:
-    """Builds the answer to one plan.
-
-    Args:
-        plan: what was asked.
-        facts: of the model.
-        texts: writes tokens.
-        read: per prompt the log-probabilities of its tokens after the first, to be shown with it.
-    """
+    """Builds the answer to one plan."""
 
     def __init__(
         self,

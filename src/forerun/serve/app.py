@@ -81,10 +81,6 @@ ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 class Server:
     """One model behind HTTP: what the routes share.
 
-    Args:
-        model: loaded; it must not be used elsewhere meanwhile.
-        config: of the operator.
-
     Raises:
         SettingError: a default controller or rule that cannot be made.
     """

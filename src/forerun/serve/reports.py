@@ -163,14 +163,7 @@ class TokenNamer:
 def completion_logprobs(
     entries: Sequence[Entry], top: int, name: TokenNamer, offset: int = 0
 ) -> dict[str, Any]:
-    """Of a completion.
-
-    Args:
-        entries: tokens with theirs.
-        top: alternatives per token.
-        name: writes a token.
-        offset: characters of the text before.
-    """
+    """Of a completion: per token `top` alternatives, and where it stands behind `offset` characters."""
     out: dict[str, list[Any]] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
     }  # fmt: skip
@@ -190,7 +183,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(entries: Sequence[Entry], top: int, name: TokenNamer) -> dict[str, Any]:
-    """Of a chat answer, none of whose tokens is the first of a text; see `completion_logprobs`."""
+    """Of a chat answer, none of whose tokens is the first of a text; likewise."""
     content = [
         {
             **_entry(name, token, score.logprob),

@@ -135,12 +135,7 @@ def _messages(items: str | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 class ResponseAnswer:
-    """An answer as a response: items, or the events that make them.
-
-    Args:
-        answer: to the request's `chat()`.
-        request: what was asked.
-    """
+    """An answer as a response: items, or the events that make them."""
 
     def __init__(self, answer: Answer, request: ResponseRequest) -> None:
         self._answer, self._request = answer, request

@@ -88,12 +88,7 @@ def bind(config: Config) -> socket.socket:
 
 
 def warm_up(model: Model, rows: int) -> None:
-    """Take rounds of the batch sizes that come first, so that no request pays for first uses.
-
-    Args:
-        model: to be served.
-        rows: requests decoded together, at most.
-    """
+    """Take rounds of the batch sizes that come first, so that no request pays for first uses."""
     model.meter.warm(rows)
     meter = Meter.of(model.target, model.drafter)  # first uses say nothing of what rounds cost
     engine = Engine(model.target, model.drafter, model.tokenizer, model.eos, rows, meter=meter)

@@ -24,13 +24,7 @@ COMPILE_SECONDS = 5.0
 
 
 class Structures:
-    """Compiles what requests ask for, in a thread of its own: others go on being tokenized.
-
-    Args:
-        tokenizer: of the model.
-        vocab_size: of the model.
-        eos: its end-of-text ids.
-    """
+    """Compiles what requests ask for, in a thread of its own: others go on being tokenized."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
         self._kept: OrderedDict[tuple[str, str], Constraint] = OrderedDict()

@@ -58,14 +58,7 @@ ENDED = {
 
 
 class Face:
-    """Takes events and shows them; this one shows rounds only, if wanted.
-
-    Args:
-        job: that writes.
-        prompts: that it writes on.
-        rounds: whether rounds are shown, a line each.
-        explain: whether people are told what the colours mean.
-    """
+    """Takes events and shows them; this one shows rounds only, if wanted."""
 
     def __init__(
         self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True

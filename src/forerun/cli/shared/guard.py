@@ -75,8 +75,8 @@ Flags = Callable[[], Mapping[str, str]]
 
 
 def guarded(command: Callable[[], Any], flags: Flags = dict) -> int:
-    """Run a command; the exit code. Errors become one line on stderr, in which what the library calls
-    `name` is one of `flags`.
+    """Run a command; the exit code. Errors become one line on stderr, where one of `flags` stands
+    for what the library calls `name`.
 
     SIGTERM ends it like SIGINT, so that what is complete is kept; only the exit code differs.
     """

@@ -111,8 +111,8 @@ class ExitTrace:
         layers: tuple[int, ...],
         texts: Sequence[OwnText],
     ) -> ExitTrace:
-        """Run the model once over every text, asking the heads of `layers`, which rise; sampled texts
-        are drawn by the noise of their seed."""
+        """Run the model once over every text and ask the heads of `layers`, which rise; sampled
+        ones are drawn by the noise of their seed."""
         longest = max(len(text.output) for text in texts)
         tokens = np.full((len(texts), longest, len(layers)), -1)
         sure = np.zeros((*tokens.shape, len(ANNEALS)))

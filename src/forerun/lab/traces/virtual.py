@@ -176,8 +176,9 @@ def in_order(trace: Trace, seed: int) -> IntArray:
 def timed(
     trace: Trace, controller: str | Controller, costs: Costs, order: IntArray, kind: str, seed: int
 ) -> Timed:
-    """Serve the prompts of `order`, `(n,)` numbers, one at a time by a made-up clock of a `kind`; the
-    meter starts from passes of the true `costs`, as from those of a load.
+    """Serve the prompts of `order`, `(n,)` numbers, one at a time by a made-up clock of a `kind`.
+
+    The meter starts from passes of the true `costs`, as from those of a load.
 
     Raises:
         UnknownNameError, SettingError: the controller, or the kind of clock.
