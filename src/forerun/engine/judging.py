@@ -89,7 +89,7 @@ def compare(
 def overruled(
     rows: Sequence[Row], proposal: Proposal, best: Best, shaped: torch.Tensor, compared: Judgements
 ) -> list[bool]:
-    """Per row whether its rule, which does more than compare, may judge otherwise than `compare`."""
+    """Per row whether its rule, which does more, may judge otherwise than `compare` does."""
     out = [False] * len(rows)
     asked = {
         row: kept

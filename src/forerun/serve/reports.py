@@ -163,7 +163,8 @@ class TokenNamer:
 def completion_logprobs(
     entries: Sequence[Entry], top: int, name: TokenNamer, offset: int = 0
 ) -> dict[str, Any]:
-    """Of a completion: per token `top` alternatives, and where it stands behind `offset` characters."""
+    """Of a completion: `top` alternatives per token, and where in the text it stands, `offset`
+    characters behind."""
     out: dict[str, list[Any]] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
     }  # fmt: skip
