@@ -16,8 +16,9 @@ from forerun.drafters.specbound import SpecBound, SpecBoundDrafter
 from forerun.engine import Sampling
 from forerun.errors import SettingError
 from forerun.lab.exits import sweep
+from forerun.lab.exits.exit_costs import ExitCosts, _fit, measure
 from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
-from forerun.lab.exits.sweep import ExitCosts, Search, _fit, measure, untuned
+from forerun.lab.exits.sweep import Search, untuned
 from forerun.model import Model
 from forerun.runtime import torch_rows
 from forerun.runtime.exits import Work, exit_rows, layers_of

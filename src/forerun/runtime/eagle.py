@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +29,21 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of queries to keys and values, `(n, heads, tokens, width)` each, and its result."""
 
 
-class StateReader(Protocol):
+class StateReader(ABC):
     """What says the next token from the newest one and a state of the one before it."""
 
     width: int
     """D, of the states that it reads within a draft: its own outputs."""
     reads: int
     """Ids that it can read, from 0 on: all of the target's, or those of a cut vocabulary."""
-    first: int
+    first: int = 0
     """Place of the first token that others see: 1 if none is read that has no state before it."""
 
+    @abstractmethod
     def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
         """`(..., D)` of the target's states `(..., depths × H)`."""
 
+    @abstractmethod
     def run(
         self,
         ids: torch.Tensor,
@@ -60,6 +62,7 @@ class StateReader(Protocol):
             cache: of keys and values.
         """
 
+    @abstractmethod
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., V)` of outputs `(..., D)`."""
 
@@ -99,7 +102,7 @@ class Norm(nn.Module):
         return rms(x, self.eps) * self.weight
 
 
-class StateHead(nn.Module, ABC):
+class StateHead(nn.Module, StateReader):
     """A decoder layer that reads a token and a state: queries, keys and values of what `entered`
     makes of both. All numbers are float32.
 
@@ -108,8 +111,6 @@ class StateHead(nn.Module, ABC):
         read: numbers per token that queries, keys and values are made of.
     """
 
-    reads: int
-    first = 0
     rates: torch.Tensor
 
     def __init__(self, form: HeadForm, read: int) -> None:
@@ -127,16 +128,8 @@ class StateHead(nn.Module, ABC):
         self.register_buffer("rates", torch.tensor(form.rates), persistent=False)
 
     @abstractmethod
-    def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
-        """`(..., D)` of the target's states `(..., depths × H)`."""
-
-    @abstractmethod
     def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the layer adds to, `(n, tokens, D)`, and what it reads, `(n, tokens, read)`."""
-
-    @abstractmethod
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` of outputs `(..., D)`."""
 
     def turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`(n, heads, tokens, width)` with their positions in them: halves turn each other."""
@@ -179,7 +172,6 @@ class StateHead(nn.Module, ABC):
         seen: torch.Tensor,
         cache: RowCache,
     ) -> torch.Tensor:
-        """See `StateReader`."""
         grouped = self.form.heads != self.form.key_heads
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -217,7 +209,6 @@ class EagleHead(StateHead):
         self.input = nn.Linear(2 * width, width, bias=False)
 
     def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
-        """`(..., D)` of the target's states `(..., depths × H)`."""
         parts = rms(states.float().unflatten(-1, (depths, -1)))
         out: torch.Tensor = self.fuse(parts.flatten(-2))
         return out
@@ -228,7 +219,6 @@ class EagleHead(StateHead):
         return x, self.attention_norm(x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` of outputs `(..., D)`."""
         return F.linear(self.norm(x), self.embedding.weight[:-1])
 
 

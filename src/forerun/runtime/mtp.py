@@ -9,10 +9,11 @@ import torch
 
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime.cache import RowCache, cache_argument
+from forerun.runtime.eagle import StateReader
 from forerun.runtime.packing import dense
 
 
-class MtpHead:
+class MtpHead(StateReader):
     """Reads a token and the state of the one before it, normed: the target's, or its own output.
 
     Of several layers the first is run for every token.
@@ -64,7 +65,6 @@ class MtpHead:
         seen: torch.Tensor,
         cache: RowCache,
     ) -> torch.Tensor:
-        """See `StateReader`."""
         model = self._model
         tokens = model.embed_tokens(ids)
         mask = torch.zeros_like(seen, dtype=tokens.dtype)
@@ -81,7 +81,6 @@ class MtpHead:
         return model.shared_post_norm(x) if model.use_shared_post_norm else x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` of outputs `(..., H)`, by the target's own head."""
         out: torch.Tensor = self._model._project_to_logits(x)
         return out
 
