@@ -365,8 +365,12 @@ def load(
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
     model = Model(drafter.target or rows, drafter, tokenizer, chosen, _prefixes(prefix_cache))
-    if spec != NoDraft():
-        model.meter.warm()
+    return _warmed(model) if spec != NoDraft() else model
+
+
+def _warmed(model: Model) -> Model:
+    """The model, what its passes take known."""
+    model.meter.warm()
     return model
 
 
