@@ -128,7 +128,6 @@ def easd(
     tell = progress or (lambda phase, done: None)
     texts = _decode(model, prompts, sampling, batch_size, tell)
     of_target, of_draft, done = [], [], 0
-    texts.sort(key=lambda text: (len(text.output), len(text.prompt)))  # of like length together
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
         of_target.append(_of_target(model.target, batch))
@@ -187,7 +186,7 @@ def _decode(
     batch_size: int,
     tell: Callable[[str, int], None],
 ) -> list[DecodedText]:
-    """Greedy outputs, in the order of the prompts."""
+    """Greedy outputs, by length, so that those read together are alike."""
     ids = [model.encode(prompt) for prompt in prompts]
     if sampling is None or isinstance(sampling, Sampling):
         greedy: Any = replace(sampling or Sampling(), temperature=0.0)
@@ -202,7 +201,7 @@ def _decode(
     for given, i in zip(ids, sorted(outputs), strict=True):
         prompt, source = model.context(given)
         out.append(DecodedText(prompt, outputs[i], source))
-    return out
+    return sorted(out, key=lambda text: (len(text.output), len(text.prompt)))
 
 
 @torch.inference_mode()

@@ -106,11 +106,11 @@ def metrics(done: Sequence[Completion], queued: Sequence[float], detailed: bool)
 def forerun(policy: Policy, done: Sequence[Completion], queued: Sequence[float]) -> dict[str, Any]:
     """What only this server knows: who wrote what, why drafting stopped, how far it drifted."""
     stats = [c.stats for c in done]
-    latest = [
+    prefill, first, total = (
         max((getattr(s, name) for s in stats), default=0.0)
         for name in ("prefill_seconds", "first_token_seconds", "seconds")
-    ]
-    whole = Stats.of([r for c in done for r in c.rounds], 0, *latest)
+    )
+    whole = Stats.of([r for c in done for r in c.rounds], 0, prefill, first, total)
     origins = Counter(piece.origin.value for c in done for piece in c.pieces)
     names = "prefill", "draft", "verify", "other", "first_token"
     seconds = {"queue": max(queued, default=0.0)}

@@ -122,8 +122,9 @@ class Fields:
         out = []
         for name in self.names:
             made = by_name[name]
-            nothing = made.default in (MISSING, (), {}, frozenset())
-            default = None if nothing else made.default
+            default: Any = made.default
+            if default in (MISSING, (), {}, frozenset()):  # nothing instead of something empty
+                default = None
             kind = self.changed.get(name, hints[name])
             if self._optional:
                 kind, default = kind | None, None

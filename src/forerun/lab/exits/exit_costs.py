@@ -87,8 +87,8 @@ def measure(
         for setting in _varied(layers, width):
             done = timed(speculating(model, rows, heads, setting), text, setting, sampling)
             for work, seconds in [*zip(done.work, done.times, strict=True)][1:]:
-                layers, asked = work.calls("draft", "verify"), work.calls("exit")
-                counted = [float(layers), float(asked), float(work.passes("step")), 1.0]
+                ran, asked = work.calls("draft", "verify"), work.calls("exit")
+                counted = [float(ran), float(asked), float(work.passes("step")), 1.0]
                 seen.append((counted, seconds))
         alone += timed(model, text, None, sampling).times[1:]
         if tell is not None:

@@ -95,7 +95,7 @@ class Search:
             "bonus": switch,
             **{f"layer {layer}": switch for layer in layers[:-1]},
         }
-        alone = {f"layer {layer}": False for layer in layers[:-1]}
+        alone: dict[str, Any] = {f"layer {layer}": False for layer in layers[:-1]}
         alone |= {"threshold": 0.5, "anneal": ANNEALS[0], "width": min(4, self.width)}
         # First one exit alone, at each layer in turn from the middle outwards.
         middle_first = sorted(range(len(layers)), key=lambda n: abs(n - len(layers) // 2))
