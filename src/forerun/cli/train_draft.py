@@ -49,8 +49,8 @@ def train_draft(
     it trains longer.
 
     Args:
-        which: shared or block: a decoder on the target's encoder that drafts token by token, or a
-            block of tokens in one pass. Of decoder-only targets: eagle, a layer on its hidden
+        which: of targets with an encoder shared or block, a decoder on it that drafts a token or
+            a block of tokens in one pass; of decoder-only ones eagle, a layer on its hidden
             states; eagle3, the same as a folder of speculators; medusa, heads on the last one;
             kangaroo, an adapter on a shallow one; exits, heads that let it stop early. Default:
             shared.
