@@ -127,14 +127,13 @@ def easd(
     _check(model, prompts, share, alone)
     tell = progress or (lambda phase, done: None)
     texts = _decode(model, prompts, sampling, batch_size, tell)
-    of_target, of_draft, done = [], [], 0
+    of_target, of_draft = [], []
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
         of_target.append(_of_target(model.target, batch))
         if not alone:
             of_draft.append(_of_draft(model.drafter, batch))
-        done += len(batch)
-        tell("reading", done)
+        tell("reading", start + len(batch))
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
     calibration = Calibration(threshold, share, top, len(prompts), Entropies.of(target), None, None)
