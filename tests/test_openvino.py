@@ -836,6 +836,8 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bounded == [([1, 5, 8], [12]), ([1, 5, 8], []), ([1, 5], []), ([1], []), ([], [])]
     assert of(million) == ([1, 2], [4, 8, 12, 16]), "small ones stay in the caches"
     assert of(0) == of(million, "bfloat16") == ([], [])
+    assert of(128 * million, "Q4_1") == of(128 * million, "int4") == ([1], [])
+    assert of(512 * million, "Q4_K") == of(128 * million, "F16") == ([], [])
     bounded = [of(n * million, halved=True) for n in (16, 24, 32, 48, 96)]
     assert bounded[:2] == [([1, 4, 5, 8], [12, 16]), ([1, 4, 5, 8], [12])]
     assert bounded[2:] == [([1, 4, 5, 8], []), ([1, 4, 5], []), ([1, 4], [])]

@@ -55,6 +55,7 @@ class OpenVINOExecutor(Executor):
         threads: of OpenVINO; None: as many as torch has.
         group: of inputs that share a scale; None: that of `GROUPS`.
         again: makes such a graph anew, for `tap`; None: this one is kept.
+        least: tokens that a pass is padded to; see `pad`.
 
     Raises:
         SettingError: bf16 with one thread, or on a CPU without instructions for it.
@@ -71,11 +72,12 @@ class OpenVINOExecutor(Executor):
         threads: int | None = None,
         group: int | None = None,
         again: Callable[[], ov.Model] | None = None,
+        least: int = 1,
     ) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
         self.group = GROUPS.get(facts.precision, 32) if group is None else group
-        self._again, self._least = again or graph.clone, 1
+        self._again, self._least = again or graph.clone, least
         self.settle: Callable[[], None] = lambda: None
         """Gives back what only compiling and the first passes need."""
         self.given: torch.Tensor | None = None
@@ -86,7 +88,8 @@ class OpenVINOExecutor(Executor):
 
     def _compile(self, graph: ov.Model) -> None:
         precision = self.facts.precision if self.facts.precision in GROUPS else "fp32"
-        self._forms = Forms(graph, self.facts, settings(precision, self.threads, self.group))
+        options = settings(precision, self.threads, self.group)
+        self._forms = Forms(graph, self.facts, options, self._least)
         self.trees = self._forms.open.trees and not self._forms.most_split
         self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)

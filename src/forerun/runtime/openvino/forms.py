@@ -53,13 +53,25 @@ tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 
 several 55, 53, 112. A single token would take 32 on them, and takes 23."""
 LARGEST_LEAST = 2
 """Tokens that any pass may have to be padded to."""
+PACKED_SIZES = (1,), ()
+"""Those of a model of 4- to 6-bit weights. Passes of one token and of several come in turns, and in
+one graph each would prepare what the other left: of SmolLM2 (Q4_1, AVX2) they take 23 and 53 ms of
+CPU, in one graph in turns 31 to 39 and 64 to 75, each among its like 27 and 55. Padding to five
+tokens costs more than a change between larger numbers."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
 
 def weighed(facts: Facts) -> int:
-    """Bytes of one graph's weights; 0 if graphs of fixed sizes were not tried (bf16)."""
-    return facts.weights * {"float32": 4, "int8": 1}.get(facts.precision, 0)
+    """Bytes of one graph's weights; 0 if graphs of fixed sizes were not tried (bf16). Blocks of a
+    few bits take 1.25 with their scales, which are in float32."""
+    of = {"float32": 4, "int8": 1}.get(facts.precision, 1.25 if is_packed(facts) else 0)
+    return int(facts.weights * of)
+
+
+def is_packed(facts: Facts) -> bool:
+    """Whether most weights have fewer than 8 bits."""
+    return facts.precision.startswith(("Q4", "Q5", "Q6", "int4"))
 
 
 def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]]:
@@ -67,7 +79,7 @@ def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]
     size = weighed(facts)
     alone: tuple[int, ...]
     shared: tuple[int, ...]
-    wide = TILED_SIZES if tiled else SIZES
+    wide = PACKED_SIZES if is_packed(facts) else TILED_SIZES if tiled else SIZES
     alone, shared = wide if size >= SMALLEST_WIDE else SMALL_SIZES
     if size >= SMALLEST_WIDE and not halved:  # nothing makes four tokens cheaper than five then
         alone = tuple(n for n in alone if n != HALVED)
@@ -240,9 +252,12 @@ class Forms:
 
     Args:
         graph, facts, settings: as for `Form`; the graph is not changed. It may be halved.
+        least: tokens that will be the fewest of a pass (`pad`).
     """
 
-    def __init__(self, graph: ov.Model, facts: Facts, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, graph: ov.Model, facts: Facts, settings: dict[str, Any], least: int = 1
+    ) -> None:
         halved = is_halved(graph)
         large = halved and weighed(facts) > LARGEST_COPIES
         tiled = halved and facts.precision == "float32" and has_matrix_units()
@@ -272,7 +287,7 @@ class Forms:
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
         self.least = 1
-        self.open, *self._exact = compiled([0, *alone])
+        self.open, *self._exact = compiled([0, *sorted({max(n, least) for n in alone})])
         self._wide: Form | None = None
         if large and tiled and weighed(facts) // 2 <= LARGEST_SECOND:
             with suppress(RuntimeError, MemoryError):
@@ -329,7 +344,8 @@ class Forms:
             self._fitting[1 : form.tokens + 1] = [form] * form.tokens
         last = {n for n, form in enumerate(self._fitting) if n and self.fitting(n + 1) is not form}
         parts = TILES if self._wide else range(HALVED, self.most_split + 1, HALVED)
-        self.levels = tuple(sorted(last.union(parts)))
+        levels = sorted(last.union(parts))
+        self.levels = tuple(levels) if levels and levels[-1] > self.least else ()
         """Tokens up to which a pass takes as long as one of so many."""
 
 

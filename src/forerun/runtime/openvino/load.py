@@ -180,7 +180,9 @@ def _compiled(
     known = kept_json("widths", key) if entry else None
     for group, fewest in [known] if known else [(None, 0), (0, 0)]:
         try:
-            executor = OpenVINOExecutor(graph, facts, threads, group, again if entry else None)
+            executor = OpenVINOExecutor(
+                graph, facts, threads, group, again if entry else None, fewest or 1
+            )
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
         if fewest := fewest or fewest_tokens(executor):

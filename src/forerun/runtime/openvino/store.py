@@ -110,7 +110,8 @@ def read(name: str) -> Stored | None:
 
 
 def let_go(name: str) -> None:
-    """Give back the memory of an entry's weights; what is still read comes from the file again.
+    """Give back the memory of an entry's weights, and what compiling has left in the heap; what is
+    still read comes from the file again.
 
     The plug-in packs weights when they are first multiplied, and keeps the file mapped.
     """
@@ -122,6 +123,8 @@ def let_go(name: str) -> None:
             if line.endswith(weights):
                 first, last = (int(place, 16) for place in line.split()[0].split("-"))
                 advise(first, last - first, mmap.MADV_DONTNEED)
+    with suppress(AttributeError):  # of glibc alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def discard(name: str) -> None:
