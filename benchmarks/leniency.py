@@ -155,8 +155,8 @@ def of_file(
         "replay": _figures(_counted(trace, REAL_LENGTH, REAL_RULES[temperature]))
     }
     text = (
-        f"{Path(file).name}, T = {temperature:g}, {REAL_LENGTH}, {trace.prompts} chat prompts of eight kinds, "
-        f"{int(trace.sizes.sum())} tokens. By replay with its default draft, {DRAWS} draws.\n\n"
+        f"{Path(file).name}, T = {temperature:g}, {REAL_LENGTH}, {trace.prompts} chat prompts "
+        f"of eight kinds, {int(trace.sizes.sum())} tokens. By replay with its default draft, {DRAWS} draws.\n\n"
         + _replay_table(results["replay"])
     )
     if live:
