@@ -156,8 +156,8 @@ def of_file(
     }
     text = (
         f"{Path(file).name}, T = {temperature:g}, {REAL_LENGTH}, {trace.prompts} chat prompts "
-        f"of eight kinds, {int(trace.sizes.sum())} tokens. By replay with its default draft, {DRAWS} draws.\n\n"
-        + _replay_table(results["replay"])
+        f"of eight kinds, {int(trace.sizes.sum())} tokens. By replay with its default "
+        f"draft, {DRAWS} draws.\n\n" + _replay_table(results["replay"])
     )
     if live:
         rules = ("standard", *(f"ears(beta={b})" for b in (0.1, 0.3, 0.5)))
