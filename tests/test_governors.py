@@ -101,6 +101,14 @@ def test_a_draft_that_rides_with_the_prompt_costs_its_steps():
     assert drafted(Renewal(), chances, riding) == (1, 1)
 
 
+def test_in_a_packed_batch_a_token_that_rides_adds_its_own_share():
+    costs = Costs(0.05, ((1, 1.0), (2, 3.0), (3, 3.2)), batch=4, packed=True, prefill=0.1)
+    for rides, trimmed in ((True, 0), (False, 1)):  # 0.2 and 2 plain tokens for 0.5
+        plan = Renewal().open(Pace(), costs, [Seat(outlook=HOPE, rides=rides)] * 4, 4, 0)
+        plan.go([Chance(0.5, 0.1)] * 4)
+        assert [plan.trim(i) for i in range(4)] == [trimmed] * 4
+
+
 # --- the budget ---------------------------------------------------------------------------------
 
 

@@ -193,10 +193,9 @@ class _Weighed(Plan):
         """Seconds by which the n-th token of a row makes the pass longer."""
         if tokens <= self._paid and not self._apart:
             return 0.0
-        judging = self._costs.judging
-        if self._rides:
-            return self._costs.widening
-        return judging[min(tokens, len(judging)) - 1] / (self._rows if self._apart else 1)
+        costs, judging = self._costs, self._costs.judging
+        seconds = costs.widening if self._rides else judging[min(tokens, len(judging)) - 1]
+        return seconds / (self._rows if self._apart else 1)
 
     def _step(self, tokens: int, rows: int) -> float:
         """Seconds of a draft step behind so many tokens, and of judging what it drafts in rows."""
