@@ -23,13 +23,17 @@ Passes = tuple[tuple[int, float], ...]
 
 def bounded(seconds: float, width: int, shorter: Sequence[tuple[int, float]]) -> float:
     """Seconds of a pass, without noise: more tokens take no less time than fewer do, nor more than
-    shorter passes that hold as many.
+    shorter passes, bounded likewise, that hold as many.
 
     >>> [bounded(seconds, 5, [(1, 1.0), (4, 1.2)]) for seconds in (1.0, 2.0, 9.0)]
     [1.2, 2.0, 2.4]
     """
-    least = max((taken for _, taken in shorter), default=0.0)
-    return min([max(seconds, least), *(-(-width // n) * taken for n, taken in shorter)])
+    if shorter:
+        seconds = max(seconds, shorter[-1][1])
+    for n, taken in shorter:
+        if (several := -(-width // n) * taken) < seconds:
+            seconds = several
+    return seconds
 
 
 @dataclass(frozen=True)

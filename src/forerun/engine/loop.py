@@ -208,7 +208,7 @@ class Engine:
         guide = self._guide
         rooms = guide.begin(passed.ready, self.drafter)
         asked = [0] * len(rooms)
-        if not self._lengths.resting(passed.costs):
+        if not (rests := self._lengths.resting(passed.costs)):
             seats = [self._seat(i) if room else None for i, room in enumerate(rooms)]
             asked = self._lengths.limits(passed.costs, seats)
         limits = list(map(draft_limit, asked, rooms))
@@ -216,7 +216,7 @@ class Engine:
         if any(most):
             proposal = self.drafter.propose(guide.texts(most), most, guide)
         guide.end(proposal, limits)
-        if not all(passed.ready):
+        if not rests and not all(passed.ready):
             self._read_along(passed)
         passed.drafting = self._clock() - passed.began
         return proposal

@@ -90,6 +90,7 @@ class Meter:
         packed: bool = False,
     ) -> None:
         self._ratio, self._levels, self._packed = min(ratio, RATIO), levels, packed
+        self._widths = sorted({*WIDTHS, *levels, *(n + 1 for n in levels)} - {1})
         self._sizes: dict[int, _Samples] = {}
         self._timer: PassTimer | None = None
         self._rows = 0
@@ -208,7 +209,7 @@ class Meter:
             prior = scale * loaded(level)
             off[level] = (low(level, prior if (rows, level) in known else None) or prior) / prior
         passes = [(1, plain)]
-        for width in sorted({*WIDTHS, *self._levels, *(n + 1 for n in self._levels)} - {1}):
+        for width in self._widths:
             level = self._level(rows, width)
             near = max((n for n in off if n <= level), default=min(off, default=0))
             seconds = scale * loaded(level) * off.get(near, 1.0)

@@ -67,9 +67,17 @@ class Times:
         target = {shape: s for shape, s in self.target.items() if shape[0] in wide}
         return _by_rows(target), _by_rows(self.draft)
 
+    @cached_property
+    def _derived(self) -> dict[tuple[int, float], float]:
+        """What `target_seconds` has said: it is asked 40 times after a round."""
+        return {}
+
     def target_seconds(self, rows: int, width: float) -> float:
         """Of a pass of the target of so many tokens a row."""
-        return _seconds(self._sizes[0], rows, width)
+        seconds = self._derived.get((rows, width))
+        if seconds is None:
+            seconds = self._derived[rows, width] = _seconds(self._sizes[0], rows, width)
+        return seconds
 
     def draft_seconds(self, rows: int) -> float:
         """Of a step of the draft, where it was timed."""
