@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save_draft
 from forerun.runtime.eagle import EPS, EagleHead
 from forerun.testing import ScriptedModel
+from forerun.training import eagle as training
 from forerun.training.eagle import EagleTrainer, unrolled
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
@@ -239,6 +241,21 @@ def test_what_is_learned_is_what_is_drafted(taught: Any, tmp_path: Path) -> None
                 got = step.logits[0, trainer.vocabulary]
                 torch.testing.assert_close(got, steps[ahead][place + ahead], atol=1e-3, rtol=1e-3)
             drafter._restore()
+
+
+def test_what_is_lost_is_the_same_whoever_runs_together(
+    taught: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, trainer, documents = taught
+    texts = [d._replace(ids=d.ids[: len(d.ids) - 3 * i]) for i, d in enumerate(documents[:6])]
+    monkeypatch.setattr(training, "LEARNED", 1.0)
+    losses = []
+    for rows in (1, 2, 6):
+        monkeypatch.setattr(training, "ROWS", rows)
+        parts = [loss.item() for loss in trainer._losses(texts, random.Random(0))]
+        assert len(parts) == 6 // rows
+        losses.append(sum(parts))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
 
 
 def test_a_taught_head_is_right(taught: Any, tmp_path: Path) -> None:
