@@ -50,7 +50,8 @@ def main(prompts: int, tokens: int, target: str | None, eagle3: str | None, time
         # What is remembered is of these prompts alone; time is the process's own.
         with TemporaryDirectory() as cache, patch("time.perf_counter", time.process_time):
             os.environ["FORERUN_CACHE"] = cache
-            how: dict[str, Any] = {} if target else {"dtype": "float32", "runtime": "torch"}
+            on_torch = not target or drafter == "eagle3"  # which shares its target's embeddings
+            how: dict[str, Any] = {"dtype": "float32", "runtime": "torch"} if on_torch else {}
             model = forerun.load(target, drafts[drafter], **how)
             work = _tasks(model, prompts, tokens, real=target is not None)
             results[drafter] = _replayed(model, work)
