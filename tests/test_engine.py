@@ -861,3 +861,16 @@ def test_the_reason_of_an_error_of_several_lines_is_in_its_line() -> None:
     assert error_line(error) == "RuntimeError: Exception from a.cpp:246: out of memory"
     assert error_line(ValueError("one line")) == "ValueError: one line"
     assert error_line(KeyError()) == "KeyError: KeyError"
+
+
+@pytest.mark.parametrize(("spec", "reads"), [("auto", True), ("auto(reserve=0)", False)])
+def test_a_draft_reads_along_only_where_somebody_may_draft(spec: str, reads: bool) -> None:
+    """A prompt of several chunks, beside which nothing is drafted while the target reads it."""
+    target, draft = (ScriptedModel(chaotic(3)) for _ in range(2))
+    rows, steps = Rows(target), Rows(draft)
+    engine = Engine(rows, ModelDrafter(steps, V))
+    engine.submit(
+        [1] * 1200, Sampling(max_new_tokens=4), CONTROLLERS.make(spec), RULES.make("exact")
+    )
+    engine.step()
+    assert (rows.passes, steps.passes) == (1, int(reads))
