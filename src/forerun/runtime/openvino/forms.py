@@ -54,10 +54,10 @@ several 55, 53, 112. A single token would take 32 on them, and takes 23."""
 LARGEST_LEAST = 2
 """Tokens that any pass may have to be padded to."""
 PACKED_SIZES = (1,), ()
-"""Those of a model of 4- to 6-bit weights. Passes of one token and of several come in turns, and in
-one graph each would prepare what the other left: of SmolLM2 (Q4_1, AVX2) they take 23 and 53 ms of
-CPU, in one graph in turns 31 to 39 and 64 to 75, each among its like 27 and 55. Padding to five
-tokens costs more than a change between larger numbers."""
+"""Those of a model of 4- to 6-bit weights. Drafting makes passes of one token and of several take
+turns, and an open graph prepares all its nodes anew at each change: of SmolLM2 (Q4_1, AVX2) 31 ms
+of CPU a token for 27 among its like, 64 for 55 of five tokens; with a graph for one token no more
+than among its like. Another for five would gain nothing where two tokens are padded to it."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
