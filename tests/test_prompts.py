@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ class Letters:
     """A tokenizer of the letters a, b, c, …"""
 
     eos_token_id = None
+    all_special_ids: Sequence[int] = ()
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [(ord(letter) - ord("a")) % V for letter in text]
