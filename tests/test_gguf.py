@@ -145,6 +145,12 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     executor.keep([], [])
     one = [executor.run([i], [IDS[i : i + 1]], [1])[0, 0].numpy() for i in range(len(IDS))]
     assert np.abs(np.stack(one) - many).max() < 1e-4 * np.abs(many).max()
+    again = from_name(file, threads=1)  # by what is kept
+    same = [again.run([i], [IDS[i : i + 1]], [1])[0, 0].numpy() for i in range(len(IDS))]
+    assert np.array_equal(same, one), "a text does not depend on which start it is"
+    for start in (executor, again):
+        tokens = {start._forms.fitting(n) for n in range(1, 6)}
+        assert tokens == {start._forms.open}, "no graph that was not compared"
 
 
 def test_what_a_file_says(file: Path) -> None:

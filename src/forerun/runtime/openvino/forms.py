@@ -57,7 +57,8 @@ PACKED_SIZES = (1,), ()
 """Those of a model of 4- to 6-bit weights. Drafting makes passes of one token and of several take
 turns, and an open graph prepares all its nodes anew at each change: of SmolLM2 (Q4_1, AVX2) 31 ms
 of CPU a token for 27 among its like, 64 for 55 of five tokens; with a graph for one token no more
-than among its like. Another for five would gain nothing where two tokens are padded to it."""
+than among its like. Another for five would gain nothing where two tokens are padded to it. Where
+passes are padded there is none: that it computes what the open graph does was not tried there."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
@@ -75,12 +76,14 @@ def is_packed(facts: Facts) -> bool:
 
 
 def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]]:
-    """Those that are worth their memory, of `SIZES`, `TILED_SIZES` or `SMALL_SIZES`."""
+    """Those that are worth their memory, of `SIZES` and their like."""
     size = weighed(facts)
     alone: tuple[int, ...]
     shared: tuple[int, ...]
-    wide = PACKED_SIZES if is_packed(facts) else TILED_SIZES if tiled else SIZES
+    wide = TILED_SIZES if tiled else SIZES
     alone, shared = wide if size >= SMALLEST_WIDE else SMALL_SIZES
+    if is_packed(facts):
+        alone, shared = PACKED_SIZES
     if size >= SMALLEST_WIDE and not halved:  # nothing makes four tokens cheaper than five then
         alone = tuple(n for n in alone if n != HALVED)
     copies = [size // 2 if tiled or (halved and n <= HALVED) else size for n in (*alone, *shared)]
@@ -287,7 +290,7 @@ class Forms:
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
         self.least = 1
-        self.open, *self._exact = compiled([0, *sorted({max(n, least) for n in alone})])
+        self.open, *self._exact = compiled([0, *(n for n in alone if n >= least)])
         self._wide: Form | None = None
         if large and tiled and weighed(facts) // 2 <= LARGEST_SECOND:
             with suppress(RuntimeError, MemoryError):
