@@ -133,7 +133,7 @@ def _answered(
         row: dict[str, Any] = {}
         at = number % len(names)  # no method always follows the same one
         for name in names[at:] + names[:at]:
-            began = time.perf_counter()
+            began = time.process_time()
             [done] = model.generate([asked[number].prompt], max_new_tokens=tokens, **how[name])
             stats = done.stats
             row[name] = {
@@ -141,7 +141,7 @@ def _answered(
                 "tokens": stats.tokens,
                 "rounds": stats.rounds,
                 "drift": (stats.drift_mean or 0) * stats.tokens,
-                "seconds": time.perf_counter() - began,
+                "seconds": time.process_time() - began,
             }
         runs.append({name: row[name] for name in names})
         yield
@@ -159,7 +159,7 @@ def right(text: str, item: Item) -> bool:
 
 
 def _counts(results: dict[str, Any], name: str) -> list[str]:
-    """Tokens a round, drift, and speed over `standard`'s."""
+    """A method's `COLUMNS`."""
     own = [row[name] for row in results["runs"]]
     tokens, rounds, drift = (sum(run[k] for run in own) for k in ("tokens", "rounds", "drift"))
     pace = [
@@ -172,7 +172,7 @@ def _counts(results: dict[str, Any], name: str) -> list[str]:
     ]  # fmt: skip
 
 
-COLUMNS = ("tokens a round", "drift", "tokens a text", "speed over standard")
+COLUMNS = ("tokens a round", "drift", "tokens a text", "speed over standard, processor time")
 
 
 def _sums_text(results: dict[str, Any], calibrated: int) -> str:
