@@ -183,8 +183,10 @@ class Odds:
         that `standard` keeps what is drafted there."""
         if self.draft.logits is None:
             return self.tokens.target.squeeze(-1)
-        view = self.vocabulary
-        return torch.minimum(view.target, view.draft).sum(-1)
+        both = torch.minimum(self._log_target, self._log_draft).exp().sum(-1)
+        if not self.some_greedy:
+            return both
+        return self._greedy_else(self._log_draft.gather(-1, self._best).squeeze(-1).exp(), both)
 
     @cached_property
     def rank(self) -> torch.Tensor:

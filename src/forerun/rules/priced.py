@@ -58,11 +58,7 @@ class Priced(PositionRule):
         asked[:, :-1] &= odds.inside[:, 1:]
         if not asked.any():
             return Weighed(ratio)
-        read = asked.flip(-1).cumsum(-1).flip(-1) > 0  # before an asked one, or that itself
-        read |= asked.roll(1, -1)
-        overlap = torch.zeros_like(ratio)
-        overlap[read] = odds.take(read).overlap.view(-1)
-        keep = asked & (self._saved(overlap) >= self._price(odds))
+        keep = asked & (self._saved(odds.overlap) >= self._price(odds))
         if odds.some_greedy:
             keep &= ~odds.greedy
         # Of the tokens that were not drafted nobody knows whether they would be kept: this is the
