@@ -286,8 +286,10 @@ def test_a_shared_encoder_reads_once() -> None:
     sources = [[5, 6, 7], [8, 9]]
     rows.join(2, 4, sources)
     small.join(2, 4, sources)
-    handle.remove()
     assert len(calls) == 1
+    Rows(one).join(2, 4, sources)  # another batch of the same sources is not free
+    handle.remove()
+    assert len(calls) == 2
     close(small.feed([[96], [96]])[1, 0], alone(draft, sources[1], [96])[-1])
 
 

@@ -30,7 +30,7 @@ class SourceStates:
 
 
 class Encoder:
-    """Reads sources; remembers the last ones where a draft shares them."""
+    """Reads sources; remembers the last ones for a draft that shares them."""
 
     def __init__(self, model: Any) -> None:
         self._module, self._device = model.get_encoder(), model.device
@@ -41,10 +41,11 @@ class Encoder:
         self._last: tuple[list[list[int]], list[SourceStates]] | None = None
 
     @torch.inference_mode()
-    def read(self, sources: Sequence[Sequence[int]]) -> list[SourceStates]:
-        """States of all sources, those of alike lengths together."""
+    def read(self, sources: Sequence[Sequence[int]], again: bool) -> list[SourceStates]:
+        """States of all sources, those of alike lengths together; of the last ones, if they are
+        read `again`, what is known."""
         wanted = [list(source) for source in sources]
-        if self._last is not None and self._last[0] == wanted:
+        if again and self._last is not None and self._last[0] == wanted:
             return self._last[1]
         out = []
         for places in _groups([len(source) for source in wanted]):
@@ -79,8 +80,8 @@ class CrossAttention:
     """Makes the keys and values that a model's decoder attends to."""
 
     def __init__(self, model: Any, encoder: Encoder | None = None) -> None:
-        self.encoder = encoder or Encoder(model)
-        self.encoder.shared |= encoder is not None
+        self.encoder, self._shares = encoder or Encoder(model), encoder is not None
+        self.encoder.shared |= self._shares
         self.layers = [projections(layer) for layer in layers_of(model.get_decoder())]
 
     @torch.inference_mode()
@@ -91,7 +92,7 @@ class CrossAttention:
 
         Both are `(sources, heads, columns, width)`; columns beyond a source mean nothing.
         """
-        for states in self.encoder.read(sources):
+        for states in self.encoder.read(sources, again=self._shares):
             x = states.values
             yield (
                 states,
