@@ -46,10 +46,8 @@ class Costs:
 
     draft: float
     """One more drafted token: the drafter's forward, and the engine's work for a drafted token."""
-    verify: Passes
-    """Of the target; linear in between, beyond the last width by the last slope."""
-    fixed: float = 0.0
-    """Per round, outside both models."""
+    verify: Passes  # of the target; linear in between, beyond the last width by the last slope
+    fixed: float = 0.0  # per round, outside both models
     batch: int = 1
     context: int = 128
     first: float = 0.0
@@ -62,8 +60,7 @@ class Costs:
     cold: float = 0.0
     """What a plain pass takes more right behind a draft that was thrown away, as its weights have
     left the caches; less, where the drafter is made of the target's layers and has run some."""
-    free: float = 0.0
-    """A token of what drafts without a model, in a chain before one that does."""
+    free: float = 0.0  # a token of what drafts without a model, in a chain before one that does
     asking: float = 0.0
     """What a drafted token takes more where the controller is shown it (`asked`)."""
     reading: float = 0.0

@@ -82,8 +82,7 @@ class Model:
         self.meter = Meter.of(self.target, drafter)
         """What rounds cost; put `Meter.given(costs)` here to decide by costs of your own."""
         Reuse(prefixes, (self.target, *drafter.caches))  # refuses what keeps none
-        self.prefixes = prefixes
-        """Texts read before; None reads every text."""
+        self.prefixes = prefixes  # texts read before; None reads every text
         self._plain = NoDraft().build(None, None)
         self._shared = SharedEngine(self._engine)
 

@@ -18,12 +18,10 @@ from forerun import chat
 from forerun.errors import ForerunError, PromptError, SettingError, UnknownNameError, require
 from forerun.requests import Sampling
 
-BUILTIN, ALL = "builtin", "all"
-"""Names of the shipped prompts, and of all their families."""
+BUILTIN, ALL = "builtin", "all"  # names of the shipped prompts, and of all their families
 WANTED = "text, token ids (a list or a 1-D array of integers), messages, or a list of such"
 
-Message = dict[str, Any]
-"""Of a conversation: a role and a content."""
+Message = dict[str, Any]  # of a conversation: a role and a content
 Content = str | list[int] | list[Message]
 """Text, token ids, or a conversation, which a chat template is put around."""
 

@@ -48,13 +48,10 @@ class ScriptedModel(Executor):
         self.facts = Facts(
             vocab_size=vocab, limit=limit, executor="scripted", source_limit=source_limit
         )
-        self.sources: list[list[int]] = []
-        """What each row's encoder read."""
+        self.sources: list[list[int]] = []  # what each row's encoder read
         self.device = torch.device("cpu")
-        self.history: list[list[int]] = []
-        """Tokens each row holds: what the engine really fed."""
-        self.passes: list[list[int]] = []
-        """Per pass the tokens each row was fed."""
+        self.history: list[list[int]] = []  # tokens each row holds: what the engine really fed
+        self.passes: list[list[int]] = []  # per pass the tokens each row was fed
 
     @property
     def vocab_size(self) -> int:

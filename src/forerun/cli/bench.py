@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 FIXED = "fixed(5)"  # measured beside the default controller
 METHODS = "What is compared"  # panel of the help text, as the next
 ORACLE = "Share of the oracle"
-DRIFT = 0.05
-"""A change of plain decoding above which the machine was in another state."""
+DRIFT = 0.05  # a change of plain decoding above which the machine was in another state
 
 app = typer.Typer(
     help="Measure methods and other implementations side by side; writes a report.",

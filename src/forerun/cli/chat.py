@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from forerun.prompts import Prompt
 
 HELP = "/system TEXT, /retry, /clear, /save FILE, /help, /quit; Ctrl-C stops an answer"
-PLAIN = 16
-"""Tokens decoded plainly behind an answer, to tell how much faster it came."""
-PREFIXES = 256 << 20
-"""Bytes for the conversation so far, so that no turn is read twice."""
+PLAIN = 16  # tokens decoded plainly behind an answer, to tell how much faster it came
+PREFIXES = 256 << 20  # bytes for the conversation so far, so that no turn is read twice
 
 
 OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed")

@@ -19,10 +19,8 @@ from forerun.errors import SettingError, require
 if TYPE_CHECKING:
     from forerun.lab.exits.layer_view import LayerView
 
-CELL = 8
-"""Characters of a token that are shown."""
-WIDTH = 22
-"""Of the columns before the tokens."""
+CELL = 8  # characters of a token that are shown
+WIDTH = 22  # of the columns before the tokens
 
 
 @options.command

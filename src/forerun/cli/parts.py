@@ -162,11 +162,9 @@ def names_in(spec: str | Spec) -> Iterator[str]:
             yield from names_in(value)
 
 
-WIDE = 400
-"""Columns where output is piped, so that lines are never wrapped."""
+WIDE = 400  # columns where output is piped, so that lines are never wrapped
 
-ROOMY = 130
-"""Columns from which settings and papers fit beside the rest."""
+ROOMY = 130  # columns from which settings and papers fit beside the rest
 
 
 def show(

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from forerun.prompts import Prompt
 
 SCHEMA = 1
-COPYING = "lookup", "suffix"
-"""Drafters whose settings exports give to other engines."""
+COPYING = "lookup", "suffix"  # drafters whose settings exports give to other engines
 TRANSFORM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
 PENALISED = Annotated[
     float | None,

@@ -18,8 +18,7 @@ from forerun.requests import Sampling
 if TYPE_CHECKING:
     from forerun.lab.exits.sweep import Confirmed, Sweep
 
-OF_FILE, OF_FAMILY = 30, 5
-"""Prompts by default."""
+OF_FILE, OF_FAMILY = 30, 5  # prompts by default
 app = options.group("Tune a drafter's settings for your model.")
 
 

@@ -18,8 +18,7 @@ from forerun.errors import SettingError, require
 from forerun.training.settings import TrainingSettings
 
 SCHEMA = 1
-OWN = "own.jsonl"
-"""What the target wrote, in the draft's folder."""
+OWN = "own.jsonl"  # what the target wrote, in the draft's folder
 
 
 @options.command

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from forerun.engine import Completion
     from forerun.prompts import Prompt
 
-GROUP = 64
-"""Texts that are added to the file together."""
-SCHEMA = "forerun_texts"
-"""Key of the first line, which says how the others were written."""
+GROUP = 64  # texts that are added to the file together
+SCHEMA = "forerun_texts"  # key of the first line, which says how the others were written
 
 
 @options.command
@@ -151,8 +149,7 @@ class Archive:
 
     def __init__(self, path: Path, how: dict[str, Any]) -> None:
         self._path = path
-        self.lines: list[dict[str, Any]] = []
-        """What is there."""
+        self.lines: list[dict[str, Any]] = []  # what is there
         self._read(path)
         if not self.lines:
             self.append([{SCHEMA: 1, **how}])

@@ -14,13 +14,11 @@ from forerun.engine.text import common
 from forerun.errors import SettingError
 from forerun.requests import Constraint
 
-KEPT = 64
-"""Masks that are kept: more than a round's."""
+KEPT = 64  # masks that are kept: more than a round's
 STEP_SECONDS, TOTAL_SECONDS = 0.05, 2.0
 """Processor time that constraints may take in a round, all of them and each, and for a request:
 others wait for it."""
-FREE = 3
-"""Masks that count for the request only: the first ones build what later ones use."""
+FREE = 3  # masks that count for the request only: the first ones build what later ones use
 QUICK = 0.002
 """Processor time of a mask that no other request feels: it does not count for the request."""
 
@@ -60,10 +58,8 @@ class Place:
         self.error: Exception | None = None
         self._seconds, self._computed = 0.0, 0
         self._step, self._step_seconds = -1, 0.0
-        self.took = 0.0
-        """Processor time of its newest round."""
-        self.rested = 0
-        """Passes that it has sat out, the one that runs included; see `sit_out`."""
+        self.took = 0.0  # processor time of its newest round
+        self.rested = 0  # passes that it has sat out, the one that runs included; see `sit_out`
 
     def restrict(self, logits: torch.Tensor, output: Sequence[int], draft: Sequence[int]) -> None:
         """Exclude what may not be said, in place.

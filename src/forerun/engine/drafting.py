@@ -24,10 +24,8 @@ MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
 class Foreseen(NamedTuple):
     """By row, the tokens known ahead of the drafter; none of a row is in both."""
 
-    forced: Mapping[int, list[int]]
-    """By its constraint; a drafter may go on behind them."""
-    predicted: Mapping[int, list[int]]
-    """By its request, in place of a draft."""
+    forced: Mapping[int, list[int]]  # by its constraint; a drafter may go on behind them
+    predicted: Mapping[int, list[int]]  # by its request, in place of a draft
 
     @classmethod
     def of(cls, rows: Sequence[Row], ready: Sequence[bool]) -> Foreseen:
@@ -94,10 +92,8 @@ class RoundContext:
         self._constrained = any(row.place for row in rows)
         self._foresees = not self.reads and any(row.place or row.prediction for row in rows)
         self._foreseen = NOTHING
-        self.certain = sampler.all_certain
-        """Whether every token is the arg-max of something."""
-        self._asks = lengths.stops_early
-        """Whether policies are shown what is drafted."""
+        self.certain = sampler.all_certain  # whether every token is the arg-max of something
+        self._asks = lengths.stops_early  # whether policies are shown what is drafted
         self._leafy = [trees and "second" in lengths.signals and takes_leaves(row) for row in rows]
 
     def begin(self, ready: Sequence[bool], drafter: Drafter) -> list[int]:

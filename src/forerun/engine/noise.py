@@ -13,10 +13,8 @@ from forerun.requests import Sampling
 
 _SPREAD = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: far apart are the seeds of places that are close."""
-MOST_KEPT = 64
-"""Most places whose noise is kept at a time."""
-_BELOW_1 = np.float32(1 - 2**-24)
-"""The greatest single below 1."""
+MOST_KEPT = 64  # most places whose noise is kept at a time
+_BELOW_1 = np.float32(1 - 2**-24)  # the greatest single below 1
 
 
 def stream(seed: int, prompt: Sequence[int], source: Sequence[int] | None = None) -> int:

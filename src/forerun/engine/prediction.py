@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MATCH = 3
-"""Tokens of the output that must occur in the prediction for it to be followed there."""
+MATCH = 3  # tokens of the output that must occur in the prediction for it to be followed there
 SHORTEST, LONGEST = 4, 32
 """Tokens drafted: doubled after a draft that was kept whole, shortest after any other."""
 
@@ -16,8 +15,7 @@ class PredictionCursor:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
         self._length = SHORTEST
-        self._place = 0
-        """Where in the prediction the output has got to."""
+        self._place = 0  # where in the prediction the output has got to
         self._ends: dict[tuple[int, ...], list[int]] = {}
         for end in range(MATCH, len(self._tokens) + 1):
             self._ends.setdefault(tuple(self._tokens[end - MATCH : end]), []).append(end)

@@ -23,8 +23,7 @@ class _Node:
     parent: _Node | None
     columns: dict[Rows, Columns] = field(default_factory=dict)
     """Of its first tokens, as many as were read there."""
-    children: dict[int, _Node] = field(default_factory=dict)
-    """By their first token."""
+    children: dict[int, _Node] = field(default_factory=dict)  # by their first token
 
     @property
     def nbytes(self) -> int:
@@ -47,8 +46,7 @@ class Prefixes:
     def __init__(self, budget: int) -> None:
         require(budget >= 0, "prefix cache", budget, "≥ 0 bytes")
         self.budget = budget
-        self.nbytes = 0
-        """Bytes held, ≤ `budget`."""
+        self.nbytes = 0  # bytes held, ≤ `budget`
         self._root = _Node([], None)
         # Newest last, and every node after those below it: the first one is always a leaf.
         self._order: OrderedDict[_Node, None] = OrderedDict()

@@ -22,23 +22,16 @@ class Pass:
     """What one round feeds the target, and what became of it. Lists are per row."""
 
     began: float
-    upto: list[int]
-    """Tokens of each row's context that are covered afterwards, its draft left out."""
-    ready: list[bool]
-    """Whether that is all of it: then something is committed."""
-    read_tokens: int
-    """Tokens of prompts that it reads, but for each row's newest."""
+    upto: list[int]  # tokens of each row's context that are covered afterwards, its draft left out
+    ready: list[bool]  # whether that is all of it: then something is committed
+    read_tokens: int  # tokens of prompts that it reads, but for each row's newest
     drafter_before: float
     target_before: float
-    graphs: int
-    """What models had compiled or captured before; see `Executor.graphs`."""
+    graphs: int  # what models had compiled or captured before; see `Executor.graphs`
     counters: list[dict[str, int]]
-    costs: Costs
-    """What it is expected to cost."""
-    drafting: float = 0.0
-    """Seconds until the target's pass, and"""
-    verifying: float = 0.0
-    """of it."""
+    costs: Costs  # what it is expected to cost
+    drafting: float = 0.0  # seconds until the target's pass, and
+    verifying: float = 0.0  # of it
 
 
 def lap_of(passed: Pass, proposal: Proposal, now: float, graphs: int) -> Lap:

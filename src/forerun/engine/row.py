@@ -28,43 +28,36 @@ class Row:
 
     id: int
     request: Request
-    context: list[int]
-    """Prompt and committed tokens."""
-    prompt: int
-    """How many tokens of the context are the prompt."""
+    context: list[int]  # prompt and committed tokens
+    prompt: int  # how many tokens of the context are the prompt
     eos: frozenset[int]
     seed: int
     text: Detokenizer
     stops: StopStrings
     prediction: PredictionCursor | None
-    limit: int
-    """Most tokens of context."""
+    limit: int  # most tokens of context
     rests_first: bool
     """Whether its first token comes without a draft, as soon as plainly; of a stream, its first
     character."""
     submitted: float
-    place: Place | None = None
-    """In its constraint, if it has one."""
+    place: Place | None = None  # in its constraint, if it has one
     bans: Bans | None = None
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
     """Of `eos` those that a stop string of the request names."""
     ended_by: str | int | None = None
-    cached: int = 0
-    """Tokens of its prompt that were not read, for their columns were there."""
+    cached: int = 0  # tokens of its prompt that were not read, for their columns were there
     prefill: float = 0.0
     encode: float = 0.0
     """Seconds of joining, in which target and draft read its source and those beside it."""
     first_token: float = 0.0
-    drift: float | None = None
-    """Summed drift of the tokens so far; None under a lossless rule."""
+    drift: float | None = None  # summed drift of the tokens so far; None under a lossless rule
     rounds: list[Round] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     """Of what it wrote; of a text to score, of its tokens but the first."""
     logits: list[Any] = field(default_factory=list)
     """`(V,)` of every token, if the request keeps them."""
-    columns: Any = None
-    """Of its cache, if the request keeps them, when it is done."""
+    columns: Any = None  # of its cache, if the request keeps them, when it is done
     _pieces: list[Piece] = field(default_factory=list)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     """Events are looked at in any thread, while another takes the next round."""

@@ -14,8 +14,7 @@ from forerun.engine.row import Row
 from forerun.runtime.base import Pieces
 from forerun.signals import float_type
 
-ALONE, BESIDE = 128, 32
-"""Tokens of texts that a pass scores, and one that other rows wait for."""
+ALONE, BESIDE = 128, 32  # tokens of texts that a pass scores, and one that other rows wait for
 LOGITS = 1 << 25
 """Most logits that a pass has for that, 128 MiB of float32, whatever the vocabulary."""
 

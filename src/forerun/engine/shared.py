@@ -70,8 +70,7 @@ class FairLock:
 class _Stream:
     """What one caller waits for."""
 
-    first: int = 0
-    """The engine's id of its first request; the others follow."""
+    first: int = 0  # the engine's id of its first request; the others follow
     running: int = 0
     events: list[Event] = field(default_factory=list)
     error: BaseException | None = None
@@ -88,15 +87,12 @@ class SharedEngine:
     """
 
     def __init__(self, make: Callable[[Drafter, int], Engine]) -> None:
-        self.turns = FairLock()
-        """Held while the engine, or anything it uses, is touched."""
+        self.turns = FairLock()  # held while the engine, or anything it uses, is touched
         self._make = make
         self._engine: Engine | None = None
         self._kind: tuple[Drafter, int] | None = None
-        self._streams: dict[int, _Stream] = {}
-        """The stream of each request that is not done."""
-        self._left: deque[_Stream] = deque()
-        """Streams whose callers walked away."""
+        self._streams: dict[int, _Stream] = {}  # the stream of each request that is not done
+        self._left: deque[_Stream] = deque()  # streams whose callers walked away
 
     def stream(
         self, drafter: Drafter, batch_size: int, requests: Sequence[Request]

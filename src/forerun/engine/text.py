@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-HELD = 3
-"""Bytes of an unfinished character, at most: UTF-8 has four."""
+HELD = 3  # bytes of an unfinished character, at most: UTF-8 has four
 UNREADABLE = "\ufffd"
 _ERRORS = "forerun-bytes"
 codecs.register_error(_ERRORS, lambda e: (UNREADABLE * (e.end - e.start), e.end))  # type: ignore[attr-defined]

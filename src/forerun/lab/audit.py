@@ -48,18 +48,14 @@ AROUND, ONWARD = 16, 4
 class Difference:
     """The first position at which two greedy outputs of one prompt differ."""
 
-    position: int
-    """Output tokens the two have in common."""
-    tokens: tuple[int | None, int | None]
-    """The next token of each; None where it ended."""
-    margin: float
-    """Smallest gap between the logits of the two tokens, over the shapes recomputed."""
+    position: int  # output tokens the two have in common
+    tokens: tuple[int | None, int | None]  # the next token of each; None where it ended
+    margin: float  # smallest gap between the logits of the two tokens, over the shapes recomputed
     bound: float
     """How much a logit's difference may move between shapes: measured at this very prefix, and
     never less than rounding the largest logit in the model's dtype."""
     near_tie: bool
-    spread: float = 0.0
-    """How much the difference of the two logits moved between the shapes."""
+    spread: float = 0.0  # how much the difference of the two logits moved between the shapes
     ceiling: float = inf
     """Most that roundings can move it; a larger `spread` is a bug, whatever the margin."""
 
@@ -227,16 +223,14 @@ class Kind(StrEnum):
 class Comparison:
     """Two greedy outputs of one prompt."""
 
-    prompt: int
-    """Index of the prompt."""
+    prompt: int  # index of the prompt
     check: str
     """How the first was made, e.g. ``"speculative"``."""
     against: str
     """How the second was made, e.g. ``"plain"``."""
     outputs: tuple[list[int], list[int]]
     kind: Kind
-    difference: Difference | None = None
-    """None if they are identical."""
+    difference: Difference | None = None  # None if they are identical
 
 
 PLAIN, SPECULATIVE = "plain", "speculative"

@@ -21,8 +21,7 @@ from forerun.runtime.base import Rows
 from forerun.signals import entropy
 
 SCHEMA = 1
-ELEMENTS = 1 << 25
-"""Most logits held at once, so that a large vocabulary does not fill the memory."""
+ELEMENTS = 1 << 25  # most logits held at once, so that a large vocabulary does not fill the memory
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,9 @@ class Entropies:
 class Calibration:
     """Result of `easd`."""
 
-    entropy: float
-    """τ_H in nats: the mean of the highest `top` target entropies."""
-    share: float
-    """Share of the steps that count as the highest."""
-    top: int
-    """⌈share · steps⌉."""
+    entropy: float  # τ_H in nats: the mean of the highest `top` target entropies
+    share: float  # share of the steps that count as the highest
+    top: int  # ⌈share · steps⌉
     prompts: int
     target: Entropies
     draft: Entropies | None

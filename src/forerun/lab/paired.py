@@ -15,8 +15,7 @@ from forerun.lab.audit import Difference, explain
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule
 
-PAIRS = 3
-"""Runs of plain and of speculative decoding."""
+PAIRS = 3  # runs of plain and of speculative decoding
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,13 @@ class TimedBatch:
 class PairedRuns:
     """The outcome of `paired`."""
 
-    plain: TimedBatch
-    """The plain run of median speed."""
-    speculative: TimedBatch
-    """The speculative run of median speed."""
-    ratios: list[float]
-    """Speed-up of each pair, in tokens per second."""
+    plain: TimedBatch  # the plain run of median speed
+    speculative: TimedBatch  # the speculative run of median speed
+    ratios: list[float]  # speed-up of each pair, in tokens per second
     identical: bool
-    lossless: bool
-    """Whether the rule is."""
-    certain: bool
-    """Whether every request is greedy, or drawn by its seed's noise (`gumbel`)."""
-    differences: dict[int, Difference]
-    """Where outputs differ that must not, by the prompt."""
+    lossless: bool  # whether the rule is
+    certain: bool  # whether every request is greedy, or drawn by its seed's noise (`gumbel`)
+    differences: dict[int, Difference]  # where outputs differ that must not, by the prompt
 
     @property
     def speedup(self) -> float:

@@ -27,16 +27,12 @@ QUANTILES = {"median": 0.5, "p99": 0.99, "largest": 1.0}
 class AuditedText:
     """What became of one prompt."""
 
-    prompt: int
-    """Index of the prompt."""
-    first: int | None
-    """The first output token that differs; None: the texts are equal."""
+    prompt: int  # index of the prompt
+    first: int | None  # the first output token that differs; None: the texts are equal
     gaps: list[float]
     """Per position of the float32 text the gap of its two best logits, after penalties."""
-    moved: list[float]
-    """Per position the largest difference of any logit."""
-    other: list[int]
-    """Positions whose best token is another."""
+    moved: list[float]  # per position the largest difference of any logit
+    other: list[int]  # positions whose best token is another
 
 
 def compare(

@@ -15,8 +15,7 @@ from forerun import __version__, zoo
 from forerun.runtime.base import Rows
 from forerun.runtime.timing import machine as machine_name
 
-HASHED = 4 << 30
-"""Weights files of more bytes than this are not read in full to name a model."""
+HASHED = 4 << 30  # weights files of more bytes than this are not read in full to name a model
 
 
 def machine(runtime: Rows) -> dict[str, Any]:

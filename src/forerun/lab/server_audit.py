@@ -18,16 +18,13 @@ from typing import Any
 
 from forerun.errors import PromptError, SettingError
 
-TOP = 5
-"""Alternatives asked for, as many as OpenAI gives for completions."""
+TOP = 5  # alternatives asked for, as many as OpenAI gives for completions
 SAFETY = 4.0
 """A gap within this many times the movement measured on common tokens counts as rounding."""
-ROUNDING = 1e-4
-"""Least movement that is taken for rounding, in nats: servers write few digits."""
+ROUNDING = 1e-4  # least movement that is taken for rounding, in nats: servers write few digits
 CEILING = 0.5
 """Most nats between two tokens that rounding can explain, in any precision servers run in."""
-PLAIN = {"speculative": False}
-"""The field by which forerun's server decodes plainly."""
+PLAIN = {"speculative": False}  # the field by which forerun's server decodes plainly
 TIMEOUT = 600.0
 
 
@@ -46,8 +43,7 @@ class ToldToken:
 
     token: str
     logprob: float
-    top: Mapping[str, float]
-    """The most likely tokens there, with their log-probabilities."""
+    top: Mapping[str, float]  # the most likely tokens there, with their log-probabilities
 
     def of(self, token: str) -> float | None:
         """The log-probability of a token; None if the server does not say."""

@@ -19,10 +19,8 @@ from forerun.serve.worker import Update
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for the engine's."""
-HERE = "\0"
-"""Stands in a prepared frame for what differs from one to the next."""
-WINDOW = 4
-"""Tokens of context that decide how the next one is written."""
+HERE = "\0"  # stands in a prepared frame for what differs from one to the next
+WINDOW = 4  # tokens of context that decide how the next one is written
 
 
 class Choice:
@@ -31,15 +29,11 @@ class Choice:
     def __init__(self, prompt: Sequence[int], reader: CallReader | None = None) -> None:
         self.context = list(prompt)
         self.reader = reader
-        self.calls: list[tuple[Call, str]] = []
-        """What calls grew by with the last update."""
-        self.tokens = 0
-        """Written so far."""
+        self.calls: list[tuple[Call, str]] = []  # what calls grew by with the last update
+        self.tokens = 0  # written so far
         self.text: list[str] = []
-        self.begun = False
-        """Whether there is any."""
-        self.offset = 0
-        """Characters of the tokens whose log-probabilities were shown."""
+        self.begun = False  # whether there is any
+        self.offset = 0  # characters of the tokens whose log-probabilities were shown
         self.done: Completion | None = None
         self.queued = 0.0
         self.report: dict[str, list[Any]] = {

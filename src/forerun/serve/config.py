@@ -9,8 +9,7 @@ from forerun.checks import Bytes
 from forerun.errors import require
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-ALL_RULES = "all"
-"""As an allowed rule: every rule."""
+ALL_RULES = "all"  # as an allowed rule: every rule
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.serve.errors import ApiError
 
-PATIENCE = 1.0
-"""Seconds for the head of a request that is refused anyway."""
+PATIENCE = 1.0  # seconds for the head of a request that is refused anyway
 
 
 def refusal(message: str) -> bytes:

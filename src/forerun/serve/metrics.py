@@ -19,8 +19,7 @@ from forerun.serve.worker import Update, Updates, Worker
 from forerun.types import Stop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-POSITIONS = 16
-"""Positions of a draft that are counted one by one; later ones count as the last."""
+POSITIONS = 16  # positions of a draft that are counted one by one; later ones count as the last
 REASONS = ("eos", "stop", "length", "context", "error")
 REFUSALS = ("queue_full", "shutting_down", "invalid", "unauthorized")
 DEPARTURES = ("disconnected", "slow_reader")
@@ -30,8 +29,7 @@ _TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
 _DRIFT = (0, 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.2, 0.5, 1)
 
-Counts = defaultdict[Counter, float]
-"""What to add to which."""
+Counts = defaultdict[Counter, float]  # what to add to which
 
 
 class Metrics:

@@ -18,10 +18,8 @@ from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
 from forerun.serve.texts import Texts
 from forerun.serve.tools import Calling
 
-COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions."""
-LONGEST_WORDS = 4096
-"""Characters of banned words, together."""
+COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
+LONGEST_WORDS = 4096  # characters of banned words, together
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,10 @@ class ServedModel:
     """Of the served model."""
 
     name: str
-    limit: int
-    """Most tokens of context."""
+    limit: int  # most tokens of context
     vocab_size: int
     eos: frozenset[int]
-    defaults: dict[str, float]
-    """Sampling settings of requests that do not say."""
+    defaults: dict[str, float]  # sampling settings of requests that do not say
     source_limit: int | None = None
     """Most tokens that an encoder reads: then the prompt is the source."""
     context: Callable[[list[int]], tuple[list[int], list[int] | None]] = lambda ids: (ids, None)
@@ -53,12 +49,10 @@ class AnswerPlan:
     stops: tuple[str, ...]
     ignored: Sequence[str]
     request: Generation
-    writes: bool
-    """Whether anything is written: with `max_tokens` 0 a prompt is only scored."""
+    writes: bool  # whether anything is written: with `max_tokens` 0 a prompt is only scored
     top: int | None
     """Log-probabilities wanted: so many alternatives beside the chosen token; None: none."""
-    calling: Calling | None = None
-    """Functions that the answer may call."""
+    calling: Calling | None = None  # functions that the answer may call
 
     @property
     def stream(self) -> bool:

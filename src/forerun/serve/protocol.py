@@ -21,10 +21,8 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first wrong item is told: a body has room for a million, and to tell of all
 takes seconds in which nobody is heard."""
-MAX_SPEC = 400
-"""Characters of a controller's or rule's spec."""
-MAX_EXTRA = 256
-"""Fields that are none of ours: each is compared with those that are."""
+MAX_SPEC = 400  # characters of a controller's or rule's spec
+MAX_EXTRA = 256  # fields that are none of ours: each is compared with those that are
 
 
 class StreamOptions(BaseModel):

@@ -14,11 +14,9 @@ from forerun.engine import Completion, Logprob, Round, Stats
 from forerun.serve.policy import Policy
 from forerun.serve.texts import Texts
 
-FLOOR = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
+FLOOR = -9999.0  # what stands for minus infinity, which JSON does not have
 
-Entry = tuple[int, Logprob | None]
-"""A token and what the target said of it; None of a text's first."""
+Entry = tuple[int, Logprob | None]  # a token and what the target said of it; None of a text's first
 
 
 def cached(done: Sequence[Completion | None], copies: int) -> int:

@@ -142,8 +142,7 @@ class ResponseAnswer:
         self._id = f"resp_{secrets.token_hex(12)}"
         self._count = 0
         self._items: list[dict[str, Any]] = []
-        self._open = False
-        """Whether the last item still grows."""
+        self._open = False  # whether the last item still grows
         self.take = answer.take
 
     def whole(self) -> dict[str, Any]:

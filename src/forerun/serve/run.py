@@ -19,10 +19,8 @@ from forerun.serve.app import Server, create_app
 from forerun.serve.config import Config
 from forerun.serve.connections import Loading, protocol
 
-WARM = (1, 2, 3, 4)
-"""Batch sizes that are warmed up."""
-LINGER = 5
-"""Seconds that connections have to close once nothing runs any more."""
+WARM = (1, 2, 3, 4)  # batch sizes that are warmed up
+LINGER = 5  # seconds that connections have to close once nothing runs any more
 IDLE = 75
 """Seconds that a connection may wait for its next request: longer than clients keep theirs, most
 of them 5 to 60. Whoever closes first must be the client, or what it sends just then is lost."""

@@ -15,10 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-LINGER = 1.0
-"""Seconds that a client too slow for its stream has to read the error."""
-PING = b": ping\n\n"
-"""A comment: keeps proxies from closing a silent stream."""
+LINGER = 1.0  # seconds that a client too slow for its stream has to read the error
+PING = b": ping\n\n"  # a comment: keeps proxies from closing a silent stream
 DONE = b"data: [DONE]\n\n"
 
 

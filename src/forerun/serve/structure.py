@@ -13,10 +13,8 @@ from forerun.requests import Constraint
 from forerun.serve.errors import bad, unsupported
 from forerun.serve.protocol import Generation
 
-KEPT = 32
-"""Constraints that are kept compiled: clients send the same one again and again."""
-LONGEST = 100_000
-"""Characters of a schema or grammar."""
+KEPT = 32  # constraints that are kept compiled: clients send the same one again and again
+LONGEST = 100_000  # characters of a schema or grammar
 
 
 COMPILE_SECONDS = 5.0

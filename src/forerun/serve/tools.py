@@ -20,8 +20,7 @@ from forerun.serve.protocol import ChatRequest, NamedTool
 from forerun.serve.structure import asked
 
 ID_LETTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9
-"""Mistral's templates refuse other ids."""
+ID_LENGTH = 9  # Mistral's templates refuse other ids
 AS_TEMPLATES_WRITE: Any = {
     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "
 }  # fmt: skip

@@ -26,8 +26,7 @@ from forerun.serve.errors import ApiError
 
 log = logging.getLogger("forerun.serve")
 
-LAST_ROUND = 10.0
-"""Seconds that the engine's thread has to end its round when the server stops."""
+LAST_ROUND = 10.0  # seconds that the engine's thread has to end its round when the server stops
 
 
 @dataclass
@@ -45,8 +44,7 @@ class Memory:
     budget: int | None = None
     per_token: int = 0
     per_row: int = 0
-    used: int = 0
-    """Bytes that the running requests may come to take."""
+    used: int = 0  # bytes that the running requests may come to take
 
     def bytes(self, columns: Sequence[int]) -> int:
         """Of rows that may grow to these lengths."""
@@ -82,15 +80,11 @@ class Update:
     """What happened to one job of a reply: it was admitted, had a round, ended, or failed."""
 
     index: int
-    queued: float = 0.0
-    """Seconds it waited for a row."""
+    queued: float = 0.0  # seconds it waited for a row
     pieces: Sequence[Piece] = ()
-    logprobs: Sequence[Logprob] = ()
-    """Of the pieces, if the job asked for them."""
-    proposed: Sequence[int] = ()
-    """What was drafted; `round.accepted` of it were kept."""
-    round: Round | None = None
-    """None: no round yet, it was only admitted (or failed)."""
+    logprobs: Sequence[Logprob] = ()  # of the pieces, if the job asked for them
+    proposed: Sequence[int] = ()  # what was drafted; `round.accepted` of it were kept
+    round: Round | None = None  # None: no round yet, it was only admitted (or failed)
     done: Completion | None = None
     error: ForerunError | None = None
 
@@ -109,8 +103,7 @@ class Ticket:
     job: Request
     arrived: float = field(default_factory=time.perf_counter)
     queued: float = 0.0
-    request: int | None = None
-    """The engine's id while it runs."""
+    request: int | None = None  # the engine's id while it runs
 
 
 class Reply:
@@ -122,8 +115,7 @@ class Reply:
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self._open = set(range(len(jobs)))
         self.tickets = [Ticket(self, i, job) for i, job in enumerate(jobs)]
-        self.slow = asyncio.Event()
-        """Whether it was cancelled because nobody read it."""
+        self.slow = asyncio.Event()  # whether it was cancelled because nobody read it
 
     def put(self, update: Update) -> None:
         """Take an update; one too many, and the reply fails: its reader is too slow."""

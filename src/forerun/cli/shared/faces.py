@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     from forerun.lab.paired import PairedRuns
     from forerun.prompts import Prompt
 
-SHOWN = 3
-"""Failures that are told of."""
-HEAD = b'{"schema": 1, "index": '
-"""The beginning of every line of `Lines`."""
+SHOWN = 3  # failures that are told of
+HEAD = b'{"schema": 1, "index": '  # the beginning of every line of `Lines`
 ENDED = {
     "eos": "end of text",
     "stop": "a stop string",
@@ -64,8 +62,7 @@ class Face:
         self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
     ) -> None:
         self.job, self.prompts, self.explain = job, list(prompts), explain
-        self.done: dict[int, Completion] = {}
-        """Completions by the place of their prompt."""
+        self.done: dict[int, Completion] = {}  # completions by the place of their prompt
         self.rounds = RoundView(job.model.tokenizer) if rounds else None
         self.begin()
 
@@ -130,8 +127,7 @@ class JsonDocument(Face):
 class Terminal(Face):
     """Text for people; every face for them ends with the summary."""
 
-    wall = True
-    """Whether the summary counts wall time, or that of the rounds."""
+    wall = True  # whether the summary counts wall time, or that of the rounds
 
     def begin(self) -> None:
         self._out = stdout()

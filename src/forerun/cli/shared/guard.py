@@ -18,8 +18,7 @@ import typer
 from forerun.errors import ForerunError, SettingError
 
 DEBUG = "FORERUN_DEBUG"  # environment variable: print tracebacks
-HELD = ExitStack()
-"""What the command that runs holds until it ends."""
+HELD = ExitStack()  # what the command that runs holds until it ends
 
 
 class DeferredSignals:
@@ -27,8 +26,7 @@ class DeferredSignals:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.before: dict[int, Any] = {}
-        """The handlers that wait."""
+        self.before: dict[int, Any] = {}  # the handlers that wait
 
     @property
     def requested(self) -> bool:
@@ -70,8 +68,7 @@ def _handling(handlers: dict[int, Callable[..., None]]) -> Iterator[dict[int, An
             signal.signal(number, old)
 
 
-Flags = Callable[[], Mapping[str, str]]
-"""The flags of arguments, by the arguments' names."""
+Flags = Callable[[], Mapping[str, str]]  # the flags of arguments, by the arguments' names
 
 
 def guarded(command: Callable[[], Any], flags: Flags = dict) -> int:

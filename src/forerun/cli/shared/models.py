@@ -73,13 +73,10 @@ class Job:
     controller: Controller
     rule: AcceptanceRule
     batch_size: int = 16
-    about: dict[str, Any] = field(default_factory=dict)
-    """Settings as reported in the JSON document."""
+    about: dict[str, Any] = field(default_factory=dict)  # settings as reported in the JSON document
     logprobs: int | None = None
-    first_token_soon: bool = False
-    """As for `Model.stream`."""
-    chat: Chat = Chat()
-    """What is put around prompts."""
+    first_token_soon: bool = False  # as for `Model.stream`
+    chat: Chat = Chat()  # what is put around prompts
 
     @property
     def reader(self) -> Reader:

@@ -20,14 +20,10 @@ if TYPE_CHECKING:
     from forerun import Model
     from forerun.cli.shared.models import Job
 
-GROUP = 32
-"""Prompts the target continues together; texts are kept in whole groups."""
-WINDOW = 512
-"""Most tokens of a stretch of text."""
-PAIRS = 512
-"""Outputs that the target writes before they are kept."""
-BATCH = 64
-"""Of these, side by side."""
+GROUP = 32  # prompts the target continues together; texts are kept in whole groups
+WINDOW = 512  # most tokens of a stretch of text
+PAIRS = 512  # outputs that the target writes before they are kept
+BATCH = 64  # of these, side by side
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,9 @@ from forerun.lab.bench.report import Cell, cells, render
 from forerun.prompts import Prompt
 
 SCHEMA = 1
-FILE, PAGE = "results.json", "report.html"
-"""Of the results, in their folder."""
-WARM_UP = 12
-"""Tokens written, per method and batch size, before anything counts."""
-SAVE_EVERY = 15.0
-"""Seconds between two writes of the results while measuring."""
+FILE, PAGE = "results.json", "report.html"  # of the results, in their folder
+WARM_UP = 12  # tokens written, per method and batch size, before anything counts
+SAVE_EVERY = 15.0  # seconds between two writes of the results while measuring
 
 
 class Results:

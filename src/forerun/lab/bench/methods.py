@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from forerun.model import Model
     from forerun.prompts import Prompt
 
-PLAIN = "plain"
-"""The name of decoding with the target alone."""
+PLAIN = "plain"  # the name of decoding with the target alone
 
 Kind = Literal["plain", "forerun", "peer"]
 
@@ -38,17 +37,14 @@ class Group:
 class Run:
     """One timed run of one method on one group; lists are per prompt."""
 
-    seconds: float
-    """Wall time of the whole group, prefill included."""
-    tokens: list[list[int]]
-    """Output token ids."""
+    seconds: float  # wall time of the whole group, prefill included
+    tokens: list[list[int]]  # output token ids
     ttft: list[float] | None = None
     """Seconds to the first committed token; None if the method cannot tell."""
     rounds: list[int] | None = None
     drafted: list[int] | None = None
     accepted: list[int] | None = None
-    lengths: dict[int, int] | None = None
-    """Rounds of the group by the drafted tokens they kept."""
+    lengths: dict[int, int] | None = None  # rounds of the group by the drafted tokens they kept
 
 
 class Method(Protocol):
@@ -83,11 +79,9 @@ class Ours:
 
     name: str
     model: Model
-    controller: Any = None
-    """None is plain decoding: the target alone, through the same engine."""
+    controller: Any = None  # None is plain decoding: the target alone, through the same engine
     rule: Any = "gumbel"
-    sampled: bool = False
-    """Whether prompts are sampled, not decoded greedily."""
+    sampled: bool = False  # whether prompts are sampled, not decoded greedily
 
     largest_batch: int | None = field(default=None, init=False)
 

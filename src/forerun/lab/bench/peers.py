@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from forerun.model import Model
     from forerun.prompts import Prompt
 
-START = 600.0
-"""Seconds a peer may take to load its models."""
-ANSWER = 600.0
-"""Seconds a peer may take for one request."""
+START = 600.0  # seconds a peer may take to load its models
+ANSWER = 600.0  # seconds a peer may take for one request
 CAUSE = re.compile(r"\b\w+Error: .*")
 
 
@@ -78,8 +76,7 @@ def opening(model: Model, target: str, draft: str | None) -> dict[str, Any]:
 class Command:
     """How a peer is started."""
 
-    label: str
-    """What the user wrote."""
+    label: str  # what the user wrote
     words: tuple[str, ...]
 
     @classmethod

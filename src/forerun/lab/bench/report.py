@@ -22,15 +22,12 @@ from forerun.lab.bench.methods import PLAIN
 from forerun.lab.traces.results import geometric
 
 SCHEMA = 1
-ALL = "all"
-"""The name of all families together."""
-LEVEL = 0.05
-"""A change less likely by chance than this is beyond noise."""
+ALL = "all"  # the name of all families together
+LEVEL = 0.05  # a change less likely by chance than this is beyond noise
 
 Document = dict[str, Any]
 Sample = dict[str, Any]
-Spread = dict[str, float]
-"""`mean`, `low`, `high` and `n`, of ratios."""
+Spread = dict[str, float]  # `mean`, `low`, `high` and `n`, of ratios
 
 
 @dataclass(frozen=True)
@@ -40,20 +37,13 @@ class Cell:
     batch: int
     family: str
     method: str
-    speedup: Spread
-    """Over plain decoding."""
-    ratios: list[float]
-    """The speed-up of each group."""
-    tokens_per_second: float
-    """Throughput of all prompts of the batch together."""
-    ms_per_token: float
-    """Latency of one text per token, prefill included."""
-    ttft_ms: float | None
-    """Median time to the first token; None if the method cannot tell."""
-    tokens_per_round: float | None
-    """Block efficiency; None for peers."""
-    acceptance: float | None
-    """Accepted / drafted; None if nothing was drafted."""
+    speedup: Spread  # over plain decoding
+    ratios: list[float]  # the speed-up of each group
+    tokens_per_second: float  # throughput of all prompts of the batch together
+    ms_per_token: float  # latency of one text per token, prefill included
+    ttft_ms: float | None  # median time to the first token; None if the method cannot tell
+    tokens_per_round: float | None  # block efficiency; None for peers
+    acceptance: float | None  # accepted / drafted; None if nothing was drafted
     identical: float | None
     """Share of outputs that equal plain decoding's; None where that is not expected."""
 
@@ -137,16 +127,13 @@ class Change:
     batch: int
     family: str
     method: str
-    seconds: Spread
-    """Seconds per token in A over those in B."""
+    seconds: Spread  # seconds per token in A over those in B
     speedup: Spread | None
     """Speed-up over plain in B over that in A: what the machine itself did cancels out. None for
     plain decoding."""
-    same_text: float
-    """Share of outputs that are the same in both."""
+    same_text: float  # share of outputs that are the same in both
 
-    chance: float
-    """Probability of so large a change by chance; see `by_chance`."""
+    chance: float  # probability of so large a change by chance; see `by_chance`
 
     @property
     def verdict(self) -> Literal["faster", "slower", "within noise"]:

@@ -14,14 +14,11 @@ from forerun.lab.bounds.bounds import Path, reach
 from forerun.lab.traces.trace import Trace
 from forerun.types import BoolArray, FloatArray, IntArray
 
-FADES = np.array([0.6, 0.85, 0.95])
-"""Decay per judged token of three moving averages of the past."""
+FADES = np.array([0.6, 0.85, 0.95])  # decay per judged token of three moving averages of the past
 USUAL = 0.85  # acceptance that hits are measured against, so that features without a past are 0
-QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Quantiles of each signal at which its effect may bend."""
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)  # quantiles of each signal at which its effect may bend
 MOST_SAMPLES = 150_000  # of a regression
-PAST = 2 * len(FADES) + 7
-"""Number of features of a request's past."""
+PAST = 2 * len(FADES) + 7  # number of features of a request's past
 
 Decide = Callable[[IntArray, FloatArray], IntArray]
 """Tokens to draft `(n,)` at positions `(n,)` with their past `(n, PAST)`."""
@@ -119,10 +116,8 @@ class WithPast:
     """Log-odds linear in the signals, whose height and slope move with the past."""
 
     own: Linear
-    height: FloatArray
-    """`(PAST,)`."""
-    slope: FloatArray
-    """`(PAST,)`."""
+    height: FloatArray  # `(PAST,)`
+    slope: FloatArray  # `(PAST,)`
 
     @classmethod
     def fit(cls, own: FloatArray, odds: FloatArray, past: FloatArray, hit: BoolArray) -> WithPast:
@@ -141,36 +136,27 @@ class TokenOdds:
     """Log-odds of acceptance by each token's own signals."""
 
     texts: TracePositions
-    odds: FloatArray
-    """`(positions, K)` log-odds that it is kept."""
-    chance: FloatArray
-    """The same as probabilities."""
+    odds: FloatArray  # `(positions, K)` log-odds that it is kept
+    chance: FloatArray  # the same as probabilities
 
 
 @dataclass(frozen=True)
 class RunOdds(TokenOdds):
     """Log-odds by all signals of a run, computed once; those of the past are added later."""
 
-    kept: FloatArray
-    """`(positions, K)` of `Acceptance.kept`."""
-    following: FloatArray
-    """`(positions, K)` of `Acceptance.following`."""
+    kept: FloatArray  # `(positions, K)` of `Acceptance.kept`
+    following: FloatArray  # `(positions, K)` of `Acceptance.following`
 
 
 @dataclass(frozen=True)
 class Acceptance:
     """Acceptance probabilities of drafted tokens, by logistic regression."""
 
-    knots: FloatArray
-    """`(5, n)` values at which the effect of each signal may bend."""
-    alone: Linear
-    """Log-odds of a token by its own signals."""
-    kept: WithPast
-    """Log-odds of a token, given all before it were kept."""
-    following: WithPast
-    """Log-odds of the token to be drafted next, given all so far are kept."""
-    opening: Linear
-    """Log-odds of a round's first token, before anything is drafted: the past only."""
+    knots: FloatArray  # `(5, n)` values at which the effect of each signal may bend
+    alone: Linear  # log-odds of a token by its own signals
+    kept: WithPast  # log-odds of a token, given all before it were kept
+    following: WithPast  # log-odds of the token to be drafted next, given all so far are kept
+    opening: Linear  # log-odds of a round's first token, before anything is drafted: the past only
 
     @classmethod
     def fit(cls, texts: TracePositions, seed: int = 0) -> Acceptance:

@@ -23,10 +23,8 @@ from forerun.types import FloatArray, IntArray
 class Path:
     """Lengths that a policy drafts, round by round; -1 beyond a prompt's last round."""
 
-    drafted: IntArray
-    """`(prompts, rounds)` tokens put before the target."""
-    steps: IntArray
-    """`(prompts, rounds)` tokens the drafter was stepped for, ≥ drafted."""
+    drafted: IntArray  # `(prompts, rounds)` tokens put before the target
+    steps: IntArray  # `(prompts, rounds)` tokens the drafter was stepped for, ≥ drafted
 
     def seconds(self, cell: Cell) -> FloatArray:
         """`(prompts,)` seconds in all."""
@@ -44,13 +42,10 @@ class Path:
 class Bound:
     """The best that a class of policies reaches on a trace, all arrays per prompt."""
 
-    name: str
-    """The policy that reaches it."""
+    name: str  # the policy that reaches it
     path: Path
-    seconds: FloatArray
-    """`(prompts,)`."""
-    plain_seconds: FloatArray
-    """`(prompts,)` of plain decoding."""
+    seconds: FloatArray  # `(prompts,)`
+    plain_seconds: FloatArray  # `(prompts,)` of plain decoding
 
     @classmethod
     def of(cls, name: str, path: Path, trace: Trace, cell: Cell) -> Bound:

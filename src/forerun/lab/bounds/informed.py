@@ -73,8 +73,7 @@ class Stopper:
     """Draft on while a linear form is above 0."""
 
     acceptance: Acceptance
-    weights: FloatArray
-    """Weights of the columns (`columns`), in plain tokens' time."""
+    weights: FloatArray  # weights of the columns (`columns`), in plain tokens' time
     step: FloatArray
     """`(K,)` cost of one more token after each number of them, in plain tokens' time."""
 
@@ -208,10 +207,8 @@ def _remaining(texts: TracePositions, lengths: IntArray, price: FloatArray) -> F
 class Informed:
     """The informed bound in one cell, and how it was found."""
 
-    best: Bound
-    """The fastest policy tried."""
-    stopper: Stopper | None
-    """The fastest fitted policy; None if the trace has no accepted token."""
+    best: Bound  # the fastest policy tried
+    stopper: Stopper | None  # the fastest fitted policy; None if the trace has no accepted token
     tried: dict[str, float]
     """Geometric mean of the speed-up of each policy tried, the best first. `look-ahead`, `improved`
     and `adjusted` are fitted; the others are specs."""

@@ -19,8 +19,7 @@ from forerun.lab.traces.costs import passes
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
-BUDGETS = (0.0, 0.01, 0.02, 0.05)
-"""Mean drifts per token that are asked for."""
+BUDGETS = (0.0, 0.01, 0.02, 0.05)  # mean drifts per token that are asked for
 SEARCHED = 16  # prices tried
 
 
@@ -31,10 +30,8 @@ class LenientBound:
     budget: float
     seconds: FloatArray
     plain_seconds: FloatArray
-    drift: float
-    """Mean per token."""
-    price: float
-    """Seconds that a unit of drift costs."""
+    drift: float  # mean per token
+    price: float  # seconds that a unit of drift costs
 
     @property
     def speedup(self) -> FloatArray:

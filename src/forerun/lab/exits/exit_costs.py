@@ -21,26 +21,19 @@ from forerun.runtime.exits import Work
 from forerun.runtime.layers import ExitHeads
 from forerun.types import FloatArray
 
-LIVE_TEXTS = 6
-"""Texts that are decoded for the fixed costs."""
-LIVE_TOKENS = 32
-"""Most tokens of each."""
+LIVE_TEXTS = 6  # texts that are decoded for the fixed costs
+LIVE_TOKENS = 32  # most tokens of each
 
 
 @dataclass(frozen=True)
 class ExitCosts:
     """Seconds at batch size 1, of what `ExitTrace.counts` counts."""
 
-    layers: float
-    """One layer, for a token or for several at once."""
-    exits: float
-    """One exit: its head, and whether its confidence suffices."""
-    steps: float
-    """One token that climbs, beyond the above: the engine's work on it, a wider pass."""
-    rounds: float
-    """One round, beyond the above: the last projection, the engine."""
-    plain: float
-    """One token of plain decoding."""
+    layers: float  # one layer, for a token or for several at once
+    exits: float  # one exit: its head, and whether its confidence suffices
+    steps: float  # one token that climbs, beyond the above: the engine's work on it, a wider pass
+    rounds: float  # one round, beyond the above: the last projection, the engine
+    plain: float  # one token of plain decoding
 
     def parts(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         """Seconds by what was counted, numbers or arrays."""
@@ -104,12 +97,9 @@ class TimedText:
     """One generation; of each round, the first of which includes reading the prompt:"""
 
     completion: Completion
-    times: list[float]
-    """Seconds."""
-    wall: list[float]
-    """The same in wall time."""
-    work: list[Work]
-    """What it ran, if the model drafts for itself."""
+    times: list[float]  # seconds
+    wall: list[float]  # the same in wall time
+    work: list[Work]  # what it ran, if the model drafts for itself
 
     @property
     def pace(self) -> tuple[float, float] | None:

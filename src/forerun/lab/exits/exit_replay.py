@@ -85,23 +85,18 @@ class OwnText:
     prompt: list[int]
     output: list[int]
     sampling: Sampling
-    eos: frozenset[int] = frozenset()
-    """Tokens that end a draft."""
+    eos: frozenset[int] = frozenset()  # tokens that end a draft
 
 
 @dataclass(frozen=True)
 class ExitTrace:
     """What every exit says at every position of some texts."""
 
-    layers: tuple[int, ...]
-    """Exit layers, rising, each with a head."""
-    depth: int
-    """Layers of the model."""
+    layers: tuple[int, ...]  # exit layers, rising, each with a head
+    depth: int  # layers of the model
     texts: Sequence[OwnText]
-    tokens: IntArray
-    """`(texts, T, exits)` the token it drafts; -1 beyond the text."""
-    sure: FloatArray
-    """`(texts, T, exits, anneals)` annealed top-1 probability."""
+    tokens: IntArray  # `(texts, T, exits)` the token it drafts; -1 beyond the text
+    sure: FloatArray  # `(texts, T, exits, anneals)` annealed top-1 probability
 
     @classmethod
     def record(

@@ -20,8 +20,7 @@ class LayerView:
 
     tokens: list[list[int]]
     """`[layer][position]` ids, from the first layer to the last, which is the model itself."""
-    probs: list[list[float]]
-    """`[layer][position]` probability of each, in (0, 1]."""
+    probs: list[list[float]]  # `[layer][position]` probability of each, in (0, 1]
 
     def share_sure(self, layer: int, threshold: float) -> tuple[float, float]:
         """Share of positions at which a layer (from 0) is sure, and how many of these are right:

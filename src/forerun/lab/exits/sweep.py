@@ -29,18 +29,13 @@ from forerun.runtime.heads import load_heads
 from forerun.runtime.layers import ExitHeads, LogitLens
 
 SCHEMA = 1
-SHOWN = 8
-"""Settings listed."""
-MOST_LAYERS = 12
-"""Most exit layers that are tried; of more, evenly spaced ones."""
-WIDTH = 12
-"""Most tokens per round that are tried."""
-UNTUNED = 6
-"""Width of `specbound` without settings, which is scored, too."""
+SHOWN = 8  # settings listed
+MOST_LAYERS = 12  # most exit layers that are tried; of more, evenly spaced ones
+WIDTH = 12  # most tokens per round that are tried
+UNTUNED = 6  # width of `specbound` without settings, which is scored, too
 GRID = tuple(round(0.05 * step, 2) for step in range(21))
 """Thresholds shown around the best setting."""
-POLISHED = 40
-"""Most steps of the local search from the best trial."""
+POLISHED = 40  # most steps of the local search from the best trial
 
 
 @dataclass
@@ -157,10 +152,8 @@ class Confirmed:
     """Over plain decoding, as `lab.replay.geometric` over the texts; on one CPU thread by its own
     time, else by the wall."""
     wall: dict[str, float]
-    per_round: float
-    """Tokens committed per round."""
-    same: int
-    """Texts that equal plain decoding's."""
+    per_round: float  # tokens committed per round
+    same: int  # texts that equal plain decoding's
 
     def to_json(self, exits: str | None = None) -> dict[str, Any]:
         return {
@@ -268,8 +261,7 @@ class Sweep:
         self._heads: Any = load_heads(trained, self._access) if trained else LogitLens(self._access)
         self.search: Search | None = None
         """The settings scored; there once their costs are measured."""
-        self.best: Any = None
-        """The setting with the best prediction."""
+        self.best: Any = None  # the setting with the best prediction
         self.untuned: Setting | None = None
 
     def run(

@@ -44,8 +44,7 @@ from forerun.runtime.base import Best, Executor, Facts, Pieces
 from forerun.runtime.trees import Parents
 from forerun.types import SIGNALS, FloatArray, IntArray, Stop
 
-UNLIMITED = 1 << 30
-"""A context limit beyond every text of a trace."""
+UNLIMITED = 1 << 30  # a context limit beyond every text of a trace
 
 
 def replay_batches(
@@ -158,11 +157,9 @@ class Recorded(Drafter):
         self._shown = frozenset(name for name in SIGNALS if trace.knows(name))
         self._second_kept = trace.second_kept
         self.prompts: list[int] = []
-        self.places: list[int] = []
-        """Per row its place in the order."""
+        self.places: list[int] = []  # per row its place in the order
         self._begins: list[int] = []
-        self.steps = np.zeros(0, np.int64)
-        """`(places,)` steps so far."""
+        self.steps = np.zeros(0, np.int64)  # `(places,)` steps so far
 
     def serve(self, prompts: Sequence[int]) -> None:
         """Numbers of the prompts to come."""

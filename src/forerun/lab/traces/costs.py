@@ -22,8 +22,7 @@ SYNTHETIC = ("c", "slope", "fixed", "tree")
 """Settings of a synthetic cell, written as `c=10,slope=0.02,fixed=0,tree=0`."""
 
 
-Cell = costs.Costs
-"""One entry of a table: the costs at one batch size and context."""
+Cell = costs.Costs  # one entry of a table: the costs at one batch size and context
 
 
 def passes(cell: Cell, most: int) -> FloatArray:
@@ -35,12 +34,9 @@ def passes(cell: Cell, most: int) -> FloatArray:
 class Spread:
     """Spread of a cell's timings: pairs are the 10th and 90th percentile, in seconds."""
 
-    draft: tuple[float, float]
-    """A draft forward that is not the round's first."""
-    verify: tuple[tuple[float, float], ...]
-    """The target's pass, by width as in the cell."""
-    work: float
-    """The engine's own work per drafted token, which is part of `Cell.draft`."""
+    draft: tuple[float, float]  # a draft forward that is not the round's first
+    verify: tuple[tuple[float, float], ...]  # the target's pass, by width as in the cell
+    work: float  # the engine's own work per drafted token, which is part of `Cell.draft`
     other: tuple[tuple[int, float, float, float], ...]
     """`(drafted, median, 10th, 90th)` of the time of live rounds outside both models; `Cell.fixed`
     is its start, `work` the slope of the line through the others."""
@@ -51,10 +47,8 @@ class CostTable:
     """A table of cells."""
 
     cells: tuple[Cell, ...]
-    about: dict[str, Any] = field(default_factory=dict)
-    """Provenance."""
-    spread: tuple[Spread, ...] = ()
-    """Per cell; empty if they were not measured."""
+    about: dict[str, Any] = field(default_factory=dict)  # provenance
+    spread: tuple[Spread, ...] = ()  # per cell; empty if they were not measured
 
     def __post_init__(self) -> None:
         require(bool(self.cells), "cells", self.cells, "at least one")
@@ -143,8 +137,7 @@ class CostTable:
         return cls((Cell.synthetic(**values),), {"synthetic": values})
 
 
-Costs = CostTable
-"""The name of `CostTable` in earlier versions."""
+Costs = CostTable  # the name of `CostTable` in earlier versions
 
 
 def _cell(entry: dict[str, Any]) -> Cell:

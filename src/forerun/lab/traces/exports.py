@@ -30,10 +30,8 @@ THRESHOLD: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
 class Export:
     """A file for another engine."""
 
-    text: str
-    """The file's content."""
-    cannot: str
-    """One line: what the other engine cannot express. It is in the file, too."""
+    text: str  # the file's content
+    cannot: str  # one line: what the other engine cannot express. It is in the file, too
     specs: tuple[str, ...]
     """Our controllers that do the same; `fixed(length=0)` where it is better not to draft."""
 
@@ -42,12 +40,9 @@ class Export:
 class ExportJob:
     """The inputs of an export."""
 
-    trace: Trace
-    """Validation prompts."""
-    cell: Cell
-    """Costs of a round."""
-    cells: Sequence[Cell]
-    """Costs at every batch size measured."""
+    trace: Trace  # validation prompts
+    cell: Cell  # costs of a round
+    cells: Sequence[Cell]  # costs at every batch size measured
     budget: int = 100
     seed: int = 0
 

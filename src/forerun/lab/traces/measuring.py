@@ -18,18 +18,14 @@ from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread
 from forerun.model import Model
 from forerun.runtime.base import Rows
 
-Texts = Sequence[Sequence[int]]
-"""Prompts, as token ids."""
-WARM = 3
-"""Warm-up turns, not counted."""
+Texts = Sequence[Sequence[int]]  # prompts, as token ids
+WARM = 3  # warm-up turns, not counted
 LIVE = (0, 1, 2, 4, 8)
 """Tokens drafted per round in the live runs from which the costs of draft steps and of the
 engine's own work are fitted; of a row alone also those that fill a pass up to each level."""
 LIVE_TOKENS = 48  # written per text in a live run
-ASKED = "hf-threshold(threshold=0,length={})"
-"""Drafts so many tokens, and is asked about each."""
-TREE = (-1, -1, -1, -1, 1)
-"""Three drafted tokens, and a second choice beside the second."""
+ASKED = "hf-threshold(threshold=0,length={})"  # drafts so many tokens, and is asked about each
+TREE = (-1, -1, -1, -1, 1)  # three drafted tokens, and a second choice beside the second
 THROWN_AWAY = "gammatune+(threshold=1,keep=False)"
 """Drafts a token and throws it away, unless the draft is certain."""
 LIVE_TURNS = 10  # live runs of each draft length, the first a warm-up
@@ -243,8 +239,7 @@ class _Live:
 
     draft: dict[int, list[float]] = field(default_factory=dict)
     verify: dict[int, list[float]] = field(default_factory=dict)
-    other: dict[int, list[float]] = field(default_factory=dict)
-    """Outside both models."""
+    other: dict[int, list[float]] = field(default_factory=dict)  # outside both models
 
     def add(self, drafted: int, done: Sequence[Completion]) -> None:
         """The rounds of texts that were written together."""

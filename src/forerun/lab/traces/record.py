@@ -52,12 +52,10 @@ ELEMENTS = 1 << 24
 """Most logits of one model held at once, so that a large vocabulary does not fill the memory."""
 JUDGES = RULES.make("gumbel"), RULES.make("standard")
 """Rules whose runs can be told from the text alone."""
-TAILS = 128
-"""Most tails drafted together."""
+TAILS = 128  # most tails drafted together
 
 
-Position = tuple[int, int]
-"""A text of the batch and a position in it."""
+Position = tuple[int, int]  # a text of the batch and a position in it
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,8 @@ class RecordedPart:
     """Prompts recorded together."""
 
     trace: Trace
-    plain_seconds: float
-    """Wall time the target took to write the texts."""
-    seconds: float
-    """Wall time in all."""
+    plain_seconds: float  # wall time the target took to write the texts
+    seconds: float  # wall time in all
 
 
 def record(
@@ -227,20 +223,15 @@ class _RecordedText:
     """A text as both models read it, and the penalties (`context` and `prompt` are for them)."""
 
     task: Task
-    context: list[int]
-    """The prompt."""
-    prompt: int
-    """Its length."""
-    tokens: list[int]
-    """The output, n tokens."""
+    context: list[int]  # the prompt
+    prompt: int  # its length
+    tokens: list[int]  # the output, n tokens
     eos: frozenset[int]
     coins: FloatArray
     """`(n + 1, K + 1)`: per position one for the hit, one for the token after a miss, the tail's.
     Position n is the end of the text, where the target says nothing any more."""
-    noise: Noise | None = None
-    """What is drawn by instead."""
-    source: list[int] | None = None
-    """What an encoder reads."""
+    noise: Noise | None = None  # what is drawn by instead
+    source: list[int] | None = None  # what an encoder reads
 
     def upto(self, position: int) -> list[int]:
         """The prompt and the first tokens of the output."""
@@ -253,14 +244,10 @@ class _Draft:
 
     tokens: IntArray
     """`(n + 1, K)` the draft's token, and its tail where the target does not keep it."""
-    signals: dict[str, FloatArray]
-    """`(n + 1, K)` likewise."""
-    hit: BoolArray
-    """`(n + 1,)` whether the target keeps the draft's token."""
-    accept: FloatArray
-    """`(n + 1,)` the probability that it does."""
-    judged: dict[str, FloatArray]
-    """`(n + 1, K)` as the tokens, what both models say of them."""
+    signals: dict[str, FloatArray]  # `(n + 1, K)` likewise
+    hit: BoolArray  # `(n + 1,)` whether the target keeps the draft's token
+    accept: FloatArray  # `(n + 1,)` the probability that it does
+    judged: dict[str, FloatArray]  # `(n + 1, K)` as the tokens, what both models say of them
 
 
 def _parts(

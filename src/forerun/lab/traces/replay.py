@@ -216,8 +216,7 @@ class _Texts:
         self._before = np.pad(trace.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1].reshape(
             -1
         )
-        self.certain: Any = ~trace.tossed
-        """`(prompts,)`."""
+        self.certain: Any = ~trace.tossed  # `(prompts,)`
         self._certain = np.repeat(self.certain, trace.tokens.shape[1])
 
     def token(self, here: IntArray, depth: int) -> Token:

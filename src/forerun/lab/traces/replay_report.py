@@ -21,21 +21,18 @@ if TYPE_CHECKING:
     from forerun.lab.traces.rules import RecordedRule
 
 SCHEMA = 1
-DRAWS = 16
-"""Times that sampled prompts are served by a rule's coins."""
+DRAWS = 16  # times that sampled prompts are served by a rule's coins
 
 
 @dataclass(frozen=True)
 class Result:
     """One controller over the trace, under one rule."""
 
-    spec: str
-    """As the user wrote it."""
+    spec: str  # as the user wrote it
     controller: str
     groups: dict[str, dict[str, Any]]
     """`forerun.lab.traces.replay.summarise`, with `share` of each bound if they were asked for."""
-    rule: str | None = None
-    """None: what was kept when the texts were recorded."""
+    rule: str | None = None  # None: what was kept when the texts were recorded
 
 
 def bounds(
@@ -55,8 +52,7 @@ def bounds(
     return {**out, "informed": informed(trace, cell).speedup}
 
 
-Run = Callable[[Controller], Replay]
-"""Replays one controller over a trace."""
+Run = Callable[[Controller], Replay]  # replays one controller over a trace
 
 
 def by_itself(trace: Trace, cell: Cell, rule: str | None = None) -> Run:

@@ -26,25 +26,19 @@ class Replay:
     """Counts and seconds of each prompt; all arrays `(prompts,)`."""
 
     rounds: IntArray
-    drafted: IntArray
-    """Tokens put before the target."""
+    drafted: IntArray  # tokens put before the target
     accepted: IntArray
-    committed: IntArray
-    """Tokens of the text."""
-    steps: IntArray
-    """Tokens the drafter was stepped for: those drafted, those trimmed."""
+    committed: IntArray  # tokens of the text
+    steps: IntArray  # tokens the drafter was stepped for: those drafted, those trimmed
     capped: IntArray
     """Rounds whose draft went on to the trace's depth and would have gone beyond. Where there are
     none, the replay is that of the live engine; elsewhere it is that of an engine whose drafter
     has nothing more to propose."""
-    leaves: IntArray
-    """Second choices put before the target."""
+    leaves: IntArray  # second choices put before the target
     leaves_kept: IntArray
     seconds: FloatArray
-    plain_seconds: FloatArray
-    """Of plain decoding."""
-    drift: FloatArray
-    """Summed over the text's tokens; 0 under the rule that it was recorded by."""
+    plain_seconds: FloatArray  # of plain decoding
+    drift: FloatArray  # summed over the text's tokens; 0 under the rule that it was recorded by
 
     @property
     def speedup(self) -> FloatArray:
@@ -64,15 +58,12 @@ class Replay:
 class Rounds:
     """One round of every prompt that is still running; all arrays `(rows,)`."""
 
-    prompt: IntArray
-    """Its number in the trace."""
-    at: IntArray
-    """Tokens of its text before the round."""
+    prompt: IntArray  # its number in the trace
+    at: IntArray  # tokens of its text before the round
     drafted: IntArray
     accepted: IntArray
     steps: IntArray
-    stopped_by: IntArray
-    """Values of `Stop`."""
+    stopped_by: IntArray  # values of `Stop`
     seconds: FloatArray
     leaves_kept: IntArray | int = 0
 
@@ -84,8 +75,7 @@ Watch = Callable[[Rounds], None]
 class Kept:
     """What is kept of one round of some rows."""
 
-    accepted: IntArray
-    """`(rows,)`."""
+    accepted: IntArray  # `(rows,)`
     chance: Callable[[int], FloatArray]
     """`(rows,)` of the token at a depth, as `Verdict.accept_prob`."""
     drift: FloatArray | float = 0.0

@@ -19,8 +19,7 @@ from forerun.rules.base import PositionRule, drift_of
 from forerun.rules.odds import Odds, View
 from forerun.types import Draft, FloatArray, IntArray, Target
 
-ROUNDED = 1e-3
-"""How far two ways of computing an acceptance ratio may differ."""
+ROUNDED = 1e-3  # how far two ways of computing an acceptance ratio may differ
 
 
 class RecordedRule:

@@ -73,8 +73,7 @@ class OneOf:
         return list(self.choices)
 
 
-Space = Mapping[str, Integer | Real | OneOf]
-"""The values each parameter may take."""
+Space = Mapping[str, Integer | Real | OneOf]  # the values each parameter may take
 
 Answer = Callable[[float | None], None]
 """Called with the worth of proposed values, or None if they were refused."""

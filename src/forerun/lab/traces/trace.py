@@ -19,8 +19,7 @@ from forerun.types import SIGNALS as SIGNALS
 from forerun.types import BoolArray, FloatArray, IntArray, Token
 
 SCHEMA = 2
-KEY = b"forerun.trace"
-"""Key in the file's metadata of a JSON object with `schema` and `about`."""
+KEY = b"forerun.trace"  # key in the file's metadata of a JSON object with `schema` and `about`
 
 _PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}  # column: field
 _INTS = {"token": "tokens", "matches": "matches", "ends": "ends"}  # column: field, per position
@@ -40,22 +39,14 @@ class Trace:
     i < matches it equals `tokens[p + i]`. Real numbers carry float32 precision.
     """
 
-    families: tuple[str, ...]
-    """Per prompt."""
-    ids: tuple[str, ...]
-    """Per prompt."""
-    sizes: IntArray
-    """`(prompts,)` committed tokens of each text, 1 ≤ sizes ≤ T."""
-    budgets: IntArray
-    """`(prompts,)` tokens each text was allowed."""
-    prompt_tokens: IntArray
-    """`(prompts,)` tokens of the prompt."""
-    tokens: IntArray
-    """`(prompts, T)` the target's own output."""
-    draft_tokens: IntArray
-    """`(prompts, T, K)` the run drafted from each true prefix."""
-    matches: IntArray
-    """`(prompts, T)` how many tokens of the run the target keeps, 0..K."""
+    families: tuple[str, ...]  # per prompt
+    ids: tuple[str, ...]  # per prompt
+    sizes: IntArray  # `(prompts,)` committed tokens of each text, 1 ≤ sizes ≤ T
+    budgets: IntArray  # `(prompts,)` tokens each text was allowed
+    prompt_tokens: IntArray  # `(prompts,)` tokens of the prompt
+    tokens: IntArray  # `(prompts, T)` the target's own output
+    draft_tokens: IntArray  # `(prompts, T, K)` the run drafted from each true prefix
+    matches: IntArray  # `(prompts, T)` how many tokens of the run the target keeps, 0..K
     ends: IntArray
     """`(prompts, T)` tokens drafted up to and with the first end of text; K + 1 if none."""
     lengths: IntArray

@@ -26,8 +26,7 @@ from forerun.registry import Spec, parse
 from forerun.settings import Settings
 
 SCHEMA = 1
-DEFAULT = "auto"
-"""The controller that is recommended where the search found no better one."""
+DEFAULT = "auto"  # the controller that is recommended where the search found no better one
 
 Progress = Callable[[str, int, int], None]
 """Called with a controller's name, its trials done and their number."""
@@ -38,20 +37,14 @@ class SearchResult:
     """The result of a search over one controller's parameters."""
 
     name: str
-    default: str
-    """The spec it started from."""
+    default: str  # the spec it started from
     best: str
     """The spec with the highest speed-up on the trace searched; the default if nothing beat it."""
-    before: float
-    """Speed-up of the default there, the geometric mean over prompts."""
-    after: float
-    """Speed-up of the best there."""
-    trials: int = 1
-    """Settings tried, the default included."""
-    refused: int = 0
-    """Settings tried that the controller refuses."""
-    complete: bool = True
-    """Whether the search came to its end."""
+    before: float  # speed-up of the default there, the geometric mean over prompts
+    after: float  # speed-up of the best there
+    trials: int = 1  # settings tried, the default included
+    refused: int = 0  # settings tried that the controller refuses
+    complete: bool = True  # whether the search came to its end
 
 
 @dataclass(frozen=True)
@@ -62,8 +55,7 @@ class Judged:
     overall: Mapping[str, Mapping[str, float]]
     """`default`, `tuned`, `gain` (tuned over default) and `over_fixed` (tuned over the best fixed
     length): geometric means over prompts with their 95 % bootstrap intervals."""
-    families: Mapping[str, Mapping[str, Mapping[str, float]]]
-    """The same per family."""
+    families: Mapping[str, Mapping[str, Mapping[str, float]]]  # the same per family
 
 
 @dataclass(frozen=True)
@@ -71,8 +63,7 @@ class Tuned:
     """The results of `tune`, in the order of the controllers."""
 
     results: tuple[SearchResult, ...]
-    fixed: SearchResult
-    """The best fixed length, whether or not it was asked for."""
+    fixed: SearchResult  # the best fixed length, whether or not it was asked for
     complete: bool = True
     """False if the search was interrupted; then it holds the results until then."""
 
@@ -278,8 +269,7 @@ class Recommendation:
     """The controller to use."""
 
     spec: str
-    reason: str | None = None
-    """Why it is not the search's best; None if it is."""
+    reason: str | None = None  # why it is not the search's best; None if it is
 
 
 def choose(
@@ -319,8 +309,7 @@ class TuneVerdict:
 
     tuned: Tuned
     judged: list[Judged]
-    fixed: Mapping[str, Any]
-    """The best fixed length, see `judge`."""
+    fixed: Mapping[str, Any]  # the best fixed length, see `judge`
     choice: Recommendation
     split: Mapping[str, Any]
     """How many prompts were `searched` and `judged`, and `how` they were split."""

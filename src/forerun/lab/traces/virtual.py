@@ -31,10 +31,8 @@ from forerun.runtime.trees import Parents
 from forerun.types import FloatArray, IntArray
 
 KINDS = ("noise", "cold")
-NOISE = 0.08
-"""Standard deviation of the logarithm of what a pass takes."""
-SLOW, SLOWEST = 0.01, (2.0, 5.0)
-"""Share of passes that are slow besides, and how many times."""
+NOISE = 0.08  # standard deviation of the logarithm of what a pass takes
+SLOW, SLOWEST = 0.01, (2.0, 5.0)  # share of passes that are slow besides, and how many times
 COLD, WARM_AFTER = 3.0, 40.0
 """How much more the first pass of a kind takes, and passes until most of that is gone."""
 READING = 0.2, 0.009
@@ -150,10 +148,8 @@ class Timed:
     """Requests of one engine, one after another; arrays `(n,)` in their order."""
 
     seconds: FloatArray
-    plain: FloatArray
-    """Of plain decoding under a noise of its own."""
-    again: FloatArray
-    """Of plain decoding under another: what a ratio is that nothing made slower."""
+    plain: FloatArray  # of plain decoding under a noise of its own
+    again: FloatArray  # of plain decoding under another: what a ratio is that nothing made slower
 
     @property
     def total(self) -> float:

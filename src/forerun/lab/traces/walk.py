@@ -106,8 +106,7 @@ class DraftedRun:
 
     tokens: list[int]
     stopped_by: int
-    values: dict[str, Any]
-    """`(n,)` of `SIGNALS` and `JUDGED`."""
+    values: dict[str, Any]  # `(n,)` of `SIGNALS` and `JUDGED`
 
 
 class Recorder(Engine):
@@ -115,8 +114,7 @@ class Recorder(Engine):
 
     def __init__(self, model: Model, rows: int) -> None:
         super().__init__(model.target, model.drafter, model.tokenizer, model.eos, rows)
-        self.runs: dict[int, list[DraftedRun]] = {}
-        """By request, in the order of its tokens."""
+        self.runs: dict[int, list[DraftedRun]] = {}  # by request, in the order of its tokens
 
     def record(
         self, contexts: Sequence[Any], how: Sequence[Sampling], depth: int
