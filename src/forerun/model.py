@@ -29,13 +29,7 @@ from forerun.engine.lengths import Memory
 from forerun.engine.meter import Meter
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.shared import SharedEngine
-from forerun.errors import (
-    ForerunWarning,
-    GenerationError,
-    SettingError,
-    UnknownNameError,
-    require,
-)
+from forerun.errors import ForerunWarning, GenerationError, SettingError, UnknownNameError, require
 from forerun.languages import DecoderOpening, opening
 from forerun.prompts import Reader, answering, encode, read, split
 from forerun.registry import Spec, parse

@@ -46,10 +46,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "train-draft": ("train_draft:train_draft", "Train a draft that belongs to its target."),
         "write": ("write:write", "Let a target answer prompts, and keep what it wrote."),
-        "build-memory": (
-            "build:build_memory",
-            "Make a table of the n-grams that a target wrote.",
-        ),
+        "build-memory": ("build:build_memory", "Make a table of the n-grams that a target wrote."),
         "build-datastore": ("build:build_datastore", "Make a datastore of texts."),
     },
 }

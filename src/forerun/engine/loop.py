@@ -277,9 +277,7 @@ class Engine:
         """What is constant while the same rows run."""
         rows = self._rows
         self._sampler = Sampler(
-            [row.sampling for row in rows],
-            [row.eos for row in rows],
-            [row.noise for row in rows],
+            [row.sampling for row in rows], [row.eos for row in rows], [row.noise for row in rows]
         )
         trees = self.target.executor.trees
         self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock, trees)

@@ -233,10 +233,7 @@ def _least_kept(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _repeat_less(
-    logits: torch.Tensor,
-    penalty: float,
-    before: Sequence[int],
-    later: Sequence[tuple[int, int]],
+    logits: torch.Tensor, penalty: float, before: Sequence[int], later: Sequence[tuple[int, int]]
 ) -> None:
     """Make tokens of the text less likely, in place.
 

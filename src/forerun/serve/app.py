@@ -403,8 +403,7 @@ def _tokens(app: FastAPI, server: Server) -> None:
         most = max(body.tokens, default=0)
         if most >= server.facts.vocab_size:
             raise bad(
-                f"token id {most} is outside the vocabulary of {server.facts.vocab_size}",
-                "tokens",
+                f"token id {most} is outside the vocabulary of {server.facts.vocab_size}", "tokens"
             )
         return await written({"prompt": await texts.run(texts.decode, body.tokens, False)})
 

@@ -101,9 +101,7 @@ def warm_up(model: Model, rows: int) -> None:
 
 
 def serve(
-    config: Config,
-    load: Callable[[], tuple[Model, Config]],
-    ready: Callable[[str, Server], None],
+    config: Config, load: Callable[[], tuple[Model, Config]], ready: Callable[[str, Server], None]
 ) -> None:
     """Serve until a signal.
 
