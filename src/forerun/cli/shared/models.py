@@ -173,17 +173,8 @@ class Models:
     ) -> tuple[Job, list[Prompt]]:
         """Load the models, and prepare the prompts: before, as far as no weights are needed.
 
-        Args:
-            prompts: as they were read.
-            common: sampling fields for all.
-            how: controller, rule, and a draft where no option names one; None are the defaults.
-            batch_size: prompts decoded together.
-            chat: what is put around them; None leaves them as they are.
-            remember: whether the draft memory learns from what the target writes.
-            reading: as for `Reader.prepare`.
-
-        Raises:
-            ForerunError: a setting, a prompt or a model that cannot be used.
+        `common` are sampling fields for all, `how` names controller, rule, and a draft where no
+        option does, and `reading` is as for `Reader.prepare`.
         """
         from forerun import zoo
         from forerun.prompts import Reader
