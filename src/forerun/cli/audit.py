@@ -142,7 +142,6 @@ def audit(
 
 
 def _leave(interrupted: bool, bad: bool) -> None:
-    """End with the exit code that says so."""
     if interrupted:
         raise KeyboardInterrupt
     if bad:

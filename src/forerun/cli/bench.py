@@ -348,7 +348,6 @@ def _measure(
 
 
 def _show(document: Document, cells: Sequence[Cell]) -> None:
-    """The result over all families, for people."""
     from forerun.lab.bench.report import ALL, show
 
     console = stdout()

@@ -102,7 +102,6 @@ class Conversation:
         return True
 
     def ask(self, text: str) -> None:
-        """Say something, and let the model answer."""
         self.messages.append({"role": "user", "content": text})
         try:
             self._answer()

@@ -62,7 +62,6 @@ class Card:
 
     @property
     def summary(self) -> str:
-        """What it does, in one line."""
         return str(getattr(self.cls, "summary", ""))
 
     @property

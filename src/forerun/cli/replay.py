@@ -194,7 +194,6 @@ def _output(
 
 
 def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic: bool) -> None:
-    """The summary, for people: the best controller first."""
     console = stdout()
     size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
     together = rows if rows > 1 else cell.batch

@@ -124,7 +124,6 @@ def train_exits(context: typer.Context) -> None:
 def _check(
     settings: TrainingSettings, target: str | None, pairs: str | None, data: str | None
 ) -> None:
-    """Refuse texts that the kind of draft does not learn from."""
     if settings.on_encoder:
         if data is not None:
             raise SettingError(

@@ -114,7 +114,6 @@ def tune(
 
 
 def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """`ENGINE:FILE` options."""
     from forerun.lab.traces.exports import EXPORTS
 
     pairs = []

@@ -97,7 +97,6 @@ def _groups(
 
 
 def _line(row: Prompt, completion: Completion) -> dict[str, Any]:
-    """What is kept of an answer."""
     line: dict[str, Any] = {"id": f"{row.family}/{row.id}", "kind": row.family, "n": len(row.ids),
             "ids": [*row.ids, *completion.tokens], "answer": completion.text}  # fmt: skip
     if completion.logprobs:

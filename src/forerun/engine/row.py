@@ -102,7 +102,6 @@ class Row:
 
     @property
     def left(self) -> int:
-        """Most tokens that it may write yet."""
         return self._full - len(self.context)
 
     @property
@@ -121,7 +120,6 @@ class Row:
         return self.request.stream and self.produced <= HELD and self.text.holds
 
     def predicted(self, drafted: int, accepted: int) -> None:
-        """What became of a draft of its prediction."""
         assert self.prediction is not None
         self.prediction.observe(drafted, accepted)
 

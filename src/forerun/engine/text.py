@@ -72,7 +72,6 @@ class TokenBytes(dict[int, bytes]):
         return name.encode()
 
     def begin(self, token: int) -> bytes:
-        """The bytes of a token at the beginning of a text."""
         if self._most_dropped < 0:
             return self[token].replace(self._dropped, b"")
         return self[token].removeprefix(self._dropped)

@@ -61,7 +61,6 @@ class Difference:
 
     @property
     def message(self) -> str:
-        """One line for a person."""
         kind = "a floating-point near-tie" if self.near_tie else "NOT a near-tie: this is a bug"
         return (
             f"differs from output token {self.position} on ({self.tokens[0]} / {self.tokens[1]}): "

@@ -67,7 +67,6 @@ class Calibration:
         return str(Spec("easd", (), settings))
 
     def to_json(self) -> dict[str, Any]:
-        """All fields and the spec."""
         return {"method": "easd", "rule": self.rule, **asdict(self)}
 
 

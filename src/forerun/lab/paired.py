@@ -27,7 +27,6 @@ class TimedBatch:
 
     @property
     def tokens(self) -> int:
-        """Output tokens of all of them."""
         return sum(c.stats.tokens for c in self.completions)
 
     @property

@@ -250,7 +250,6 @@ class Answer:
         return event({**self._head(kind), "choices": [], "usage": self.usage()}) + DONE
 
     def error(self, error: ApiError) -> bytes:
-        """The frame of an error in mid-stream."""
         return event(error.to_json())
 
     # --- about it ---------------------------------------------------------------------------

@@ -178,7 +178,6 @@ class Server:
     # --- describing -------------------------------------------------------------------------
 
     def model_card(self) -> dict[str, Any]:
-        """As `/v1/models` lists it."""
         return {
             "id": self.facts.name,
             "object": "model",

@@ -56,17 +56,14 @@ class AnswerPlan:
 
     @property
     def stream(self) -> bool:
-        """Whether the answer is a stream."""
         return bool(self.request.stream)
 
     @property
     def echo(self) -> bool:
-        """Whether the prompt is part of the answer."""
         return bool(getattr(self.request, "echo", None))
 
     @property
     def opens_turn(self) -> bool:
-        """Whether the answer begins a turn of a conversation."""
         request = self.request
         return (
             isinstance(request, ChatRequest)
@@ -76,7 +73,6 @@ class AnswerPlan:
 
     @property
     def rounds(self) -> bool:
-        """Whether every round is reported."""
         return self.policy.report == "rounds"
 
     @property

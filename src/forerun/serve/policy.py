@@ -74,7 +74,6 @@ class Policies:
         return Policy(controller, rule, asked.report or self.default.report)
 
     def allowed(self, rule: str) -> bool:
-        """Whether requests may name a rule."""
         cls = RULES.load(rule)
         return cls.lossless or bool({rule, ALL_RULES} & self._config.allowed_rules)
 

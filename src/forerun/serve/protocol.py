@@ -59,7 +59,6 @@ class Prediction(BaseModel):
 
     @property
     def text(self) -> str:
-        """All of it."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text or "" for part in self.content)

@@ -150,7 +150,6 @@ class TokenNamer:
         self._texts, self._numbers = texts, numbers
 
     def __call__(self, token: int) -> str:
-        """The name of a token."""
         return f"token_id:{token}" if self._numbers else self._texts.token(token)
 
     def bytes(self, token: int) -> bytes | None:

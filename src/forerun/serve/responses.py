@@ -146,7 +146,6 @@ class ResponseAnswer:
         self.take = answer.take
 
     def whole(self) -> dict[str, Any]:
-        """The response as one document."""
         choice = self._answer.choices[0]
         calls = choice.reader.calls if choice.reader else []
         if (text := "".join(choice.text)) or not calls:
@@ -257,7 +256,6 @@ class ResponseAnswer:
         return b"".join([*events, self._event(f"response.{response['status']}", response=response)])
 
     def error(self, error: ApiError) -> bytes:
-        """Event `error`, the last."""
         body = error.to_json()["error"]
         return self._event("error", **{k: body[k] for k in ("code", "message", "param")})
 

@@ -53,7 +53,6 @@ class Texts:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text."""
         if self.tokenizer is None:
             raise bad("this model has no tokenizer; give token ids instead of text", "prompt")
         try:
@@ -93,7 +92,6 @@ class Texts:
         return None if known is None else known[token]
 
     def names(self, tokens: Sequence[int]) -> list[str]:
-        """The tokenizer's own names of tokens."""
         if self._decoder is None:
             return [str(token) for token in tokens]
         return [str(name) for name in self._decoder.convert_ids_to_tokens(list(tokens))]
@@ -118,7 +116,6 @@ class Texts:
 
     @property
     def chats(self) -> bool:
-        """Whether the model has a chat template."""
         return chat.has_template(self.tokenizer)
 
     def chat(

@@ -163,7 +163,6 @@ class Call:
     )
 
     def to_json(self) -> dict[str, Any]:
-        """An entry of OpenAI's `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 

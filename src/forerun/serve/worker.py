@@ -51,7 +51,6 @@ class Memory:
         return len(columns) * (max(columns, default=0) * self.per_token + self.per_row)
 
     def fits(self, columns: Sequence[int], more: int) -> bool:
-        """Whether another row may join."""
         return self.budget is None or self.bytes([*columns, more]) <= self.budget
 
     @property
@@ -90,7 +89,6 @@ class Update:
 
     @property
     def last(self) -> bool:
-        """Whether nothing more comes of this job."""
         return self.done is not None or self.error is not None
 
 
@@ -161,7 +159,6 @@ class Reply:
 
     @property
     def open(self) -> bool:
-        """Whether something is still to come."""
         return bool(self._open)
 
     def cancel(self) -> None:
@@ -233,17 +230,14 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
     @property
     def running(self) -> int:
-        """Jobs that have a row."""
         return sum(ticket.request is not None for ticket in self._live)
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for one."""
         return len(self._live) - self.running
 
     def check(self, jobs: Sequence[Request]) -> None:
@@ -278,7 +272,6 @@ class Worker:
         return max(1, min(60, round(turns * self._seconds)))
 
     def forget(self, reply: Reply) -> None:
-        """Cancel what is left of a reply."""
         self._live.difference_update(reply.tickets)
         self._inbox.put(lambda: self._engine.cancel(reply.tickets))
 

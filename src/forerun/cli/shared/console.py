@@ -107,7 +107,6 @@ class Writer:
                 self._word.append((part, style))
 
     def flush(self) -> None:
-        """Print the word that waits."""
         word, self._word = Text.assemble(*self._word), []
         if not word:
             return

@@ -240,7 +240,6 @@ class Lines(Face):
             only_writer(self._file, self._file.name)
 
     def finished(self, place: int, completion: Completion) -> None:
-        """Write its line; the completion is not kept."""
         prompt = self.prompts[place]
         value = {"schema": SCHEMA, **prompt.to_json(), "key": self._keys[prompt.index]}
         value = finite(value | completion.to_json())

@@ -129,7 +129,6 @@ def _report(error: Exception, flags: Flags) -> int:
 
 
 def _with_flags(message: str, flags: Flags) -> str:
-    """The library's message with `name` as the flag it has here."""
     if "`" not in message:
         return message
     by_name = flags()

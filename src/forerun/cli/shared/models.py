@@ -80,7 +80,6 @@ class Job:
 
     @property
     def reader(self) -> Reader:
-        """What makes prompts ready to run."""
         from forerun.prompts import Reader
 
         return Reader.of(self.model, self.chat.wrap, self.chat.system)

@@ -143,7 +143,6 @@ class Fields:
 
 
 def _sized(count: int) -> str:
-    """Bytes as `checks.size` reads them."""
     return f"{count >> 20}MiB" if count % 2**20 == 0 else f"{count // 10**6}MB"
 
 

@@ -98,7 +98,6 @@ class Ours:
         return plain or not self.sampled or RULES.make(self.rule).gumbel_max
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Continue these prompts as one ragged batch."""
         plain = self.controller is None
         began = time.perf_counter()
         done: list[Completion] = self.model.generate(

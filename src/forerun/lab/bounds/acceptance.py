@@ -106,7 +106,6 @@ class Linear:
     bias: float
 
     def __call__(self, x: FloatArray) -> FloatArray:
-        """`(...)` of `(..., n)`."""
         out: FloatArray = x @ self.weights + self.bias
         return out
 

@@ -27,7 +27,6 @@ class Path:
     steps: IntArray  # `(prompts, rounds)` tokens the drafter was stepped for, ≥ drafted
 
     def seconds(self, cell: Cell) -> FloatArray:
-        """`(prompts,)` seconds in all."""
         return self.round_seconds(cell).sum(1)
 
     def round_seconds(self, cell: Cell) -> FloatArray:
@@ -49,13 +48,11 @@ class Bound:
 
     @classmethod
     def of(cls, name: str, path: Path, trace: Trace, cell: Cell) -> Bound:
-        """The bound of a path in a cell."""
         plain = trace.sizes.astype(np.float64) * cell.plain
         return cls(name, path, path.seconds(cell), plain)
 
     @property
     def speedup(self) -> FloatArray:
-        """`(prompts,)` plain seconds over seconds."""
         return self.plain_seconds / self.seconds
 
     @property

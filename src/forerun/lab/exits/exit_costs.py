@@ -43,7 +43,6 @@ class ExitCosts:
         return sum(self.parts(counts).values())
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name, in milliseconds."""
         return {name: round(value * 1e3, 4) for name, value in asdict(self).items()}
 
 

@@ -49,7 +49,6 @@ class Setting:
 
     @property
     def depth(self) -> int:
-        """The deepest layer a draft may reach."""
         return self.layers[-1]
 
     @property
@@ -58,7 +57,6 @@ class Setting:
         return f"fixed({self.width + 1})"
 
     def settings(self) -> dict[str, Any]:
-        """The drafter's settings by name."""
         return {
             "threshold": self.threshold,
             "anneal": self.anneal,
@@ -119,7 +117,6 @@ class ExitTrace:
 
     @property
     def positions(self) -> int:
-        """How many tokens all texts have."""
         return sum(len(text.output) for text in self.texts)
 
     def counts(self, setting: Setting) -> dict[str, IntArray]:

@@ -66,7 +66,6 @@ class CostTable:
         return min(self.cells, key=distance)
 
     def to_json(self) -> dict[str, Any]:
-        """The documented shape; times in seconds."""
         spreads: list[Any] = [asdict(s) for s in self.spread] or [None] * len(self.cells)
         cells = [
             {**cell.to_json(), "ratio": cell.ratio, "spread": spread}

@@ -68,7 +68,6 @@ class ExportJob:
 
     @property
     def sampled(self) -> bool:
-        """Whether the trace's texts were drawn at a temperature."""
         sampling = self.trace.about.get("sampling")
         return isinstance(sampling, Mapping) and bool(sampling.get("temperature"))
 

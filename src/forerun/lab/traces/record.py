@@ -234,7 +234,6 @@ class _RecordedText:
     source: list[int] | None = None  # what an encoder reads
 
     def upto(self, position: int) -> list[int]:
-        """The prompt and the first tokens of the output."""
         return [*self.context, *self.tokens[:position]]
 
 

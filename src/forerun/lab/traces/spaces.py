@@ -18,7 +18,6 @@ class Integer:
     log: bool = False
 
     def suggest(self, trial: Any, name: str, depth: int) -> int:
-        """A value of an optuna trial."""
         return int(trial.suggest_int(name, self.low, self.high, log=self.log))
 
     def values(self, depth: int) -> list[Any] | None:
@@ -51,7 +50,6 @@ class Real:
     log: bool = False
 
     def suggest(self, trial: Any, name: str, depth: int) -> float:
-        """A value of an optuna trial."""
         return float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.3g}")
 
     def values(self, depth: int) -> list[Any] | None:
@@ -66,7 +64,6 @@ class OneOf:
     choices: tuple[Any, ...]
 
     def suggest(self, trial: Any, name: str, depth: int) -> Any:
-        """A value of an optuna trial."""
         return trial.suggest_categorical(name, self.choices)
 
     def values(self, depth: int) -> list[Any] | None:
