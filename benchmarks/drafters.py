@@ -84,16 +84,16 @@ def _replayed(model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
     trace = record(model, work, depth=DEPTH, batch_size=1)
     ratio = model.drafter.ratio(model.target)
     cell = Costs.synthetic(ratio, SLOPE)
-    four, best = replay(trace, "fixed(4)", cell), best_fixed(trace, cell, most=DEPTH)
+    four, (best, length) = replay(trace, "fixed(4)", cell), best_fixed(trace, cell, most=DEPTH)
     auto = stream(trace, f"auto(high={DEPTH})", cell, np.arange(trace.prompts))
     return {
         "ratio": ratio,
         "tokens_per_round": float(four.committed.sum() / four.rounds.sum()),
         "kept": float(four.accepted.sum() / max(four.drafted.sum(), 1)),
         "auto": geometric(auto.speedup),
-        "best_fixed": geometric(best.overall.speedup),
-        "length": best.length,
-        "auto_over_fixed": geometric(auto.speedup / best.overall.speedup),
+        "best_fixed": geometric(best.speedup),
+        "length": length,
+        "auto_over_fixed": geometric(auto.speedup / best.speedup),
     }
 
 

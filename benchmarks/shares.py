@@ -11,13 +11,14 @@ from rich.progress import Progress
 import forerun
 from benchmarks.common import RESULTS, console, geometric, provenance, save, show, table
 from forerun.controllers import CONTROLLERS
-from forerun.lab.bounds.bounds import Clock, best_fixed, oracle
+from forerun.lab.bounds.bounds import Bound, best_fixed, oracle
 from forerun.lab.bounds.informed import Study
 from forerun.lab.traces.costs import Cell, Costs
 from forerun.lab.traces.replay import replay, stream
+from forerun.lab.traces.results import Rounds
 from forerun.lab.traces.trace import Trace
 from forerun.lab.traces.tune import tune
-from forerun.types import FloatArray
+from forerun.types import FloatArray, IntArray
 
 RATIOS = (2, 5, 10, 20, 40)
 SLOPE = 0.02
@@ -59,7 +60,7 @@ def one(val: Trace, test: Trace, study: Study, cell: Cell, budget: int) -> dict[
     bounds = {
         "oracle": oracle(test, cell).seconds,
         "informed": study.informed(cell).best.seconds,
-        "best fixed": best_fixed(test, cell).overall.seconds,
+        "best fixed": best_fixed(test, cell)[0].seconds,
     }
     out: dict[str, Any] = {"bounds": {}, "controllers": {}}
     plain = replay(test, "fixed(0)", cell).seconds
@@ -112,7 +113,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
     curves: dict[str, Any] = {}
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for axes, (label, bound) in zip(panels, bounds.items(), strict=True):
-        best = bound.clock(trace, cell.asked)
+        best = clocked(bound, trace, cell.asked)
         for spec in (AUTO, "hf-threshold", "gammatune+", "fixed(5)", "fixed(0)"):
             clock = Clock(trace)
             replay(trace, spec, cell, clock)
@@ -246,12 +247,48 @@ def plot(results: dict[str, Any], name: str) -> None:
     pyplot.close(figure)
 
 
+class Clock:
+    """A `watch` for `replay` that notes when each token comes out."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.seconds: FloatArray = np.full(trace.tokens.shape, np.nan)
+        """`(prompts, T)` seconds from the start until the token is committed; NaN beyond the
+        text."""
+        self._spent, self.sizes = np.zeros(trace.prompts), trace.sizes
+
+    def __call__(self, rounds: Rounds) -> None:
+        """Note one round of every prompt that is still running."""
+        kept = rounds.accepted + rounds.leaves_kept
+        self.note(rounds.prompt, rounds.at, kept, rounds.seconds)
+
+    def note(self, prompt: IntArray, at: IntArray, accepted: IntArray, seconds: FloatArray) -> None:
+        """Note one round of some prompts, all arrays `(rows,)`."""
+        self._spent[prompt] += seconds
+        position = np.arange(self.seconds.shape[1])
+        end = np.minimum(at + accepted + 1, self.sizes[prompt])
+        row, token = np.nonzero((position >= at[:, None]) & (position < end[:, None]))
+        self.seconds[prompt[row], token] = self._spent[prompt[row]]
+
+
+def clocked(bound: Bound, trace: Trace, cell: Cell) -> FloatArray:
+    """`(prompts, T)` seconds after which each token of a bound is out, as a `Clock` notes them."""
+    clock, spent = Clock(trace), bound.path.round_seconds(cell)
+    at, prompts = np.zeros(trace.prompts, np.int64), np.arange(trace.prompts)
+    for turn, drafted in enumerate(bound.path.drafted.T):
+        rows = np.flatnonzero(drafted >= 0)
+        matches = trace.matches[prompts, np.minimum(at, trace.sizes - 1)]
+        accepted = np.minimum(drafted, matches)
+        clock.note(rows, at[rows], accepted[rows], spent[rows, turn])
+        at[rows] += accepted[rows] + 1
+    return clock.seconds
+
+
 def regret(mine: FloatArray, best: FloatArray) -> FloatArray:
     """`(T,)` seconds lost against a bound by the time the n-th token is out, mean over prompts.
 
     Args:
         mine: `(prompts, T)` of a controller (`Clock.seconds` after `replay`).
-        best: `(prompts, T)` of a bound (`Bound.clock`).
+        best: `(prompts, T)` of a bound (`clocked`).
 
     Prompts whose text has ended keep what they had lost. A bound is the best for whole texts: in
     between a controller can be ahead of it.
@@ -262,5 +299,4 @@ def regret(mine: FloatArray, best: FloatArray) -> FloatArray:
     lost, position = mine - best, np.arange(mine.shape[1])
     last = np.where(np.isnan(lost), 0, position).max(1)
     held = lost[np.arange(len(lost))[:, None], np.minimum(position, last[:, None])]
-    mean: FloatArray = held.mean(0)
-    return mean
+    return held.mean(0)

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.shares import regret
+from benchmarks.shares import Clock, clocked, regret
 from forerun.errors import SettingError
 from forerun.lab.bounds import bounds
 from forerun.lab.bounds.acceptance import PAST, Acceptance, Past, TracePositions
 from forerun.lab.bounds.bounds import (
     Bound,
-    Clock,
     best_fixed,
     follow,
     oracle,
@@ -208,14 +207,14 @@ def test_fixed_lengths_are_those_of_replay(seed, length, cell):
 
 def test_the_best_fixed_length_is_the_best():
     trace, cell = random_trace(3, prompts=40, longest=30, depth=6), CELLS[1]
-    best = best_fixed(trace, cell, most=9)
+    best, length = best_fixed(trace, cell, most=9)
     means = [
         np.exp(np.log(replay(trace, f"fixed({n})", cell).speedup).mean())
         for n in range(trace.depth + 1)
     ]
-    assert best.length == np.argmax(means)
-    assert best.overall.mean == pytest.approx(max(means))
-    assert best.overall.name == f"fixed({best.length})"
+    assert length == np.argmax(means)
+    assert best.mean == pytest.approx(max(means))
+    assert best.name == f"fixed({length})"
     with pytest.raises(SettingError, match="most"):
         best_fixed(trace, cell, most=-1)
 
@@ -257,7 +256,7 @@ def test_clocks_of_a_controller_and_of_its_path_agree():
     real = replay(trace, "fixed(3)", cell, clock)
     path = paths(trace, ["fixed(3)"])["fixed(3)"]
     bound = Bound.of("fixed(3)", path, trace, cell)
-    np.testing.assert_allclose(bound.clock(trace, cell), clock.seconds)
+    np.testing.assert_allclose(clocked(bound, trace, cell), clock.seconds)
     assert (np.isnan(clock.seconds) == ~trace.valid).all()
     last = clock.seconds[np.arange(8), trace.sizes - 1]
     np.testing.assert_allclose(last, real.seconds)
@@ -267,7 +266,7 @@ def test_regret_ends_at_the_whole_loss():
     trace, cell = random_trace(7, prompts=8, longest=15), CELLS[1]
     clock = Clock(trace)
     real, best = replay(trace, "fixed(3)", cell, clock), oracle(trace, cell)
-    lost = regret(clock.seconds, best.clock(trace, cell))
+    lost = regret(clock.seconds, clocked(best, trace, cell))
     assert lost.shape == (15,)
     assert lost[-1] == pytest.approx((real.seconds - best.seconds).mean())
     assert (regret(clock.seconds, clock.seconds) == 0).all()
@@ -306,7 +305,7 @@ def test_the_informed_bound_lies_between_what_was_tried_and_the_oracle(cell):
 def test_with_telling_signals_the_fitted_policy_beats_every_fixed_length():
     bound = study().informed(CELLS[1])
     assert bound.best.name not in SOME
-    assert bound.best.mean > 1.02 * best_fixed(study().trace, CELLS[1]).overall.mean
+    assert bound.best.mean > 1.02 * best_fixed(study().trace, CELLS[1])[0].mean
 
 
 def test_it_drafts_nothing_where_that_never_pays():

@@ -106,8 +106,7 @@ class Linear:
     bias: float
 
     def __call__(self, x: FloatArray) -> FloatArray:
-        out: FloatArray = x @ self.weights + self.bias
-        return out
+        return x @ self.weights + self.bias
 
 
 @dataclass(frozen=True)
@@ -317,10 +316,8 @@ def _bends(raw: FloatArray, knots: FloatArray) -> FloatArray:
 
 def _log_odds(chance: FloatArray) -> FloatArray:
     inside = np.clip(chance, 1e-4, 1 - 1e-4)
-    out: FloatArray = np.log(inside / (1 - inside))
-    return out
+    return np.log(inside / (1 - inside))
 
 
 def _chance(odds: FloatArray) -> FloatArray:
-    out: FloatArray = 1 / (1 + np.exp(-np.clip(odds, -30, 30)))
-    return out
+    return 1 / (1 + np.exp(-np.clip(odds, -30, 30)))

@@ -33,8 +33,7 @@ class Path:
         """`(prompts, rounds)` seconds of each round; 0 beyond the last."""
         verify = passes(cell, int(self.drafted.max()))
         seconds = cell.draft_seconds(self.steps) + verify[np.maximum(self.drafted, 0)]
-        inside: FloatArray = np.where(self.drafted >= 0, seconds, 0.0)
-        return inside
+        return np.where(self.drafted >= 0, seconds, 0.0)
 
 
 @dataclass(frozen=True)
@@ -59,25 +58,6 @@ class Bound:
     def mean(self) -> float:
         """Geometric mean of the speed-up."""
         return float(np.exp(np.log(self.speedup).mean()))
-
-    def clock(self, trace: Trace, cell: Cell) -> FloatArray:
-        """`(prompts, T)` seconds after which each token is out (see `Clock`)."""
-        clock = Clock(trace)
-        spent, at = self.path.round_seconds(cell), np.zeros(trace.prompts, np.int64)
-        for turn, drafted in enumerate(self.path.drafted.T):
-            rows = np.flatnonzero(drafted >= 0)
-            accepted = np.minimum(drafted, trace.matches[np.arange(len(at)), clock.inside(at)])
-            clock.note(rows, at[rows], accepted[rows], spent[rows, turn])
-            at[rows] += accepted[rows] + 1
-        return clock.seconds
-
-
-@dataclass(frozen=True)
-class BestFixed:
-    """The best speculation length, the same in every round of all prompts."""
-
-    overall: Bound
-    length: int
 
 
 def reach(trace: Trace) -> IntArray:
@@ -151,8 +131,8 @@ def follow(trace: Trace, planned: IntArray) -> Path:
     return Path(path, np.maximum(path, 0))
 
 
-def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
-    """The best γ of 0…`most` for all prompts, by geometric mean of the speed-up.
+def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> tuple[Bound, int]:
+    """The best γ of 0…`most` for all prompts, by geometric mean of the speed-up, and its bound.
 
     Raises:
         SettingError: `most` is out of range.
@@ -163,7 +143,7 @@ def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> BestFixed:
         for n in range(min(most, trace.depth) + 1)
     ]
     length = int(np.argmax([bound.mean for bound in bounds]))
-    return BestFixed(bounds[length], length)
+    return bounds[length], length
 
 
 def paths(trace: Trace, specs: Iterable[str]) -> dict[str, Path]:
@@ -200,30 +180,3 @@ def tuned(trace: Trace, cell: Cell, drafted: dict[str, Path]) -> list[Bound]:
     """Controllers in a cell, the best first, by geometric mean of the speed-up."""
     bounds = [Bound.of(spec, path, trace, cell) for spec, path in drafted.items()]
     return sorted(bounds, key=lambda bound: -bound.mean)
-
-
-class Clock:
-    """A `watch` for `replay` that notes when each token comes out."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.seconds: FloatArray = np.full(trace.tokens.shape, np.nan)
-        """`(prompts, T)` seconds from the start until the token is committed; NaN beyond the
-        text."""
-        self._spent, self._sizes = np.zeros(trace.prompts), trace.sizes
-
-    def __call__(self, rounds: Rounds) -> None:
-        """Note one round of every prompt that is still running."""
-        kept = rounds.accepted + rounds.leaves_kept
-        self.note(rounds.prompt, rounds.at, kept, rounds.seconds)
-
-    def note(self, prompt: IntArray, at: IntArray, accepted: IntArray, seconds: FloatArray) -> None:
-        """Note one round of some prompts, all arrays `(rows,)`."""
-        self._spent[prompt] += seconds
-        position = np.arange(self.seconds.shape[1])
-        end = np.minimum(at + accepted + 1, self._sizes[prompt])
-        row, token = np.nonzero((position >= at[:, None]) & (position < end[:, None]))
-        self.seconds[prompt[row], token] = self._spent[prompt[row]]
-
-    def inside(self, at: IntArray) -> IntArray:
-        """Positions cut to the last of each text."""
-        return np.minimum(at, self._sizes - 1)

@@ -87,16 +87,11 @@ class Stopper:
             parts.append(np.where(kept < HOPELESS, -1.0, form))
         return np.concatenate(parts)
 
-    def path(self, prepared: RunOdds) -> Path:
-        """The path of the policy."""
-        return self.run(prepared)[0]
-
     def run(self, prepared: RunOdds) -> tuple[Path, IntArray, FloatArray]:
         """Its path; also the positions `(n,)` of all rounds, and their past."""
 
         def decide(index: IntArray, past: FloatArray) -> IntArray:
-            lengths: IntArray = (self.gain(prepared, index, past) > 0).cumprod(1).sum(1)
-            return lengths
+            return (self.gain(prepared, index, past) > 0).cumprod(1).sum(1)
 
         return run(prepared, decide)
 
@@ -112,8 +107,7 @@ def improved(stopper: Stopper, prepared: RunOdds, cell: Cell, seed: int = 0) -> 
     go = stopper.gain(prepared, every, past) > 0
     lengths = np.minimum(go.cumprod(1).sum(1), texts.reach)
     count = np.arange(texts.depth + 1)
-    price = cell.draft_seconds(count) + passes(cell, texts.depth)
-    price = price / cell.plain
+    price = (cell.draft_seconds(count) + passes(cell, texts.depth)) / cell.plain
     remaining = _remaining(texts, lengths, price)
     sample = np.flatnonzero(texts.reach > 0)
     if len(sample) > MOST_POSITIONS:
@@ -164,9 +158,7 @@ def columns(
 def steps(cell: Cell, depth: int) -> FloatArray:
     """`(K,)` cost of one more token after each number of them, in plain tokens' time."""
     count = np.arange(depth + 1)
-    seconds: FloatArray = np.diff(cell.draft_seconds(count) + passes(cell, depth))
-    seconds = seconds / cell.plain
-    return seconds
+    return np.diff(cell.draft_seconds(count) + passes(cell, depth)) / cell.plain
 
 
 def least_squares(x: FloatArray, y: FloatArray, weight: FloatArray, ridge: float) -> FloatArray:
@@ -175,8 +167,7 @@ def least_squares(x: FloatArray, y: FloatArray, weight: FloatArray, ridge: float
     z = x / scale
     heavy = z * weight[:, None]
     scaled = np.linalg.solve(heavy.T @ z + ridge * np.eye(x.shape[1]), heavy.T @ y)
-    weights: FloatArray = scaled / scale
-    return weights
+    return scaled / scale
 
 
 def _carried(texts: TracePositions, visited: IntArray, histories: FloatArray) -> FloatArray:
@@ -257,7 +248,7 @@ class Study:
 
         def scored(name: str, weights: FloatArray) -> tuple[Bound, Stopper]:
             stopper = Stopper(acceptance, weights, step)
-            return Bound.of(name, stopper.path(prepared), self.trace, cell), stopper
+            return Bound.of(name, stopper.run(prepared)[0], self.trace, cell), stopper
 
         ahead = [scored("look-ahead", _look_ahead(price)) for price in PRICES]
         out = [max(ahead, key=lambda pair: pair[0].mean)]
@@ -312,7 +303,7 @@ def shares(
     tell("the oracle")
     best = {"oracle": oracle(trace, cell).seconds}
     tell("the best fixed length")
-    best["best_fixed"] = best_fixed(trace, cell).overall.seconds
+    best["best_fixed"] = best_fixed(trace, cell)[0].seconds
     tell("the informed bound")
     best["informed"] = informed(trace, cell).seconds
     families = np.array(trace.families)
