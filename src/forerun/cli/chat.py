@@ -58,6 +58,7 @@ class Conversation:
         self, job: Job, given: dict[str, Any], system: str | None = None, rounds: bool = False
     ) -> None:
         from forerun.chat import has_template, turns
+        from forerun.engine.prefixes import Prefixes
         from forerun.runtime.generation import generation_config, sampling_settings
 
         if not has_template(job.model.tokenizer):
@@ -69,7 +70,8 @@ class Conversation:
         self._sampling = {"max_new_tokens": 1024, **own, **given}
         self._job, self._rounds, self._lead = job, rounds, turns(job.model.tokenizer).lead
         self.system, self.messages = system, list[dict[str, Any]]()
-        _keep_prefixes(job)
+        caches = job.model.target, *job.model.drafter.caches
+        job.model.prefixes = Prefixes.of(PREFIXES, caches)
 
     def run(self) -> None:
         shown = ", ".join(f"{k} {v:g}" for k, v in self._sampling.items())
@@ -173,18 +175,6 @@ def _pace(done: Completion) -> float:
     stats = done.stats
     first = done.rounds[0].committed if done.rounds else 0
     return (stats.seconds - stats.first_token_seconds) / max(stats.tokens - first, 1)
-
-
-def _keep_prefixes(job: Job) -> None:
-    """Keep what was read, where the executor can."""
-    from forerun.engine.prefixes import Prefixes, Reuse
-
-    model, prefixes = job.model, Prefixes(PREFIXES)
-    try:
-        Reuse(prefixes, (model.target, *model.drafter.caches))
-    except SettingError:
-        return
-    model.prefixes = prefixes
 
 
 def _lines() -> Iterator[str]:

@@ -51,6 +51,11 @@ class Prefixes:
         # Newest last, and every node after those below it: the first one is always a leaf.
         self._order: OrderedDict[_Node, None] = OrderedDict()
 
+    @classmethod
+    def of(cls, budget: int, caches: Sequence[Rows]) -> Prefixes | None:
+        """Those of rows in these caches; None where an executor has no copies of its cache."""
+        return cls(budget) if all(cache.executor.copies for cache in caches) else None
+
     def take(self, text: Sequence[int], row: int, caches: Sequence[Rows]) -> None:
         """Cover the beginning of a text in an empty row of each cache; its last token is left."""
         path = self._path(text[:-1])

@@ -59,12 +59,11 @@ class Answer:
         self._lead = texts.turns.lead if plan.opens_turn else ""
         self._prepared: dict[int, list[bytes]] = {}
         self._marks = plan.calling.marks if plan.calling else {}
-        self.choices = [
-            Choice(
-                plan.prompts[i // plan.copies], CallReader(plan.calling) if plan.calling else None
-            )
-            for i in range(len(plan.jobs))
-        ]  # prompt by prompt, copies side by side
+        self.choices = [  # prompt by prompt, copies side by side
+            Choice(prompt, CallReader(plan.calling) if plan.calling else None)
+            for prompt in plan.prompts
+            for _ in range(plan.copies)
+        ]
 
     # --- taking updates ---------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -22,8 +23,8 @@ from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.engine import Logprob
-from forerun.engine.prefixes import Prefixes, Reuse
-from forerun.errors import ForerunError, SettingError
+from forerun.engine.prefixes import Prefixes
+from forerun.errors import ForerunError
 from forerun.model import Model
 from forerun.runtime.generation import generation_config, sampling_settings
 from forerun.serve.answers import Answer
@@ -47,29 +48,23 @@ from forerun.serve.worker import EmptyReply, Reply, Worker, measure
 
 log = logging.getLogger("forerun.serve")
 
-ERROR = {
-    "description": "What was wrong, in OpenAI's shape.",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    },
-}
+
+class ErrorBody(BaseModel):
+    """An error, in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What is sent of an `ApiError`."""
+
+    error: ErrorBody
+
+
+ERROR: dict[str, Any] = {"model": ErrorAnswer, "description": "What was wrong."}
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
@@ -103,8 +98,8 @@ class Server:
         self.structures = Structures(model.tokenizer, self.facts.vocab_size, model.eos)
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.memory = measure(model, config.memory)
-        self.prefixes = _prefixes(model, config.prefix_cache)
-        """Texts read before; None where the executor cannot copy its cache."""
+        caches = model.target, *model.drafter.caches
+        self.prefixes = Prefixes.of(config.prefix_cache, caches)
         self.worker = Worker(
             model, config.max_rows, config.queue, self.memory, config.buffer,
             self.metrics.update, self.prefixes,
@@ -233,15 +228,6 @@ def _hashes(text: str, tag: str) -> str:
     bodies = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(b.encode()).digest()).decode() for b in bodies]
     return " ".join(f"'sha256-{d}'" for d in digests) or "'none'"
-
-
-def _prefixes(model: Model, budget: int) -> Prefixes | None:
-    prefixes = Prefixes(budget)
-    try:
-        Reuse(prefixes, (model.target, *model.drafter.caches))
-    except SettingError:
-        return None
-    return prefixes
 
 
 def api_error(error: Exception) -> ApiError:

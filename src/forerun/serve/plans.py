@@ -41,7 +41,6 @@ class ServedModel:
 class AnswerPlan:
     """A request that was read: `jobs[i]` writes choice `i`, from prompt `i // copies`."""
 
-    chat: bool
     prompts: Sequence[Sequence[int]]
     jobs: Sequence[Request]
     copies: int
@@ -53,6 +52,10 @@ class AnswerPlan:
     top: int | None
     """Log-probabilities wanted: so many alternatives beside the chosen token; None: none."""
     calling: Calling | None = None  # functions that the answer may call
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
 
     @property
     def stream(self) -> bool:
@@ -191,18 +194,7 @@ class Planner:
                         stream=soon, logprobs=top, prediction=prediction,
                     )
                 )  # fmt: skip
-        return AnswerPlan(
-            isinstance(request, ChatRequest),
-            prompts,
-            jobs,
-            copies,
-            policy,
-            stops,
-            ignored,
-            request,
-            wanted != 0,
-            top,
-        )
+        return AnswerPlan(prompts, jobs, copies, policy, stops, ignored, request, wanted != 0, top)
 
     def _check_ids(self, request: Generation, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse token ids outside the vocabulary, by the field that has them."""

@@ -189,10 +189,8 @@ class ResponseAnswer:
     def opening(self) -> bytes:
         """Events `created` and `in_progress`."""
         response = self._response("in_progress")
-        return b"".join(
-            self._event(f"response.{kind}", response=response)
-            for kind in ("created", "in_progress")
-        )
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def frame(self, update: Update) -> bytes:
         """Events of what an update adds: text, or calls."""
@@ -262,24 +260,13 @@ class ResponseAnswer:
 
 def _message(text: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {
-        "id": f"msg_{secrets.token_hex(12)}",
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "content": [part],
-    }
+    item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+    return {**item, "status": "completed", "content": [part]}
 
 
 def _called(call: Call) -> dict[str, Any]:
-    return {
-        "id": f"fc_{secrets.token_hex(12)}",
-        "type": "function_call",
-        "status": "completed",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-    }
+    item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
+    return {**item, "call_id": call.id, "name": call.name, "arguments": call.arguments}
 
 
 def _usage(chat: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,13 +60,7 @@ class Memory:
 
 
 def measure(model: Any, budget: int | None, width: int = 8) -> Memory:
-    """The budget for a loaded model and its drafter.
-
-    Args:
-        model: a `forerun.Model`.
-        budget: bytes; None: no bound.
-        width: positions whose logits a pass holds, per row.
-    """
+    """The budget of a loaded model and its drafter, of whose logits a pass holds `width` a row."""
     facts = [model.target.facts]
     if (rows := getattr(model.drafter, "rows", None)) is not None:
         facts.append(rows.facts)
@@ -305,12 +299,9 @@ class Worker:
 
     def _send(self, updates: Updates) -> None:
         """Called in the engine's thread."""
-        self._call(self._deliver, updates)
-
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(self._deliver, updates)
 
     def _deliver(self, updates: Updates) -> None:
         known = []
