@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,17 +119,8 @@ def _literal(value: Any) -> str:
 
 def registry(kind: str) -> Registry:
     """The registry of a kind; loading it may take a second (torch)."""
-    if kind == "controllers":
-        from forerun.controllers import CONTROLLERS
-
-        return CONTROLLERS
-    if kind == "rules":
-        from forerun.rules import RULES
-
-        return RULES
-    from forerun.drafters import DRAFTERS
-
-    return DRAFTERS
+    named: Registry = getattr(import_module(f"forerun.{kind}"), kind.upper())
+    return named
 
 
 def cards(kind: str) -> list[Card]:

@@ -128,6 +128,8 @@ def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _show(verdict: TuneVerdict, cell: Cell) -> None:
+    from forerun.lab.traces.tune import interval
+
     console, split, choice = stdout(), verdict.split, verdict.choice
     note(
         console,
@@ -140,7 +142,7 @@ def _show(verdict: TuneVerdict, cell: Cell) -> None:
     note(console, f"\n{best.result.name}, the best on the prompts searched, by family\n")
     console.print(_table("family", list(best.families.items())))
     fixed = verdict.fixed
-    note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {_interval(fixed['overall'])}")
+    note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {interval(fixed['overall'])}")
     if choice.reason:
         note(console, Text(f"\n{choice.reason}; recommended is", "yellow"))
     note(console, Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
@@ -148,17 +150,10 @@ def _show(verdict: TuneVerdict, cell: Cell) -> None:
 
 def _table(label: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
     """Speed-ups of some rows, with 95 % intervals."""
-    names = {
-        "default": "default",
-        "tuned": "tuned",
-        "gain": "tuned/default",
-        "over_fixed": "tuned/fixed",
-    }
-    shown = table(label, right=list(names.values()))
+    from forerun.lab.traces.tune import interval
+
+    shown = table(label, right=("default", "tuned", "tuned/default", "tuned/fixed"))
     for name, figures in rows:
-        shown.add_row(name, *[_interval(figures[key]) for key in names])
+        columns = ("default", "tuned", "gain", "over_fixed")
+        shown.add_row(name, *(interval(figures[column]) for column in columns))
     return shown
-
-
-def _interval(spread: Mapping[str, float]) -> str:
-    return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"

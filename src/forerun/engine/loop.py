@@ -304,17 +304,9 @@ class Engine:
         upto = list(map(add, lengths, reading(unread, CHUNK)))
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         ready = list(map(eq, upto, texts))
-        return Pass(
-            self._clock(),
-            upto,
-            ready,
-            sum(upto) - sum(lengths) - sum(ready),
-            self.drafter.seconds,
-            self.target.seconds,
-            self._graphs(),
-            counters,
-            self._meter.costs(len(self._rows)),
-        )
+        read, costs = sum(upto) - sum(lengths) - sum(ready), self._meter.costs(len(self._rows))
+        before = self.drafter.seconds, self.target.seconds, self._graphs(), counters
+        return Pass(self._clock(), upto, ready, read, *before, costs)
 
     def _graphs(self) -> int:
         return sum(rows.executor.graphs for rows in (self.target, *self.drafter.caches))
@@ -328,12 +320,10 @@ class Engine:
     def _read_along(self, passed: Pass) -> None:
         """Let the drafter read what the target reads of long prompts."""
         texts = zip(self._rows, passed.upto, passed.ready, strict=True)
-        self.drafter.follow(
-            [
-                None if ready or row.request.scores is not None else row.context[:n]
-                for row, n, ready in texts
-            ]
-        )
+        self.drafter.follow([
+            None if ready or row.request.scores is not None else row.context[:n]
+            for row, n, ready in texts
+        ])  # fmt: skip
 
     def _verify(self, passed: Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""

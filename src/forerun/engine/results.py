@@ -181,10 +181,8 @@ class Stats(_Counted):
         source: tuple[int, float] | None = None,
     ) -> Stats:
         """Add up rounds; `source` is its tokens and the seconds to read it, if there is one."""
-        reasons: dict[str, int] = {}
-        for r in rounds:
-            reasons[r.stopped_by.label] = reasons.get(r.stopped_by.label, 0) + 1
-        accepted = sum(r.accepted for r in rounds)
+        names = "drafted", "accepted", "draft_seconds", "verify_seconds", "other_seconds"
+        sums: dict[str, Any] = {name: sum(getattr(r, name) for r in rounds) for name in names}
         judged = sum(min(r.accepted + 1, r.drafted) for r in rounds)
         tokens = sum(r.committed for r in rounds)
         drift = [d for r in rounds for d in r.drift or ()]
@@ -196,17 +194,13 @@ class Stats(_Counted):
             prompt_tokens=prompt_tokens,
             tokens=tokens,
             rounds=len(rounds),
-            drafted=sum(r.drafted for r in rounds),
-            accepted=accepted,
+            **sums,
             judged=judged,
             prefill_seconds=prefill,
-            draft_seconds=sum(r.draft_seconds for r in rounds),
-            verify_seconds=sum(r.verify_seconds for r in rounds),
-            other_seconds=sum(r.other_seconds for r in rounds),
             first_token_seconds=first,
             seconds=total,
-            stopped_by=reasons,
-            acceptance_rate=accepted / judged if judged else None,
+            stopped_by=dict(Counter(r.stopped_by.label for r in rounds)),
+            acceptance_rate=sums["accepted"] / judged if judged else None,
             drift_mean=sum(drift) / max(tokens, 1) if lossy else None,
             drift_max=max(drift, default=0.0) if lossy else None,
             counters=dict(counters),

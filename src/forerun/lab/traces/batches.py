@@ -84,9 +84,11 @@ def replay_batches(
     whole("rows", rows, 1)
     made, order = CONTROLLERS.make(controller), np.arange(trace.prompts)
     if plain_seconds is None:
-        plain = Replayed(trace, CONTROLLERS.make("fixed(0)"), _meter(costs), rows)
+        plain = Replayed(trace, CONTROLLERS.make("fixed(0)"), Meter.given(costs), rows)
         plain_seconds = plain.serve(order).seconds
-    meter = _meter(lambda size: costs_for(made, costs if isinstance(costs, Costs) else costs(size)))
+    meter = Meter.given(
+        lambda size: costs_for(made, costs if isinstance(costs, Costs) else costs(size))
+    )
     done = Replayed(trace, made, meter, rows, watch, rule=rule).serve(order)
     return replace(done, plain_seconds=plain_seconds)
 
@@ -102,7 +104,7 @@ def serve_alone(
     """Streams of requests that are served one at a time; `order` and results `(streams, n)`."""
     streams = []
     for prompts in order:
-        meter = _meter(costs_for(controller, cell))
+        meter = Meter.given(costs_for(controller, cell))
         streams.append(Replayed(trace, controller, meter, 1, watch, rule=rule).serve(prompts))
     plain = cell.plain * trace.sizes[order].astype(np.float64)
     both = {f.name: np.stack([getattr(one, f.name) for one in streams]) for f in fields(Replay)}
@@ -121,10 +123,6 @@ def _check_seconds(trace: Trace) -> None:
             "second choices (leaves) cannot be replayed on texts judged by coins, which would draw "
             "them anew; record by the rule gumbel"
         )
-
-
-def _meter(costs: Costs | Callable[[int], Costs]) -> Meter:
-    return Meter.given(costs)
 
 
 class NoModel(Executor):

@@ -288,18 +288,19 @@ def choose(
         spec = best.result.default
         reason = (
             f"{best.result.best} is no better than {spec} on the prompts judged "
-            f"(tuned/default {_interval(gain)})"
+            f"(tuned/default {interval(gain)})"
         )
     if free and spec != DEFAULT:
         ours, default = (replay(trace, text, cell).seconds for text in (spec, DEFAULT))
         over = geometric(default / ours, seed)
         if over["low"] <= 1:
             reason = f"{spec} is no better than {DEFAULT}, the default, on the prompts judged"
-            return Recommendation(DEFAULT, f"{reason} ({spec}/{DEFAULT} {_interval(over)})")
+            return Recommendation(DEFAULT, f"{reason} ({spec}/{DEFAULT} {interval(over)})")
     return Recommendation(spec, reason)
 
 
-def _interval(spread: Mapping[str, float]) -> str:
+def interval(spread: Mapping[str, float]) -> str:
+    """A mean with its interval, for people."""
     return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"
 
 
