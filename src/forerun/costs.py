@@ -17,8 +17,7 @@ from typing import Any
 from forerun.checks import whole
 from forerun.errors import require
 
-Passes = tuple[tuple[int, float], ...]
-"""`(width, seconds)` of target passes fed so many tokens, widths rising from 1."""
+Passes = tuple[tuple[int, float], ...]  # `(width, seconds)` of the target, widths rising from 1
 
 
 def bounded(seconds: float, width: int, shorter: Sequence[tuple[int, float]]) -> float:
@@ -44,8 +43,7 @@ class Costs:
     pass that verifies every row.
     """
 
-    draft: float
-    """One more drafted token: the drafter's forward, and the engine's work for a drafted token."""
+    draft: float  # one more drafted token: the drafter's forward, and the engine's work
     verify: Passes  # of the target; linear in between, beyond the last width by the last slope
     fixed: float = 0.0  # per round, outside both models
     batch: int = 1
@@ -61,8 +59,7 @@ class Costs:
     """What a plain pass takes more right behind a draft that was thrown away, as its weights have
     left the caches; less, where the drafter is made of the target's layers and has run some."""
     free: float = 0.0  # a token of what drafts without a model, in a chain before one that does
-    asking: float = 0.0
-    """What a drafted token takes more where the controller is shown it (`asked`)."""
+    asking: float = 0.0  # what a drafted token takes more where the controller sees it (`asked`)
     reading: float = 0.0
     """What the drafter takes for each token of a prompt that it must read first. Only a `Meter`
     knows it; it is no part of a round's seconds here."""
@@ -72,8 +69,7 @@ class Costs:
     packed: bool = False
     """Whether a pass takes the tokens of all its rows packed, so that its width is their mean, and
     not the longest."""
-    tree: float = 0.0
-    """What a pass takes more where second choices are among its tokens, besides its width."""
+    tree: float = 0.0  # what second choices among a pass's tokens take, besides its width
     retime: str = ""
     """The kind of pass that was not timed for long, `plain` or `judged`: the next round should be
     one, if it can be afforded. Only a `Meter` says so."""

@@ -16,10 +16,8 @@ _CODE = re.compile(r"(?:__)?([a-z]{2,3}(?:_[A-Za-z]{2,4})?)(?:__)?")
 class DecoderOpening:
     """What stands before an encoder-decoder model's own tokens."""
 
-    prompt: tuple[int, ...]
-    """Of the decoder: its start token, the language's, and what the text shall begin with."""
-    source: tuple[int, ...] = ()
-    """Before every source: the language's token, in models that read it there."""
+    prompt: tuple[int, ...]  # of the decoder: start token, language, beginning of the text
+    source: tuple[int, ...] = ()  # before every source, where models read the language there
 
 
 def opening(

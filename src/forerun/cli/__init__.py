@@ -51,8 +51,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """By panel: the module and name of each command, and its line of help."""
-MOVED = {"train-exits": "train_draft:train_exits"}
-"""Names of before, which say the new ones whatever stands behind them."""
+MOVED = {"train-exits": "train_draft:train_exits"}  # names of before, which only say the new ones
 PASSED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 

@@ -36,8 +36,7 @@ QUESTIONS = (
     "Explain to a child why the sky is blue.",
 )
 """To SmolLM2, from easy to hard to run ahead of."""
-SHOWN = ("tours", "arithmetic", "stories")
-"""Families of the shipped test prompts, from easy to hard to run ahead of."""
+SHOWN = ("tours", "arithmetic", "stories")  # families, from easy to hard to run ahead of
 
 
 def demo(
@@ -74,8 +73,7 @@ def demo(
     note(console, Text("\nTry next:\n  forerun chat" if chats else f"\n{AFTER}"))
 
 
-Example = tuple[str, str, dict[str, Any], str]
-"""Title, prompt, settings, and the arguments of the command that does the same."""
+Example = tuple[str, str, dict[str, Any], str]  # title, prompt, settings, the command's arguments
 
 
 def _questions() -> Iterator[Example]:

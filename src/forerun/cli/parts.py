@@ -287,8 +287,7 @@ def card_lines(card: Card, width: int | None = None) -> list[Text]:
 
 
 _SETTING = re.compile(r" +\w+: ")
-_APART = re.compile(r"\s*(>>>|\.\.\.|[-*] |\w+:$|$)")
-"""Lines that neither continue another nor are continued."""
+_APART = re.compile(r"\s*(>>>|\.\.\.|[-*] |\w+:$|$)")  # lines that stand by themselves
 
 
 def _blocks(doc: str) -> list[str]:

@@ -23,8 +23,7 @@ class Bans:
         self._known, self._tokens = known, known.sorted(vocab_size)
         whole = [word.encode() for word in words]
         self._longest = max(map(len, whole))
-        self._rests: dict[bytes, list[bytes]] = {}
-        """By what an output may end with: what must not follow."""
+        self._rests: dict[bytes, list[bytes]] = {}  # by an output's end: what must not follow
         for word in whole:
             for n in range(1, len(word)):
                 self._rests.setdefault(word[:n], []).append(word[n:])

@@ -19,8 +19,7 @@ STEP_SECONDS, TOTAL_SECONDS = 0.05, 2.0
 """Processor time that constraints may take in a round, all of them and each, and for a request:
 others wait for it."""
 FREE = 3  # masks that count for the request only: the first ones build what later ones use
-QUICK = 0.002
-"""Processor time of a mask that no other request feels: it does not count for the request."""
+QUICK = 0.002  # processor seconds of a mask that no other request feels: not counted
 
 
 def sit_out(places: Sequence[Place | None]) -> set[int]:

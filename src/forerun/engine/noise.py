@@ -11,8 +11,7 @@ import torch
 
 from forerun.requests import Sampling
 
-_SPREAD = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: far apart are the seeds of places that are close."""
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of close places are far apart
 MOST_KEPT = 64  # most places whose noise is kept at a time
 _BELOW_1 = np.float32(1 - 2**-24)  # the greatest single below 1
 

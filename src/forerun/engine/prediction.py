@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MATCH = 3  # tokens of the output that must occur in the prediction for it to be followed there
-SHORTEST, LONGEST = 4, 32
-"""Tokens drafted: doubled after a draft that was kept whole, shortest after any other."""
+SHORTEST, LONGEST = 4, 32  # tokens drafted: doubled after a draft kept whole, else shortest
 
 
 class PredictionCursor:

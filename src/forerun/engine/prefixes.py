@@ -11,8 +11,7 @@ from forerun.engine.text import common
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Columns, Rows
 
-LEAST = 32
-"""Tokens that are worth a copy: fewer are read at next to no cost with what must be read anyway."""
+LEAST = 32  # tokens worth a copy: fewer are read at next to no cost with the rest
 
 
 @dataclass(eq=False)
@@ -21,8 +20,7 @@ class _Node:
 
     tokens: list[int]
     parent: _Node | None
-    columns: dict[Rows, Columns] = field(default_factory=dict)
-    """Of its first tokens, as many as were read there."""
+    columns: dict[Rows, Columns] = field(default_factory=dict)  # of the first tokens read there
     children: dict[int, _Node] = field(default_factory=dict)  # by their first token
 
     @property

@@ -13,8 +13,7 @@ from forerun.engine.results import Completion, Event, Round
 from forerun.engine.row import Row
 from forerun.types import Stop
 
-NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)
-"""The round of a request that ended before its first."""
+NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)  # of a request that ended before its first
 
 
 @dataclass

@@ -42,21 +42,18 @@ class Row:
     submitted: float
     place: Place | None = None  # in its constraint, if it has one
     bans: Bans | None = None
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)
-    """Of `eos` those that a stop string of the request names."""
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # those that stop strings name
     ended_by: str | int | None = None
     cached: int = 0  # tokens of its prompt that were not read, for their columns were there
     prefill: float = 0.0
-    encode: float = 0.0
-    """Seconds of joining, in which target and draft read its source and those beside it."""
+    encode: float = 0.0  # seconds of joining, in which sources were read, those beside it, too
     first_token: float = 0.0
     drift: float | None = None  # summed drift of the tokens so far; None under a lossless rule
     rounds: list[Round] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     """Of what it wrote; of a text to score, of its tokens but the first."""
-    logits: list[Any] = field(default_factory=list)
-    """`(V,)` of every token, if the request keeps them."""
+    logits: list[Any] = field(default_factory=list)  # `(V,)` of every token, if they are kept
     columns: Any = None  # of its cache, if the request keeps them, when it is done
     _pieces: list[Piece] = field(default_factory=list)
     _looking: threading.Lock = field(default_factory=threading.Lock)

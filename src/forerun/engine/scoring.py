@@ -15,8 +15,7 @@ from forerun.runtime.base import Pieces
 from forerun.signals import float_type
 
 ALONE, BESIDE = 128, 32  # tokens of texts that a pass scores, and one that other rows wait for
-LOGITS = 1 << 25
-"""Most logits that a pass has for that, 128 MiB of float32, whatever the vocabulary."""
+LOGITS = 1 << 25  # most logits that a pass has for that, 128 MiB of float32
 
 
 def note(rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, judged: Judgements) -> None:

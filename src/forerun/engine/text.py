@@ -237,8 +237,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.met: str | None = None
-        """The stop string that was met (and cut off, with all that follows)."""
+        self.met: str | None = None  # the stop string met (and cut off, with all that follows)
 
     def push(self, text: str, ends: bool = True) -> str:
         """Text that is safe to show; unless it `ends`, a stop string completed now is text."""

@@ -29,19 +29,16 @@ from forerun.prompts import Prompt
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Rows
 
-SAFETY = 4.0
-"""A margin within this many times the observed spread of the logits counts as a near-tie."""
+SAFETY = 4.0  # a margin within this many times the logits' observed spread is a near-tie
 CEILING = {torch.bfloat16: 8.0, torch.float16: 16.0}
 """Most roundings of the largest logit that shapes may put two logits apart; more is no rounding.
 The shipped pair's are at most 1.6 apart in bfloat16."""
 CEILING_WIDE = 128.0
 """Most roundings in float32 and above, where long sums round as coarsely as their results: 5.5 for
 the shipped pair, and growing with width and depth."""
-WIDTHS = (1, 2, 3, 5, 9, 17, 512)
-"""Tokens fed in one pass to recompute a position; all of a context that is shorter."""
+WIDTHS = (1, 2, 3, 5, 9, 17, 512)  # tokens fed in one pass to recompute a position
 SCHEMA = 1
-AROUND, ONWARD = 16, 4
-"""Tokens shown of the common text before a difference, and of each continuation."""
+AROUND, ONWARD = 16, 4  # tokens shown of the common text before, and of each continuation
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,7 @@ class Difference:
     never less than rounding the largest logit in the model's dtype."""
     near_tie: bool
     spread: float = 0.0  # how much the difference of the two logits moved between the shapes
-    ceiling: float = inf
-    """Most that roundings can move it; a larger `spread` is a bug, whatever the margin."""
+    ceiling: float = inf  # most that roundings can move it; a larger `spread` is a bug
 
     @property
     def message(self) -> str:

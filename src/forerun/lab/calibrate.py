@@ -53,10 +53,8 @@ class Calibration:
     top: int  # ⌈share · steps⌉
     prompts: int
     target: Entropies
-    draft: Entropies | None
-    """At the same steps, less those beyond the draft's context; None if it was not read."""
-    both: float | None
-    """Share of the draft's steps at which both entropies exceed τ_H: the penalty may fire there."""
+    draft: Entropies | None  # at the same steps within its context; None if it was not read
+    both: float | None  # share of the draft's steps at which both exceed τ_H
 
     @property
     def rule(self) -> str:

@@ -29,8 +29,7 @@ class AuditedText:
 
     prompt: int  # index of the prompt
     first: int | None  # the first output token that differs; None: the texts are equal
-    gaps: list[float]
-    """Per position of the float32 text the gap of its two best logits, after penalties."""
+    gaps: list[float]  # per position of the float32 text the gap of its two best logits
     moved: list[float]  # per position the largest difference of any logit
     other: list[int]  # positions whose best token is another
 

@@ -19,11 +19,9 @@ from typing import Any
 from forerun.errors import PromptError, SettingError
 
 TOP = 5  # alternatives asked for, as many as OpenAI gives for completions
-SAFETY = 4.0
-"""A gap within this many times the movement measured on common tokens counts as rounding."""
+SAFETY = 4.0  # a gap within this many times the movement on common tokens is rounding
 ROUNDING = 1e-4  # least movement that is taken for rounding, in nats: servers write few digits
-CEILING = 0.5
-"""Most nats between two tokens that rounding can explain, in any precision servers run in."""
+CEILING = 0.5  # most nats between two tokens that rounding explains in any precision
 PLAIN = {"speculative": False}  # the field by which forerun's server decodes plainly
 TIMEOUT = 600.0
 
@@ -55,8 +53,7 @@ class ToldToken:
         return max(max(self.top.values(), default=self.logprob) - self.logprob, 0.0)
 
 
-AnswerPair = tuple[Sequence[ToldToken], Sequence[ToldToken]]
-"""Greedy answers of two servers to one prompt."""
+AnswerPair = tuple[Sequence[ToldToken], Sequence[ToldToken]]  # greedy answers to one prompt
 
 
 @dataclass(frozen=True)

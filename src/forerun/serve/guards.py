@@ -22,8 +22,7 @@ log = logging.getLogger("forerun.serve")
 FAILED = "the server failed; its log says why"
 ALIASES = frozenset({"/completions", "/chat/completions", "/responses", "/models"})
 """Paths that are there without /v1, too, as llama.cpp has them."""
-OPEN = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})
-"""Paths that need no key."""
+OPEN = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})  # that need no key
 
 
 async def refuse(send: Send, error: ApiError) -> None:

@@ -31,8 +31,7 @@ class ServedModel:
     vocab_size: int
     eos: frozenset[int]
     defaults: dict[str, float]  # sampling settings of requests that do not say
-    source_limit: int | None = None
-    """Most tokens that an encoder reads: then the prompt is the source."""
+    source_limit: int | None = None  # most tokens that an encoder reads of a prompt
     context: Callable[[list[int]], tuple[list[int], list[int] | None]] = lambda ids: (ids, None)
     """Prompt and source of a prompt's tokens; see `Model.context`."""
 
@@ -49,8 +48,7 @@ class AnswerPlan:
     ignored: Sequence[str]
     request: Generation
     writes: bool  # whether anything is written: with `max_tokens` 0 a prompt is only scored
-    top: int | None
-    """Log-probabilities wanted: so many alternatives beside the chosen token; None: none."""
+    top: int | None  # alternatives wanted beside the chosen token; None: no log-probabilities
     calling: Calling | None = None  # functions that the answer may call
 
     @property

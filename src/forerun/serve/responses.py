@@ -16,8 +16,7 @@ from forerun.serve.streaming import dumps
 from forerun.serve.tools import Call
 from forerun.serve.worker import Update
 
-NEEDLESS = frozenset({"reasoning.encrypted_content"})
-"""What `include` may name: there is none to be included."""
+NEEDLESS = frozenset({"reasoning.encrypted_content"})  # `include` may name it: there is none
 
 
 class TextFormat(BaseModel):

@@ -17,8 +17,7 @@ KEPT = 32  # constraints that are kept compiled: clients send the same one again
 LONGEST = 100_000  # characters of a schema or grammar
 
 
-COMPILE_SECONDS = 5.0
-"""That a client waits for its constraint, with those that are compiled before it."""
+COMPILE_SECONDS = 5.0  # a client waits for its constraint, and those compiled before it
 
 
 class Structures:

@@ -41,8 +41,7 @@ class Texts:
         }
         """Token ids of those beside the vocabulary proper, by their text."""
         self.vocab_size = vocab_size
-        self._tokens: dict[int, str] = {}
-        """Text by id: a text of 1,000 tokens is scored with 6,000 of them."""
+        self._tokens: dict[int, str] = {}  # text by id: scoring 1,000 tokens names 6,000
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-texts")
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:

@@ -167,8 +167,7 @@ class Call:
         return {"id": self.id, "type": "function", "function": function}
 
 
-Delta = str | tuple[Call, str]
-"""More text, or more of a call's arguments; none of them where it begins."""
+Delta = str | tuple[Call, str]  # more text, or of a call's arguments; none where it begins
 
 
 class CallReader:

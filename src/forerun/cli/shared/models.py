@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from forerun.rules import AcceptanceRule
     from forerun.settings import Settings
 
-ALONE = ("target", "device", "dtype", "trust_remote_code")
-"""Options of commands that load the target without a drafter."""
+ALONE = ("target", "device", "dtype", "trust_remote_code")  # options without a drafter
 
 
 @dataclass(frozen=True)

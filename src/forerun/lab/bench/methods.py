@@ -39,8 +39,7 @@ class Run:
 
     seconds: float  # wall time of the whole group, prefill included
     tokens: list[list[int]]  # output token ids
-    ttft: list[float] | None = None
-    """Seconds to the first committed token; None if the method cannot tell."""
+    ttft: list[float] | None = None  # seconds to the first token; None if the method cannot tell
     rounds: list[int] | None = None
     drafted: list[int] | None = None
     accepted: list[int] | None = None

@@ -159,8 +159,7 @@ class Peer:
 
     def __init__(self, command: Command, first: Mapping[str, Any]) -> None:
         self.command, self.name = command, command.label
-        self.plain: str | None = None
-        """Name of the peer that decodes plainly what this one speculates on."""
+        self.plain: str | None = None  # the peer that decodes plainly what this one speculates on
         self.largest_batch: int | None = 1
         self._first = dict(first)
         self.versions: dict[str, str] = {}

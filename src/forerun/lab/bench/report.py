@@ -44,8 +44,7 @@ class Cell:
     ttft_ms: float | None  # median time to the first token; None if the method cannot tell
     tokens_per_round: float | None  # block efficiency; None for peers
     acceptance: float | None  # accepted / drafted; None if nothing was drafted
-    identical: float | None
-    """Share of outputs that equal plain decoding's; None where that is not expected."""
+    identical: float | None  # share equal to plain decoding's; None where not expected
 
     def to_json(self) -> dict[str, Any]:
         """As a document, without the single ratios."""

@@ -20,8 +20,7 @@ QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)  # quantiles of each signal at which its e
 MOST_SAMPLES = 150_000  # of a regression
 PAST = 2 * len(FADES) + 7  # number of features of a request's past
 
-Decide = Callable[[IntArray, FloatArray], IntArray]
-"""Tokens to draft `(n,)` at positions `(n,)` with their past `(n, PAST)`."""
+Decide = Callable[[IntArray, FloatArray], IntArray]  # of positions `(n,)` and `(n, PAST)`
 
 
 class TracePositions:

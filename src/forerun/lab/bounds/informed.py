@@ -74,8 +74,7 @@ class Stopper:
 
     acceptance: Acceptance
     weights: FloatArray  # weights of the columns (`columns`), in plain tokens' time
-    step: FloatArray
-    """`(K,)` cost of one more token after each number of them, in plain tokens' time."""
+    step: FloatArray  # `(K,)` cost of a token after each number of them, in plain tokens' time
 
     def gain(self, prepared: RunOdds, index: IntArray, past: FloatArray) -> FloatArray:
         """`(n, K)` expected gain of one more token after each number of them."""

@@ -31,8 +31,7 @@ from forerun.runtime.drafts import spread
 from forerun.runtime.layers import ExitHeads, LayerAccess
 from forerun.types import BoolArray, FloatArray, IntArray, Stop
 
-ANNEALS = tuple(0.25 * step for step in range(9))
-"""Annealings that can be replayed: a confidence is stored for each."""
+ANNEALS = tuple(0.25 * step for step in range(9))  # annealings with a stored confidence
 COUNTED = ("layers", "exits", "steps", "rounds")
 """What a replay counts: layers run, exits asked, tokens that climbed, rounds."""
 

@@ -18,8 +18,7 @@ class LayerView:
     Reference: SpecBound, Figure 1.
     """
 
-    tokens: list[list[int]]
-    """`[layer][position]` ids, from the first layer to the last, which is the model itself."""
+    tokens: list[list[int]]  # `[layer][position]` ids; the last layer is the model itself
     probs: list[list[float]]  # `[layer][position]` probability of each, in (0, 1]
 
     def share_sure(self, layer: int, threshold: float) -> tuple[float, float]:

@@ -33,8 +33,7 @@ SHOWN = 8  # settings listed
 MOST_LAYERS = 12  # most exit layers that are tried; of more, evenly spaced ones
 WIDTH = 12  # most tokens per round that are tried
 UNTUNED = 6  # width of `specbound` without settings, which is scored, too
-GRID = tuple(round(0.05 * step, 2) for step in range(21))
-"""Thresholds shown around the best setting."""
+GRID = tuple(round(0.05 * step, 2) for step in range(21))  # thresholds shown around the best one
 POLISHED = 40  # most steps of the local search from the best trial
 
 
@@ -259,8 +258,7 @@ class Sweep:
         self._fast, self._trained = exit_rows(self._module), bool(trained)
         self._access = layers_of(self._fast).access
         self._heads: Any = load_heads(trained, self._access) if trained else LogitLens(self._access)
-        self.search: Search | None = None
-        """The settings scored; there once their costs are measured."""
+        self.search: Search | None = None  # those scored; there once costs are measured
         self.best: Any = None  # the setting with the best prediction
         self.untuned: Setting | None = None
 

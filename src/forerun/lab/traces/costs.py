@@ -18,8 +18,7 @@ from forerun.types import FloatArray
 SCHEMA = 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # tokens per row of the passes that are timed
 REPEATS = 25  # timings of each pass
-SYNTHETIC = ("c", "slope", "fixed", "tree")
-"""Settings of a synthetic cell, written as `c=10,slope=0.02,fixed=0,tree=0`."""
+SYNTHETIC = ("c", "slope", "fixed", "tree")  # as in `c=10,slope=0.02,fixed=0,tree=0`
 
 
 Cell = costs.Costs  # one entry of a table: the costs at one batch size and context

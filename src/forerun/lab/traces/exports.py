@@ -32,8 +32,7 @@ class Export:
 
     text: str  # the file's content
     cannot: str  # one line: what the other engine cannot express. It is in the file, too
-    specs: tuple[str, ...]
-    """Our controllers that do the same; `fixed(length=0)` where it is better not to draft."""
+    specs: tuple[str, ...]  # our controllers that do the same; `fixed(length=0)`: no drafts
 
 
 @dataclass(frozen=True)

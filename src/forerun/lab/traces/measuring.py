@@ -26,8 +26,7 @@ engine's own work are fitted; of a row alone also those that fill a pass up to e
 LIVE_TOKENS = 48  # written per text in a live run
 ASKED = "hf-threshold(threshold=0,length={})"  # drafts so many tokens, and is asked about each
 TREE = (-1, -1, -1, -1, 1)  # three drafted tokens, and a second choice beside the second
-THROWN_AWAY = "gammatune+(threshold=1,keep=False)"
-"""Drafts a token and throws it away, unless the draft is certain."""
+THROWN_AWAY = "gammatune+(threshold=1,keep=False)"  # a token, thrown away unless it is certain
 LIVE_TURNS = 10  # live runs of each draft length, the first a warm-up
 
 

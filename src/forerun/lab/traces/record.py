@@ -48,10 +48,8 @@ from forerun.runtime.base import Rows
 from forerun.signals import measure
 from forerun.types import BoolArray, FloatArray, IntArray
 
-ELEMENTS = 1 << 24
-"""Most logits of one model held at once, so that a large vocabulary does not fill the memory."""
-JUDGES = RULES.make("gumbel"), RULES.make("standard")
-"""Rules whose runs can be told from the text alone."""
+ELEMENTS = 1 << 24  # most logits of one model held at once
+JUDGES = RULES.make("gumbel"), RULES.make("standard")  # whose runs the text alone tells
 TAILS = 128  # most tails drafted together
 
 
@@ -241,8 +239,7 @@ class _RecordedText:
 class _Draft:
     """The draft's tokens at the n + 1 positions of a text, and the target's verdict on them."""
 
-    tokens: IntArray
-    """`(n + 1, K)` the draft's token, and its tail where the target does not keep it."""
+    tokens: IntArray  # `(n + 1, K)` the draft's token, and its tail where it is not kept
     signals: dict[str, FloatArray]  # `(n + 1, K)` likewise
     hit: BoolArray  # `(n + 1,)` whether the target keeps the draft's token
     accept: FloatArray  # `(n + 1,)` the probability that it does

@@ -76,8 +76,7 @@ class Kept:
     """What is kept of one round of some rows."""
 
     accepted: IntArray  # `(rows,)`
-    chance: Callable[[int], FloatArray]
-    """`(rows,)` of the token at a depth, as `Verdict.accept_prob`."""
+    chance: Callable[[int], FloatArray]  # `(rows,)` at a depth, as `Verdict.accept_prob`
     drift: FloatArray | float = 0.0
     """`(rows,)` summed over the positions judged: in the mean over drafts where these were sampled;
     then a rule that replaces by draws from the target has at least that."""

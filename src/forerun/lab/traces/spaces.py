@@ -72,8 +72,7 @@ class OneOf:
 
 Space = Mapping[str, Integer | Real | OneOf]  # the values each parameter may take
 
-Answer = Callable[[float | None], None]
-"""Called with the worth of proposed values, or None if they were refused."""
+Answer = Callable[[float | None], None]  # gets the worth of values; None: refused
 
 
 def sampled(

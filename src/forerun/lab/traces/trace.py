@@ -47,22 +47,17 @@ class Trace:
     tokens: IntArray  # `(prompts, T)` the target's own output
     draft_tokens: IntArray  # `(prompts, T, K)` the run drafted from each true prefix
     matches: IntArray  # `(prompts, T)` how many tokens of the run the target keeps, 0..K
-    ends: IntArray
-    """`(prompts, T)` tokens drafted up to and with the first end of text; K + 1 if none."""
-    lengths: IntArray
-    """`(prompts, T)` tokens of the run, 0..K; what is beyond it the drafter did not propose."""
-    stops: IntArray
-    """`(prompts, T)` why the drafter ended a run that is shorter than K, a value of `Stop`."""
+    ends: IntArray  # `(prompts, T)` tokens drafted up to the first end of text; K + 1 if none
+    lengths: IntArray  # `(prompts, T)` tokens of the run, 0..K; the drafter proposed no more
+    stops: IntArray  # `(prompts, T)` why a run is shorter than K, a value of `Stop`
     accept_prob: FloatArray
     """`(prompts, T, K)` probability under the rule `standard` of keeping the token given that all
     before it were kept; 0 beyond the first miss and beyond the text."""
-    signals: dict[str, FloatArray]
-    """Every one of `SIGNALS`, `(prompts, T, K)`; NaN where the drafter has no distribution."""
+    signals: dict[str, FloatArray]  # `(prompts, T, K)` by name; NaN without distribution
     judged: dict[str, FloatArray]
     """Every one of `JUDGED`, `(prompts, T, K)`, by the text's own sampling (docs/trace.md); NaN
     where a file of schema 1 does not say it."""
-    about: dict[str, Any] = field(default_factory=dict)
-    """Provenance: models, hashes, sampling, depth, seed, versions, date."""
+    about: dict[str, Any] = field(default_factory=dict)  # models, hashes, settings, date
 
     @property
     def prompts(self) -> int:

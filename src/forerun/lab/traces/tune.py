@@ -28,8 +28,7 @@ from forerun.settings import Settings
 SCHEMA = 1
 DEFAULT = "auto"  # the controller that is recommended where the search found no better one
 
-Progress = Callable[[str, int, int], None]
-"""Called with a controller's name, its trials done and their number."""
+Progress = Callable[[str, int, int], None]  # a controller's name, trials done, all
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class SearchResult:
 
     name: str
     default: str  # the spec it started from
-    best: str
-    """The spec with the highest speed-up on the trace searched; the default if nothing beat it."""
+    best: str  # the fastest spec on the trace searched; the default if nothing beat it
     before: float  # speed-up of the default there, the geometric mean over prompts
     after: float  # speed-up of the best there
     trials: int = 1  # settings tried, the default included
@@ -64,8 +62,7 @@ class Tuned:
 
     results: tuple[SearchResult, ...]
     fixed: SearchResult  # the best fixed length, whether or not it was asked for
-    complete: bool = True
-    """False if the search was interrupted; then it holds the results until then."""
+    complete: bool = True  # False if it was interrupted; then it holds what was there
 
     @property
     def best(self) -> SearchResult:
@@ -312,8 +309,7 @@ class TuneVerdict:
     judged: list[Judged]
     fixed: Mapping[str, Any]  # the best fixed length, see `judge`
     choice: Recommendation
-    split: Mapping[str, Any]
-    """How many prompts were `searched` and `judged`, and `how` they were split."""
+    split: Mapping[str, Any]  # prompts `searched`, `judged`, and `how` they were split
 
     @classmethod
     def of(

@@ -33,12 +33,9 @@ from forerun.types import FloatArray, IntArray
 KINDS = ("noise", "cold")
 NOISE = 0.08  # standard deviation of the logarithm of what a pass takes
 SLOW, SLOWEST = 0.01, (2.0, 5.0)  # share of passes that are slow besides, and how many times
-COLD, WARM_AFTER = 3.0, 40.0
-"""How much more the first pass of a kind takes, and passes until most of that is gone."""
-READING = 0.2, 0.009
-"""What the draft's reading of a prompt takes, and more for each token, in plain passes."""
-PREFILL = 0.03
-"""What each token of a prompt adds to the target's pass that reads it, in plain passes."""
+COLD, WARM_AFTER = 3.0, 40.0  # how much more a first pass takes, and passes until that is gone
+READING = 0.2, 0.009  # the draft's reading of a prompt, and of each token, in plain passes
+PREFILL = 0.03  # what each token of a prompt adds to the pass that reads it, likewise
 
 
 class VirtualClock:
