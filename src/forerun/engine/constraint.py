@@ -16,8 +16,7 @@ from forerun.requests import Constraint
 
 KEPT = 64  # masks that are kept: more than a round's
 STEP_SECONDS, TOTAL_SECONDS = 0.05, 2.0
-"""Processor time that constraints may take in a round, all of them and each, and for a request:
-others wait for it."""
+"""Processor time of constraints in a round, all of them and each, and for a request."""
 FREE = 3  # masks that count for the request only: the first ones build what later ones use
 QUICK = 0.002  # processor seconds of a mask that no other request feels: not counted
 

@@ -37,8 +37,7 @@ class Row:
     prediction: PredictionCursor | None
     limit: int  # most tokens of context
     rests_first: bool
-    """Whether its first token comes without a draft, as soon as plainly; of a stream, its first
-    character."""
+    """Whether its first token, of a stream its first character, comes without a draft."""
     submitted: float
     place: Place | None = None  # in its constraint, if it has one
     bans: Bans | None = None

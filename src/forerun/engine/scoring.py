@@ -1,5 +1,4 @@
-"""Log-probabilities and logits of committed tokens and of given texts, from the passes that read
-them."""
+"""Log-probabilities and logits of committed tokens and given texts, from passes that read them."""
 
 from __future__ import annotations
 

@@ -160,8 +160,7 @@ class TokenNamer:
 def completion_logprobs(
     entries: Sequence[Entry], top: int, name: TokenNamer, offset: int = 0
 ) -> dict[str, Any]:
-    """Of a completion: `top` alternatives per token, and where in the text it stands, `offset`
-    characters behind."""
+    """Of a completion: `top` alternatives per token, places in the text from `offset` on."""
     out: dict[str, list[Any]] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
     }  # fmt: skip

@@ -32,8 +32,7 @@ VALIDATION = "The shipped ones are those of split val. Default for the shipped t
 
 
 def option(metavar: str, help: str = "", *names: str, panel: str | None = None) -> Any:
-    """An option with a value; its names are those of the parameter unless given, and its help is
-    what the docstring says."""
+    """An option with a value, named like its parameter; its help is what the docstring says."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel)
 
 

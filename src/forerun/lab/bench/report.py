@@ -128,8 +128,7 @@ class Change:
     method: str
     seconds: Spread  # seconds per token in A over those in B
     speedup: Spread | None
-    """Speed-up over plain in B over that in A: what the machine itself did cancels out. None for
-    plain decoding."""
+    """Over plain in B over that in A, so that the machine cancels out; None for plain decoding."""
     same_text: float  # share of outputs that are the same in both
 
     chance: float  # probability of so large a change by chance; see `by_chance`

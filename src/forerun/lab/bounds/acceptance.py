@@ -40,8 +40,7 @@ class TracePositions:
             signals["softmax_margin"],
         ]
         self.raw: FloatArray = np.nan_to_num(np.stack(parts, -1))
-        """`(positions, K, 5)` signals, scaled so that log-odds are nearly linear in them; 0 where
-        the drafter has none."""
+        """`(positions, K, 5)` signals whose log-odds are nearly linear; 0 where there are none."""
 
     @property
     def depth(self) -> int:

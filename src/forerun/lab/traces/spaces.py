@@ -78,8 +78,7 @@ Answer = Callable[[float | None], None]  # gets the worth of values; None: refus
 def sampled(
     space: Space, depth: int, count: int, seed: int, starts: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[tuple[dict[str, Any], Answer]]:
-    """`count` values that optuna's TPE chooses by the answers to those before; first the `starts`,
-    whose missing values it fills in."""
+    """`count` values that optuna's TPE chooses by the answers to those before, `starts` first."""
     optuna = optional("optuna", "lab")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))

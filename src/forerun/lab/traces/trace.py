@@ -55,8 +55,7 @@ class Trace:
     before it were kept; 0 beyond the first miss and beyond the text."""
     signals: dict[str, FloatArray]  # `(prompts, T, K)` by name; NaN without distribution
     judged: dict[str, FloatArray]
-    """Every one of `JUDGED`, `(prompts, T, K)`, by the text's own sampling (docs/trace.md); NaN
-    where a file of schema 1 does not say it."""
+    """Every one of `JUDGED`, `(prompts, T, K)` (docs/trace.md); NaN where schema 1 has none."""
     about: dict[str, Any] = field(default_factory=dict)  # models, hashes, settings, date
 
     @property
