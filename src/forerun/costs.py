@@ -53,8 +53,7 @@ class Costs:
     caches then, after a round that kept everything there are two tokens to read, and the engine
     has more to do than in a round without a draft."""
     levels: tuple[int, ...] = ()
-    """Widths, rising, up to which a pass takes as long as one of that width; of others every token
-    adds something."""
+    """Rising widths up to which a pass takes as long as that; of others each token adds."""
     cold: float = 0.0
     """What a plain pass takes more right behind a draft that was thrown away, as its weights have
     left the caches; less, where the drafter is made of the target's layers and has run some."""
@@ -67,8 +66,7 @@ class Costs:
     """What the target takes for each token of a prompt that it reads in a pass. Tokens to judge add
     little to such a pass. Only a `Meter` knows it; None elsewhere, and before it was timed."""
     packed: bool = False
-    """Whether a pass takes the tokens of all its rows packed, so that its width is their mean, and
-    not the longest."""
+    """Whether a pass takes all rows' tokens packed: its width is their mean, not the longest."""
     tree: float = 0.0  # what second choices among a pass's tokens take, besides its width
     retime: str = ""
     """The kind of pass that was not timed for long, `plain` or `judged`: the next round should be
@@ -128,8 +126,7 @@ class Costs:
         return steps * self.draft + (steps > 0) * self.first
 
     def round_seconds(self, steps: int, width: float, tree: bool = False) -> float:
-        """Seconds of a round of so many draft steps and a target pass fed `width` tokens, second
-        choices among them if it is a `tree`."""
+        """Seconds of a round of draft steps and a pass of `width` tokens, in a `tree` or not."""
         seconds: float = self.draft_seconds(steps) + self.cold * (steps > 0 and width == 1)
         return seconds + self.verify_seconds(width) + self.fixed + self.tree * tree
 
@@ -172,8 +169,7 @@ class Costs:
 
     @cached_property
     def widening(self) -> float:
-        """Seconds that each token behind the levels adds to a target pass: the mean over the widths
-        given."""
+        """Seconds that a token behind the levels adds to a pass: the mean over these widths."""
         width = len(self.rounds) + 1
         widest = max(self.verify[-1][0], width + 1)
         added = self.verify_seconds(widest) - self.verify_seconds(width)

@@ -148,8 +148,7 @@ class RoundContext:
     def _draw(
         self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
     ) -> Best:
-        """Per row a token under its sampling, and what policies read of it; meaningless where a row
-        is not active."""
+        """Per row a token under its sampling, and what policies read; where active."""
         sampler, rows = self._sampler, self._rows
         changed = self._shaped(logits, proposal)
         processed = sampler.sharpen(changed)[:, 0]

@@ -198,8 +198,7 @@ class Server:
 
 
 class Page:
-    """The page at `/`: HTML as bytes, and headers that let it load nothing but itself, scripts and
-    styles by their hash only."""
+    """The page at `/`, and headers that let it load only itself, by the hashes of its parts."""
 
     def __init__(self) -> None:
         text = files("forerun.serve").joinpath("page.html").read_text(encoding="utf-8")

@@ -174,8 +174,7 @@ def arguments(doc: str | None) -> dict[str, str]:
 
 
 def command(function: Callable[..., T]) -> Callable[..., T]:
-    """A command whose parameters marked by `Fields` are options, one per field, and whose others
-    have their help in its docstring."""
+    """A command with an option per field of what `Fields` marks, and its docstring's help."""
     groups: dict[str, tuple[Fields, bool]] = {}
     parameters: list[inspect.Parameter] = []
     hints = get_type_hints(function, include_extras=True)

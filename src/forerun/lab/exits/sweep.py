@@ -148,8 +148,7 @@ class Confirmed:
     setting: Setting
     predicted: float
     speedup: dict[str, float]
-    """Over plain decoding, as `lab.replay.geometric` over the texts; on one CPU thread by its own
-    time, else by the wall."""
+    """Over plain decoding, a geometric mean; on one CPU thread by its own time, else wall."""
     wall: dict[str, float]
     per_round: float  # tokens committed per round
     same: int  # texts that equal plain decoding's

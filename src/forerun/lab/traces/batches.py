@@ -59,27 +59,17 @@ def replay_batches(
     """The prompts in the trace's order as requests to an engine that decodes `rows` together.
 
     A prompt joins when another one leaves, and starts from what its controller carries over, as
-    live.
+    live. Sampled texts are replayed as requests without a seed.
 
-    Args:
-        trace: the texts.
-        controller: a spec or an object.
+    Args, else and errors as for `replay`:
         costs: of a round of the whole batch, or a function of the rows that are in it.
         rows: how many texts are decoded together, ≥ 1.
-        plain_seconds: those of `replay_batches(trace, "fixed(0)", costs, rows).seconds`, if they
-            are known; else that is replayed first.
-        watch: called with every round of the rows that decode.
-        rule: as for `replay`.
+        plain_seconds: those of `fixed(0)`, if they are known; else that is replayed first.
 
     Returns:
         Counts per prompt. A round's seconds are shared among the rows that decode in it, so that
         those of all prompts add up to the time of all; `plain_seconds` are those of plain decoding
         in batches. Reading prompts takes rounds, as live, but no seconds.
-
-    Sampled texts are replayed as requests without a seed.
-
-    Raises:
-        UnknownNameError, SettingError: as `replay`; rows below 1.
     """
     whole("rows", rows, 1)
     made, order = CONTROLLERS.make(controller), np.arange(trace.prompts)

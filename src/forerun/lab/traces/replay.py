@@ -87,21 +87,10 @@ def stream(
 ) -> Replay:
     """The prompts as requests of one engine, one after another: each starts from the one before.
 
-    A policy that starts every request afresh does in each what it does in `replay`.
-
-    Args:
-        trace: the texts.
-        controller: a spec or an object.
-        cell: what a round costs.
-        order: `(n,)` numbers of prompts, which may repeat, or `(streams, n)` for several streams,
-            each with its own state, which are run side by side (much faster than in turn).
-        watch: called with every round.
-
-    Returns:
-        Arrays shaped like `order`.
-
-    Raises:
-        UnknownNameError, SettingError: the controller, or an order that is empty or out of range.
+    A policy that starts every request afresh does in each what it does in `replay`, whose other
+    arguments and errors it has. `order` is `(n,)` numbers of prompts, which may repeat, or
+    `(streams, n)` for several streams, each with its own state, which are run side by side (much
+    faster than in turn); the results' arrays are shaped like it.
     """
     places = np.asarray(order)
     good = places.ndim in (1, 2) and places.size > 0 and places.dtype.kind in "iu"

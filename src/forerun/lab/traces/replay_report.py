@@ -112,8 +112,7 @@ def result(
     shared: int = 1,
     rule: str | None = None,
 ) -> Result:
-    """Replay one controller by `by_itself` or `in_batches`; the seconds of a text are those of
-    `shared` rows (`summarise`)."""
+    """Replay a controller by `by_itself` or `in_batches`; `shared` rows share seconds."""
     counts = run(controller)
     groups = summarise(trace, counts, shared)
     for name, group in groups.items():

@@ -103,20 +103,20 @@ def tune(
         CONTROLLERS.make(spec)
     # Cheap, and what the others are measured against.
     fixed = search(parse("fixed"), trace, cell, budget=trace.depth + 1, seed=seed)
+    how: dict[str, Any] = {"budget": budget, "seed": seed, "progress": progress}
     results: list[SearchResult] = []
-    for spec in specs:
-        if spec == parse("fixed"):
-            results.append(fixed)
-            continue
-        try:
-            results.append(search(spec, trace, cell, budget=budget, seed=seed, progress=progress))
-        except KeyboardInterrupt:
-            if not results:
-                raise
-            return Tuned(tuple(results), fixed, complete=False)
-        if not results[-1].complete:
-            return Tuned(tuple(results), fixed, complete=False)
-    return Tuned(tuple(results), fixed)
+    try:
+        for spec in specs:
+            same = spec == parse("fixed")
+            results.append(fixed if same else search(spec, trace, cell, **how))
+            if not results[-1].complete:
+                break
+    except KeyboardInterrupt:
+        if not results:
+            raise
+    return Tuned(
+        tuple(results), fixed, len(results) == len(specs) and all(r.complete for r in results)
+    )
 
 
 def search(
