@@ -192,18 +192,12 @@ def turns(tokenizer: Any) -> Turns:
 
 @lru_cache(maxsize=8)
 def _turns(tokenizer: Any, template: str) -> Turns:
-    question = {"role": "user", "content": _QUESTION}
+    question, again = ({"role": "user", "content": text} for text in (_QUESTION, _NEXT))
     answer = {"role": "assistant", "content": _ANSWER}
     try:
         asked = _write(tokenizer, {"messages": [question]}, answer=True)
-        text = _write(
-            tokenizer, {"messages": [question, answer, {"role": "user", "content": _NEXT}]}
-        )
-        asked_again = _write(
-            tokenizer,
-            {"messages": [question, answer, {"role": "user", "content": _NEXT}]},
-            answer=True,
-        )
+        text = _write(tokenizer, {"messages": [question, answer, again]})
+        asked_again = _write(tokenizer, {"messages": [question, answer, again]}, answer=True)
     except PromptError:
         return Turns()
     if _ANSWER not in text or _NEXT not in text:

@@ -125,10 +125,8 @@ class Sampling:
         for name in ("eos", "allowed_tokens"):
             if (ids := getattr(self, name)) is not None:
                 self._set(name, _several(name, ids, Integral, "a token id"))
-        allowed = self.allowed_tokens
-        require(
-            allowed is None or bool(allowed), "allowed_tokens", allowed, "at least one token id"
-        )
+        good = self.allowed_tokens is None or bool(self.allowed_tokens)
+        require(good, "allowed_tokens", self.allowed_tokens, "at least one token id")
         flag("ignore_eos", self.ignore_eos)
         for name in ("processor", "stopping"):
             asked = getattr(self, name)
@@ -187,24 +185,14 @@ class Sampling:
     @property
     def reshapes(self) -> bool:
         """Whether anything but the temperature touches the logits."""
-        return bool(
-            self.excludes
-            or self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-        )
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return self.excludes or any(penalties)
 
     @property
     def excludes(self) -> bool:
         """Whether tokens may be made impossible, so that none may be left."""
-        return bool(
-            self.logit_bias
-            or self.constraint is not None
-            or self.min_new_tokens
-            or self.bad_words
-            or self.allowed_tokens
-            or self.processor is not None
-        )
+        given = self.logit_bias or self.min_new_tokens or self.bad_words or self.allowed_tokens
+        return bool(given) or self.constraint is not None or self.processor is not None
 
     @property
     def truncates(self) -> bool:
@@ -259,12 +247,8 @@ class Request:
 
     @classmethod
     def to_score(cls, tokens: Sequence[int], top: int) -> Request:
-        """A text to be scored: nothing is written.
-
-        Args:
-            tokens: its ids, at least two.
-            top: how many of the target's likeliest tokens to report at each place, ≥ 0.
-        """
+        """A text of at least two tokens to be scored: nothing is written; `top` is how many of the
+        target's likeliest tokens to report at each place, ≥ 0."""
         from forerun.controllers import CONTROLLERS
         from forerun.rules import RULES
 

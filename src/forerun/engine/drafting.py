@@ -40,10 +40,7 @@ class Foreseen(NamedTuple):
             if row.prediction is not None:
                 tokens = row.prediction.propose(output, room)
                 predicted[i] = [] if forced.get(i) else tokens
-        return cls(
-            {i: tokens for i, tokens in forced.items() if tokens},
-            {i: tokens for i, tokens in predicted.items() if tokens},
-        )
+        return cls(*({i: own for i, own in by.items() if own} for by in (forced, predicted)))
 
     def rooms(self, rooms: Sequence[int], drafter: Drafter) -> list[int]:
         """What they leave of each row's room to the drafter.

@@ -113,7 +113,7 @@ class Engine:
             assert rule is not None
             request = Request(request, sampling, controller, rule)
         self.check(request)
-        how, prompt = request.sampling, list(request.prompt)
+        how, prompt, vocab = request.sampling, list(request.prompt), self.target.vocab_size
         # Clients whose numbers are doubles can give a drawn seed back.
         seed = randbits(53) if how.seed is None else how.seed % (1 << 63)
         strings, stop_tokens = split_stops(how.stop, self.tokenizer)
@@ -128,11 +128,9 @@ class Engine:
             text=Detokenizer(self.tokenizer, prompt),
             stops=StopStrings(strings),
             stop_tokens=stop_tokens,
-            bans=bans(how.bad_words, self.tokenizer, self.target.vocab_size),
+            bans=bans(how.bad_words, self.tokenizer, vocab),
             prediction=PredictionCursor(request.prediction) if request.prediction else None,
-            place=None
-            if how.constraint is None
-            else Place(how.constraint, eos, self.target.vocab_size),
+            place=Place(how.constraint, eos, vocab) if how.constraint is not None else None,
             limit=self.target.limit,
             # A target that drafts has read the prompt only after its first pass. Without a bonus
             # every token shall be judged, the first one, too.

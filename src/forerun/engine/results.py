@@ -162,12 +162,8 @@ class Stats(_Counted):
 
     def to_json(self) -> dict[str, Any]:
         """All totals and the derived rates."""
-        out = asdict(self)
-        del out["counters"]
-        out |= self._exits_json()
-        out["tokens_per_second"] = self.tokens_per_second
-        out["block_efficiency"] = self.block_efficiency
-        return out
+        out = {k: v for k, v in asdict(self).items() if k != "counters"} | self._exits_json()
+        return out | {k: getattr(self, k) for k in ("tokens_per_second", "block_efficiency")}
 
     @classmethod
     def of(
@@ -256,6 +252,7 @@ class Completion:
         }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Event:
     """What one round added to one request.
 
@@ -267,19 +264,12 @@ class Event:
         logprobs: of the committed tokens, if the request asked for them; else empty.
     """
 
-    __slots__ = ("_look", "completion", "drafted", "logprobs", "request", "round")
-
-    def __init__(
-        self,
-        request: int,
-        drafted: list[int],
-        round: Round,
-        look: Callable[[], list[Piece]],
-        completion: Completion | None = None,
-        logprobs: Sequence[Logprob] = (),
-    ) -> None:
-        self.request, self.drafted, self.round = request, drafted, round
-        self.completion, self.logprobs, self._look = completion, logprobs, look
+    request: int
+    drafted: list[int]
+    round: Round
+    _look: Callable[[], list[Piece]]
+    completion: Completion | None = None
+    logprobs: Sequence[Logprob] = ()
 
     @property
     def pieces(self) -> list[Piece]:

@@ -102,9 +102,7 @@ class Sampler:
         """
         if not self._reshapes:
             return logits
-        out = _single(logits)
-        if not own:
-            out = out.clone()
+        out = _single(logits) if own else _single(logits).clone()
         before = [len(tokens) if first is None else first for tokens in drafted]
         for row, settings in enumerate(self.rows):
             if settings.reshapes:
@@ -149,10 +147,8 @@ class Sampler:
             _repeat_less(logits, s.repetition_penalty, history[:known], later)
         if s.presence_penalty or s.frequency_penalty:
             written = Counter(history[prompt:known])
-            columns = {
-                token: i
-                for i, token in enumerate({**written, **dict.fromkeys(t for _, t in later)})
-            }
+            every = {**written, **dict.fromkeys(token for _, token in later)}
+            columns = {token: i for i, token in enumerate(every)}
             often = torch.tensor([float(written[token]) for token in columns], device=device)
             often = often.repeat(count, 1)
             for place, token in later:

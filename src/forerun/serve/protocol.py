@@ -269,17 +269,14 @@ class Message(BaseModel):
         """
         if self.role == "function":
             raise unsupported("functions are (give tools)", "messages")
-        parts = self.content
-        if parts is None:
-            parts = ""
+        parts = self.content or ""
         if not isinstance(parts, str):
             for part in parts:
                 if part.type not in ("text", "input_text", "output_text") or part.text is None:
                     raise unsupported(f"message parts of type {part.type!r} are", "messages")
             parts = "".join(part.text or "" for part in parts)
-        out: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role, "content": parts
-        }  # fmt: skip
+        role = "system" if self.role == "developer" else self.role
+        out: dict[str, Any] = {"role": role, "content": parts}
         if self.tool_calls:
             out["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.role == "tool":
