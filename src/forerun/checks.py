@@ -9,8 +9,7 @@ from typing import Annotated
 
 from forerun.errors import SettingError, require
 
-Bytes = Annotated[int, "bytes"]
-"""A number of bytes, which options take as text: see `size`."""
+Bytes = Annotated[int, "bytes"]  # a number of bytes, which options take as text: see `size`
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 

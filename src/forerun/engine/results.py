@@ -41,10 +41,8 @@ class Piece:
 class Logprob(NamedTuple):
     """What the target said where a token was committed, before the sampling transform."""
 
-    logprob: float
-    """Natural logarithm of the token's probability."""
-    top: list[tuple[int, float]]
-    """The most likely token ids there with theirs, best first, as many as were asked for."""
+    logprob: float  # natural logarithm of the token's probability
+    top: list[tuple[int, float]]  # likeliest token ids with theirs, best first, as asked for
 
     def to_json(self) -> dict[str, Any]:
         top = [{"token": token, "logprob": logprob} for token, logprob in self.top]
@@ -72,21 +70,15 @@ class _Counted:
 class Round(_Counted):
     """One round of one request."""
 
-    drafted: int
-    """Tokens drafted."""
-    accepted: int
-    """Drafted tokens the rule kept."""
+    drafted: int  # tokens drafted
+    accepted: int  # drafted tokens the rule kept
     committed: int
     """Tokens that reached the output: the accepted ones and the target's own (none after a draft
     kept whole by a rule or drafter without a bonus), less what end of text or a stop cut off."""
-    stopped_by: Stop
-    """Why drafting stopped."""
-    draft_seconds: float
-    """Wall time of the batch in drafting forwards."""
-    verify_seconds: float
-    """Wall time of the batch in the target's forward; 0 if that read the prompt, too: prefill."""
-    other_seconds: float
-    """Wall time of the batch in everything else (sampling, judging, control, text)."""
+    stopped_by: Stop  # why drafting stopped
+    draft_seconds: float  # wall time of the batch in drafting forwards
+    verify_seconds: float  # of the batch in the target's forward; 0: it read the prompt (prefill)
+    other_seconds: float  # of the batch in all else (sampling, judging, control, text)
     drift: list[float] | None = None
     """Under a lossy rule: the exact total-variation distance to the target at each judged position
     that was committed (accepted tokens, and the correction after a rejection)."""
@@ -119,33 +111,25 @@ class Stats(_Counted):
     rounds: int
     drafted: int
     accepted: int
-    judged: int
-    """Drafted tokens accepted, and the first rejected of each round."""
-    prefill_seconds: float
-    """Reading the prompt; for a request on its own, the first verification shares that pass."""
+    judged: int  # drafted tokens accepted, and the first rejected of each round
+    prefill_seconds: float  # reading the prompt; alone, the first verification shares that pass
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
-    first_token_seconds: float
-    """From submission to the first committed token."""
-    seconds: float
-    """From submission to the last committed token."""
-    stopped_by: dict[str, int] = field(default_factory=dict)
-    """Rounds by the reason drafting stopped."""
+    first_token_seconds: float  # from submission to the first committed token
+    seconds: float  # from submission to the last committed token
+    stopped_by: dict[str, int] = field(default_factory=dict)  # rounds by why drafting stopped
     acceptance_rate: float | None = None
     """Accepted / judged drafted tokens: a rejection ends the judging, so the tokens behind it are
     neither accepted nor rejected. None if nothing was drafted."""
     drift_mean: float | None = None
     """Under a lossy rule: total-variation distance to the target per token, in [0, 1] (bonus and
     plain tokens count, with 0). None under a lossless one."""
-    drift_max: float | None = None
-    """Likewise the largest of one token."""
+    drift_max: float | None = None  # likewise the largest of one token
     counters: Mapping[str, int] = field(default_factory=dict)
     """Of the rounds, summed up. `layer_passes` over `tokens` compares with the number of layers."""
-    cached_tokens: int = 0
-    """Prompt tokens that a prefix cache spared."""
-    source_tokens: int | None = None
-    """Tokens that the encoder read; None if the target has none."""
+    cached_tokens: int = 0  # prompt tokens that a prefix cache spared
+    source_tokens: int | None = None  # tokens that the encoder read; None if the target has none
     encode_seconds: float | None = None
     """Reading them, by the target and by a draft with an encoder of its own, together with the
     sources that joined at the same time; in `seconds` and `first_token_seconds`, in no other."""
@@ -221,20 +205,14 @@ class Completion:
     seed: int
     """Of the request's random stream. A request that asks for a seed gets the same text each time;
     one that does not may be drafted by the clock, which takes other random numbers."""
-    logprobs: list[Logprob] | None = None
-    """Per token, if the request asked for them."""
-    scores: list[Logprob] | None = None
-    """Of every token of the prompt but the first, of a request to score a text."""
+    logprobs: list[Logprob] | None = None  # per token, if the request asked for them
+    scores: list[Logprob] | None = None  # of the prompt but its first token, if they were asked for
     error: str | None = None
     """What ended the request, in one line, with the finish reason "error"."""
-    error_type: type[Exception] | None = None
-    """Its class: no `ForerunError` if something is broken."""
-    ended_by: str | int | None = None
-    """The stop string or end-of-text token that ended it; None if it was neither."""
-    logits: list[torch.Tensor] | None = None
-    """Per token the target's `(V,)` before the sampling transform, and"""
-    columns: Columns | None = None
-    """what its cache holds of prompt and text, if the request keeps them."""
+    error_type: type[Exception] | None = None  # its class: no `ForerunError` if something is broken
+    ended_by: str | int | None = None  # the stop string or token that did, if one did
+    logits: list[torch.Tensor] | None = None  # `(V,)` per token before the sampling transform, and
+    columns: Columns | None = None  # what the cache holds of prompt and text, if kept
 
     def to_json(self) -> dict[str, Any]:
         """The documented shape of one completion."""
