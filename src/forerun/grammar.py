@@ -136,21 +136,13 @@ class Grammars:
         return self._compile("json", grammar)
 
     def regex(self, pattern: str) -> Grammar:
-        """All of a regular expression (Rust's syntax).
-
-        Raises:
-            SettingError: it is none.
-        """
+        """All of a regular expression (Rust's syntax); `SettingError` if it is none."""
         from llguidance import LLMatcher
 
         return self._compile("regex", LLMatcher.grammar_from_regex(pattern))
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """One of some texts.
-
-        Raises:
-            SettingError: there are none.
-        """
+        """One of some texts; `SettingError` if there are none."""
         from llguidance import LLMatcher
 
         if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -159,11 +151,8 @@ class Grammars:
         return self._compile("choice", LLMatcher.grammar_from_lark(lark))
 
     def lark(self, grammar: str) -> Grammar:
-        """A grammar in llguidance's dialect of Lark, with a rule `start`.
-
-        Raises:
-            SettingError: it is none.
-        """
+        """A grammar in llguidance's dialect of Lark, with a rule `start`; `SettingError` if it is
+        none."""
         from llguidance import LLMatcher
 
         return self._compile("lark", LLMatcher.grammar_from_lark(grammar))

@@ -354,11 +354,7 @@ def unroll(
 
 
 def read_prompts(prompt: str | None, prompt_file: str | None) -> list[Prompt]:
-    """What `generate` goes on from: one text (``-`` reads stdin) or those of a file.
-
-    Raises:
-        SettingError: none of them or both.
-    """
+    """What `generate` goes on from: either one text (``-`` reads stdin) or those of a file."""
     if prompt is not None and prompt_file is not None:
         raise SettingError("give a prompt or `prompt_file`, not both")
     if prompt_file is not None:
@@ -374,11 +370,8 @@ def is_shipped(source: str) -> bool:
 
 
 def default_source(source: str | None, target: str | None, name: str = "prompts") -> str:
-    """The source given, or for a target that ships the shipped prompts that it takes.
-
-    Raises:
-        SettingError: no source, and a target of one's own; asks for the argument `name`.
-    """
+    """The source given, or for a target that ships the shipped prompts that it takes;
+    `SettingError` asks for the argument `name` without a source, and for a target of one's own."""
     from forerun.zoo import SOURCES
 
     if source is None and target in SOURCES:

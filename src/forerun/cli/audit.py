@@ -217,11 +217,8 @@ def _difference(model: Model, rows: Sequence[Prompt], comparison: Comparison) ->
 
 
 def _in_both(models: Models, precision: str) -> tuple[Models, Models]:
-    """The target alone in float32 and in another precision, both on the runtime named.
-
-    Raises:
-        SettingError: an unknown precision, or one that the runtime does not have.
-    """
+    """The target alone in float32 and in another precision, both on the runtime named;
+    `SettingError` if it has none such."""
     from forerun.runtime.runtimes import RUNTIMES, OpenVINORuntime, TorchRuntime
 
     require(precision in PRECISIONS, "--precision", precision, " or ".join(PRECISIONS))
@@ -295,11 +292,8 @@ def _servers(
     settings: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Ask a server, and another or the same without speculation; print differences or a document.
-
-    Raises:
-        SettingError: a server that fails or gives no log-probabilities.
-    """
+    """Ask a server, and another or the same without speculation; print differences or a
+    document."""
     from forerun.lab.server_audit import OpenAIServer, compare, forerun_plain
 
     key = os.environ.get(KEY)

@@ -61,11 +61,8 @@ class Bans:
 
 @lru_cache(maxsize=32)
 def bans(words: tuple[str, ...], tokenizer: Any, vocab_size: int) -> Bans | None:
-    """The bans of a request; None without words.
-
-    Raises:
-        SettingError: the tokenizer is none, or one whose tokens have no bytes of their own.
-    """
+    """The bans of a request; None without words. `SettingError` without a tokenizer, or with one
+    whose tokens have no bytes of their own."""
     if not words:
         return None
     if (known := token_bytes(tokenizer)) is None:
@@ -78,11 +75,8 @@ def bans(words: tuple[str, ...], tokenizer: Any, vocab_size: int) -> Bans | None
 
 @lru_cache(maxsize=64)
 def split_stops(stops: tuple[str, ...], tokenizer: Any) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Stop strings to look for in the text, and special tokens, which never show there, by id.
-
-    Raises:
-        SettingError: a stop string that holds a special token and something else.
-    """
+    """Stop strings to look for in the text, and special tokens, which never show there, by id;
+    `SettingError` if a stop string holds such a token and something else."""
     special = special_tokens(tokenizer) if stops else {}
     for stop in stops:
         within = [name for name in special if len(name) > 1 and name in stop and name != stop]

@@ -143,11 +143,7 @@ class Place:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count the processor time of what is done here.
-
-        Raises:
-            SettingError: it was too much.
-        """
+        """Count the processor time of what is done here; `SettingError` if it was too much."""
         began = time.thread_time()
         yield
         took = time.thread_time() - began

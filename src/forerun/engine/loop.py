@@ -142,11 +142,8 @@ class Engine:
         return row.id
 
     def check(self, request: Request) -> None:
-        """Refuse what cannot be served, as `submit` would, without queueing it.
-
-        Raises:
-            PromptError, SettingError: see `Request.check`.
-        """
+        """Refuse what cannot be served, as `submit` would and `Request.check` says, without
+        queueing it."""
         request.check(
             self.target.vocab_size,
             self.target.limit,

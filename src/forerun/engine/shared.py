@@ -97,11 +97,8 @@ class SharedEngine:
     def stream(
         self, drafter: Drafter, batch_size: int, requests: Sequence[Request]
     ) -> Generator[Event]:
-        """Events of these requests, whose ids are their places in the list.
-
-        Raises:
-            PromptError, SettingError: as `Engine.submit`; then none of them runs.
-        """
+        """Events of these requests, whose ids are their places in the list; errors as of
+        `Engine.submit`: then none of them runs."""
         stream = _Stream()
         try:
             with self.turns:

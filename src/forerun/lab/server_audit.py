@@ -96,11 +96,7 @@ class OpenAIServer:
         self._model: dict[str, Any] | None = None
 
     def model(self) -> dict[str, Any]:
-        """The first model it lists.
-
-        Raises:
-            SettingError: it cannot be reached, or lists none.
-        """
+        """The first model it lists; `SettingError` if it cannot be reached, or lists none."""
         if self._model is None:
             listed = self._call("/models").get("data") or []
             if not listed:
@@ -109,11 +105,8 @@ class OpenAIServer:
         return self._model
 
     def write(self, content: Any, max_tokens: int) -> list[ToldToken]:
-        """The tokens of the greedy answer to a text, token ids or messages.
-
-        Raises:
-            SettingError: it fails, or answers without log-probabilities.
-        """
+        """The tokens of the greedy answer to a text, token ids or messages; `SettingError` if it
+        fails, or answers without log-probabilities."""
         body = {"model": self.model()["id"], "max_tokens": max_tokens, "temperature": 0}
         if isinstance(content, list) and content and isinstance(content[0], Mapping):
             path, asked = "/chat/completions", {"messages": content, "logprobs": True}
@@ -160,11 +153,7 @@ def _places(logprobs: Mapping[str, Any]) -> list[ToldToken]:
 
 
 def forerun_plain(server: OpenAIServer, key: str | None = None) -> OpenAIServer:
-    """The same server with speculation off.
-
-    Raises:
-        SettingError: it is none of forerun's, so that is not known to be possible.
-    """
+    """The same server with speculation off; `SettingError` if it is none of forerun's."""
     if server.model().get("owned_by") != "forerun":
         raise SettingError(
             f"{server.url} is not forerun's, whose speculation a request can switch off; "
@@ -174,11 +163,8 @@ def forerun_plain(server: OpenAIServer, key: str | None = None) -> OpenAIServer:
 
 
 def compare(pairs: Iterable[AnswerPair]) -> list[ServerComparison]:
-    """Judge pairs of answers, one per prompt, by what rounding does on all of them.
-
-    Raises:
-        PromptError: there are none.
-    """
+    """Judge pairs of answers, one per prompt (`PromptError` without any), by what rounding does on
+    all."""
     texts = list(pairs)
     if not texts:
         raise PromptError("no prompts to audit")

@@ -74,11 +74,7 @@ ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 
 
 class Server:
-    """One model behind HTTP: what the routes share.
-
-    Raises:
-        SettingError: a default controller or rule that cannot be made.
-    """
+    """One model behind HTTP: what the routes share."""
 
     def __init__(self, model: Model, config: Config) -> None:
         self.config, self.began = config, int(time.time())

@@ -37,11 +37,7 @@ class Policy:
 
 
 class Policies:
-    """Makes policies of requests, within what the operator allows.
-
-    Raises:
-        SettingError: a default that cannot be made.
-    """
+    """Makes policies of requests, within what the operator allows."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -51,11 +47,8 @@ class Policies:
                 RULES.load(name)
 
     def of(self, request: Generation) -> Policy:
-        """The policy of a request.
-
-        Raises:
-            ApiError: a spec that cannot be made, or a lossy rule that is not allowed.
-        """
+        """The policy of a request; `ApiError` for a spec that cannot be made, or a lossy rule that
+        is not allowed."""
         asked, field = _asked(request)
         if asked is False:
             return Policy(CONTROLLERS.make(PLAIN), RULES.make("gumbel"))

@@ -136,11 +136,8 @@ class Generation(BaseModel):
     vllm_xargs: dict[str, Any] | None = None
 
     def ignored(self) -> list[str]:
-        """Names of fields that were sent for others; refuses those that matter.
-
-        Raises:
-            ApiError: 400 for a field that is nearly one of ours, 501 for a known one.
-        """
+        """Names of fields that were sent for others; `ApiError` 400 for one that is nearly one of
+        ours, 501 for one that matters and is not served."""
         known = set(type(self).model_fields)
         strange, extra = [], self.model_extra or {}
         if len(extra) > MAX_EXTRA:
@@ -235,11 +232,8 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it: with the arguments read.
-
-        Raises:
-            ApiError: they are no JSON object.
-        """
+        """As chat templates take it, with the arguments read; `ApiError` if they are no JSON
+        object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -262,11 +256,7 @@ class Message(BaseModel):
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it.
-
-        Raises:
-            ApiError: 501 for anything but text and calls.
-        """
+        """As chat templates take it; `ApiError` 501 for anything but text and calls."""
         if self.role == "function":
             raise unsupported("functions are (give tools)", "messages")
         parts = self.content or ""

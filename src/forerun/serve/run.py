@@ -73,11 +73,7 @@ class Listener(uvicorn.Server):
 
 
 def bind(config: Config) -> socket.socket:
-    """The socket to listen on.
-
-    Raises:
-        OSError: the address is taken or is none of this machine's.
-    """
+    """The socket to listen on; `OSError` if the address is taken or is none of this machine's."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listening = socket.create_server((config.host, config.port), family=family, backlog=512)
     # Connections inherit it. Without, an answer's body waits until its head is acknowledged: 40 ms.

@@ -42,11 +42,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def with_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves.
-
-    Raises:
-        Gone: it left.
-    """
+    """The result of `work`, which is cancelled when the client leaves: then `Gone` is raised."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(until_gone(request.receive))
     try:

@@ -134,11 +134,8 @@ class Reply:
             raise update.error
 
     async def updates(self) -> AsyncIterator[list[Update]]:
-        """All of them, those together that are there; ends with the last job's last.
-
-        Raises:
-            ForerunError: the first error, after what came before it.
-        """
+        """All of them, those together that are there; ends with the last job's last, or raises the
+        first error after what came before it."""
         left = len(self.tickets)
         while left:
             there = [await self._updates.get()]
@@ -240,11 +237,8 @@ class Worker:
             self._engine.check(job)
 
     def open(self, jobs: Sequence[Request]) -> Reply:
-        """Queue the jobs of one client, all or none.
-
-        Raises:
-            ApiError: 429 the queue is full, 503 shutting down.
-        """
+        """Queue the jobs of one client, all or none; `ApiError` 429 if the queue is full, 503 if
+        the server is shutting down."""
         room = self.max_rows + self.queue_size
         if self.draining or not self.alive:
             state = "shutting down" if self.draining else "not running"

@@ -25,8 +25,7 @@ NAMES = {"translator": TRANSLATOR, "digest": DIGEST}
 SOURCES = {"translator": "sources", "digest": "digest"}
 """The family of sources for each of `NAMES`; see `sources`."""
 FOLDER = _HERE / "prompts"
-SMOLLM2 = "smollm2"
-"""Name of a model that does not ship."""
+SMOLLM2 = "smollm2"  # name of a model that does not ship
 PENALTY = {"stories": 1.2}
 """The repetition penalty that a family's prompts are decoded with; 1 for those not named.
 

@@ -386,11 +386,8 @@ def _key(job: Job, prompt: Prompt) -> str:
 
 
 def _completed(path: Path, keys: Sequence[str]) -> set[int]:
-    """Indices of the requests whose completions a file holds; a line cut off at its end is removed.
-
-    Raises:
-        SettingError: it holds something else, or completions of other requests.
-    """
+    """Indices of the requests whose completions a file holds, whose last line is removed if it is
+    cut off; `SettingError` if it holds something else, or completions of other requests."""
     if not path.is_file():  # a device, like /dev/full, holds nothing or goes on for ever
         return set()
     completed, size = set(), 0

@@ -40,11 +40,8 @@ def check_writable(path: str | None, option: str = "-o") -> None:
 
 
 def only_writer(file: IO[str], name: str) -> None:
-    """Keep a file that is written to oneself, until it is closed.
-
-    Raises:
-        SettingError: another process writes to it.
-    """
+    """Keep a file that is written to oneself, until it is closed; `SettingError` if another process
+    writes to it."""
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -63,11 +60,8 @@ def only_writer(file: IO[str], name: str) -> None:
 
 
 def hold_output(path: str | None) -> None:
-    """Be the only process that makes a file, or a folder, until the command ends.
-
-    Raises:
-        SettingError: another process makes it.
-    """
+    """Be the only process that makes a file, or a folder, until the command ends, or raise
+    `SettingError`."""
     if path is None:
         return
     lock = Path(f"{os.path.normpath(path)}.lock")

@@ -48,11 +48,8 @@ class Results:
         methods: Sequence[Method],
         skipped: Sequence[dict[str, str]] = (),
     ) -> Results:
-        """New results, or those of an interrupted run of the same settings, to go on with.
-
-        Raises:
-            SettingError: the folder holds results of other settings.
-        """
+        """New results, or those of an interrupted run of the same settings, to go on with;
+        `SettingError` if the folder holds results of other settings."""
         folder.mkdir(parents=True, exist_ok=True)
         document: dict[str, Any] = {
             "schema": SCHEMA,

@@ -134,11 +134,8 @@ class Ours:
 
 
 def groups(prompts: Sequence[Prompt], batches: Sequence[int]) -> list[Group]:
-    """The prompts of each family in batches of each size, families in turns.
-
-    Raises:
-        PromptError: a family has fewer prompts than a batch.
-    """
+    """The prompts of each family in batches of each size, families in turns; `PromptError` if a
+    family has fewer than a batch."""
     families: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         families.setdefault(str(prompt.family), []).append(prompt)

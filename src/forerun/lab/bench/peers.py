@@ -186,11 +186,8 @@ class Peer:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, repetition_penalty: float = 1.0
     ) -> Run:
-        """Continue prompts (token ids) greedily, each until an end of text or the limit.
-
-        Raises:
-            PeerError: it failed.
-        """
+        """Continue prompts (token ids) greedily, each until an end of text or the limit, or raise
+        `PeerError`."""
         request = {
             "prompts": [list(p) for p in prompts],
             "max_new_tokens": max_new_tokens,

@@ -132,11 +132,8 @@ def follow(trace: Trace, planned: IntArray) -> Path:
 
 
 def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> tuple[Bound, int]:
-    """The best γ of 0…`most` for all prompts, by geometric mean of the speed-up, and its bound.
-
-    Raises:
-        SettingError: `most` is out of range.
-    """
+    """The best γ of 0…`most`, ≥ 0, for all prompts, by geometric mean of the speed-up, and its
+    bound."""
     whole("most", most)
     bounds = [
         Bound.of(f"fixed({n})", follow(trace, np.full(trace.tokens.shape, n)), trace, cell)

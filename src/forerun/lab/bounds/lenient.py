@@ -41,11 +41,8 @@ class LenientBound:
 def lenient_bounds(
     trace: Trace, cell: Costs, budgets: tuple[float, ...] = BUDGETS
 ) -> list[LenientBound]:
-    """The bound at each budget, the mean drift per token, in [0, 1].
-
-    Raises:
-        SettingError: a trace of schema 1, or a budget out of range.
-    """
+    """The bound at each budget, the mean drift per token, in [0, 1]; `SettingError` for a trace of
+    schema 1."""
     if np.isnan(trace.judged["ratio"]).any():
         raise SettingError("bounds of rules need a trace of schema 2; record it again")
     plain = trace.sizes.astype(np.float64) * cell.plain

@@ -119,11 +119,8 @@ class ExitTrace:
         return sum(len(text.output) for text in self.texts)
 
     def counts(self, setting: Setting) -> dict[str, IntArray]:
-        """`(texts,)` of every one of `COUNTED` when each text is decoded by itself.
-
-        Raises:
-            SettingError: an exit layer or an annealing that was not recorded.
-        """
+        """`(texts,)` of every one of `COUNTED` when each text is decoded by itself; `SettingError`
+        if an exit layer or an annealing was not recorded."""
         try:
             used = [self.layers.index(layer) for layer in setting.layers]
             sure = self.sure[:, :, used, ANNEALS.index(setting.anneal)] >= setting.threshold

@@ -173,10 +173,7 @@ def confirm(
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Confirmed]:
     """Decode every text with every setting and plainly, side by side; the fastest first.
-
-    Raises:
-        SettingError: no text lasted for more than a round.
-    """
+    `SettingError` if no text lasted for more than a round."""
     texts = search.exits.texts
     methods = [None, *settings]
     models = [model, *(speculating(model, rows, heads, s) for s in settings)]

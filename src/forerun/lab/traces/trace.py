@@ -239,11 +239,7 @@ def _on_the_text(
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
-    """The prompts of several traces in one; `about` is the first one's.
-
-    Raises:
-        SettingError: no traces, or traces of different depths.
-    """
+    """The prompts of several traces of one depth in one; `about` is the first one's."""
     if not traces:
         raise SettingError("no traces to put together")
     depths = sorted({trace.depth for trace in traces})
