@@ -30,15 +30,10 @@ _CALL = re.compile(
 
 @dataclass(frozen=True)
 class Turns:
-    """What a chat template writes around an answer.
+    """What a chat template writes around an answer."""
 
-    Attributes:
-        ends: strings, perhaps special tokens, with which another turn begins: an answer ends there.
-        lead: white space between the beginning of the turn and the answer: no part of the answer.
-    """
-
-    ends: tuple[str, ...] = ()
-    lead: str = ""
+    ends: tuple[str, ...] = ()  # strings, perhaps special tokens, where another turn begins
+    lead: str = ""  # white space between the beginning of the turn and the answer
 
 
 def conversation(messages: Any) -> list[dict[str, Any]]:
@@ -216,23 +211,14 @@ def _turns(tokenizer: Any, template: str) -> Turns:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a chat template writes calls of functions: JSON between fixed texts.
+    """How a chat template writes calls of functions: JSON between fixed texts."""
 
-    Attributes:
-        begin: what comes before the first call; empty: the answer begins with the call itself.
-        name: the part of a call before the name of its function.
-        arguments: the part between that name and the arguments, which are JSON.
-        close: the part behind them.
-        between: what parts two calls; None: an answer holds one.
-        end: what comes behind the last call, before the end of the turn.
-    """
-
-    begin: str
-    name: str
-    arguments: str
-    close: str
-    between: str | None
-    end: str
+    begin: str  # before the first call; empty: the answer begins with the call itself
+    name: str  # before the name of a call's function
+    arguments: str  # between that name and the arguments, which are JSON
+    close: str  # behind them
+    between: str | None  # what parts two calls; None: an answer holds one
+    end: str  # behind the last call, before the end of the turn
 
     def head(self, name: str) -> str:
         """A call up to its arguments."""

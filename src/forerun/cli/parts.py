@@ -130,12 +130,7 @@ def cards(kind: str) -> list[Card]:
 
 
 def find(name: str) -> list[Card]:
-    """The parts of that name (a spec names its part).
-
-    Raises:
-        UnknownNameError: with the nearest name.
-        SettingError: the spec cannot be read.
-    """
+    """The parts of that name (a spec names its part)."""
     part = parse(name).name
     kinds = [kind for kind in KINDS if part in registry(kind)]
     if not kinds:

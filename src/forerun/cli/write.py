@@ -107,12 +107,7 @@ def _line(row: Prompt, completion: Completion) -> dict[str, Any]:
 
 def read_written(path: str | Path) -> Iterator[tuple[list[int], int]]:
     """The texts of a file of `forerun write`, or of lines with `prompt_ids` and `answer_ids`: ids,
-    and how many of the first were the prompt.
-
-    Raises:
-        SettingError: a line that is none of these; its number is named.
-        OSError: the file cannot be read.
-    """
+    and how many of the first were the prompt; `SettingError` names a line that is none of these."""
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path, "rb") as file:  # what is no text fails in its line
         for number, line in enumerate(file, 1):
@@ -135,16 +130,8 @@ def read_written(path: str | Path) -> Iterator[tuple[list[int], int]]:
 
 
 class Archive:
-    """A file of lines that grows; what an interrupted write left unfinished is cut off.
-
-    Args:
-        path: the file.
-        how: how its lines are written.
-
-    Raises:
-        SettingError: there is a file that was not written so; says what differs.
-        OSError: it cannot be read.
-    """
+    """A file of lines that grows; what an interrupted write left unfinished is cut off. One whose
+    lines were written otherwise than `how` says is refused (`SettingError`)."""
 
     def __init__(self, path: Path, how: dict[str, Any]) -> None:
         self._path = path

@@ -232,22 +232,14 @@ class Completion:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Event:
-    """What one round added to one request.
+    """What one round added to one request."""
 
-    Attributes:
-        request: the id `Engine.submit` returned.
-        drafted: the tokens that were drafted; `round.accepted` of them were kept.
-        round: what became of them; of a request that an error ended, perhaps the one before.
-        completion: set in a request's last event.
-        logprobs: of the committed tokens, if the request asked for them; else empty.
-    """
-
-    request: int
-    drafted: list[int]
-    round: Round
+    request: int  # the id `Engine.submit` returned
+    drafted: list[int]  # the tokens that were drafted; `round.accepted` of them were kept
+    round: Round  # what became of them; of a request that an error ended, perhaps the one before
     _look: Callable[[], list[Piece]]
-    completion: Completion | None = None
-    logprobs: Sequence[Logprob] = ()
+    completion: Completion | None = None  # set in a request's last event
+    logprobs: Sequence[Logprob] = ()  # of the committed tokens, if the request asked for them
 
     @property
     def pieces(self) -> list[Piece]:

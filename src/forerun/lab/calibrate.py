@@ -94,15 +94,13 @@ def easd(
     sampling transform) is taken, and τ_H is the mean of the highest ⌈share · steps⌉ of all.
 
     Args:
-        model: target and drafter. The drafter speeds the decoding up, which changes nothing but
-            roundings; and its entropies are taken at the same steps, to show how often both exceed
-            τ_H.
+        model: target and drafter; the drafter's entropies are taken at the same steps, to show how
+            often both exceed τ_H.
         prompts: of the task, not those that are tested on.
         share: of the steps, in (0, 1] (0.05 in the paper).
         sampling: one for all prompts or one per prompt; always made greedy.
         batch_size: prompts decoded together.
         target_only: leave the drafter's entropies out, for `easd(overlap=0, draft_entropy=False)`.
-            So it is, too, without a drafter.
         progress: called with the phase, ``"decoding"`` or ``"reading"``, and the prompts done.
 
     Raises:

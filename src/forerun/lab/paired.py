@@ -96,9 +96,6 @@ def paired(
 
     Both sides use the seeds of `shown`. The order alternates from pair to pair, so that a machine
     that gets slower or faster favours neither.
-
-    Raises:
-        GenerationError: a prompt ended with an error.
     """
     keep = RULES.make(rule)
     seeded = [replace(s, seed=done.seed) for s, done in zip(samplings, shown, strict=True)]

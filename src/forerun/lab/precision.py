@@ -40,14 +40,7 @@ def compare(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling] | None = None,
 ) -> Iterator[AuditedText]:
-    """Write and read prompts in float32 and in another precision, one after the other, greedily.
-
-    Yields:
-        One `AuditedText` per prompt.
-
-    Raises:
-        PromptError: no prompts.
-    """
+    """Write and read prompts in float32 and in another precision, one after the other, greedily."""
     if not prompts:
         raise PromptError("no prompts to compare")
     for i, prompt in enumerate(prompts):

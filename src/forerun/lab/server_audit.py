@@ -58,23 +58,15 @@ AnswerPair = tuple[Sequence[ToldToken], Sequence[ToldToken]]  # greedy answers t
 
 @dataclass(frozen=True)
 class ServerComparison:
-    """Two answers to one prompt.
+    """Two answers to one prompt."""
 
-    Attributes:
-        prompt: its index.
-        outcome: what they show.
-        position: of the first difference; None if they are identical.
-        tokens: the token of each there; None where it ended.
-        gaps: how far each server prefers its own token, in nats; None where it does not say.
-        bound: what counts as rounding.
-    """
-
-    prompt: int
+    prompt: int  # its index
     outcome: ServerOutcome
-    position: int | None = None
-    tokens: tuple[str | None, str | None] = (None, None)
+    position: int | None = None  # of the first difference; None if they are identical
+    tokens: tuple[str | None, str | None] = (None, None)  # there; None where one ended
     gaps: tuple[float | None, float | None] = (None, None)
-    bound: float = 0.0
+    """How far each server prefers its own token, in nats; None where it does not say."""
+    bound: float = 0.0  # what counts as rounding
     reason: str = ""
 
 

@@ -99,15 +99,8 @@ def warm_up(model: Model, rows: int) -> None:
 def serve(
     config: Config, load: Callable[[], tuple[Model, Config]], ready: Callable[[str, Server], None]
 ) -> None:
-    """Serve until a signal.
-
-    Args:
-        config: where to listen; until the model is there, every request gets status 503.
-        load: the model, and the settings to serve it with.
-        ready: called with the address before the first request.
-
-    Raises:
-        OSError: the address cannot be used; then nothing is loaded.
+    """Serve until a signal: with status 503 until the model is there, then with what `load` gives,
+    `ready` once called with the address. Where that cannot be used (`OSError`) nothing is loaded.
     """
     with bind(config) as listening:
         with Loading(listening):

@@ -125,18 +125,7 @@ class Texts:
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation by the model's own template.
-
-        Args:
-            messages: each with role and content.
-            answer: end with the beginning of an answer.
-            resume: let the model go on with the last message instead.
-            options: variables for the template.
-            tools: functions that the model may call.
-
-        Raises:
-            ApiError: no template, or one that refuses the messages.
-        """
+        """Token ids of a conversation, as `chat.render`."""
         try:
             return chat.render(
                 self.tokenizer, messages, answer=answer, resume=resume, tools=tools, options=options

@@ -31,23 +31,14 @@ NO_ARGUMENTS: Any = {"type": "object", "properties": {}, "additionalProperties":
 
 @dataclass(frozen=True)
 class Calling:
-    """Calls that an answer may hold.
-
-    Attributes:
-        format: how they are written.
-        schemas: of the arguments, by the name of the function.
-        required: whether the answer is a call.
-        parallel: whether it may hold several.
-        listed: the functions as the template is given them.
-        added: token ids of the tokenizer's added tokens, by their text.
-    """
+    """Calls that an answer may hold."""
 
     format: CallFormat
-    schemas: Mapping[str, Any]
-    required: bool
-    parallel: bool
-    listed: list[dict[str, Any]]
-    added: Mapping[str, int]
+    schemas: Mapping[str, Any]  # of the arguments, by the name of the function
+    required: bool  # whether the answer is a call
+    parallel: bool  # whether it may hold several
+    listed: list[dict[str, Any]]  # the functions as the template is given them
+    added: Mapping[str, int]  # token ids of the tokenizer's added tokens, by their text
 
     @property
     def marks(self) -> dict[int, str]:

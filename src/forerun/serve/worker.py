@@ -34,16 +34,11 @@ class Memory:
     """A budget of bytes for the caches and logits of running requests.
 
     Caches are as wide as their longest row, so what a row takes depends on the others.
-
-    Args:
-        budget: bytes; None: no bound.
-        per_token: bytes that one token of one row takes in all caches.
-        per_row: bytes that a row takes besides: the logits of a pass.
     """
 
-    budget: int | None = None
-    per_token: int = 0
-    per_row: int = 0
+    budget: int | None = None  # None: no bound
+    per_token: int = 0  # of one row in all caches
+    per_row: int = 0  # besides: the logits of a pass
     used: int = 0  # bytes that the running requests may come to take
 
     def bytes(self, columns: Sequence[int]) -> int:
@@ -177,17 +172,8 @@ Updates = Sequence[tuple[Ticket, Update]]
 
 
 class Worker:
-    """The engine behind queues.
-
-    Args:
-        model: what generates.
-        max_rows: requests decoded together.
-        queue_size: requests that may wait beyond those.
-        memory: bytes for running requests.
-        buffer: updates that may wait for one reader, per job.
-        watch: called on the event loop with the tickets and updates of a round.
-        prefixes: texts read before; None reads every text.
-    """
+    """The engine behind queues: of `queue_size` requests that wait, and per job of `buffer` updates
+    for a reader. `watch` is called on the event loop with the tickets and updates of a round."""
 
     def __init__(
         self,

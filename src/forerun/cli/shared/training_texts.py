@@ -35,12 +35,7 @@ class TrainingTexts:
 
 
 def open_source(data: str) -> TrainingTexts:
-    """The source that `--data` names, checked before a model is loaded.
-
-    Raises:
-        SettingError, PromptError: nothing usable there; the file and line are named.
-        OSError: it cannot be read.
-    """
+    """The source that `--data` names, checked before a model is loaded."""
     if data.startswith("zoo:"):
         raise SettingError(
             "the shipped models' training is in the repository: write prompts of it by `python -m "
@@ -86,12 +81,7 @@ def read_documents(
     identity: str,
     tell: Callable[[int], None],
 ) -> list[Document]:
-    """Documents with about `tokens` positions, or as many as there are.
-
-    Raises:
-        SettingError: too little text to train on and to hold some out.
-        PromptError: a prompt is empty or too long.
-    """
+    """Documents with about `tokens` positions, or as many as there are: at least two."""
     if source.texts is not None:
         documents = _cut(source.texts, job, seed)
     else:
@@ -194,12 +184,8 @@ def continued(
 
 
 def read_pairs(path: Path, model: Model) -> list[TextPair]:
-    """Pairs of texts: lines SOURCE TAB TARGET, or JSON objects with "source" and "target".
-
-    Pairs that do not fit the model are left out.
-
-    Raises:
-        PromptError: a line is neither, or nothing is left.
+    """Pairs of texts: lines SOURCE TAB TARGET, or JSON objects with "source" and "target"; those
+    that do not fit the model are left out. `PromptError` if a line is neither, or nothing is left.
     """
     if model.tokenizer is None:
         raise SettingError("training reads text, and this model has no tokenizer")

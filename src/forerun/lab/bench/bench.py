@@ -30,10 +30,7 @@ SAVE_EVERY = 15.0  # seconds between two writes of the results while measuring
 
 
 class Results:
-    """The document `results.json`: what was measured on what, and every sample.
-
-    `docs/json.md` describes it. One `Results` belongs to one folder; it writes itself as it grows.
-    """
+    """The document `results.json` (docs/json.md) in its folder, written as it grows."""
 
     def __init__(self, folder: Path, document: dict[str, Any]) -> None:
         self.folder, self.document = folder, document
@@ -167,12 +164,7 @@ def measure(
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read results from a folder or a file.
-
-    Raises:
-        SettingError: they are no results of `bench`, or of a newer schema.
-        OSError: they cannot be read.
-    """
+    """Read results from a folder or a file; `SettingError` if they are none of `bench`'s."""
     file = Path(path)
     file = file / FILE if file.is_dir() else file
     try:

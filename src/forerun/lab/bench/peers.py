@@ -92,16 +92,9 @@ class Command:
 
 
 def named(text: str, pythons: Mapping[str, str]) -> list[Command]:
-    """The commands of a peer that the repository has a runner for, like ``vllm-draft(tokens=5)``.
-
-    Args:
-        text: name and settings; without settings it may be measured with several.
-        pythons: interpreters by name, with or without ``-draft`` and the like.
-
-    Raises:
-        UnknownNameError: no such peer, or no such setting.
-        SettingError: it cannot be read, or the runners are not at hand.
-    """
+    """The commands of a peer that the repository has a runner for, like ``vllm-draft(tokens=5)``;
+    without settings it may be measured with several. `pythons` are interpreters by name, with or
+    without ``-draft`` and the like."""
     runner = _runner()
     known = json.loads(runner.with_name("names.json").read_text(encoding="utf-8"))
     spec = parse(text)

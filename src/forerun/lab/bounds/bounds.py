@@ -144,13 +144,8 @@ def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> tuple[Bound, int]:
 
 
 def paths(trace: Trace, specs: Iterable[str]) -> dict[str, Path]:
-    """Paths of controllers that do not depend on costs, to be priced in any cell.
-
-    Replayed once each; see `Path.seconds`.
-
-    Raises:
-        UnknownNameError, SettingError: a spec.
-    """
+    """Paths of controllers that do not depend on costs, replayed once each, to be priced in any
+    cell; see `Path.seconds`."""
     drafted = {}
     for spec in specs:
         note = _Notes(trace.prompts)

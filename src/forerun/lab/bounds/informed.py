@@ -205,13 +205,8 @@ class Informed:
 
 
 class Study:
-    """A trace with the fits that all cells share.
-
-    Args:
-        trace: the texts.
-        drafted: paths of controllers on it (`paths`); by default all of `GRID`.
-        acceptance: fitted elsewhere; by default here, in hindsight.
-    """
+    """A trace with the fits that all cells share: paths of controllers on it, by default of all of
+    `GRID`, and acceptance, by default fitted here, in hindsight."""
 
     def __init__(
         self,

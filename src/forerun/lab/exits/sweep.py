@@ -235,14 +235,10 @@ def written(model: Model, prompts: Iterable[tuple[list[int], Sampling]]) -> Iter
 
 
 class Sweep:
-    """The settings of `specbound` that suit a model and its exit heads.
+    """The settings of `specbound` that suit a model, on torch, and its exit heads.
 
-    Args:
-        model: decodes plainly, on torch.
-        exits: a folder of exit heads; None takes the target's own, if it has any; "" asks the
-            model's own head at every layer.
-        width: most drafted tokens per round that are tried.
-        seed: of the search.
+    `exits` is their folder; None takes the target's own, if it has any, and "" the model's own head
+    at every layer. Up to `width` drafted tokens per round are tried.
     """
 
     def __init__(self, model: Model, exits: str | None, *, width: int = WIDTH, seed: int = 0):

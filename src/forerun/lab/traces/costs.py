@@ -78,12 +78,7 @@ class CostTable:
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
-        """Load what `write` saved.
-
-        Raises:
-            SettingError: not a table of costs, of another schema, or damaged.
-            OSError: the file cannot be read.
-        """
+        """Load what `write` saved; `SettingError` if it is of another schema, or damaged."""
         text = Path(path).read_bytes()
         try:
             document = json.loads(text)
@@ -110,9 +105,6 @@ class CostTable:
 
         >>> CostTable.find("c=10,slope=0.02").at().ratio
         10.0
-
-        Raises:
-            UnknownNameError, SettingError, OSError: as the text is read.
         """
         if Path(text).exists():
             return cls.read(text)

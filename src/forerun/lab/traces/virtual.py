@@ -172,9 +172,6 @@ def timed(
     """Serve the prompts of `order`, `(n,)` numbers, one at a time by a made-up clock of a `kind`.
 
     The meter starts from passes of the true `costs`, as from those of a load.
-
-    Raises:
-        UnknownNameError, SettingError: the controller, or the kind of clock.
     """
     made = CONTROLLERS.make(controller)
     clock = VirtualClock(costs_for(made, costs), kind, seed)

@@ -170,14 +170,8 @@ class Recorder(Engine):
 def walked(
     model: Model, contexts: Sequence[Any], how: Sequence[Sampling], depth: int
 ) -> list[dict[str, Any]]:
-    """Texts with their runs: of each one the fields of its `Trace`, `(T,)` and `(T, K)`.
-
-    Args:
-        model: with any drafter.
-        contexts: per text prompt and source, as `Model.context` gives them.
-        how: per text, with a seed.
-        depth: K, tokens drafted from each position.
-    """
+    """Texts with their runs: of each the fields of its `Trace`, `(T,)` and `(T, K)`, K = `depth`;
+    `contexts` are prompts and sources, as of `Model.context`, and `how` their settings, seeded."""
     recorder = Recorder(model, len(contexts))
     try:
         texts = recorder.record(contexts, how, depth)
