@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from forerun.runtime.trees import FARTHEST
 
-FOLDED = "forerun_folded"
-"""Name of `folded_attention` in transformers' registry."""
+FOLDED = "forerun_folded"  # name of `folded_attention` in transformers' registry
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
 """Additive, of all layers or by the type of a layer as the configuration names it."""

@@ -18,8 +18,7 @@ from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 from forerun.signals import float_type, measure
 
-Pieces = Sequence[Sequence[int]]
-"""Per row the token ids it is fed next; may be empty."""
+Pieces = Sequence[Sequence[int]]  # per row the token ids it is fed next; may be empty
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -27,28 +26,20 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class Facts:
     """What there is to know of a model without looking into it."""
 
-    vocab_size: int
-    """Columns of the logits (may exceed the tokenizer's vocabulary: padding)."""
-    limit: int
-    """Most tokens of context, prompt and output together."""
+    vocab_size: int  # columns of the logits (may exceed the tokenizer's vocabulary: padding)
+    limit: int  # most tokens of context, prompt and output together
     layers: int = 0
     weights: int = 0
     """Parameters that a pass reads: all but a table of embeddings, of which it reads a row; 0 if
     unknown."""
-    token_bytes: int = 0
-    """Bytes that the keys and values of one token of one row take in all layers; 0 if unknown."""
-    eos: frozenset[int] | None = None
-    """End-of-text ids; None if the model names none."""
-    precision: str = "float32"
-    """Of weights and arithmetic, as reports name it."""
-    executor: str = ""
-    """Which one runs it, as `--runtime` names it."""
-    name: str = ""
-    """Folder or Hugging Face id; empty if it was made in memory."""
+    token_bytes: int = 0  # bytes of keys and values of a row's token in all layers; 0: unknown
+    eos: frozenset[int] | None = None  # end-of-text ids; None if the model names none
+    precision: str = "float32"  # of weights and arithmetic, as reports name it
+    executor: str = ""  # which one runs it, as `--runtime` names it
+    name: str = ""  # folder or Hugging Face id; empty if it was made in memory
     identity: str = ""
     """Hash of the final norm's weights, the same in all precisions; empty if there is no `norm`."""
-    source_limit: int | None = None
-    """Most tokens that its encoder reads; None: it has none and takes no source."""
+    source_limit: int | None = None  # most tokens that its encoder reads; None: it has none
     start: tuple[int, ...] = ()
     """With an encoder, what the decoder's text begins with: then the prompt is this, and what a
     user calls the prompt is the source."""
@@ -58,8 +49,7 @@ class Facts:
 class Best:
     """Per row and wanted position the most likely token and what its distribution says of it."""
 
-    tokens: list[list[int]]
-    """`[row][column]` token ids."""
+    tokens: list[list[int]]  # `[row][column]` token ids
     signals: dict[str, list[list[float]]] = field(default_factory=dict)
     """The wanted fields of `Signals`, `[row][column]` each."""
     sound: list[list[bool]] = field(default_factory=list)
@@ -70,10 +60,8 @@ class Best:
 class Columns:
     """A copy of what an executor holds of consecutive tokens of one row."""
 
-    states: tuple[torch.Tensor, ...]
-    """Per cache of keys or values `(heads, count, width)`."""
-    count: int
-    """Tokens."""
+    states: tuple[torch.Tensor, ...]  # per cache of keys or values `(heads, count, width)`
+    count: int  # tokens
 
     @property
     def nbytes(self) -> int:
@@ -93,25 +81,19 @@ class Executor(ABC):
 
     facts: Facts
     device: torch.device
-    copies: ClassVar[bool] = False
-    """Whether it has `copy_out` and `copy_in`."""
+    copies: ClassVar[bool] = False  # whether it has `copy_out` and `copy_in`
     own_threads: ClassVar[bool] = False
     """Whether passes run on threads of their own. Torch's, which wait for more work busily after
     each operation that they share, would take their cores."""
 
-    trees: bool = False
-    """Whether pieces may be trees, and it has `move`."""
-    packs: ClassVar[bool] = False
-    """Whether a pass takes the tokens of all rows packed: others pad rows to the longest."""
+    trees: bool = False  # whether pieces may be trees, and it has `move`
+    packs: ClassVar[bool] = False  # whether a pass takes all rows' tokens packed, not padded
     levels: tuple[int, ...] = ()
     """Tokens, rising, up to which a pass of one row takes as long as one of so many; of others
     every token adds something."""
-    timeable: bool = True
-    """Whether passes may be timed before there are rows: not where each shape is compiled first."""
-    graphs: int = 0
-    """Graphs that passes had to compile or capture so far: such a pass is slow once."""
-    states: States | None = None
-    """Where passes leave hidden states, once somebody asked for them by `tap`."""
+    timeable: bool = True  # whether passes may be timed before there are rows
+    graphs: int = 0  # graphs that passes had to compile or capture so far: such a pass is slow once
+    states: States | None = None  # where passes leave hidden states, once asked for by `tap`
 
     @abstractmethod
     def reserve(self, rows: int, columns: int) -> None:
@@ -214,8 +196,7 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     return read_stacked(stacked_best(logits, signals).tolist(), signals)
 
 
-FLOATS = 1 << 22
-"""Logits that are converted to floats at a time, for signals: 16 MiB, whatever the vocabulary."""
+FLOATS = 1 << 22  # logits that are floats at a time, for signals: 16 MiB
 
 
 def stacked_best(logits: torch.Tensor, signals: frozenset[str]) -> torch.Tensor:
@@ -272,10 +253,8 @@ class Rows:
     def __init__(self, executor: Executor) -> None:
         self.executor, self.facts, self.device = executor, executor.facts, executor.device
         self.limit, self.vocab_size = executor.facts.limit, executor.facts.vocab_size
-        self.lengths: list[int] = []
-        """Tokens covered per row."""
-        self.seconds = 0.0
-        """Wall time spent in passes so far."""
+        self.lengths: list[int] = []  # tokens covered per row
+        self.seconds = 0.0  # wall time spent in passes so far
         self.passes = 0
 
     def join(self, count: int, room: int = 0, sources: Pieces | None = None) -> None:
@@ -393,5 +372,4 @@ class Rows:
         self.passes += 1
 
 
-CHUNK = 512
-"""Prompt tokens fed in one pass."""
+CHUNK = 512  # prompt tokens fed in one pass

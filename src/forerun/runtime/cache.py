@@ -30,8 +30,7 @@ class Store(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.rows = self.columns = 0
-        """What there is room for: rows, and tokens of each."""
+        self.rows = self.columns = 0  # what there is room for: rows, and tokens of each
         self._store: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @torch.inference_mode()
@@ -161,10 +160,8 @@ class FixedCache(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: torch.Tensor | None = None
-        """`(n, width)` columns that the pass writes."""
-        self.shown = 0
-        """Columns that the pass sees, the first ones."""
+        self.places: torch.Tensor | None = None  # `(n, width)` columns that the pass writes
+        self.shown = 0  # columns that the pass sees, the first ones
 
     def update(
         self,

@@ -33,22 +33,14 @@ from forerun.runtime.support import PROVEN, check_supported, probe
 from forerun.runtime.torch_executor import facts_of
 from forerun.runtime.trees import Parents, branches
 
-COLUMNS = 2048
-"""Tokens a row has room for from the start: graphs are captured anew when the cache grows."""
-FEWEST_COLUMNS = 256
-"""Columns that attention reads at least; more come in powers of two, with graphs of their own."""
-WIDE = 64
-"""Wider passes, which read prompts, are padded to a multiple of twice that."""
-LAST = 16
-"""Widest pass that computes logits of all its tokens."""
-WIDTHS = (1, 2, 4, 8, 16)
-"""Tokens of one row whose passes are captured when a model is loaded."""
-COMPILED_WIDTHS = (1, 4, 16)
-"""Widths of compiled passes; narrower ones are padded, wider ones are not compiled."""
-COMPILED_COLUMNS = 256
-"""As `FEWEST_COLUMNS`, of compiled passes; more come in powers of four."""
-RECOMPILES = 256
-"""Shapes that may be compiled; torch's own limit of 8 then runs the rest eagerly."""
+COLUMNS = 2048  # tokens a row has room for at first: a grown cache takes new graphs
+FEWEST_COLUMNS = 256  # columns that attention reads at least; more come in powers of two
+WIDE = 64  # wider passes, which read prompts, are padded to a multiple of twice that
+LAST = 16  # widest pass that computes logits of all its tokens
+WIDTHS = (1, 2, 4, 8, 16)  # tokens of one row whose passes are captured when a model is loaded
+COMPILED_WIDTHS = (1, 4, 16)  # narrower passes are padded, wider ones not compiled
+COMPILED_COLUMNS = 256  # as `FEWEST_COLUMNS`, of compiled passes; more come in powers of four
+RECOMPILES = 256  # shapes that may be compiled; torch's own limit of 8 then runs the rest eagerly
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 log = logging.getLogger(__name__)

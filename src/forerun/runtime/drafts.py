@@ -18,10 +18,8 @@ from forerun.runtime.packing import unmapped
 
 ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
 FORMAT = "forerun draft 1"
-TOKENS = "tokens"
-"""The tensor of `(V,)` rising token ids that a draft knows, where it does not know all."""
-SCALE = ".int8_scale"
-"""What the name of a matrix in 8 bits has behind it in the name of its `(outputs, 1)` scales."""
+TOKENS = "tokens"  # the tensor of `(V,)` rising token ids of a draft that knows some
+SCALE = ".int8_scale"  # behind a matrix in 8 bits' name: that of its `(outputs, 1)` scales
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,14 +28,10 @@ Tensors = dict[str, torch.Tensor]
 class About:
     """What a folder with a draft says of itself."""
 
-    kind: str
-    """The drafter that uses it."""
-    target: str | None
-    """Fingerprint of the target it was trained for; None if it names none."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Of its form, by name: layers, width, depths."""
-    trained: dict[str, Any] = field(default_factory=dict)
-    """How it was trained, and what was measured then."""
+    kind: str  # the drafter that uses it
+    target: str | None  # fingerprint of the target it was trained for; None if it names none
+    settings: dict[str, Any] = field(default_factory=dict)  # of its form: layers, width, depths
+    trained: dict[str, Any] = field(default_factory=dict)  # how, and what was measured then
 
 
 def save_draft(folder: str | Path, about: About, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -68,11 +62,8 @@ def save_about(folder: str | Path, about: About) -> None:
 
 
 def read_about(folder: str | Path, kind: str | None = None) -> About:
-    """What the draft in a folder says of itself.
-
-    Raises:
-        ModelError: there is none, it cannot be read, or it is not of the kind that is named.
-    """
+    """What the draft in a folder says of itself; `ModelError` if there is none of the kind, or it
+    cannot be read."""
     path = Path(folder).expanduser() / ABOUT
     if not path.is_file():
         raise ModelError(
@@ -193,11 +184,8 @@ def _widened(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def draft_folder(target: str, kind: str, path: str | None) -> str:
-    """The folder that is named, or the one of this kind in the target's own.
-
-    Raises:
-        SettingError: neither is there.
-    """
+    """The folder that is named, or the one of this kind in the target's own; `SettingError`
+    without."""
     folder = path or own_draft(target, kind)
     if folder is None:
         raise SettingError(

@@ -53,8 +53,7 @@ class _Pending:
         del self.tokens[length:], self.depths[length:]
 
 
-Span = tuple[int, int, int]
-"""`(row, first pending token, how many)`."""
+Span = tuple[int, int, int]  # `(row, first pending token, how many)`
 
 
 @dataclass
@@ -64,8 +63,7 @@ class Batch:
     spans: list[Span]
     positions: torch.Tensor
     mask: torch.Tensor
-    hidden: torch.Tensor
-    """`(n, width, H)`, padded on the right."""
+    hidden: torch.Tensor  # `(n, width, H)`, padded on the right
 
 
 class LayersExecutor(TorchExecutor):
@@ -90,8 +88,7 @@ class LayersExecutor(TorchExecutor):
     def __init__(self, model: Any) -> None:
         self.access = LayerAccess(model.eval())
         self.work = Work()
-        self.draft_seconds = 0.0
-        """Wall time spent in `climb` so far."""
+        self.draft_seconds = 0.0  # wall time spent in `climb` so far
         self.counts: list[tuple[int, int]] = []
         """Per row, since it joined and without its prompt: positions × layers, and hidden states of
         shallow layers turned into logits."""

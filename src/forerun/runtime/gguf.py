@@ -49,12 +49,9 @@ class Tensor:
     """A tensor of a file."""
 
     name: str
-    shape: tuple[int, ...]
-    """As rows and columns, the last one contiguous."""
-    kind: str
-    """Of `TYPES`, or ``type N`` for one that is not there."""
-    offset: int
-    """Of its first byte behind the metadata."""
+    shape: tuple[int, ...]  # as rows and columns, the last one contiguous
+    kind: str  # of `TYPES`, or ``type N`` for one that is not there
+    offset: int  # of its first byte behind the metadata
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +65,9 @@ class GGUF:
     """A file's metadata and its list of tensors."""
 
     path: Path
-    metadata: dict[str, Any]
-    """Numbers, texts, and lists of them."""
+    metadata: dict[str, Any]  # numbers, texts, and lists of them
     tensors: tuple[Tensor, ...]
-    identity: str
-    """See `Facts`."""
+    identity: str  # see `Facts`
 
     @property
     def architecture(self) -> str:
@@ -103,11 +98,8 @@ class GGUF:
         return frozenset(i for i in ids if i is not None) or None
 
     def facts(self) -> Facts:
-        """What there is to know of its model.
-
-        Raises:
-            ModelError: the metadata lacks what every model has.
-        """
+        """What there is to know of its model; `ModelError` if the metadata lacks what every model
+        has."""
         shapes = {tensor.name: tensor.shape for tensor in self.tensors}
         layers, limit = self.get("block_count"), self.get("context_length")
         heads, width = self.get("attention.head_count"), self.get("embedding_length")
@@ -134,11 +126,7 @@ class GGUF:
 
 
 def read(path: Path) -> GGUF:
-    """Read what comes before the weights.
-
-    Raises:
-        ModelError: it is no GGUF file, or cut short.
-    """
+    """Read what comes before the weights; `ModelError` if it is no GGUF file, or cut short."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).file(path)

@@ -31,11 +31,8 @@ _NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens
 
 
 def tokenizer_of(file: GGUF) -> Any:
-    """The tokenizer, with its template for chats, as `transformers` has them.
-
-    Raises:
-        UnsupportedModelError: of a kind or with a rule that is not known here.
-    """
+    """The tokenizer, with its template for chats, as `transformers` has them;
+    `UnsupportedModelError` if it is of a kind or with a rule that is not known here."""
     from transformers import PreTrainedTokenizerFast
 
     metadata = {

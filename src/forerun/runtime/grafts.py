@@ -133,11 +133,7 @@ def graft_rows(target: Rows, graft: Any) -> Rows:
 
 
 def model_of(target: Rows, drafter: str) -> Any:
-    """The target's model, which must have an encoder.
-
-    Raises:
-        SettingError: it has none.
-    """
+    """The target's model, which must have an encoder (else `SettingError`)."""
     model = target.executor.module()
     if model is None or target.facts.source_limit is None:
         raise SettingError(

@@ -21,8 +21,7 @@ from forerun.runtime.packing import linear, packed
 
 KIND = "exits"
 
-Weights = Mapping[int, Mapping[str, torch.Tensor]]
-"""Per exit layer, its tensors by name."""
+Weights = Mapping[int, Mapping[str, torch.Tensor]]  # per exit layer, its tensors by name
 
 
 class TrainedHeads(ABC):
@@ -50,8 +49,7 @@ class TrainedHeads(ABC):
         tokens: torch.Tensor | None = None,
         tuned: Mapping[str, Any] | None = None,
     ) -> None:
-        self.layers = check_layers(list(weights), access.layers)
-        """The exit layers, rising."""
+        self.layers = check_layers(list(weights), access.layers)  # the exit layers, rising
         self.access, self.weights, self.tuned = access, weights, dict(tuned or {})
         self.tokens = tokens
         self._rows = None if tokens is None else access.unembedding_of(tokens)
@@ -209,10 +207,6 @@ def load_heads(folder: str | Path, access: LayerAccess) -> TrainedHeads:
 
 
 def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Save the settings found for exit heads beside them: `specbound` takes it as its defaults.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Save the settings found for exit heads beside them: `specbound` takes it as its defaults."""
     about = read_about(folder, KIND)
     save_about(folder, replace(about, settings={**about.settings, "tuned": dict(settings)}))

@@ -24,13 +24,11 @@ from forerun.runtime.support import PROBE_TOLERANCE
 class Family:
     """Where the modules of a model family are."""
 
-    body: str
-    """The decoder stack inside the causal language model."""
+    body: str  # the decoder stack inside the causal language model
     embed: str
     stack: str
     norm: str
-    positions: str | None = None
-    """A learned table of positions added to the embeddings; None: the positions are rotary."""
+    positions: str | None = None  # a learned table of positions; None: they are rotary
 
 
 _LLAMA = Family("model", "embed_tokens", "layers", "norm")
@@ -46,11 +44,9 @@ FAMILIES = {
 }
 """Model types with layer-by-layer access."""
 
-_SECOND_NORMS = ("post_attention_layernorm", "ln_2")
-"""What families call the norm before a layer's feed-forward part."""
+_SECOND_NORMS = ("post_attention_layernorm", "ln_2")  # before the feed-forward part
 
-Unembedding = tuple[torch.Tensor, torch.Tensor | None]
-"""Weight and bias of some tokens."""
+Unembedding = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias of some tokens
 
 _UNCALLABLE = "the layers of this {} model cannot be called one by one: {}"
 
@@ -92,10 +88,8 @@ class LayerAccess:
         self.model = model
         self._head = model.get_output_embeddings()
         self._turned: tuple[torch.Tensor, Any] | None = None
-        self.layers: int = len(self._stack)
-        """Decoder layers L."""
-        self.width: int = int(self._embed.weight.shape[1])
-        """Length H of a hidden state."""
+        self.layers: int = len(self._stack)  # decoder layers L
+        self.width: int = int(self._embed.weight.shape[1])  # length H of a hidden state
         _prove(self, model, kind)
 
     @property

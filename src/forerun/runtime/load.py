@@ -23,8 +23,7 @@ from forerun.errors import (
 from forerun.runtime import gguf
 from forerun.runtime.packing import unmapped
 
-EXPORTED = "openvino_model.xml"
-"""What optimum calls the graph of an exported model."""
+EXPORTED = "openvino_model.xml"  # what optimum calls the graph of an exported model
 DTYPES = {
     "auto": None,
     "float32": torch.float32,

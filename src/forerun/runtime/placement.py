@@ -22,8 +22,7 @@ from forerun.runtime.attention import additive
 class Placement(ABC):
     """Places the tokens of one decoder."""
 
-    limit: int
-    """Places that it knows."""
+    limit: int  # places that it knows
 
     @abstractmethod
     @contextmanager
@@ -120,11 +119,8 @@ def _always(bias: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 def placement_of(decoder: Any, limit: int) -> Placement:
-    """What places the tokens of a decoder that knows `limit` places at most.
-
-    Raises:
-        UnsupportedModelError: it is none of the known ways.
-    """
+    """What places the tokens of a decoder that knows `limit` places at most;
+    `UnsupportedModelError` if it is none of the known ways."""
     if hasattr(decoder, "embed_positions"):
         return Table(decoder, limit)
     blocks = getattr(decoder, "block", None)

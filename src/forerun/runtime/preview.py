@@ -18,11 +18,8 @@ _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def preview(name: str | Path) -> list[str]:
-    """Lines on a model by what its files say.
-
-    Raises:
-        ModelError: no such model on this machine, or one that cannot be read.
-    """
+    """Lines on a model by what its files say; `ModelError` if they are not here, or cannot be
+    read."""
     installed = find_spec("openvino") is not None
     if path := gguf.locate(name):
         file = gguf.read(path)

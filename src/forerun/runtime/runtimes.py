@@ -32,13 +32,11 @@ from forerun.runtime.torch_executor import torch_rows
 class Source:
     """Where a model comes from and where it shall be."""
 
-    name: str | Path
-    """A folder or a Hugging Face id."""
+    name: str | Path  # a folder or a Hugging Face id
     device: str | torch.device | None = None
     dtype: str | torch.dtype | None = None
     trust_remote_code: bool = False
-    drafts: bool = False
-    """Whether it only runs ahead, so that its rounding changes no greedy text."""
+    drafts: bool = False  # whether it only runs ahead, so that its rounding changes no greedy text
 
 
 class RuntimeSpec(ABC):

@@ -12,21 +12,17 @@ import torch
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.cache import Store
 
-TOGETHER = 32
-"""Padded tokens per source that a pass of the encoder may waste."""
-ENCODED = 1 << 14
-"""Most padded tokens of one pass of the encoder."""
+TOGETHER = 32  # padded tokens per source that a pass of the encoder may waste
+ENCODED = 1 << 14  # most padded tokens of one pass of the encoder
 
 
 @dataclass(frozen=True)
 class SourceStates:
     """What the encoder says of some sources."""
 
-    places: list[int]
-    """Which of the sources they are."""
+    places: list[int]  # which of the sources they are
     lengths: list[int]
-    values: torch.Tensor
-    """`(sources, longest, d)`, padded on the right."""
+    values: torch.Tensor  # `(sources, longest, d)`, padded on the right
 
 
 class Encoder:
@@ -36,8 +32,7 @@ class Encoder:
         self._module, self._device = model.get_encoder(), model.device
         # M2M100 takes an encoder token's position from "not the padding id": pad with that id.
         self._pad = model.config.pad_token_id or 0
-        self.shared = False
-        """Whether somebody else asks for the states of the same sources."""
+        self.shared = False  # whether somebody else asks for the states of the same sources
         self._last: tuple[list[list[int]], list[SourceStates]] | None = None
 
     @torch.inference_mode()
@@ -133,8 +128,7 @@ class SourceCache(Store):
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
-        self.lengths: list[int] = []
-        """Tokens of each row's source."""
+        self.lengths: list[int] = []  # tokens of each row's source
 
     def __len__(self) -> int:
         return len(self.layers)

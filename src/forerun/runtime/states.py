@@ -92,11 +92,8 @@ def check_depths(depths: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The decoder layers of a Hugging Face model, in order.
-
-    Raises:
-        UnsupportedModelError: they are not in one list.
-    """
+    """The decoder layers of a Hugging Face model, in order; `UnsupportedModelError` if not in a
+    list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.base_model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:

@@ -42,8 +42,7 @@ REFUSED_ENCODER_DECODER = {
     "seamless_m4t_v2": _SPEECH,
 }
 
-PROBE_TOLERANCE = 2e-3
-"""Largest difference of logits, relative to their range, that a probe forgives in fp32."""
+PROBE_TOLERANCE = 2e-3  # largest difference of logits by their range, in a probe in fp32
 
 
 def check_supported(model: Any, encoders: bool = False) -> None:

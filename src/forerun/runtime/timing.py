@@ -21,29 +21,20 @@ from forerun.cache import keep_json, kept_json
 from forerun.costs import Costs
 from forerun.runtime.base import Rows
 
-ROWS = 1, 2, 4, 8, 16
-"""Sizes of batches that are timed."""
-WIDTHS = 1, 2, 4, 5, 8
-"""Tokens of a row alone, where the executor has no levels; and of any"""
+ROWS = 1, 2, 4, 8, 16  # sizes of batches that are timed
+WIDTHS = 1, 2, 4, 5, 8  # tokens of a row alone, where the executor has no levels; and of any
 WIDEST = 16
-SHARED = 1, 4
-"""Tokens in each of several rows."""
+SHARED = 1, 4  # tokens in each of several rows
 SAMPLES, SHARED_SAMPLES = 4, 2
 """Passes of a shape of one row, and of several, as far as there is time: the largest batch shall be
 timed before the smallest is known to a hundredth."""
-LOW = 0.25
-"""Quantile of the samples that is taken for the truth: a machine is never too fast by accident."""
-SECONDS, PLAIN = 0.3, 10
-"""What all this may take before a first round: seconds, or plain passes where these take longer."""
-OFF = 1.3
-"""How many times more or less a plain pass may take than is kept; else all is timed anew."""
-FORMAT = 1
-"""Goes up when what older versions kept must not be used."""
-MARGIN = frozenset({"logit_margin"})
-"""What `auto` reads of a draft."""
+LOW = 0.25  # quantile of samples taken for the truth: no machine is too fast
+SECONDS, PLAIN = 0.3, 10  # what all this may take before a first round, the longer of these
+OFF = 1.3  # how many times more or less a plain pass may take than is kept; else all is timed anew
+FORMAT = 1  # goes up when what older versions kept must not be used
+MARGIN = frozenset({"logit_margin"})  # what `auto` reads of a draft
 
-Shape = tuple[int, int]
-"""Rows of a pass, and tokens in each."""
+Shape = tuple[int, int]  # rows of a pass, and tokens in each
 
 
 def low(seconds: Collection[float]) -> float:

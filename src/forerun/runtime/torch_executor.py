@@ -16,12 +16,9 @@ from forerun.runtime.states import States, Taps
 from forerun.runtime.support import PROVEN, check_supported, context_limit, end_of_text, probe
 from forerun.runtime.trees import Parents, trees_of
 
-CACHED_MASKS = 64
-"""Widest pass whose mask is kept: wider ones read prompts, hardly any two of one length."""
-FOLDED_WIDTH = 64
-"""Widest pass whose grouped queries are folded (`folded_attention`)."""
-TOGETHER = 32
-"""Padded tokens per row that a pass may waste: beyond, rows that read prompts get their own."""
+CACHED_MASKS = 64  # widest pass whose mask is kept: wider ones read prompts
+FOLDED_WIDTH = 64  # widest pass whose grouped queries are folded (`folded_attention`)
+TOGETHER = 32  # padded tokens per row that a pass may waste
 
 
 class TorchExecutor(CachedExecutor):

@@ -11,8 +11,7 @@ from forerun.errors import SettingError
 Parents = Sequence[Sequence[int]]
 """Per row, for each token of its piece, the place in the piece of the token that it follows, an
 earlier one; −1: the one before it. Rows without any are chains."""
-FARTHEST = 63
-"""Places before a token, the farther ones of which it sees, all of them."""
+FARTHEST = 63  # places before a token, the farther ones of which it sees, all of them
 
 
 def branches(parents: Sequence[int], count: int) -> tuple[list[int], list[int]]:
