@@ -37,11 +37,8 @@ def bounded(seconds: float, width: int, shorter: Sequence[tuple[int, float]]) ->
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in seconds at one batch size and context.
-
-    With a batch they are those of the whole batch: one step that drafts a token in every row, one
-    pass that verifies every row.
-    """
+    """Costs in seconds at one batch size and context. With a batch they are those of the whole
+    batch: one step that drafts a token in every row, one pass that verifies every row."""
 
     draft: float  # one more drafted token: the drafter's forward, and the engine's work
     verify: Passes  # of the target; linear in between, beyond the last width by the last slope

@@ -53,10 +53,8 @@ PromptLike = (
 
 
 class Model:
-    """A target with a drafter, ready to generate. Made by `load`.
-
-    It may be used from many threads: requests that run at the same time share rounds.
-    """
+    """A target with a drafter, ready to generate. Made by `load`. It may be used from many threads:
+    requests that run at the same time share rounds."""
 
     def __init__(
         self,
@@ -457,9 +455,7 @@ def _samplings(
 
 def _end_of_text(target: Rows | Executor, tokenizer: Any) -> frozenset[int]:
     """Whatever ends texts by the model's config or by its tokenizer: checkpoints may differ there.
-
-    Warns if they do.
-    """
+    Warns if they do."""
     configured = target.facts.eos or frozenset()
     own = getattr(tokenizer, "eos_token_id", None)
     if own is None or own in configured or not 0 <= own < target.facts.vocab_size:

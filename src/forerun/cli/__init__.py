@@ -135,11 +135,8 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code and never raises.
-
-    0: done; 1: it could not be done; 2: the command or a setting is wrong; 130: interrupted;
-    143: terminated.
-    """
+    """Run the command line; returns the exit code and never raises. 0: done; 1: it could not be
+    done; 2: the command or a setting is wrong; 130: interrupted; 143: terminated."""
 
     def command() -> Any:
         words = sys.argv[1:] if argv is None else list(argv)

@@ -43,10 +43,8 @@ class Foreseen(NamedTuple):
         return cls(*({i: own for i, own in by.items() if own} for by in (forced, predicted)))
 
     def rooms(self, rooms: Sequence[int], drafter: Drafter) -> list[int]:
-        """What they leave of each row's room to the drafter.
-
-        A target that drafts cannot go on from tokens that it has not verified.
-        """
+        """What they leave of each row's room to the drafter. A target that drafts cannot go on from
+        tokens that it has not verified."""
         idle = {*self.predicted, *(self.forced if drafter.target is not None else ())}
         return [
             0 if i in idle else max(room - len(self.forced.get(i, ())), 0)
@@ -66,10 +64,8 @@ NOTHING = Foreseen({}, {})
 
 
 class RoundContext:
-    """Sampling and the policies' decisions, for the rows as they are; see `StepContext`.
-
-    A round begins by `begin` and ends by `end`; in between a drafter proposes.
-    """
+    """Sampling and the policies' decisions, for the rows as they are; see `StepContext`. A round
+    begins by `begin` and ends by `end`; in between a drafter proposes."""
 
     def __init__(
         self,
@@ -110,10 +106,8 @@ class RoundContext:
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
     ) -> list[int]:
-        """Draw a token for every active row and note in `proposal` what the draft says of it.
-
-        Rows for which the draft says no numbers are left out: it has nothing to say.
-        """
+        """Draw a token for every active row and note in `proposal` what the draft says of it. Rows
+        for which the draft says no numbers are left out: it has nothing to say."""
         best, logits = step.best, step.logits
         if logits is not None and self.reads:
             proposal.raw.append(logits)

@@ -155,10 +155,8 @@ class Engine:
         bans(request.sampling.bad_words, self.tokenizer, self.target.vocab_size)
 
     def run(self) -> Iterator[Event]:
-        """Round after round until every request is done: the one loop that everything consumes.
-
-        A consumer that walks away cancels what is left; the engine stays usable.
-        """
+        """Round after round until every request is done: the one loop that everything consumes. A
+        consumer that walks away cancels what is left; the engine stays usable."""
         try:
             while self._rows or self._waiting:
                 yield from self.step()

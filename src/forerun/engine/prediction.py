@@ -20,10 +20,8 @@ class PredictionCursor:
             self._ends.setdefault(tuple(self._tokens[end - MATCH : end]), []).append(end)
 
     def propose(self, output: Sequence[int], room: int) -> list[int]:
-        """At most `room` tokens that follow the output; none where it left the prediction.
-
-        Of several places, the first after the one that was followed last.
-        """
+        """At most `room` tokens that follow the output; none where it left the prediction. Of
+        several places, the first after the one that was followed last."""
         count = len(output)
         if count < MATCH:
             ends = [count] if list(output) == self._tokens[:count] else []

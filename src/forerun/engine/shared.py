@@ -15,10 +15,8 @@ from forerun.requests import Request
 
 
 class FairLock:
-    """A lock that is passed on in the order in which it was asked for.
-
-    With an ordinary one, the thread that takes round after round might never let others join.
-    """
+    """A lock that is passed on in the order in which it was asked for. With an ordinary one, the
+    thread that takes round after round might never let others join."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

@@ -87,9 +87,7 @@ class TokenBytes(dict[int, bytes]):
 @lru_cache(maxsize=8)
 def token_bytes(tokenizer: Any) -> TokenBytes | None:
     """The bytes of a tokenizer's tokens, if its decoder is byte-level, byte-fallback or Metaspace.
-
-    Others (None) make the text of a token depend on its neighbours, or are not known in detail.
-    """
+    Others (None) make the text of a token depend on its neighbours, or are not known in detail."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:

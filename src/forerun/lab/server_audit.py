@@ -171,10 +171,8 @@ def _common(pair: AnswerPair) -> int:
 
 
 def _movement(pair: AnswerPair) -> float:
-    """How far log-probabilities of the same token move between two servers: the upper tail.
-
-    Of the tokens chosen alike: one place where a server goes wrong must not excuse itself.
-    """
+    """How far log-probabilities of the same token move between two servers: the upper tail. Of the
+    tokens chosen alike: one place where a server goes wrong must not excuse itself."""
     shifts = sorted(
         abs(a.logprob - b.logprob) for a, b, _ in zip(*pair, range(_common(pair)), strict=False)
     )

@@ -68,10 +68,8 @@ class Adapter(torch.nn.Module):
 
 
 class AdapterExecutor(LayersExecutor):
-    """A target that drafts from one depth, through an adapter.
-
-    Whatever passes that depth passes the adapter, too: prompts, drafts, and what is verified.
-    """
+    """A target that drafts from one depth, through an adapter. Whatever passes that depth passes
+    the adapter, too: prompts, drafts, and what is verified."""
 
     def __init__(self, model: Any, adapter: Adapter) -> None:
         self.adapter = adapter.eval()

@@ -164,17 +164,13 @@ class Executor(ABC):
         return None
 
     def attend(self, sources: Pieces) -> None:
-        """Read the sources of the rows that join next, before their first pass.
-
-        Only of executors whose facts have a `source_limit`; `keep` keeps sources, too.
-        """
+        """Read the sources of the rows that join next, before their first pass. Only of executors
+        whose facts have a `source_limit`; `keep` keeps sources, too."""
         raise SettingError("a source is for encoder-decoder models; this one has no encoder")
 
     def beside(self, model: Any) -> Executor:
         """One of this kind for another decoder, which attends to what this one's encoder reads.
-
-        Only of executors whose facts have a `source_limit` and that show their `module`.
-        """
+        Only of executors whose facts have a `source_limit` and that show their `module`."""
         raise SettingError(
             f"{self.facts.executor or type(self).__name__} runs no draft that shares the target's "
             "encoder; use a draft model or lookup, or `runtime='torch'`"
@@ -187,10 +183,8 @@ def _given(parents: Parents) -> tuple[Parents, ...]:
 
 
 def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
-    """The arg-max of `(rows, n, V)` logits, with one transfer to the host.
-
-    Logits on the CPU are written to and restored.
-    """
+    """The arg-max of `(rows, n, V)` logits, with one transfer to the host. Logits on the CPU are
+    written to and restored."""
     if logits.device.type == "cpu":
         return _best_on_cpu(logits, signals)
     return read_stacked(stacked_best(logits, signals).tolist(), signals)

@@ -92,10 +92,8 @@ class Store(Cache):
 
 
 class RowCache(Store):
-    """A key-value cache whose rows have lengths of their own.
-
-    A pass announces the rows it is for and where in each it begins (`open`).
-    """
+    """A key-value cache whose rows have lengths of their own. A pass announces the rows it is for
+    and where in each it begins (`open`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,10 +151,8 @@ class RowCache(Store):
 
 
 class FixedCache(Store):
-    """One of fixed size, whose passes are the same kernels at the same addresses.
-
-    The last column belongs to padding: what it writes there no token sees.
-    """
+    """One of fixed size, whose passes are the same kernels at the same addresses. The last column
+    belongs to padding: what it writes there no token sees."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,10 +35,8 @@ class About:
 
 
 def save_draft(folder: str | Path, about: About, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a draft; `OSError` if it cannot be written.
-
-    Tensors are written beside, then renamed: an interrupted save leaves the old or the new ones.
-    """
+    """Write a draft; `OSError` if it cannot be written. Tensors are written beside, then renamed:
+    an interrupted save leaves the old or the new ones."""
     from safetensors.torch import save_file
 
     folder = Path(folder)

@@ -40,10 +40,8 @@ class Work(Counter[tuple[str, int]]):
 
 @dataclass
 class _Pending:
-    """A row's tokens beyond what its cache covers, and how deep each has come.
-
-    Depths never rise along the row: whatever runs deeper takes all earlier tokens along.
-    """
+    """A row's tokens beyond what its cache covers, and how deep each has come. Depths never rise
+    along the row: whatever runs deeper takes all earlier tokens along."""
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -176,9 +174,7 @@ class LayersExecutor(TorchExecutor):
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
     ) -> torch.Tensor:
         """As `TorchExecutor.run`, but for trees; pending tokens of the pieces are only finished.
-
-        Pending tokens that are not fed are dropped.
-        """
+        Pending tokens that are not fed are dropped."""
         self._starts = starts
         self._grow(len(starts))
         if counted := sum(wanted):
@@ -224,10 +220,8 @@ class LayersExecutor(TorchExecutor):
         return self._states.new_zeros(len(wanted), max(wanted, default=0), self.facts.vocab_size)
 
     def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:
-        """Make each row's pending tokens its piece: known tokens keep their depth.
-
-        The last `fresh` tokens start anew even if they are known.
-        """
+        """Make each row's pending tokens its piece: known tokens keep their depth. The last `fresh`
+        tokens start anew even if they are known."""
         for row, piece in zip(rows, pieces, strict=True):
             if self._starts[row] + len(piece) > self.facts.limit:
                 longest = self._starts[row] + len(piece)

@@ -73,9 +73,7 @@ class PackedLinear(nn.Module):
 
 class _Product:
     """The packed matrix of one layer, or of several that are asked about the same states in turn.
-
-    The first of them to be asked has the outputs of all computed, the last lets go of them.
-    """
+    The first of them to be asked has the outputs of all computed, the last lets go of them."""
 
     def __init__(self, layers: Iterable[Any]) -> None:
         weights, biases = zip(*((_matrix(layer), layer.bias) for layer in layers), strict=True)

@@ -56,10 +56,8 @@ class RuntimeSpec(ABC):
 
 @dataclass(frozen=True)
 class TorchRuntime(RuntimeSpec):
-    """PyTorch runs the Hugging Face model as it is: every device, dtype and drafter.
-
-    On an x86 CPU its linear layers are packed (`packing`).
-    """
+    """PyTorch runs the Hugging Face model as it is: every device, dtype and drafter. On an x86 CPU
+    its linear layers are packed (`packing`)."""
 
     summary: ClassVar[str] = "PyTorch, the model as it is; every device, dtype and drafter"
 

@@ -83,10 +83,8 @@ class CrossAttention:
     def read(
         self, sources: Sequence[Sequence[int]]
     ) -> Iterator[tuple[SourceStates, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Sources of alike lengths together, with their keys and values in every layer.
-
-        Both are `(sources, heads, columns, width)`; columns beyond a source mean nothing.
-        """
+        """Sources of alike lengths together, with their keys and values in every layer. Both are
+        `(sources, heads, columns, width)`; columns beyond a source mean nothing."""
         for states in self.encoder.read(sources, again=self._shares):
             x = states.values
             yield (

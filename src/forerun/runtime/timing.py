@@ -99,10 +99,8 @@ def _by_rows(times: Mapping[Shape, float]) -> dict[int, Costs]:
 
 
 def _seconds(timed: Mapping[int, Costs], rows: int, width: float) -> float:
-    """Of a pass of so many rows, linear between the sizes timed.
-
-    Beyond the largest, rows that share a pass are, to weights and arithmetic, tokens of fewer.
-    """
+    """Of a pass of so many rows, linear between the sizes timed. Beyond the largest, rows that
+    share a pass are, to weights and arithmetic, tokens of fewer."""
     below = max(size for size in timed if size <= rows)
     above = min((size for size in timed if size > rows), default=0)
     if not above or below == rows:
@@ -141,10 +139,8 @@ class PassTimer:
         self.times = Times()
 
     def time(self, rows: int = 1) -> Times:
-        """Time passes of up to so many rows, but for shapes that are known, while time is left.
-
-        The others are timed at a later start, and by rounds as they come.
-        """
+        """Time passes of up to so many rows, but for shapes that are known, while time is left. The
+        others are timed at a later start, and by rounds as they come."""
         began = self._clock()
         if not self._key:
             self._begin()

@@ -31,10 +31,8 @@ LAST_ROUND = 10.0  # seconds that the engine's thread has to end its round when 
 
 @dataclass
 class Memory:
-    """A budget of bytes for the caches and logits of running requests.
-
-    Caches are as wide as their longest row, so what a row takes depends on the others.
-    """
+    """A budget of bytes for the caches and logits of running requests. Caches are as wide as their
+    longest row, so what a row takes depends on the others."""
 
     budget: int | None = None  # None: no bound
     per_token: int = 0  # of one row in all caches

@@ -266,10 +266,8 @@ class Lines(Face):
 
 
 def play(job: Job, face: Face, compare: bool = False) -> None:
-    """Run prompts and show them; an interrupt takes effect between rounds.
-
-    Whatever was complete then has been passed on.
-    """
+    """Run prompts and show them; an interrupt takes effect between rounds. Whatever was complete
+    then has been passed on."""
     began, last, stopping = time.perf_counter(), -1, False
     failures: dict[int, str] = {}
     stream = job.model.stream(

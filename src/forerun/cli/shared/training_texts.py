@@ -130,10 +130,8 @@ def _stretches(text: str, size: int) -> Iterator[str]:
 
 
 def _written(prompts: Sequence[Prompt], job: Job, path: Path, key: str) -> Iterator[Document]:
-    """Prompts with what the target itself writes on them: half greedily, half sampled.
-
-    In use a draft only reads text that the target is writing.
-    """
+    """Prompts with what the target itself writes on them: half greedily, half sampled. In use a
+    draft only reads text that the target is writing."""
 
     def write(count: int) -> list[Document]:
         chosen = []

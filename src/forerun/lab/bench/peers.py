@@ -193,11 +193,8 @@ class Peer:
             raise PeerError(f"it answered {str(answer)[:100]}") from error
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Continue these prompts together, timed.
-
-        A peer takes one limit: where the prompts' own differ, it runs to the largest, and only
-        what a prompt was allowed counts.
-        """
+        """Continue these prompts together, timed. A peer takes one limit: where the prompts' own
+        differ, it runs to the largest, and only what a prompt was allowed counts."""
         limits = [p.sampling.max_new_tokens for p in prompts]
         penalty = prompts[0].sampling.repetition_penalty
         out = self.generate([p.ids for p in prompts], max(limits), penalty)

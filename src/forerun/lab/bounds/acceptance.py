@@ -156,10 +156,8 @@ class Acceptance:
 
     @classmethod
     def fit(cls, texts: TracePositions, seed: int = 0) -> Acceptance:
-        """Fit to all tokens that a round could draft and have judged.
-
-        The past of a round is taken from runs over the texts with varied lengths.
-        """
+        """Fit to all tokens that a round could draft and have judged. The past of a round is taken
+        from runs over the texts with varied lengths."""
         rng = np.random.default_rng(seed)
         depth = np.arange(texts.depth)
         judged = (depth <= texts.matches[:, None]) & (depth < texts.reach[:, None])

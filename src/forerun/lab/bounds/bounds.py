@@ -89,9 +89,7 @@ def tree_oracle(trace: Trace, cell: Cell, comb: bool = False) -> FloatArray:
 
 def _cheapest(trace: Trace, cell: Cell, leaves: IntArray | None) -> tuple[IntArray, FloatArray]:
     """From the end of each text backwards: tokens to draft `(prompts, T)`, and seconds in all.
-
-    `leaves` are by tokens drafted the second choices that a round may judge besides.
-    """
+    `leaves` are by tokens drafted the second choices that a round may judge besides."""
     prompts, T = trace.tokens.shape
     rows, lengths = np.arange(prompts)[:, None], np.arange(trace.depth + 1)
     drafting, judging = cell.draft_seconds(lengths), passes(cell, 2 * trace.depth)

@@ -131,9 +131,7 @@ def timed(
 
 def _clock(device: torch.device) -> Callable[[], float]:
     """On one thread of a CPU its own time, which other processes disturb little; else the wall's.
-
-    The engine reads what a GPU computed at the end of every round, so the wall needs no waiting.
-    """
+    The engine reads what a GPU computed at the end of every round, so the wall needs no waiting."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
@@ -149,10 +147,8 @@ def _varied(layers: Sequence[int], width: int) -> Iterator[Setting]:
 
 
 def _fit(samples: list[tuple[list[float], float]]) -> list[float]:
-    """Least squares with no cost below 0, without outliers (from other processes).
-
-    Takes pairs of what was counted and the seconds it took; gives seconds per unit of each count.
-    """
+    """Least squares with no cost below 0, without outliers (from other processes). Takes pairs of
+    what was counted and the seconds it took; gives seconds per unit of each count."""
     columns: FloatArray = np.array([row for row, _ in samples], dtype=float)
     values: FloatArray = np.array([value for _, value in samples])
     keep = np.ones(len(values), dtype=bool)

@@ -257,10 +257,8 @@ class Sweep:
     def run(
         self, prompts: Sequence[Prompt], budget: int, confirmed: int, tell: Callable[..., None]
     ) -> list[Confirmed]:
-        """Write, time, search and confirm; the settings timed, the fastest first.
-
-        `tell` is called with the name of a phase, what is done of it, and how much there is.
-        """
+        """Write, time, search and confirm; the settings timed, the fastest first. `tell` is called
+        with the name of a phase, what is done of it, and how much there is."""
         model, heads = self._model, self._heads
         layers = candidates(tuple(heads.layers))
         texts: list[OwnText] = []

@@ -146,10 +146,8 @@ def tensorrt_llm(job: ExportJob) -> Export:
 
 
 def openvino_genai(job: ExportJob) -> Export:
-    """Generation config of OpenVINO GenAI: a fixed length, or a stop on low confidence.
-
-    Parsed by GenAI 2026.4 in a test. The second is for continuous batching alone.
-    """
+    """Generation config of OpenVINO GenAI: a fixed length, or a stop on low confidence. Parsed by
+    GenAI 2026.4 in a test. The second is for continuous batching alone."""
     cannot = "OpenVINO GenAI (2026.4) has one length or one threshold, alike at every batch size"
     best, controller = _best(job, {"hf-threshold": THRESHOLD})
     config: dict[str, Any] | None = None
@@ -222,10 +220,8 @@ def transformers(job: ExportJob) -> Export:
 
 
 def llama_cpp(job: ExportJob) -> Export:
-    """Flags of `llama-server`: a fixed length, cut where the draft's top probability is low.
-
-    By its server's documentation of commit 00dc805; not parsed by it.
-    """
+    """Flags of `llama-server`: a fixed length, cut where the draft's top probability is low. By its
+    server's documentation of commit 00dc805; not parsed by it."""
     cannot = (
         "llama.cpp adapts nothing between rounds and drafts alike at every batch size; it takes "
         "the probability among the draft's ten likeliest tokens, so its threshold is a little "
@@ -278,10 +274,8 @@ def _llama_cpp_file(result: SearchResult, cannot: str, flags: Sequence[str]) -> 
 
 
 def sglang(job: ExportJob) -> Export:
-    """`--speculative-adaptive-config` of SGLang: the best moving average of each batch size.
-
-    By its source of 0.5.23; not parsed by it. It starts at `--speculative-num-steps`.
-    """
+    """`--speculative-adaptive-config` of SGLang: the best moving average of each batch size. By its
+    source of 0.5.23; not parsed by it. It starts at `--speculative-num-steps`."""
     cannot = (
         "SGLang adapts the drafts of EAGLE heads alone (topk 1): one length for the whole batch, "
         "by the mean over its requests, kept from request to request; written by its source of "
@@ -307,10 +301,8 @@ def sglang(job: ExportJob) -> Export:
 
 
 def exllamav3(job: ExportJob) -> Export:
-    """Arguments of exllamav3's `Generator`: a fixed length, or a stop where keeping is unlikely.
-
-    By its source of 1.6.5; not parsed by it.
-    """
+    """Arguments of exllamav3's `Generator`: a fixed length, or a stop where keeping is unlikely. By
+    its source of 1.6.5; not parsed by it."""
     cannot = (
         "exllamav3 has one ceiling for the whole batch, and its bins are of the draft's largest "
         "logit where exllama-confidence has log-odds; written by its source of 1.6.5"

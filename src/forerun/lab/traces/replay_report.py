@@ -38,10 +38,8 @@ class Result:
 def bounds(
     trace: Trace, cell: Cell, tell: Callable[[str], None], trees: bool = False
 ) -> dict[str, FloatArray]:
-    """`(prompts,)` speed-up of each bound; `tell` gets the name of each phase.
-
-    `trees` says whether a controller takes second choices, so that oracles may, too.
-    """
+    """`(prompts,)` speed-up of each bound; `tell` gets the name of each phase. `trees` says whether
+    a controller takes second choices, so that oracles may, too."""
     tell("finding the oracle")
     best = oracle(trace, cell)
     out = {"oracle": best.speedup}

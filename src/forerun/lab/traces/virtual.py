@@ -170,9 +170,7 @@ def timed(
     trace: Trace, controller: str | Controller, costs: Costs, order: IntArray, kind: str, seed: int
 ) -> Timed:
     """Serve the prompts of `order`, `(n,)` numbers, one at a time by a made-up clock of a `kind`.
-
-    The meter starts from passes of the true `costs`, as from those of a load.
-    """
+    The meter starts from passes of the true `costs`, as from those of a load."""
     made = CONTROLLERS.make(controller)
     clock = VirtualClock(costs_for(made, costs), kind, seed)
     engine = engine_under(clock, trace, made)
