@@ -126,11 +126,9 @@ def _write(tokenizer: Any, given: Any, answer: bool = False, resume: bool = Fals
 
 
 class _Fence:
-    """Keeps the text of special tokens in a conversation from becoming these tokens.
-
-    A letter that occurs nowhere else is put into each, and the rendered text is encoded in the
-    parts between these letters. A conversation without special tokens stays as it is.
-    """
+    """Keeps the text of special tokens in a conversation from becoming these tokens. A letter that
+    occurs nowhere else is put into each, and the rendered text is encoded in the parts between
+    these letters. A conversation without special tokens stays as it is."""
 
     def __init__(self, tokenizer: Any, given: Any) -> None:
         self._tokenizer = tokenizer

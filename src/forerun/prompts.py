@@ -331,11 +331,9 @@ class Reader:
 def unroll(
     model: Any, reader: Reader, prompts: Sequence[Prompt], batch_size: int = 16
 ) -> list[Prompt]:
-    """The prompts, and behind each those of its later turns, `ID.2` and so on.
-
-    The answers in between are those of plain, greedy decoding, so that all methods get the same
-    prompts. A conversation ends where it outgrows the context.
-    """
+    """The prompts, and behind each those of its later turns, `ID.2` and so on. The answers in
+    between are those of plain, greedy decoding, so that all methods get the same prompts. A
+    conversation ends where it outgrows the context."""
     out = [[p] for p in prompts]
     spoken = [[p.content] for p in prompts]
     for turn in range(2, 2 + max((len(p.later) for p in prompts), default=0)):

@@ -124,11 +124,9 @@ def engine(
     max_rows: int = 16,
     tokenizer: Any = None,
 ) -> Callable[..., Any]:
-    """A function `run(prompt | prompts, controller=..., rule=..., **sampling)` over scripts.
-
-    It returns a `Completion` for one prompt (a list of ids) and a list for many; `draft` is a
-    scripted model, any drafter, or None for plain decoding.
-    """
+    """A function `run(prompt | prompts, controller=..., rule=..., **sampling)` over scripts. It
+    returns a `Completion` for one prompt (a list of ids) and a list for many; `draft` is a scripted
+    model, any drafter, or None for plain decoding."""
     if draft is None:
         draft = NullDrafter()
     drafter = draft if isinstance(draft, Drafter) else ModelDrafter(draft, target.vocab_size)

@@ -13,11 +13,9 @@ __all__ = ["Scheduler", "register"]
 
 
 class Scheduler:
-    """What vLLM makes of `scheduler_cls`: its own scheduler, whose lengths forerun decides.
-
-    Outside the tested window of versions, or where variable lengths are not safe, it is vLLM's own
-    as it is, and one line of the log says why.
-    """
+    """What vLLM makes of `scheduler_cls`: its own scheduler, whose lengths forerun decides. Outside
+    the tested window of versions, or where variable lengths are not safe, it is vLLM's own as it
+    is, and one line of the log says why."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """The scheduler for this configuration, synchronous or not."""

@@ -17,11 +17,9 @@ _BELOW_1 = np.float32(1 - 2**-24)  # the greatest single below 1
 
 
 def stream(seed: int, prompt: Sequence[int], source: Sequence[int] | None = None) -> int:
-    """The seed of a request's own random numbers, in [0, 2^63).
-
-    It is made of the seed that was asked for and of the prompt (and source), so that prompts which
-    share a seed do not all draw the same.
-    """
+    """The seed of a request's own random numbers, in [0, 2^63). It is made of the seed that was
+    asked for and of the prompt (and source), so that prompts which share a seed do not all draw the
+    same."""
     read = np.array([seed % (1 << 63), *prompt, -1, *(source or ())], "<i8")
     return int.from_bytes(blake2b(read.tobytes(), digest_size=8).digest(), "little") >> 1
 

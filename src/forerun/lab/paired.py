@@ -92,11 +92,9 @@ def paired(
     batch_size: int = 16,
     tell: Callable[[str], None] = lambda message: None,
 ) -> PairedRuns:
-    """Run `PAIRS` pairs in turns and judge the outputs against those already `shown`.
-
-    Both sides use the seeds of `shown`. The order alternates from pair to pair, so that a machine
-    that gets slower or faster favours neither.
-    """
+    """Run `PAIRS` pairs in turns and judge the outputs against those already `shown`. Both sides
+    use the seeds of `shown`. The order alternates from pair to pair, so that a machine that gets
+    slower or faster favours neither."""
     keep = RULES.make(rule)
     seeded = [replace(s, seed=done.seed) for s, done in zip(samplings, shown, strict=True)]
 

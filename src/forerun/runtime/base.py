@@ -73,11 +73,9 @@ class Columns:
 
 
 class Executor(ABC):
-    """Runs one model over rows; owns its cache, shapes and layout, and decides nothing.
-
-    It is told with every pass how many tokens each row holds. What a row holds beyond that is
-    stale: it must neither be seen nor survive. A row that joins holds nothing.
-    """
+    """Runs one model over rows; owns its cache, shapes and layout, and decides nothing. It is told
+    with every pass how many tokens each row holds. What a row holds beyond that is stale: it must
+    neither be seen nor survive. A row that joins holds nothing."""
 
     facts: Facts
     device: torch.device

@@ -28,11 +28,9 @@ from forerun.runtime.trees import Parents, trees_of
 
 
 class OwnCache(RowCache):
-    """A row cache that says no token precedes: hooks place the tokens instead.
-
-    The module of positions still looks up places from 0 on before its hook replaces them; from the
-    true length on, padding could point past the end of a learned table.
-    """
+    """A row cache that says no token precedes: hooks place the tokens instead. The module of
+    positions still looks up places from 0 on before its hook replaces them; from the true length
+    on, padding could point past the end of a learned table."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

@@ -243,11 +243,9 @@ class LayersExecutor(TorchExecutor):
     def _sweep(
         self, rows: list[int], first: int, last: int, part: str, uncounted: Sequence[int] = ()
     ) -> None:
-        """Take all pending tokens of these rows that lie between the depths to depth `last`.
-
-        Tokens lie at different depths; the deeper ones wait until the others have reached them.
-        `uncounted` is how many of each row's do not belong to the `part` of the work.
-        """
+        """Take all pending tokens of these rows that lie between the depths to depth `last`. Tokens
+        lie at different depths; the deeper ones wait until the others have reached them.
+        `uncounted` is how many of each row's do not belong to the `part` of the work."""
         at = first
         while at < last:
             spans, until = [], last

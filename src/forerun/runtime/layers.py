@@ -160,11 +160,9 @@ class LayerAccess:
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: Unembedding | None = None) -> torch.Tensor:
-        """Final norm and unembedding of hidden states `(..., H)`: `(..., V)` logits.
-
-        At depth `layers` these are the model's own; at any other depth, the logit lens. With `rows`
-        of `unembedding_of`, those of these tokens only.
-        """
+        """Final norm and unembedding of hidden states `(..., H)`: `(..., V)` logits. At depth
+        `layers` these are the model's own; at any other depth, the logit lens. With `rows` of
+        `unembedding_of`, those of these tokens only."""
         return self.unembed(self.norm(hidden), rows)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -263,11 +263,9 @@ def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def _plain_tokenizer(name: str | Path) -> Any:
-    """What `AutoTokenizer` would load, without what it imports; None where that may differ.
-
-    It imports the configuration class of the family, and with it compilers and distributed tensors:
-    2 to 3 s of CPU time that running a stored graph does not need.
-    """
+    """What `AutoTokenizer` would load, without what it imports; None where that may differ. It
+    imports the configuration class of the family, and with it compilers and distributed tensors: 2
+    to 3 s of CPU time that running a stored graph does not need."""
     if not _is_plain_llama(name):
         return None
     settings = read_json(Path(name).expanduser() / "tokenizer_config.json")

@@ -140,11 +140,9 @@ class CudaGraphsRuntime(RuntimeSpec):
 
 @dataclass(frozen=True)
 class AutoRuntime(RuntimeSpec):
-    """OpenVINO where it is installed, serves the model and is faster; else PyTorch.
-
-    That is on a CPU, in float32, for models on this machine that pass its probe and whose export
-    fits into the free memory.
-    """
+    """OpenVINO where it is installed, serves the model and is faster; else PyTorch. That is on a
+    CPU, in float32, for models on this machine that pass its probe and whose export fits into the
+    free memory."""
 
     summary: ClassVar[str] = (
         "openvino on a CPU where it is installed and serves the model, or torch"

@@ -35,11 +35,9 @@ async def refuse(send: Send, error: ApiError) -> None:
 
 
 class Guard:
-    """ASGI middleware; `refused` is called with a word for every request it turns away.
-
-    A body is read as a whole before a route sees it, so that its size is bounded whatever the
-    client says of it.
-    """
+    """ASGI middleware; `refused` is called with a word for every request it turns away. A body is
+    read as a whole before a route sees it, so that its size is bounded whatever the client says of
+    it."""
 
     def __init__(self, app: ASGIApp, config: Config, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused

@@ -27,11 +27,9 @@ of them 5 to 60. Whoever closes first must be the client, or what it sends just 
 
 
 class Listener(uvicorn.Server):
-    """uvicorn that, told to stop, first lets running requests finish.
-
-    The first signal: new requests get status 503 while those there have `Config.grace` seconds.
-    The second ends at once.
-    """
+    """uvicorn that, told to stop, first lets running requests finish. The first signal: new
+    requests get status 503 while those there have `Config.grace` seconds. The second ends at
+    once."""
 
     def __init__(self, model: Model, config: Config) -> None:
         app, self.forerun = create_app(model, config)

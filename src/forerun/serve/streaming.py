@@ -60,10 +60,8 @@ async def with_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 class EventStream(Response):
     """Sends frames as they come, and closes their source when the client leaves or is `slow`.
-
     Nothing is made per frame, no task and no timer: while models run in another thread of this
-    process, what the event loop does is time that thread may have to wait.
-    """
+    process, what the event loop does is time that thread may have to wait."""
 
     media_type = "text/event-stream"
 

@@ -27,11 +27,9 @@ SOURCES = {"translator": "sources", "digest": "digest"}
 FOLDER = _HERE / "prompts"
 SMOLLM2 = "smollm2"  # name of a model that does not ship
 PENALTY = {"stories": 1.2}
-"""The repetition penalty that a family's prompts are decoded with; 1 for those not named.
-
-Greedy stories of small models fall into loops without one, and any draft predicts a loop: figures
-would flatter every method.
-"""
+"""The repetition penalty that a family's prompts are decoded with; 1 for those not named. Greedy
+stories of small models fall into loops without one, and any draft predicts a loop: figures would
+flatter every method."""
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,9 @@ def coloured(console: Console) -> bool:
 
 
 class Writer:
-    """Prints model text piece by piece.
-
-    To a terminal: cleaned, coloured, and wrapped between words, for which the newest word waits
-    until it is complete. To anything else: the text as it is.
-    """
+    """Prints model text piece by piece. To a terminal: cleaned, coloured, and wrapped between
+    words, for which the newest word waits until it is complete. To anything else: the text as it
+    is."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -170,10 +170,8 @@ class Models:
         **reading: bool,
     ) -> tuple[Job, list[Prompt]]:
         """Load the models, and prepare the prompts: before, as far as no weights are needed.
-
         `common` are sampling fields for all, `how` names controller, rule, and a draft where no
-        option does, and `reading` is as for `Reader.prepare`.
-        """
+        option does, and `reading` is as for `Reader.prepare`."""
         from forerun import zoo
         from forerun.prompts import Reader
 

@@ -155,11 +155,9 @@ def _written(prompts: Sequence[Prompt], job: Job, path: Path, key: str) -> Itera
 def continued(
     path: Path, key: str, group: int, write: Callable[[int], Sequence[Any]]
 ) -> Iterator[Any]:
-    """Lines that are kept at `path`, then those that `write` makes, a group at a time.
-
-    What an earlier run with the same `key` wrote is taken in whole groups: a last one that is short
-    may be the end, and is cheap to write again. `write` is given how many there are.
-    """
+    """Lines that are kept at `path`, then those that `write` makes, a group at a time. What an
+    earlier run with the same `key` wrote is taken in whole groups: a last one that is short may be
+    the end, and is cheap to write again. `write` is given how many there are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[Any] = []
     try:
@@ -220,10 +218,8 @@ def own_texts(
     model: Model, texts: Sequence[TextPair], most: int, path: Path, tell: Callable[[int], None]
 ) -> list[TextPair]:
     """The texts with the target's own greedy output of at most `most` tokens instead of theirs.
-
     They are kept at `path`: an interrupted run goes on there, and the same texts are not written
-    twice. `tell` is called with how many there are.
-    """
+    twice. `tell` is called with how many there are."""
     sources = [text.source for text in texts]
     known = zlib.crc32(json.dumps([sources, most]).encode())
     key = f"{fingerprint(model.target.executor.module())} {known}"

@@ -61,22 +61,18 @@ class Bound:
 
 
 def reach(trace: Trace) -> IntArray:
-    """`(prompts, T)` most tokens a round can draft from each position.
-
-    It ends with the budget (one token is always the target's own), with a drafted end of text, and
-    with the recorded run; 0 beyond the text.
-    """
+    """`(prompts, T)` most tokens a round can draft from each position. It ends with the budget (one
+    token is always the target's own), with a drafted end of text, and with the recorded run; 0
+    beyond the text."""
     room = trace.budgets[:, None] - np.arange(trace.tokens.shape[1]) - 1
     most = np.minimum(np.minimum(room, trace.ends), trace.lengths)
     return np.where(trace.valid, np.maximum(most, 0), 0)
 
 
 def oracle(trace: Trace, cell: Cell) -> Bound:
-    """The cheapest path through every text, all matches known beforehand.
-
-    No controller's replay in this cell takes less time for any prompt unless it judges second
-    choices: its path is a sequence of drafted lengths, and this is the cheapest of all sequences.
-    """
+    """The cheapest path through every text, all matches known beforehand. No controller's replay in
+    this cell takes less time for any prompt unless it judges second choices: its path is a sequence
+    of drafted lengths, and this is the cheapest of all sequences."""
     return Bound.of("oracle", follow(trace, _cheapest(trace, cell, None)[0]), trace, cell)
 
 

@@ -235,11 +235,9 @@ def written(model: Model, prompts: Iterable[tuple[list[int], Sampling]]) -> Iter
 
 
 class Sweep:
-    """The settings of `specbound` that suit a model, on torch, and its exit heads.
-
-    `exits` is their folder; None takes the target's own, if it has any, and "" the model's own head
-    at every layer. Up to `width` drafted tokens per round are tried.
-    """
+    """The settings of `specbound` that suit a model, on torch, and its exit heads. `exits` is their
+    folder; None takes the target's own, if it has any, and "" the model's own head at every layer.
+    Up to `width` drafted tokens per round are tried."""
 
     def __init__(self, model: Model, exits: str | None, *, width: int = WIDTH, seed: int = 0):
         trained = own_draft(model.target.facts.name, "exits") if exits is None else exits

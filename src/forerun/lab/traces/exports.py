@@ -121,11 +121,9 @@ def vllm(job: ExportJob) -> Export:
 
 
 def tensorrt_llm(job: ExportJob) -> Export:
-    """`speculative_config` of TensorRT-LLM: the best fixed length of each batch size.
-
-    By its documentation of 1.4.0rc4; not parsed by it. A length of `draft_len_schedule` holds from
-    its batch size on.
-    """
+    """`speculative_config` of TensorRT-LLM: the best fixed length of each batch size. By its
+    documentation of 1.4.0rc4; not parsed by it. A length of `draft_len_schedule` holds from its
+    batch size on."""
     cannot = (
         "TensorRT-LLM drafts one length for the whole batch, and does not stop on low confidence; "
         "written by its documentation of 1.4.0rc4"
@@ -185,11 +183,9 @@ def _fixed(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def transformers(job: ExportJob) -> Export:
-    """Generation config of the *assistant* of transformers: the best of its three policies.
-
-    Parsed by transformers in a test. Of the model itself where the text is copied from: the best
-    length.
-    """
+    """Generation config of the *assistant* of transformers: the best of its three policies. Parsed
+    by transformers in a test. Of the model itself where the text is copied from: the best
+    length."""
     cannot = (
         "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
         "where scikit-learn is installed moves assistant_confidence_threshold by itself"

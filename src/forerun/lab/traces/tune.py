@@ -272,11 +272,9 @@ class Recommendation:
 def choose(
     tuned: Tuned, judged: Sequence[Judged], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
 ) -> Recommendation:
-    """The search's best where other prompts show it to be better than default settings.
-
-    Better: the 95 % interval of the paired speed-up lies above 1. If any controller will do, as
-    `free` says, it is compared with `DEFAULT`, too.
-    """
+    """The search's best where other prompts show it to be better than default settings. Better: the
+    95 % interval of the paired speed-up lies above 1. If any controller will do, as `free` says, it
+    is compared with `DEFAULT`, too."""
     best = next(entry for entry in judged if entry.result is tuned.best)
     spec, reason, gain = best.result.best, None, best.overall["gain"]
     if spec == best.result.default:
