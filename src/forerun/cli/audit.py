@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import collected, note, one_line, stderr, stdout, table
+from forerun.cli.shared.console import collected, note, one_line, remark, stdout, table
 from forerun.cli.shared.models import Chat, Models, PolicyOptions
 from forerun.cli.shared.options import SAMPLING, SPECULATION, Fields, option
 from forerun.cli.shared.report import print_json
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forerun.cli.shared.models import Job
     from forerun.lab.audit import Comparison
     from forerun.lab.bench.peers import Peer
+    from forerun.lab.bench.report import Document
     from forerun.prompts import Prompt
 
 PEERS = ("transformers",)  # choices of --peer
@@ -167,7 +168,7 @@ def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
     commands = [one for name in TRANSFORMERS for one in named(name, {})]
     able, skipped = start_peers(stack, job, models, commands)
     for skip in skipped:
-        note(stderr(), f"{skip['name']} is left out: {skip['reason']}")
+        remark(f"{skip['name']} is left out: {skip['reason']}")
     if not able:
         raise ModelError("no peer can run with this target; leave --peer out")
     return able
@@ -238,17 +239,13 @@ def _in_both(models: Models, precision: str) -> tuple[Models, Models]:
 
 
 def _precisions(
-    both: tuple[Models, Models],
-    prompts: Sequence[Prompt],
-    chat: Chat,
-    settings: dict[str, Any],
-    as_json: bool,
+    both: tuple[Models, Models], asked: list[Prompt], chat: Chat, settings: Document, as_json: bool
 ) -> None:
     """Compare a model with itself in another precision, and print the table or the document."""
     from forerun.lab.precision import compare, summary
     from forerun.lab.provenance import versions
 
-    first, rows = both[0].open(prompts, chat=chat)
+    first, rows = both[0].open(asked, chat=chat)
     second = both[1].load()
     ids, samplings = [row.ids for row in rows], [row.sampling for row in rows]
     run = compare(first.model, second.model, ids, samplings)
@@ -286,11 +283,7 @@ def _precisions(
 
 
 def _servers(
-    url: str,
-    against: str | None,
-    prompts: Sequence[Prompt],
-    settings: dict[str, Any],
-    as_json: bool,
+    url: str, against: str | None, prompts: list[Prompt], settings: Document, as_json: bool
 ) -> None:
     """Ask a server, and another or the same without speculation; print differences or a
     document."""

@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, status, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, remark, status, stdout, table
 from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, numbers, option
 from forerun.cli.shared.report import hold_output, print_json
@@ -150,7 +150,7 @@ def bench(
     if as_json:
         return print_json(results.summary())
     _show(results.document, cells)
-    note(stderr(), f"report: {folder / PAGE}")
+    remark(f"report: {folder / PAGE}")
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def _open(
 
     job, chosen = models.open(requested, chat=chat, turns=True, skip_long=skip_long)
     if left := len(requested) - len(chosen):
-        note(stderr(), f"left out {left} of {len(requested)} prompts: longer than the context")
+        remark(f"left out {left} of {len(requested)} prompts: longer than the context")
     if any(prompt.later for prompt in chosen):
         with status("answering the first turns"):
             chosen = unroll(job.model, job.reader, chosen)
@@ -309,12 +309,7 @@ def _named(model: str) -> str:
 
 
 def _measure(
-    models: Models,
-    job: Job,
-    compared: Compared,
-    work: Sequence[Group],
-    folder: Path,
-    settings: dict[str, Any],
+    models: Models, job: Job, compared: Compared, work: list[Group], folder: Path, about: Document
 ) -> Results:
     """Measure what is not measured yet; interrupted, the report of what there is is written."""
     from forerun.drafters.model import ModelDrafter
@@ -334,15 +329,15 @@ def _measure(
         else:
             theirs, skipped = start_peers(stack, job, models, compared.peers)
         methods = [*compared.ours(job.model), *theirs]
-        results = lab.Results.open(folder, settings, provenance, methods, skipped)
+        results = lab.Results.open(folder, about, provenance, methods, skipped)
         for skip in results.document["skipped"]:
-            note(stderr(), f"skipped {skip['name']}: {skip['reason']}")
+            remark(f"skipped {skip['name']}: {skip['reason']}")
         try:
             with progress("measuring", unit="runs") as tell:
                 lab.measure(results, work, methods, tell=partial(tell, "measuring"))
         except KeyboardInterrupt:
             results.report()
-            note(stderr(), "interrupted; the same command goes on from here")
+            remark("interrupted; the same command goes on from here")
             raise
     return results
 

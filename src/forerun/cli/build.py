@@ -9,7 +9,7 @@ import typer
 from rich.filesize import decimal
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, status, stderr
+from forerun.cli.shared.console import remark, status
 from forerun.cli.shared.models import Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.report import check_writable
@@ -96,4 +96,4 @@ def _tokenizer(models: Models) -> Any:
 
 
 def _saved(what: str, output: str) -> None:
-    note(stderr(), f"{what}, {decimal(Path(output).stat().st_size)}: {output}")
+    remark(f"{what}, {decimal(Path(output).stat().st_size)}: {output}")

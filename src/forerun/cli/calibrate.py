@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
 from forerun.cli.shared.report import check_writable, print_json, save_json
@@ -84,7 +84,7 @@ def easd(
         return
     _show(calibration)
     if output is not None:
-        note(stderr(), f"saved to {output}")
+        remark(f"saved to {output}")
 
 
 def _show(result: Calibration) -> None:

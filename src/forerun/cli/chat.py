@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import legend, note, stderr, stdout
+from forerun.cli.shared.console import legend, remark, stdout
 from forerun.cli.shared.faces import Growing, play
 from forerun.cli.shared.models import Chat, Job, Models, PolicyOptions
 from forerun.cli.shared.options import SAMPLING, Fields
@@ -75,8 +75,8 @@ class Conversation:
 
     def run(self) -> None:
         shown = ", ".join(f"{k} {v:g}" for k, v in self._sampling.items())
-        note(stderr(), legend())
-        note(stderr(), f"{shown}; {HELP}")
+        remark(legend())
+        remark(f"{shown}; {HELP}")
         for line in _lines():
             try:
                 if line.startswith("/"):
@@ -85,7 +85,7 @@ class Conversation:
                 elif line.strip():
                     self.ask(line)
             except (ForerunError, OSError) as error:
-                note(stderr(), f"error: {error}")
+                remark(f"error: {error}")
 
     def command(self, name: str, rest: str) -> bool:
         """Do what a line that begins with a slash says; False to leave."""
@@ -100,7 +100,7 @@ class Conversation:
         elif name in ("quit", "exit"):
             return False
         else:
-            note(stderr(), HELP)
+            remark(HELP)
         return True
 
     def ask(self, text: str) -> None:
@@ -166,7 +166,7 @@ def note_speed_up(job: Job, prompt: Prompt, done: Completion) -> None:
     plain = job.model.generate([prompt.ids], sampling=how, plain=True, rule=None)[0]
     paces = [_pace(completion) for completion in (plain, done)]
     if all(paces) and plain.stats.tokens == count:
-        note(stderr(), f"{paces[0] / paces[1]:.2f}× the speed of plain decoding (its first {count} "
+        remark(f"{paces[0] / paces[1]:.2f}× the speed of plain decoding (its first {count} "
              "tokens, the prompt apart)")  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Models
 from forerun.cli.shared.options import Fields, numbers, option
 from forerun.cli.shared.report import check_writable, hold_output, print_json
@@ -83,7 +83,7 @@ def costs(
                 measured.append(timed)
     except KeyboardInterrupt:
         if not measured:
-            note(stderr(), "interrupted before the first cell was complete; nothing is saved")
+            remark("interrupted before the first cell was complete; nothing is saved")
         else:
             _finish(gathered(job.model, measured, turns), output, as_json)
         raise
@@ -98,7 +98,7 @@ def _finish(costs: Costs, output: str | None, as_json: bool) -> None:
         return
     _show(costs)
     if output is not None:
-        note(stderr(), f"saved to {output}")
+        remark(f"saved to {output}")
 
 
 def _show(costs: Costs) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, status, stderr
+from forerun.cli.shared.console import remark, status
 from forerun.cli.shared.models import ChatByDefault, Models, PolicyOptions
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, Fields, flag, option
 from forerun.errors import SettingError
@@ -80,9 +80,9 @@ def generate(
     job = replace(job, logprobs=logprobs, first_token_soon=watched)
     if policies.settings is not None:
         used = "{controller}, {rule}, draft {draft}".format_map(job.about)
-        note(stderr(), f"{policies.settings}: {used}")
+        remark(f"{policies.settings}: {used}")
     if job.about["chat"] and not chat.chat:
-        note(stderr(), "the model's chat template is around the prompt; --raw leaves it out")
+        remark("the model's chat template is around the prompt; --raw leaves it out")
     if compare:
         faces.warm_up(job, prompts[0])
     if as_lines:

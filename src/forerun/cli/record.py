@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
 from forerun.cli.shared.report import check_writable, hold_output, print_json
@@ -111,7 +111,7 @@ def _record(
         return trace
 
     def interrupted(count: int) -> None:
-        note(stderr(), f"interrupted; drafting for {count} texts that are complete")
+        remark(f"interrupted; drafting for {count} texts that are complete")
 
     made = parts(
         job.model, tasks, depth=depth, batch_size=job.batch_size, rule=job.rule,
@@ -124,9 +124,9 @@ def _record(
                 tell("recording", sum(p.trace.prompts for p in done))
     except KeyboardInterrupt:
         if done:
-            note(stderr(), f"interrupted; {output} holds {save().prompts} of {len(tasks)} prompts")
+            remark(f"interrupted; {output} holds {save().prompts} of {len(tasks)} prompts")
         else:
-            note(stderr(), "interrupted before the first text was complete; nothing is saved")
+            remark("interrupted before the first text was complete; nothing is saved")
         raise
     return save()
 
@@ -151,4 +151,4 @@ def _show(trace: Trace, output: str) -> None:
         f"\n{spent['total']:.1f} s, of which writing the texts took {spent['plain']:.1f} s: "
         f"{spent['ratio']:.2f} times plain generation",
     )
-    note(stderr(), f"saved to {output}")
+    remark(f"saved to {output}")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forerun.checks import whole
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, status, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, remark, status, stdout, table
 from forerun.cli.shared.options import flag, option
 from forerun.cli.shared.report import check_writable, print_json
 from forerun.errors import SettingError, UnknownNameError
@@ -89,7 +89,7 @@ def replay(
                 limits = report.bounds(texts, cell, tell, trees)
     if batch > 1 and cell.batch != batch and not synthetic:
         near = f"no costs of a batch of {batch}: those of {cell.batch} are taken"
-        note(stderr(), f"{near}; forerun costs --batch {batch} measures them")
+        remark(f"{near}; forerun costs --batch {batch} measures them")
     runs = {
         rule: report.by_itself(texts, cell, rule)
         if batch == 1
@@ -106,7 +106,7 @@ def replay(
                 tell("replaying", len(results))
     except KeyboardInterrupt:
         if results:
-            note(stderr(), f"interrupted after {len(results)} of {len(jobs)} replays")
+            remark(f"interrupted after {len(results)} of {len(jobs)} replays")
             _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
         raise
     _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
@@ -120,10 +120,9 @@ def warn_of_mixed_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> 
             continue
         keys = recorded.get("sha256"), measured.get("sha256")
         if all(keys) and keys[0] != keys[1]:
-            note(
-                stderr(),
+            remark(
                 f"the trace is of the {role} {recorded.get('name')} and the costs are of "
-                f"{measured.get('name')}: the figures hold for no pair of models",
+                f"{measured.get('name')}: the figures hold for no pair of models"
             )
 
 
@@ -190,7 +189,7 @@ def _output(
             shown.add_row(f"{bound['budget']:g}", _half(bound["speedup"]), f"{bound['drift']:.4f}")
         stdout().print(shown)
     if output is not None:
-        note(stderr(), f"saved to {output}")
+        remark(f"saved to {output}")
 
 
 def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text as Line
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
 from forerun.cli.shared.report import check_writable, print_json
@@ -88,7 +88,7 @@ def specbound(
             so_far = sweep.search.best()
             predicted = {"complete": False, "predicted": sweep.search.score(so_far)}
             sweep.save(output, so_far, about | predicted)
-            note(stderr(), f"interrupted; the best settings so far are in {output}")
+            remark(f"interrupted; the best settings so far are in {output}")
         raise
     about |= {"seconds": round(time.perf_counter() - began, 1), "prompts_used": len(rows)}
     document = sweep.document(live, about)
@@ -101,7 +101,7 @@ def specbound(
         return
     _show(sweep, live)
     if output is not None:
-        note(stderr(), f"saved to {output}")
+        remark(f"saved to {output}")
 
 
 def _show(sweep: Sweep, live: list[Confirmed]) -> None:

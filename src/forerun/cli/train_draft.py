@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, stderr, stdout, table
+from forerun.cli.shared.console import progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Chat, Job, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.report import print_json
@@ -93,7 +93,7 @@ def train_draft(
     out.mkdir(parents=True, exist_ok=True)
     if (out / CHECKPOINT).exists():
         draft.load(out / CHECKPOINT)
-        note(stderr(), f"going on at step {draft.step}")
+        remark(f"going on at step {draft.step}")
 
     from forerun.training.runs import keep
 
@@ -113,7 +113,7 @@ def train_draft(
         return
     _show(f"{draft.step} steps, {draft.tokens:,} tokens; held out: ", measured)
     named = f"--target {models.target} " if models.target else ""
-    note(stderr(), f"saved to {out}; use it with {named}--draft {out}")
+    remark(f"saved to {out}; use it with {named}--draft {out}")
 
 
 def train_exits(context: typer.Context) -> None:

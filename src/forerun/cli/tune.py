@@ -13,7 +13,7 @@ from rich.text import Text
 
 from forerun.checks import whole
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, status, stderr, stdout, table
+from forerun.cli.shared.console import note, progress, remark, status, stdout, table
 from forerun.cli.shared.options import OUTPUT, option
 from forerun.cli.shared.report import check_writable, hold_output, print_json
 from forerun.errors import SettingError, UnknownNameError
@@ -90,7 +90,7 @@ def tune(
     if output is not None:  # judging takes a while, too
         settings_with(tuned.best.best, searched, about).write(output)
     if not tuned.complete:
-        note(stderr(), "interrupted; this is the best so far")
+        remark("interrupted; this is the best so far")
 
     split = {"how": split_by, "searched": searched.prompts}
     verdict = TuneVerdict.of(tuned, judged_on, cell, split, not controller, seed)
@@ -104,11 +104,11 @@ def tune(
     else:
         _show(verdict, cell)
         for engine, entry in written.items():
-            note(stderr(), f"{engine}: saved to {entry['file']}; cannot express: {entry['cannot']}")
+            remark(f"{engine}: saved to {entry['file']}; cannot express: {entry['cannot']}")
         if output is not None:
-            note(stderr(), f"settings: saved to {output}")
+            remark(f"settings: saved to {output}")
     if tuned.fixed.best == f"fixed(length={searched.depth})":
-        note(stderr(), f"the best fixed length is the trace's depth, {searched.depth}: record more")
+        remark(f"the best fixed length is the trace's depth, {searched.depth}: record more")
     if not tuned.complete:
         raise typer.Exit(130)
 

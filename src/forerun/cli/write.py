@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, stderr
+from forerun.cli.shared.console import progress, remark
 from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.errors import GenerationError, SettingError, require
@@ -73,7 +73,7 @@ def write(
             tell("texts", len(texts.lines))
     rate = tokens / (time.perf_counter() - began)
     wrote = f"{tokens:,} tokens of {len(left)} texts, {rate:,.0f} tokens/s" if left else "nothing"
-    note(stderr(), f"wrote {wrote}; {output} holds {len(texts.lines)} of {len(rows)} texts")
+    remark(f"wrote {wrote}; {output} holds {len(texts.lines)} of {len(rows)} texts")
 
 
 def _groups(

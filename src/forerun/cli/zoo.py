@@ -11,17 +11,9 @@ from forerun.zoo import card as model_card
 app = options.group("The models that ship: the model card.")
 
 MOVED = (
-    "train",
-    "translator",
-    "pairs",
-    "bleu",
-    "finish",
-    "average",
-    "distill",
-    "curves",
-    "evaluate",
+    "train", "translator", "pairs", "bleu", "finish", "average", "distill", "curves", "evaluate",
     "prompts",
-)
+)  # fmt: skip
 """Commands of the recipe, which is in the repository and not in the package."""
 
 

@@ -19,6 +19,7 @@ from forerun.signals import measure
 from forerun.types import LIVE_SIGNALS, SIGNALS, Stop, Token
 
 MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
+Clock = Callable[[], float]
 
 
 class Foreseen(NamedTuple):
@@ -68,12 +69,7 @@ class RoundContext:
     begins by `begin` and ends by `end`; in between a drafter proposes."""
 
     def __init__(
-        self,
-        rows: Sequence[Row],
-        lengths: Lengths,
-        sampler: Sampler,
-        clock: Callable[[], float],
-        trees: bool,
+        self, rows: Sequence[Row], lengths: Lengths, sampler: Sampler, clock: Clock, trees: bool
     ) -> None:
         self._rows, self._lengths, self._sampler, self.clock = rows, lengths, sampler, clock
         rules = [row.request.rule for row in rows]

@@ -126,18 +126,13 @@ class Sampler:
         return out
 
     def _reshape(
-        self,
-        logits: torch.Tensor,
-        row: int,
-        text: PenalizedText,
-        drafted: Sequence[int],
-        first: int,
+        self, logits: torch.Tensor, row: int, text: PenalizedText, draft: Sequence[int], first: int
     ) -> None:
         s, context, prompt = self.rows[row], text.context, text.prompt
         for token, bias in s.logit_bias.items():
             logits[:, token] += bias
         # Without its own drafted tokens a position would be penalised for another history.
-        history, known = [*context, *drafted], len(context) + first
+        history, known = [*context, *draft], len(context) + first
         count, device = len(logits), logits.device
         later = list(enumerate(history[known : known + count - 1], start=1))
         early = s.min_new_tokens - (known - prompt)

@@ -9,7 +9,7 @@ texts differ from there on. No other difference is correct: `explain` recomputes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from math import inf, isfinite
@@ -434,11 +434,7 @@ def around(model: Model, row: Prompt, comparison: Comparison) -> tuple[str, list
 
 
 def document(
-    model: Model,
-    rows: Sequence[Prompt],
-    done: Sequence[Comparison],
-    complete: bool,
-    settings: Mapping[str, Any],
+    model: Model, rows: list[Prompt], done: list[Comparison], complete: bool, about: dict[str, Any]
 ) -> dict[str, Any]:
     """The JSON document; `outputs` stand with differences only."""
     by_check: dict[tuple[str, str], list[Comparison]] = {}
@@ -451,7 +447,7 @@ def document(
         **counts(done),
         "checks": [{"check": a, "against": b, **counts(cs)} for (a, b), cs in by_check.items()],
         "differences": [_described(model, rows, c) for c in done if c.difference is not None],
-        "settings": dict(settings),
+        "settings": about,
         "versions": versions(),
     }
 

@@ -70,12 +70,8 @@ class Calibration:
 
 def document(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The document of `calibrate easd`; `settings` are its inputs."""
-    return {
-        "schema": SCHEMA,
-        **calibration.to_json(),
-        "settings": dict(settings),
-        "versions": versions(),
-    }
+    about = {"settings": dict(settings), "versions": versions()}
+    return {"schema": SCHEMA, **calibration.to_json(), **about}
 
 
 def easd(

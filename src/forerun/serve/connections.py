@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-from types import TracebackType
 from typing import Any
 
 import h11
@@ -76,12 +75,7 @@ class Loading:
         self._listening.settimeout(0.1)
         self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         self._listening.settimeout(None)

@@ -182,7 +182,7 @@ class Planner:
                 )
             tokens = 1 if wanted == 0 else min(wanted or most or room, room)
             for copy in range(copies):
-                sampling = self._sampling(request, stops, tokens, copy, constraint)
+                sampling = self._sampling(request, tokens, copy, constraint)
                 # A seed gives the same text streamed or not.
                 tossed = not (sampling.greedy or policy.rule.gumbel_max)
                 soon = bool(request.stream) or (request.seed is not None and tossed)
@@ -218,12 +218,7 @@ class Planner:
         return tuple(self._texts.encode(request.prediction.text, special=False))
 
     def _sampling(
-        self,
-        request: Generation,
-        stops: tuple[str, ...],
-        tokens: int,
-        copy: int,
-        constraint: Constraint | None,
+        self, request: Generation, tokens: int, copy: int, constraint: Constraint | None
     ) -> Sampling:
         eos, ignore = _ends(request, self.facts.eos)
         allowed = request.allowed_token_ids
@@ -241,7 +236,7 @@ class Planner:
         if sum(map(len, request.bad_words or ())) > LONGEST_WORDS:
             raise bad(f"at most {LONGEST_WORDS} characters of bad_words", "bad_words")
         chats = isinstance(request, ChatRequest) and not request.ignore_eos
-        ends = self._texts.turns.ends if chats else ()
+        stops, ends = _stops(request), self._texts.turns.ends if chats else ()
         try:
             return Sampling(
                 **given,

@@ -129,6 +129,11 @@ def note(console: Console, text: str | Text) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 
 
+def remark(text: str | Text) -> None:
+    """Print a line for people on stderr."""
+    note(stderr(), text)
+
+
 def legend() -> Text:
     """One line with the meanings of the colours."""
     line = Text("colours: ", "dim")
@@ -227,7 +232,7 @@ def collected(run: Iterable[T], name: str, total: int, unit: str) -> tuple[list[
                 done.append(one)
                 tell(name, len(done))
     except KeyboardInterrupt:
-        note(stderr(), "interrupted; this is what was compared")
+        remark("interrupted; this is what was compared")
         return done, True
     return done, False
 

@@ -27,8 +27,8 @@ from forerun.cli.shared.console import (
     coloured,
     count,
     legend,
-    note,
     one_line,
+    remark,
     status,
     stderr,
     stdout,
@@ -137,7 +137,7 @@ class Terminal(Face):
             if self._out.is_terminal:
                 stderr().print()
             if coloured(self._out):
-                note(stderr(), legend())
+                remark(legend())
         RunSummary(self.done.values()).show(seconds if self.wall else None, self.job)
 
     def compared(self, result: PairedRuns | None) -> None:
@@ -233,7 +233,7 @@ class Lines(Face):
         super().__init__(job, [p for p in prompts if p.index not in kept], rounds)
         self._kept, self._output, self._tally = len(kept), output, RunSummary()
         if kept:
-            note(stderr(), f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
+            remark(f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
         self._bar = PromptBar(len(prompts), len(kept))
         self._file = sys.stdout if output is None else open(output, "a", encoding="utf-8")  # noqa: SIM115
         if output is not None:
@@ -337,7 +337,7 @@ def warm_up(job: Job, prompt: Prompt) -> None:
 def note_interrupted(done: int, total: int, hint: str = "") -> None:
     """Print on stderr that the run was interrupted, and what is complete."""
     count = f"; {done:,} of {total:,} prompts are complete" if total > 1 else ""
-    note(stderr(), f"interrupted{count}{hint}")
+    remark(f"interrupted{count}{hint}")
 
 
 class RoundView:
@@ -430,11 +430,11 @@ class RunSummary:
 
     def show(self, seconds: float | None, job: Job) -> None:
         """Print it on stderr, with a warning of a lossy rule; `seconds` is the wall time of all."""
-        note(stderr(), self.line(seconds))
+        remark(self.line(seconds))
         if not job.rule.lossless:
             rule = job.about.get("rule", "")
             warning = f"lossy rule {rule}: the text may differ from the target's own"
-            note(stderr(), Text(warning, "yellow"))
+            remark(Text(warning, "yellow"))
 
     def line(self, seconds: float | None = None) -> Text:
         """Of all completions; `seconds` is the wall time, by default the sum of theirs."""
@@ -480,8 +480,8 @@ def show_comparison(result: PairedRuns) -> None:
         f"{result.plain.tokens_per_second:.0f} tokens/s; median of {len(result.ratios)} "
         f"paired runs, {low:.2f}–{high:.2f})"
     )
-    note(stderr(), Text(line, "bold"))
-    note(stderr(), _sameness(result))
+    remark(Text(line, "bold"))
+    remark(_sameness(result))
 
 
 def _sameness(result: PairedRuns) -> Text:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, status, stderr
+from forerun.cli.shared.console import remark, status
 from forerun.cli.shared.options import MODELS, PROMPTS, SPECULATION
 from forerun.errors import ForerunWarning, SettingError, require
 
@@ -148,15 +148,9 @@ class Models:
 
         return self if exits is None else replace(self, draft=with_exits(self.draft, exits))
 
-    def load(
-        self,
-        how: Settings | None = None,
-        batch_size: int = 16,
-        chat: Chat | None = None,
-        remember: bool = False,
-    ) -> Job:
-        """Check everything, then load the models; `how` names controller, rule and draft."""
-        return self.open((), None, how, batch_size, chat=chat, remember=remember)[0]
+    def load(self, how: Settings | None = None, batch_size: int = 16, **more: Any) -> Job:
+        """Check everything, then load the models; arguments as for `open`."""
+        return self.open((), None, how, batch_size, **more)[0]
 
     def open(
         self,
@@ -233,7 +227,7 @@ class Models:
             trust_remote_code=self.trust_remote_code,
         )
         if draft is not None and not isinstance(spec, ModelDraft) and Path(draft).exists():
-            note(stderr(), f"{draft}: {contents_of(draft).about}")
+            remark(f"{draft}: {contents_of(draft).about}")
         about = {
             "target": self.target or "shipped",
             "draft": draft or ("shipped" if self.target is None else str(chosen)),
@@ -279,4 +273,4 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("always", ForerunWarning)
         yield
     for warning in caught:
-        note(stderr(), str(warning.message))
+        remark(str(warning.message))

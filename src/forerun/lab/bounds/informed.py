@@ -6,7 +6,7 @@ One kind of policies drafts on while a linear form is above 0. Its columns are d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -209,17 +209,14 @@ class Study:
     `GRID`, and acceptance, by default fitted here, in hindsight."""
 
     def __init__(
-        self,
-        trace: Trace,
-        drafted: dict[str, Path] | None = None,
-        acceptance: Acceptance | None = None,
+        self, trace: Trace, drafted: dict[str, Path] | None = None, fitted: Acceptance | None = None
     ) -> None:
         self.trace, texts = trace, TracePositions(trace)
         self.paths = paths(trace, GRID) if drafted is None else drafted
-        if acceptance is None and trace.matches.any():
-            acceptance = Acceptance.fit(texts)
-        self.acceptance = acceptance
-        self.prepared: RunOdds | None = None if acceptance is None else acceptance.prepare(texts)
+        if fitted is None and trace.matches.any():
+            fitted = Acceptance.fit(texts)
+        self.acceptance = fitted
+        self.prepared: RunOdds | None = None if fitted is None else fitted.prepare(texts)
 
     def informed(self, cell: Cell) -> Informed:
         """The best policy for all prompts, by geometric mean of the speed-up."""
@@ -280,10 +277,7 @@ def informed(trace: Trace, cell: Cell) -> Bound:
 
 
 def shares(
-    trace: Trace,
-    costs: CostTable,
-    controllers: Sequence[str],
-    tell: Callable[[str], None] = lambda doing: None,
+    trace: Trace, costs: CostTable, specs: list[str], tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Each controller's speed over that of the bounds, per family and overall, at batch 1.
 
@@ -302,7 +296,7 @@ def shares(
     best["informed"] = informed(trace, cell).seconds
     families = np.array(trace.families)
     out = []
-    for spec in controllers:
+    for spec in specs:
         tell(f"replaying {spec}")
         seconds = replay(trace, spec, cell).seconds
         for family in (*dict.fromkeys(trace.families), "all"):

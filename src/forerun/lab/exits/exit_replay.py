@@ -97,11 +97,7 @@ class ExitTrace:
 
     @classmethod
     def record(
-        cls,
-        access: LayerAccess,
-        heads: ExitHeads,
-        layers: tuple[int, ...],
-        texts: Sequence[OwnText],
+        cls, access: LayerAccess, heads: ExitHeads, layers: tuple[int, ...], texts: list[OwnText]
     ) -> ExitTrace:
         """Run the model once over every text and ask the heads of `layers`, which rise; sampled
         ones are drawn by the noise of their seed."""

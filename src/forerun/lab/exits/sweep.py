@@ -73,10 +73,7 @@ class Search:
         return list(settings.values())[:count]
 
     def run(
-        self,
-        budget: int,
-        seed: int = 0,
-        tell: Callable[[int, int], None] = lambda done, total: None,
+        self, budget: int, seed: int = 0, tell: Callable[[int, int], None] = lambda *_: None
     ) -> Setting:
         """`budget` trials as in `tune`, then single changes of the best while they help."""
         require(budget >= 1, "budget", budget, "≥ 1")

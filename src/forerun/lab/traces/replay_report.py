@@ -123,11 +123,7 @@ def result(
 
 
 def document(
-    results: Sequence[Result],
-    trace: Trace,
-    cell: Cell,
-    rows: int = 1,
-    bound: Sequence[Mapping[str, Any]] = (),
+    results: Sequence[Result], trace: Trace, cell: Cell, rows: int = 1, bound: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """The document of `replay --json`; `rows` are the texts that were decoded together."""
     controllers = [
