@@ -55,7 +55,7 @@ def ablate(
     for name in without(made):
         shown.add_row(name, *(_change(one[name]) for one in results.values()))
     stdout().print(shown)
-    note(stdout(), "\nnothing: speed-up over plain decoding; else % of that, and its 95 % interval")
+    note("\nnothing: speed-up over plain decoding; else % of that, and its 95 % interval")
 
 
 def _change(one: dict[str, float]) -> str:

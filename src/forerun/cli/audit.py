@@ -195,7 +195,7 @@ def _show(
     console.print(shown)
     bugs = any(c.kind == "bug" for c in done)
     console.print()
-    note(console, Text(summary(done), "bold red" if bugs else "bold"))
+    note(Text(summary(done), "bold red" if bugs else "bold"))
 
 
 def _difference(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> Iterator[Text]:
@@ -275,7 +275,6 @@ def _precisions(
             )
         stdout().print(shown)
         note(
-            stdout(),
             f"\n{result['texts_differ']} of {result['texts']} texts differ; another token is best "
             f"at {result['positions_differ']:,} of {result['positions']:,} positions",
         )
@@ -318,5 +317,5 @@ def _servers(
             what = f"  {prompt.id}: at output token {c.position} {tokens}: {c.reason}"
             kind = (c.outcome.value, COLOURS[c.outcome.value])
             stdout().print(Text.assemble(kind, what), soft_wrap=True)
-        note(stdout(), Text(line, "bold"))
+        note(Text(line, "bold"))
     _leave(interrupted, counts["other text"] + counts["fault"] > 0)

@@ -345,7 +345,6 @@ def _measure(
 def _show(document: Document, cells: Sequence[Cell]) -> None:
     from forerun.lab.bench.report import ALL, show
 
-    console = stdout()
     whose = {m["name"]: m.get("arithmetic") for m in document["methods"] if m["kind"] == "peer"}
     names = {"same": "same", "own": "as its users run it", None: ""}
     shown = table(
@@ -360,7 +359,7 @@ def _show(document: Document, cells: Sequence[Cell]) -> None:
             arithmetic = [names[whose.get(c.method)]] if whose else []
             pace = f"{c.tokens_per_second:,.0f}"
             shown.add_row(c.method, *arithmetic, str(c.batch), speed, pace, identical)
-    console.print(shown)
+    stdout().print(shown)
 
 
 @app.command("compare")
@@ -389,7 +388,6 @@ def compare(
 def _show_changes(changes: Sequence[Change]) -> None:
     from forerun.lab.bench.report import ALL, LEVEL, show
 
-    console = stdout()
     several = len({c.batch for c in changes}) > 1
     right = ("time, A/B", "speed-up, B/A", "B is")
     shown = table("method", "family", *(["batch"] if several else []), right=right, no_wrap=True)
@@ -399,10 +397,9 @@ def _show_changes(changes: Sequence[Change]) -> None:
         relative = "–" if c.speedup is None else show(c.speedup)
         verdict = Text(c.verdict, styles[c.verdict])
         shown.add_row(c.method, c.family, *size, show(c.seconds), relative, verdict)
-    console.print(shown)
+    stdout().print(shown)
     beyond = sum(c.verdict != "within noise" for c in changes)
     note(
-        console,
         f"\n{beyond} of {len(changes)} cells beyond noise; by chance alone up to about "
         f"{len(changes) * LEVEL:.1f} would be",
     )
@@ -410,11 +407,10 @@ def _show_changes(changes: Sequence[Change]) -> None:
         if c.speedup is None and c.family == ALL and abs(c.seconds["mean"] - 1) > DRIFT:
             at = f" at batch {c.batch}" if several else ""
             note(
-                console,
                 f"plain decoding itself took {1 / c.seconds['mean']:.2f} times as long in B{at}: "
                 "the machine was in another state, measure again before you trust small changes",
             )
     for c in changes:
         if c.family == ALL and c.same_text < 1:
             share = f"{(1 - c.same_text) * 100:.0f} %"
-            note(console, f"{c.method} wrote other texts in B for {share} of the prompts")
+            note(f"{c.method} wrote other texts in B for {share} of the prompts")

@@ -88,24 +88,23 @@ def easd(
 
 
 def _show(result: Calibration) -> None:
-    console = stdout()
     steps = result.target.steps
     texts = f"{result.prompts:,} prompt{'s' if result.prompts > 1 else ''}"
-    note(console, f"{texts}, {steps:,} decoding steps\n")
+    note(f"{texts}, {steps:,} decoding steps\n")
     shown = table("entropy in nats", right=("mean", "median", "95 %", "99 %", "highest"))
     shown.add_row("target", *_cells(result.target))
     if result.draft is not None:
         shown.add_row("draft", *_cells(result.draft))
-    console.print(shown)
+    stdout().print(shown)
     of = f"the {result.top:,} highest target entropies ({result.share * 100:g} % of the steps)"
-    note(console, Text.assemble("\n", (f"τ_H = {result.entropy:.4f}", "bold"), f"   mean of {of}"))
+    note(Text.assemble("\n", (f"τ_H = {result.entropy:.4f}", "bold"), f"   mean of {of}"))
     if result.both is None:
-        note(console, "the draft was not read: the target alone decides, with any drafter")
+        note("the draft was not read: the target alone decides, with any drafter")
     else:
-        note(console, f"both models above τ_H: {_percent(result.both)} of the steps")
+        note(f"both models above τ_H: {_percent(result.both)} of the steps")
     if result.both == 0:
-        note(console, "so the penalty never fires on these prompts; a larger --share lowers τ_H")
-    note(console, Text.assemble("\n", (f'--rule "{result.rule}"', "cyan")))
+        note("so the penalty never fires on these prompts; a larger --share lowers τ_H")
+    note(Text.assemble("\n", (f'--rule "{result.rule}"', "cyan")))
 
 
 def _cells(values: Entropies) -> list[str]:

@@ -103,16 +103,15 @@ def _finish(costs: Costs, output: str | None, as_json: bool) -> None:
 
 def _show(costs: Costs) -> None:
     """The table, for people: medians in ms, and the range of the middle 80 %."""
-    console = stdout()
     spreads: list[Any] = list(costs.spread) or [None] * len(costs.cells)
     for i, (cell, spread) in enumerate(zip(costs.cells, spreads, strict=True)):
         place = f"batch {cell.batch}, context {cell.context}: "
         head = place if spread is not None else "made up: "
-        note(console, Text.assemble("\n" if i else "", head, (f"c = {cell.ratio:.2f}", "bold")))
+        note(Text.assemble("\n" if i else "", head, (f"c = {cell.ratio:.2f}", "bold")))
         shown = table("one", right=("ms", *(["10 % to 90 %"] if spread is not None else [])))
         for row in _rows(cell, spread):
             shown.add_row(*row)
-        console.print(shown)
+        stdout().print(shown)
 
 
 def _rows(cell: Cell, spread: Spread | None) -> Iterator[list[str]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from forerun.cli.shared.console import note, stderr, stdout
+from forerun.cli.shared.console import remark, stdout
 
 BEFORE = """\
 A small draft model writes a few tokens ahead; the 12-layer target checks them all in one pass
@@ -55,22 +55,22 @@ def demo(
     from forerun.prompts import Prompt, Reader
     from forerun.zoo import SMOLLM2, smollm2
 
-    console, chats = stderr(), smollm2() is not None
+    chats = smollm2() is not None
     models = Models(SMOLLM2, runtime=runtime, device=device)
     if not chats:
         models = Models(runtime=runtime, device=device, dtype=dtype)
-    note(console, Text(OF_SMOLLM2 if chats else BEFORE))
+    remark(Text(OF_SMOLLM2 if chats else BEFORE))
     job = models.load()
     examples = list(_questions() if chats else _shipped())
     for number, (title, prompt, settings, command) in enumerate(examples, start=1):
         head = (f"\n{number}/{len(examples)} {title}".rstrip(), "bold")
-        note(console, Text.assemble(head, (f"   forerun generate {command} --compare", "dim")))
+        remark(Text.assemble(head, (f"   forerun generate {command} --compare", "dim")))
         if not (chats or stdout().is_terminal):
-            note(console, prompt)
+            remark(prompt)
         ready = Reader.of(job.model, chats or None).prepare([Prompt(prompt)], settings)
         warm_up(job, ready[0])
         play(job, Growing(job, ready, explain=number == 1), compare=True)
-    note(console, Text("\nTry next:\n  forerun chat" if chats else f"\n{AFTER}"))
+    remark(Text("\nTry next:\n  forerun chat" if chats else f"\n{AFTER}"))
 
 
 Example = tuple[str, str, dict[str, Any], str]  # title, prompt, settings, the command's arguments

@@ -7,7 +7,7 @@ from typing import Annotated
 from forerun import zoo
 from forerun.checks import whole
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, stdout
+from forerun.cli.shared.console import note
 from forerun.cli.shared.models import Models, PolicyOptions, quiet
 from forerun.cli.shared.options import PROMPTS, Fields, option
 from forerun.cli.shared.report import check_writable, hold_output, print_json, save_json
@@ -58,4 +58,4 @@ def lm_eval(
 
     print(make_table(evaluated))
     for name, value in results["forerun"].items():
-        note(stdout(), f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+        note(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

@@ -147,7 +147,6 @@ def _show(trace: Trace, output: str) -> None:
     stdout().print(shown)
     spent = trace.about["seconds"]
     note(
-        stdout(),
         f"\n{spent['total']:.1f} s, of which writing the texts took {spent['plain']:.1f} s: "
         f"{spent['ratio']:.2f} times plain generation",
     )

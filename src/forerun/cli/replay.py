@@ -150,7 +150,7 @@ def _timed(
     for spec, row in rows.items():
         shown.add_row(spec, *(f"{row[head]:.3f}" for head in heads))
     stdout().print(shown)
-    note(stdout(), "\nplain seconds over seconds; plain is plain decoding under other noise")
+    note("\nplain seconds over seconds; plain is plain decoding under other noise")
 
 
 def _of(trace: Trace, families: Sequence[str]) -> Trace:
@@ -183,7 +183,7 @@ def _output(
     order = sorted(results, key=lambda r: -r.groups["all"]["speedup"]["mean"])
     _show(order, trace, cell, rows, synthetic)
     if lenient:
-        note(stdout(), "\nlength and leniency chosen together, all ratios known")
+        note("\nlength and leniency chosen together, all ratios known")
         shown = table("drift at most", right=["speed-up", "drift"])
         for bound in lenient:
             shown.add_row(f"{bound['budget']:g}", _half(bound["speedup"]), f"{bound['drift']:.4f}")
@@ -193,10 +193,9 @@ def _output(
 
 
 def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic: bool) -> None:
-    console = stdout()
     size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
     together = rows if rows > 1 else cell.batch
-    note(console, f"{size}; c = {cell.ratio:.2f}, batch {together}, context {cell.context}\n")
+    note(f"{size}; c = {cell.ratio:.2f}, batch {together}, context {cell.context}\n")
     first = results[0].groups["all"]
     rate = "tokens/pass" if synthetic else "tokens/s"  # a second is a target pass then
     ruled, counted = results[0].rule is not None, ["rounds", "drafted", "wasted"]
@@ -215,22 +214,21 @@ def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic:
             *(kept if ruled else [f"{group[name]:,}" for name in counted]),
             *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
         )
-    console.print(shown)
+    stdout().print(shown)
     families = [name for name in results[0].groups if name != "all"]
     if len(families) > 1 and not ruled:
-        note(console, "\nspeed-up by family")
+        note("\nspeed-up by family")
         shown = table("controller", right=families, no_wrap=True)
         for result in results:
             cells = [f"{result.groups[name]['speedup']['mean']:.2f}" for name in families]
             shown.add_row(result.spec, *cells)
-        console.print(shown)
+        stdout().print(shown)
     if "share" in first:
-        note(console, f"\n{', '.join(first['share'])}: share of the speed of that bound")
-    note(console, Text("\n± is half of the 95 % interval over prompts", "dim"))
+        note(f"\n{', '.join(first['share'])}: share of the speed of that bound")
+    note(Text("\n± is half of the 95 % interval over prompts", "dim"))
     capped = [r.spec for r in results if r.groups["all"]["capped"]]
     if capped:
         note(
-            console,
             f"not exact for {', '.join(capped)}: drafts of more than the trace's {trace.depth} "
             "tokens were cut; record with a larger --depth",
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import clean, note, stderr
+from forerun.cli.shared.console import clean, remark
 from forerun.cli.shared.models import Models, PolicyOptions
 from forerun.cli.shared.options import MODELS, SPECULATION, Fields
 from forerun.errors import optional
@@ -71,11 +71,9 @@ def _name(target: str | None) -> str:
 
 def _announce(url: str, server: Server, config: Config, about: dict[str, Any]) -> None:
     """Say where it is, what it does, and what may surprise."""
-    out = stderr()
     facts = server.facts
-    note(out, clean(f"{facts.name} at {url}/v1 · watch it think at {url}/"))
-    note(
-        out,
+    remark(clean(f"{facts.name} at {url}/v1 · watch it think at {url}/"))
+    remark(
         clean(
             f"draft {about['draft']}, controller {about['controller']}, rule {about['rule']} · "
             f"{config.max_rows} rows, {config.queue} may wait, {facts.limit} tokens of context"
@@ -86,6 +84,6 @@ def _announce(url: str, server: Server, config: Config, about: dict[str, Any]) -
     bound = f"at most {most / 1e9:.2g} GB of caches" if config.memory is None else ""
     prefixes = "" if server.prefixes else "no prefix cache: this executor cannot copy its cache"
     parts = [f"requests that do not say: {defaults}", bound, prefixes]
-    note(out, " · ".join(filter(None, parts)))
+    remark(" · ".join(filter(None, parts)))
     if not config.local and not config.api_keys:
-        note(out, f"warning: anyone who reaches {config.host} may use it; set --api-key")
+        remark(f"warning: anyone who reaches {config.host} may use it; set --api-key")

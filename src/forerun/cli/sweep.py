@@ -107,10 +107,9 @@ def specbound(
 def _show(sweep: Sweep, live: list[Confirmed]) -> None:
     from forerun.lab.exits.sweep import SHOWN
 
-    console, search, exits = stdout(), sweep.search, sweep.exits
+    search, exits = sweep.search, sweep.exits
     assert search is not None
     note(
-        console,
         f"{len(search.exits.texts):,} texts, {len(search.scores):,} settings, "
         f"{search.exits.positions:,} positions\n",
     )
@@ -130,16 +129,16 @@ def _show(sweep: Sweep, live: list[Confirmed]) -> None:
             "" if done is None else f"{done.speedup['mean']:.2f}×",
             "" if done is None else f"{done.speedup['low']:.2f}–{done.speedup['high']:.2f}",
         )
-    console.print(shown)
+    stdout().print(shown)
     best = live[0]
-    note(console, Line("\nwhat changes alone do to the predicted speed-up", "dim"))
+    note(Line("\nwhat changes alone do to the predicted speed-up", "dim"))
     for name, values in search.sensitivity(best.setting).items():
         if name == "threshold":
             values = values[:: max(1, len(values) // 10)]
-        note(console, f"{name:<10}" + "  ".join(f"{value} {score:.2f}" for value, score in values))
+        note(f"{name:<10}" + "  ".join(f"{value} {score:.2f}" for value, score in values))
     shares = ", ".join(f"{name} {x * 100:.0f} %" for name, x in search.parts(best.setting).items())
-    note(console, f"\nwhere time goes: {shares}; {best.per_round:.2f} tokens per round")
+    note(f"\nwhere time goes: {shares}; {best.per_round:.2f} tokens per round")
     if best.speedup["mean"] < 1:
-        note(console, "plain decoding is faster than every setting on these prompts")
+        note("plain decoding is faster than every setting on these prompts")
     how = f'--draft "{best.setting.spec(exits)}" --controller "{best.setting.controller}"'
-    note(console, Line.assemble("\n", (how, "cyan")))
+    note(Line.assemble("\n", (how, "cyan")))

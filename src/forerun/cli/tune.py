@@ -130,22 +130,21 @@ def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
 def _show(verdict: TuneVerdict, cell: Cell) -> None:
     from forerun.lab.traces.tune import interval
 
-    console, split, choice = stdout(), verdict.split, verdict.choice
+    split, choice = verdict.split, verdict.choice
     note(
-        console,
         f"searched on {split['searched']} prompts, judged on {split['judged']} others "
         f"({split['how']}); cost ratio {cell.ratio:.3g}, batch {cell.batch}\n",
     )
     order = sorted(verdict.judged, key=lambda entry: -entry.result.after)
-    console.print(_table("controller", [(entry.result.name, entry.overall) for entry in order]))
+    stdout().print(_table("controller", [(entry.result.name, entry.overall) for entry in order]))
     best = next(entry for entry in verdict.judged if entry.result is verdict.tuned.best)
-    note(console, f"\n{best.result.name}, the best on the prompts searched, by family\n")
-    console.print(_table("family", list(best.families.items())))
+    note(f"\n{best.result.name}, the best on the prompts searched, by family\n")
+    stdout().print(_table("family", list(best.families.items())))
     fixed = verdict.fixed
-    note(console, f"\nbest fixed length: {fixed['spec']}, speed-up {interval(fixed['overall'])}")
+    note(f"\nbest fixed length: {fixed['spec']}, speed-up {interval(fixed['overall'])}")
     if choice.reason:
-        note(console, Text(f"\n{choice.reason}; recommended is", "yellow"))
-    note(console, Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
+        note(Text(f"\n{choice.reason}; recommended is", "yellow"))
+    note(Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
 
 
 def _table(label: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:

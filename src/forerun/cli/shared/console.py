@@ -124,14 +124,18 @@ class Writer:
         self._console.file.flush()
 
 
-def note(console: Console, text: str | Text) -> None:
-    """Print a line for people; it wraps on terminals only."""
-    console.print(text, soft_wrap=not console.is_terminal)
+def note(text: str | Text) -> None:
+    """Print a line for people on stdout; it wraps on terminals only."""
+    _line(stdout(), text)
 
 
 def remark(text: str | Text) -> None:
-    """Print a line for people on stderr."""
-    note(stderr(), text)
+    """Print a line for people on stderr, likewise."""
+    _line(stderr(), text)
+
+
+def _line(console: Console, text: str | Text) -> None:
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def legend() -> Text:
