@@ -28,38 +28,21 @@ Content = str | list[int] | list[Message]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to go on from: as it was read, and ready to run after `Reader.prepare`.
+    """Something to go on from: as it was read, and ready to run after `Reader.prepare`."""
 
-    Args:
-        content: text, token ids or messages; of a conversation whose answers are not known yet its
-            first turn.
-        settings: fields of `Sampling` of its own.
-        id: its name; `id`, `family` and `meta` come back in the output.
-        family: the kind of prompt: figures are reported per family.
-        meta: anything its owner wants to find beside the output.
-        where: its place in the file, for error messages.
-        later: what its user says after each answer.
-        source: whether it was called a source, which needs a model with an encoder.
-        index: its place among the prompts, from 0.
-        text: as it is shown.
-        chat: whether a chat template is around it.
-        ids: its tokens; empty before `Reader.prepare`, as the next.
-        sampling: how its text is sampled.
-    """
-
-    content: Content
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    id: str | int | None = None
-    family: str | None = None
-    meta: Any = None
-    where: str = ""
-    later: tuple[str, ...] = ()
-    source: bool = False
-    index: int = 0
-    text: str = ""
-    chat: bool = False
-    ids: list[int] = field(default_factory=list)
-    sampling: Sampling = field(default_factory=Sampling)
+    content: Content  # of a conversation whose answers are not known yet its first turn
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of `Sampling` of its own
+    id: str | int | None = None  # its name; `id`, `family` and `meta` come back in the output
+    family: str | None = None  # the kind of prompt: figures are reported per family
+    meta: Any = None  # anything its owner wants to find beside the output
+    where: str = ""  # its place in the file, for error messages
+    later: tuple[str, ...] = ()  # what its user says after each answer
+    source: bool = False  # whether it was called a source, which needs a model with an encoder
+    index: int = 0  # its place among the prompts, from 0
+    text: str = ""  # as it is shown
+    chat: bool = False  # whether a chat template is around it
+    ids: list[int] = field(default_factory=list)  # its tokens, after `Reader.prepare`, and
+    sampling: Sampling = field(default_factory=Sampling)  # how its text is sampled
 
     def to_json(self) -> dict[str, Any]:
         """Fields that identify its completion."""
@@ -185,22 +168,13 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes prompts ready to run: tokenises and checks them, before the first one runs.
-
-    Args:
-        tokenizer: of the model.
-        limit: tokens of its context, of which a prompt leaves at least one.
-        encodes: whether prompts are sources, for an encoder.
-        wrap: whether a chat template is put around texts, as what a user says. Messages always
-            have one, and token ids never.
-        system: what the system says before.
-    """
+    """Makes prompts ready to run: tokenises and checks them, before the first one runs."""
 
     tokenizer: Any
-    limit: int
-    encodes: bool = False
-    wrap: bool = False
-    system: str | None = None
+    limit: int  # tokens of the context, of which a prompt leaves at least one
+    encodes: bool = False  # whether prompts are sources, for an encoder
+    wrap: bool = False  # whether texts are what a user says in a chat; messages are, ids never
+    system: str | None = None  # what the system says before
 
     @classmethod
     def of(cls, model: Any, wrap: bool | None = False, system: str | None = None) -> Reader:

@@ -153,15 +153,8 @@ class Prefixes:
 
 
 class Reuse:
-    """What an engine does not read again: its rows' part in a `Prefixes`.
-
-    Args:
-        prefixes: None: everything is read.
-        caches: whose rows are the engine's; the first is the target's.
-
-    Raises:
-        SettingError: an executor has no copies of its cache.
-    """
+    """What an engine does not read again: its rows' part in a `Prefixes` (None: all is read), in
+    caches whose first is the target's; `SettingError` if an executor has no copies of one."""
 
     def __init__(self, prefixes: Prefixes | None, caches: Sequence[Rows]) -> None:
         self._prefixes, self._caches = prefixes, caches

@@ -28,13 +28,8 @@ class PenalizedText(Protocol):
 
 
 class Sampler:
-    """The sampling of some rows, as one batched transform.
-
-    Args:
-        rows: each row's request settings.
-        eos: each row's end-of-text ids.
-        noises: per row what it draws by; None, also for all, is coins.
-    """
+    """The sampling of some rows, as one batched transform: by their requests' settings, their
+    end-of-text ids, and what they draw by; None, also for all, is coins."""
 
     def __init__(
         self,
@@ -203,15 +198,8 @@ class _Tempering:
 
 
 def _least_kept(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The least probability among the most likely tokens that have `top_p` in sum.
-
-    Args:
-        probs: `(rows, n, V)`.
-        top_p: `(rows, 1, 1)`; 1 keeps all.
-
-    Returns:
-        `(rows, n, 1)`; tokens as likely as the last one are kept, too.
-    """
+    """The least probability `(rows, n, 1)` among the most likely tokens that have `top_p` in sum,
+    of `(rows, n, V)`; tokens as likely as the last are kept, too. A `top_p` of 1 keeps all."""
     best = probs.topk(min(USUALLY_ENOUGH, probs.shape[-1]), dim=-1).values
     total = best.cumsum(-1)
     if not ((total[..., -1:] >= top_p) | (top_p == 1)).all():
@@ -224,14 +212,9 @@ def _least_kept(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _repeat_less(
     logits: torch.Tensor, penalty: float, before: Sequence[int], later: Sequence[tuple[int, int]]
 ) -> None:
-    """Make tokens of the text less likely, in place.
-
-    Args:
-        logits: `(n, V)`, single precision or better.
-        penalty: what positive logits are divided by, and negative ones multiplied with.
-        before: the text that all positions follow.
-        later: what comes after it: the first position that has seen a token, and the token.
-    """
+    """Make tokens of the text less likely, in place, in `(n, V)` logits: positive ones are divided
+    by the penalty, negative ones multiplied. All positions follow the text `before`; `later` comes
+    after it: the first position that has seen a token, and the token."""
     first = dict.fromkeys(before, 0) if later else {}
     for place, token in later:
         first.setdefault(token, place)

@@ -78,10 +78,8 @@ class SharedEngine:
     """Runs the requests of all streams of one model together.
 
     Whoever waits for an event takes a round for everybody; the others find theirs when they look.
-    Streams of the same drafter and batch size share a batch; others begin when that has ended.
-
-    Args:
-        make: an engine for a drafter and a batch size, over one and the same target.
+    Streams of the same drafter and batch size share a batch; others begin when that has ended, in
+    an engine that is made anew, over the same target.
     """
 
     def __init__(self, make: Callable[[Drafter, int], Engine]) -> None:

@@ -20,11 +20,8 @@ class Texts:
     """Tokenizers of the server's own: fast ones must not be shared between threads.
 
     What encodes runs in a thread of this object (`run`); what decodes has a copy of its own, which
-    nothing ever changes, and may be called from any thread.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer, or None: then prompts are token ids.
-        vocab_size: of the model; larger token ids have no text.
+    nothing ever changes, and may be called from any thread. Without a tokenizer prompts are token
+    ids; those of `vocab_size` and above have no text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:

@@ -216,14 +216,8 @@ class Finished(Terminal):
 
 
 class Lines(Face):
-    """A line of JSON per completion, as soon as it is complete.
-
-    Args:
-        output: a file; prompts whose completions it holds are left out. None is stdout.
-
-    Raises:
-        SettingError: the file holds something else, or completions of other requests.
-    """
+    """A line of JSON per completion, as soon as it is complete, on stdout or in a file; prompts
+    whose completions the file holds are left out."""
 
     def __init__(
         self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, output: str | None = None

@@ -140,12 +140,8 @@ def _settings(spec: Spec, known: Sequence[str]) -> dict[str, Any]:
 
 
 class Peer:
-    """Somebody else's greedy decoding: a process that speaks the protocol above; closed by `close`.
-
-    Args:
-        command: what starts it.
-        first: from `opening`.
-    """
+    """Somebody else's greedy decoding: a process that speaks the protocol above and is told `first`
+    what `opening` says; closed by `close`."""
 
     kind: ClassVar[Kind] = "peer"
     certain: ClassVar[bool] = True

@@ -417,14 +417,8 @@ def _judge(
     coins: torch.Tensor,
     certain: bool,
 ) -> dict[str, torch.Tensor]:
-    """The draft's tokens, hits and their probabilities, given what was committed.
-
-    Args:
-        target_logits, draft_logits: `(n, V)`, processed.
-        truth: `(n,)` committed tokens, -1 beyond the text.
-        coins: `(n, 2)`.
-        certain: whether both take their arg-max.
-    """
+    """The draft's tokens, hits and their probabilities by `(n, V)` processed logits, given the
+    `(n,)` committed tokens, -1 beyond the text, and `(n, 2)` coins, or that both are `certain`."""
     if certain:
         best = draft_logits.argmax(-1)
         hit = best == truth

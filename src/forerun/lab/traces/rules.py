@@ -23,16 +23,8 @@ ROUNDED = 1e-3  # how far two ways of computing an acceptance ratio may differ
 
 
 class RecordedRule:
-    """A rule over a trace.
-
-    Args:
-        trace: of this schema.
-        rule: one that decides position by position.
-        seed: of its coins.
-
-    Raises:
-        UnknownNameError, SettingError: the rule, or a rule or trace that does not allow it.
-    """
+    """A rule that decides position by position, over a trace of this schema; `seed` is of its
+    coins. `SettingError` if rule or trace do not allow it."""
 
     def __init__(self, trace: Trace, rule: str | AcceptanceRule, seed: int = 0) -> None:
         self.rule = RULES.make(rule)

@@ -39,13 +39,8 @@ PREFILL = 0.03  # what each token of a prompt adds to the pass that reads it, li
 
 
 class VirtualClock:
-    """Seconds that only pass when a model runs.
-
-    Args:
-        costs: true ones.
-        kind: "noise", or "cold" for noise and passes of a kind that are slow at first.
-        seed: of the noise.
-    """
+    """Seconds that only pass when a model runs, at true `costs` but for noise, and if the clock is
+    of the kind "cold", for passes that are slow at first."""
 
     def __init__(self, costs: Costs, kind: str, seed: int) -> None:
         choice("clock", kind, KINDS)
