@@ -26,18 +26,9 @@ def opening(
     language: str | None = None,
     text: str | Sequence[int] | None = None,
 ) -> DecoderOpening:
-    """The opening a user asks for.
-
-    Args:
-        start: of the model (`Facts.start`): start token and perhaps a forced first one.
-        tokenizer: of the model; None if neither language nor text needs one.
-        language: to write in, by the model's own code or its beginning ("de", "deu_Latn").
-        text: what the text shall begin with, as text or token ids.
-
-    Raises:
-        UnknownNameError: a language that the tokenizer has no token for.
-        SettingError: no tokenizer, or a tokenizer without languages.
-    """
+    """The opening a user asks for: the model's `Facts.start`, a language to write in, by the
+    model's own code or its beginning ("de", "deu_Latn"), and what the text shall begin with; `SettingError`
+    for a language that the tokenizer has no token for, or without a tokenizer."""
     if tokenizer is None and (language is not None or isinstance(text, str)):
         raise SettingError("a language or a decoder prompt needs a tokenizer; give token ids")
     prompt, source = list(start), []

@@ -117,16 +117,8 @@ def resolve(
     rule: str | None = None,
     draft: str | None = None,
 ) -> Settings:
-    """What is in force: each option that was given, else the one of `settings`, else None.
-
-    Args:
-        settings: from a file, or the file's path.
-        controller: as given by the user, None if he gave none.
-        rule: likewise.
-        draft: likewise.
-
-    Raises:
-        SettingError, OSError: as `Settings.read`.
+    """What is in force: each option that was given, else the one of `settings` (perhaps in a file,
+    read by `Settings.read`), else None.
 
     >>> tuned = Settings(controller="fixed(3)", rule="exact")
     >>> resolve(tuned, controller="fixed(8)").controller, resolve(tuned).rule

@@ -60,14 +60,9 @@ class Place:
         self.rested = 0  # passes that it has sat out, the one that runs included; see `sit_out`
 
     def restrict(self, logits: torch.Tensor, output: Sequence[int], draft: Sequence[int]) -> None:
-        """Exclude what may not be said, in place.
-
-        Args:
-            logits: `(n, V)`; position i follows the output and `draft[:i]`. Positions behind a
-                token that is not allowed, or beyond the draft, mean nothing and stay as they are.
-            output: tokens so far.
-            draft: tokens that follow.
-        """
+        """Exclude what may not be said from `(n, V)` logits in place: position i follows the output
+        and `draft[:i]`. Those behind a token that is not allowed, or beyond the draft, mean nothing
+        and stay as they are."""
         if self.rested:  # they mean nothing in this pass
             return
         self._begin(output)

@@ -25,13 +25,9 @@ def draft_limit(wanted: Any, room: Any) -> tuple[Any, Any]:
 
 
 def draft_stop(goes_on: Any, trimmed: Any, end_of_text: Any) -> Any:
-    """Why drafting stops behind a token; None (in arrays -1) if it goes on.
-
-    Args:
-        goes_on: whether the row's policy wants another token.
-        trimmed: how many of the newest are left out. Where tokens are sampled, that is decided
-            before anyone looks at which ones they are: keeping only some is a bias.
-        end_of_text: whether the newest is an end-of-text token.
+    """Why drafting stops behind a token, by whether its policy wants another and how many of the
+    newest it leaves out (where tokens are sampled, that is decided before anyone looks at which
+    ones they are: keeping only some is a bias); None (in arrays -1) if it goes on.
 
     >>> draft_stop(True, 0, True), draft_stop(False, 1, True)
     (<Stop.END_OF_TEXT: 4>, <Stop.CONFIDENCE: 1>)
@@ -46,12 +42,8 @@ def draft_stop(goes_on: Any, trimmed: Any, end_of_text: Any) -> Any:
 
 
 def proposal_stop(drafted: Any, limit: Any, why: Any) -> Any:
-    """Why a draft of so many tokens stopped that neither its controller nor its drafter ended.
-
-    Args:
-        drafted: tokens.
-        limit: the most tokens, and
-        why: why a draft that gets there stopped, as by `draft_limit`.
+    """Why a draft of so many tokens stopped that neither its controller nor its drafter ended;
+    `limit` and `why` are as by `draft_limit`.
 
     >>> proposal_stop(2, 4, Stop.BUDGET)
     <Stop.EXHAUSTED: 3>
@@ -60,12 +52,8 @@ def proposal_stop(drafted: Any, limit: Any, why: Any) -> Any:
 
 
 def reading(unread: Sequence[int], budget: int) -> list[int]:
-    """How many tokens each row reads in a round: prompts in chunks, under one budget for all.
-
-    Args:
-        unread: per row the tokens of its context that the target has not read; 1 of a row that
-            decodes, which is read in any case.
-        budget: for the others.
+    """How many of its unread tokens each row reads in a round: prompts in chunks, under one budget
+    for all, and the single one of rows that decode in any case.
 
     >>> reading([1, 700, 300], 512)
     [1, 512, 0]

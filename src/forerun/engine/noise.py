@@ -55,13 +55,8 @@ class Noise:
         return cls(stream(seed, prompt, source))
 
     def add(self, logits: torch.Tensor, first: int, settled: int) -> None:
-        """Add noise to logits, in place.
-
-        Args:
-            logits: `(n, V)`, of places in a row.
-            first: the first place, in tokens of text before it.
-            settled: tokens of text that nobody draws again, ≤ `first`.
-        """
+        """Add noise to `(n, V)` logits, in place: of places in a row, the `first` behind so many
+        tokens of text, of which nobody draws the `settled` ones again."""
         known = self._known = {p: noise for p, noise in self._known.items() if p >= settled}
         for place, row in enumerate(logits, start=first):
             noise = known.get(place)

@@ -29,10 +29,7 @@ class TokenBytes(dict[int, bytes]):
     """The bytes each token stands for, in tokenizers where those around it do not matter.
 
     Special tokens, and ids the tokenizer does not know, stand for none. Made by `token_bytes`.
-
-    Attributes:
-        begin: the bytes of a token at the beginning of a text, whose first space may be dropped.
-        errors: how its decoder writes bytes that are no character, as `codecs` takes it.
+    `errors` is how the decoder writes bytes that are no character, as `codecs` takes it.
     """
 
     def __init__(self, backend: Any, steps: Sequence[dict[str, Any]]) -> None:
@@ -72,6 +69,7 @@ class TokenBytes(dict[int, bytes]):
         return name.encode()
 
     def begin(self, token: int) -> bytes:
+        """The bytes of a token at the beginning of a text, whose first space may be dropped."""
         if self._most_dropped < 0:
             return self[token].replace(self._dropped, b"")
         return self[token].removeprefix(self._dropped)
@@ -131,11 +129,8 @@ class Detokenizer:
     """Incremental decoding: a token may complete a character begun by the tokens before it.
 
     The prompt's text without an unfinished character at its end, followed by all pieces, is the
-    text of all tokens. At most three bytes are held back, and the time is linear.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer, or None (no text).
-        context: the prompt; its last tokens matter to the first piece.
+    text of all tokens. At most three bytes are held back, and the time is linear. Without a
+    tokenizer there is no text.
     """
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:

@@ -71,13 +71,8 @@ class ServerComparison:
 
 
 class OpenAIServer:
-    """A server's base URL, and what every request to it says.
-
-    Args:
-        url: with or without `/v1`.
-        key: sent as a bearer token.
-        fields: put into each body.
-    """
+    """A server's base URL, with or without `/v1`, and what every request to it says: a key, sent as
+    a bearer token, and fields in each body."""
 
     def __init__(self, url: str, key: str | None = None, fields: Any = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"

@@ -192,14 +192,8 @@ def make(*columns: ProgressColumn) -> Progress:
 def progress(
     name: str, total: float | None = None, unit: str = "", alone: bool = False
 ) -> Iterator[Tell]:
-    """A bar, and one more for every other name that is reported.
-
-    Args:
-        name: of the first bar.
-        total: how much there is of what has no total of its own.
-        unit: what is counted; without one, percentages are shown.
-        alone: a new name takes the place of the one before.
-    """
+    """A bar, and one more for every other name that is reported, or instead if `alone`; `total` is
+    how much there is where no total is reported. Without a unit, percentages are shown."""
     from rich import progress as rich
 
     counted = (rich.MofNCompleteColumn(), rich.TextColumn(unit)) if unit else ()
