@@ -27,8 +27,8 @@ def opening(
     text: str | Sequence[int] | None = None,
 ) -> DecoderOpening:
     """The opening a user asks for: the model's `Facts.start`, a language to write in, by the
-    model's own code or its beginning ("de", "deu_Latn"), and what the text shall begin with; `SettingError`
-    for a language that the tokenizer has no token for, or without a tokenizer."""
+    model's own code or its beginning ("de", "deu_Latn"), and what the text shall begin with;
+    `SettingError` for a language that the tokenizer has no token for, or without a tokenizer."""
     if tokenizer is None and (language is not None or isinstance(text, str)):
         raise SettingError("a language or a decoder prompt needs a tokenizer; give token ids")
     prompt, source = list(start), []
