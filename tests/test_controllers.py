@@ -19,6 +19,7 @@ from forerun.controllers.hf_threshold import best_threshold
 from forerun.errors import SettingError, UnknownNameError
 from forerun.governors import Governor
 from forerun.types import CENSORING, DRAWN, RoundOutcome, Stop, Token
+from marks import slow_but, spread
 
 CASES = {
     "auto": [
@@ -208,6 +209,7 @@ BAD = {
 }
 ALL_SPECS = [spec for specs in CASES.values() for spec in specs]
 SPECS = [s for s in ALL_SPECS if isinstance(CONTROLLERS.make(s), LengthPolicy)]
+MOVING = [s for s in SPECS if not s.startswith("fixed")]
 K = 24
 JUDGED = [s for s in Stop if s not in CENSORING]
 
@@ -478,8 +480,7 @@ def test_learns_nothing_from_censored_rounds(spec, stop):
     assert_same(after, state, but=COUNTERS)
 
 
-@pytest.mark.parametrize("stop", Stop)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "stop"), spread(3, SPECS, list(Stop)))
 def test_learns_nothing_without_a_draft(spec, stop):
     controller = make(spec)
     _, state = history(controller)
@@ -519,7 +520,7 @@ def test_signals_are_declared(spec, certain):
             assert asked(policy, state, seen.tokens) == asked(policy, state, bare)
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("fixed")])
+@pytest.mark.parametrize("spec", slow_but(MOVING, MOVING[::2].__contains__))
 def test_limits_stay_in_bounds(spec):
     controller = make(spec)
     low = getattr(controller, "low", 0)

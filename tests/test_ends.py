@@ -51,7 +51,7 @@ def model(request) -> forerun.Model:
     ("model", "how"),
     slow_but(
         itertools.product(DRAFTERS, DEMANDS),
-        lambda drafter, how: how.get("seed") == 3 and drafter != "suffix",
+        lambda drafter, how: how.get("seed") == 3 and drafter in DRAFTERS[::3],
     ),
     indirect=["model"],
     ids=str,
