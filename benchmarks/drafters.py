@@ -1,12 +1,17 @@
-"""Who drafts for a target: what is kept, what a step takes, and `auto` beside fixed lengths."""
+"""Who drafts for a target: what is kept, what a step takes, and how fast that is.
+
+By replay (`auto` beside the best fixed length), or live.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +20,9 @@ import torch
 
 import forerun
 from benchmarks.common import interleaved, provenance, resumed, save, show, table, tasks
-from benchmarks.real_models import KINDS
+from benchmarks.rule_costs import sources
+from benchmarks.starting_lengths import chats
+from forerun import zoo
 from forerun.costs import Costs
 from forerun.engine import Sampling
 from forerun.lab.bounds import best_fixed
@@ -28,6 +35,7 @@ SHIPPED = {
     "suffix": "suffix", "memory": "memory(grow=true)", "memory, then kangaroo":
     "memory(grow=true)+kangaroo",
 }  # fmt: skip
+SOURCED = {"shared": "shared", "block": "block", "lookup": "lookup"}
 REAL = {
     "eagle": "eagle", "memory, then eagle": "memory+eagle", "memory": "memory",
     "suffix": "suffix", "lookup": "lookup",
@@ -37,45 +45,57 @@ ROWS = 1, 4
 LIVE = [f"{method}, {rows}" for rows in ROWS for method in METHODS[1:]]
 DEPTH, SLOPE = 12, 0.02
 """Tokens recorded at each place, and what one adds to a pass, in plain passes."""
+OTHER = Task("", "", [*range(5, 21)], Sampling(max_new_tokens=8))
+"""What warms up: no prompt that is measured, or `memory` would know its text."""
 
 
-def main(prompts: int, tokens: int, target: str | None, eagle3: str | None, timed: bool) -> None:
-    """Measure every drafter over the same prompts, one after another; write `drafters.json`, of a
-    `target` other than the shipped one `drafters-NAME.json`. An interrupted run goes on."""
-    drafts = dict(REAL if target else SHIPPED) | ({"eagle3": eagle3} if eagle3 else {})
-    name = f"drafters-{Path(target).stem.lower()}" if target else "drafters"
-    settings = {"prompts": prompts, "tokens": tokens, "depth": DEPTH, "timed": timed}
+def main(
+    prompts: int, tokens: int, target: str | None, eagle3: str | None, timed: bool, cpu: bool
+) -> None:
+    """Measure every drafter over the same prompts; write `drafters.json`, live `drafters-live`, of
+    a target other than the shipped pair's with its name behind. An interrupted run goes on."""
+    drafts = (SOURCED if target in zoo.NAMES else REAL) if target else SHIPPED
+    drafts = drafts | ({"eagle3": eagle3} if eagle3 else {})
+    whose = [Path(target).stem.lower()] if target else []
+    name = "-".join(["drafters", *["live"] * timed, *whose])
+    settings = {"prompts": prompts, "tokens": tokens, "cpu": cpu}
     results = resumed(name, **settings)
     for drafter in [drafter for drafter in drafts if drafter not in results]:
-        # What is remembered is of these prompts alone; time is the process's own.
-        with TemporaryDirectory() as cache, patch("time.perf_counter", time.process_time):
-            os.environ["FORERUN_CACHE"] = cache
-            on_torch = not target or drafter == "eagle3"  # which shares its target's embeddings
-            how: dict[str, Any] = {"dtype": "float32", "runtime": "torch"} if on_torch else {}
-            model = forerun.load(target, drafts[drafter], **how)
-            work = _tasks(model, prompts, tokens, real=target is not None)
-            results[drafter] = _replayed(model, work)
-            if timed and "grow" not in (drafts[drafter] or ""):  # it would know every text by now
-                how["runtime"] = model.target.facts.executor
-                plain = forerun.load(target, "none", **how)
-                results[drafter] |= _timed(plain, model, work)
-            save(name, provenance(model, **settings), results, _text(results, timed))
+        # EAGLE-3's head shares its target's embeddings, which torch alone shows.
+        on_torch = not target or drafter == "eagle3"
+        how: dict[str, Any] = {"dtype": "float32", "runtime": "torch"} if on_torch else {}
+        with _kept(cpu or not timed):
+            if timed:
+                model, results[drafter] = _live(target, drafts[drafter], how, prompts, tokens)
+            else:
+                model = forerun.load(target, drafts[drafter], **how)
+                results[drafter] = _replayed(model, _tasks(model, target, prompts, tokens))
+        save(name, provenance(model, **settings), results, _text(results, timed, cpu))
 
 
-def _tasks(model: forerun.Model, prompts: int, tokens: int, real: bool) -> list[Task]:
-    if not real:
-        return [
-            Task(t.family, str(i), t.tokens, Sampling(max_new_tokens=t.max_new_tokens))
-            for i, t in enumerate(tasks(model, "test", prompts, tokens))
-        ]
-    how = Sampling(max_new_tokens=tokens)
-    ask = model.tokenizer.apply_chat_template
+@contextmanager
+def _kept(cpu: bool) -> Iterator[None]:
+    """What is timed and remembered meanwhile is of these runs alone; by the process's own time."""
+    clock = time.process_time if cpu else time.perf_counter
+    with (
+        TemporaryDirectory() as folder,
+        patch("time.perf_counter", clock),
+        patch.dict(os.environ, {"FORERUN_CACHE": folder}),
+    ):
+        yield
+
+
+def _tasks(model: forerun.Model, target: str | None, prompts: int, tokens: int) -> list[Task]:
+    if target and target not in zoo.NAMES:
+        return chats(model, prompts, tokens)
+    count = prompts * len(zoo.families())
+    work = (
+        sources(model, target, count, tokens) if target else tasks(model, "test", prompts, tokens)
+    )
     return [
-        Task(kind, str(i), list(ask([{"role": "user", "content": form.format(filling)}],
-                                    add_generation_prompt=True, return_dict=False)), how)
-        for kind, (form, fillings) in KINDS.items()
-        for i, filling in enumerate(fillings[:prompts])
-    ]  # fmt: skip
+        Task(t.family, str(i), t.tokens, Sampling(max_new_tokens=t.max_new_tokens))
+        for i, t in enumerate(work)
+    ]
 
 
 def _replayed(model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
@@ -97,55 +117,101 @@ def _replayed(model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
     }
 
 
-def _timed(plain: forerun.Model, model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
-    """By the process's own time: a drafted token's over a plain pass's, × plain by rows."""
-    paces: dict[str, list[float]] = {}
+@cache
+def _plain(target: str | None, runtime: str, dtype: str) -> forerun.Model:
+    return forerun.load(target, "none", runtime=runtime, dtype=dtype)
 
-    def run(part: Sequence[Task], method: str) -> float:
-        began = time.process_time()
-        done = (plain if method == "plain" else model).generate(
-            [task.tokens for task in part], sampling=[task.sampling for task in part],
-            controller="fixed(0)" if method == "plain" else method, batch_size=len(part),
-        )  # fmt: skip
-        took = time.process_time() - began
-        for r in done[0].rounds[1:]:  # in the first the drafter may read the prompt
-            each = r.draft_seconds / r.drafted if r.drafted else r.verify_seconds
-            paces.setdefault(f"{method}, {len(part)}, {r.drafted > 0}", []).append(each)
-        return took
 
-    out: dict[str, Any] = {}
+def _live(
+    target: str | None, spec: str | None, how: dict[str, Any], prompts: int, tokens: int
+) -> tuple[forerun.Model, dict[str, Any]]:
+    """A drafted token's time over a plain pass's, what is kept of four, and × plain by rows."""
+
+    def load() -> forerun.Model:
+        if "grow" in (spec or ""):  # each method and batch size learns from its own texts alone
+            os.environ["FORERUN_CACHE"] = mkdtemp(dir=os.environ["FORERUN_CACHE"])
+        return forerun.load(target, spec, **how)
+
+    model = load()
+    fresh: Callable[[], forerun.Model] = load if "grow" in (spec or "") else lambda: model
+    plain = _plain(target, model.target.facts.executor, how.get("dtype", "auto"))
+    work = _tasks(model, target, prompts, tokens)
+    out: dict[str, Any] = {"texts": 0, "same": 0}
     for rows in ROWS:
-        parts = [work[i : i + rows] for i in range(0, len(work) - rows + 1, rows)]
-        for method in METHODS:  # warm up
-            run(parts[0], method)
-        runs = np.array(interleaved(parts, METHODS, run, f"{rows} rows"))
-        for method, taken in zip(METHODS[1:], runs.T[1:], strict=True):
-            out[f"{method}, {rows}"] = geometric(runs[:, 0] / taken)
-    step, passed = (float(np.median(paces[n])) for n in ("fixed(4), 1, True", "plain, 1, False"))
-    return out | {"step": step / passed, "step_seconds": step}
+        models = {METHODS[0]: plain} | {method: fresh() for method in METHODS[1:]}
+
+        def run(part: Sequence[Task], method: str) -> tuple[float, list[forerun.Completion]]:
+            began = time.perf_counter()
+            done = models[method].generate(  # noqa: B023 (called before the next turn)
+                [task.tokens for task in part], sampling=[task.sampling for task in part],
+                controller="fixed(0)" if method == "plain" else method, batch_size=len(part),
+            )  # fmt: skip
+            return time.perf_counter() - began, done
+
+        for method in METHODS:
+            run([OTHER] * rows, method)
+        parts = [work[i : i + rows] for i in range(0, len(work), rows)]
+        runs = interleaved(parts, METHODS, run, f"{spec or 'draft model'}, {rows} rows")
+        times = np.array([[took for took, _ in row] for row in runs])
+        for method, taken in zip(METHODS[1:], times.T[1:], strict=True):
+            out[f"{method}, {rows}"] = geometric(times[:, 0] / taken)
+        texts = [[[d.tokens for d in done] for _, done in row] for row in runs]
+        for own, *others in texts:
+            out["texts"] += sum(len(own) for _ in others)
+            out["same"] += sum(a == b for other in others for a, b in zip(own, other, strict=True))
+        if rows == 1:
+            out |= _counted([row[0][1][0] for row in runs], [row[1][1][0] for row in runs])
+    return model, out
 
 
-def _text(results: dict[str, Any], timed: bool) -> str:
-    rows = []
-    for name, one in results.items():
-        live = [show(one[n]) if n in one else "–" for n in LIVE]
-        rows.append([
-            name, f"{one['ratio']:.0f}", f"{one['tokens_per_round']:.2f}", f"{one['kept']:.2f}",
-            f"{one['best_fixed']['mean']:.2f} ({one['length']})", f"{one['auto']['mean']:.2f}",
-            "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**one["auto_over_fixed"]),
-            *([f"{one['step']:.2f}" if "step" in one else "–", *live] if timed else []),
-        ])  # fmt: skip
-    header = [
-        "drafter", "c", "tokens a round", "kept", "best fixed length", "`auto`", "`auto` over it",
-        *(["step", *(f"live, `{n}`" for n in LIVE)] if timed else []),
+def _counted(
+    plain: Sequence[forerun.Completion], four: Sequence[forerun.Completion]
+) -> dict[str, float]:
+    """Of texts one at a time; in a round that reads its prompt the drafter may, too."""
+    total = {n: sum(getattr(d.stats, n) for d in four)
+             for n in ("tokens", "rounds", "drafted", "accepted")}  # fmt: skip
+    steps = [r.draft_seconds / r.drafted for d in four for r in d.rounds[1:] if r.drafted]
+    passes = [r.verify_seconds for d in plain for r in d.rounds[1:]]
+    step = float(np.median(steps or [0.0]))
+    return {
+        "tokens_per_round": total["tokens"] / total["rounds"],
+        "kept": total["accepted"] / max(total["drafted"], 1),
+        "step": step / float(np.median(passes)),
+        "step_ms": step * 1e3,
+    }
+
+
+def _text(results: dict[str, Any], timed: bool, cpu: bool) -> str:
+    if not timed:
+        rows = [
+            [
+                name, f"{one['ratio']:.0f}", f"{one['tokens_per_round']:.2f}", f"{one['kept']:.2f}",
+                f"{one['best_fixed']['mean']:.2f} ({one['length']})", f"{one['auto']['mean']:.2f}",
+                "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**one["auto_over_fixed"]),
+            ]
+            for name, one in results.items()
+        ]  # fmt: skip
+        header = ["drafter", "c", "tokens a round", "kept", "best fixed length", "`auto`",
+                  "`auto` over it"]  # fmt: skip
+        return (
+            "Greedy prompts, one after another; tokens a round and share of the drafted tokens "
+            "that is kept at 4 drafted. Speed-ups over plain decoding by replay, where a step "
+            "costs 1/c of a pass (by the models' sizes) and each further token of a pass "
+            f"{SLOPE} of one.\n\n" + table(header, rows)
+        )
+    rows = [
+        [
+            name, f"{one['tokens_per_round']:.2f}", f"{one['kept']:.2f}", f"{one['step']:.2f}",
+            f"{one['step_ms']:.1f}", *(show(one[n]) for n in LIVE),
+        ]
+        for name, one in results.items()
     ]  # fmt: skip
-    clock = (
-        "By the process's own time, one thread: what a drafted token takes, in plain passes, and "
-        "times plain decoding, by controller and rows. "
-    )
+    header = ["drafter", "tokens a round", "kept", "step", "ms", *(f"`{n}`" for n in LIVE)]
+    same, texts = (sum(one[n] for one in results.values()) for n in ("same", "texts"))
     return (
-        "Greedy prompts, one after another; tokens a round and share of the drafted tokens that is "
-        "kept at 4 drafted. Speed-ups over plain decoding by replay, where a step costs 1/c of a "
-        f"pass (by the models' sizes) and each further token of a pass {SLOPE} of one. "
-        f"{clock * timed}\n\n" + table(header, rows)
+        "Greedy, live, " + ("processor time. " if cpu else "by the clock. ") + "At 4 drafted, one "
+        "text at a time: tokens a round, share of the drafted tokens that is kept, and what a "
+        "drafted token takes, in plain passes and ms. Times plain decoding in turns, by "
+        "controller and rows, mean over texts or batches of them with a 95 % bootstrap interval; "
+        f"{same} of {texts} texts are plain decoding's.\n\n" + table(header, rows)
     )

@@ -41,7 +41,7 @@ def main(model: forerun.Model, prompts: int, tokens: int, target: str = "") -> N
         target: its name; "" is the pair.
     """
     work = (
-        _sources(model, target, 6 * prompts, tokens)
+        sources(model, target, 6 * prompts, tokens)
         if target
         else tasks(model, "test", prompts, tokens)
     )
@@ -68,7 +68,8 @@ def main(model: forerun.Model, prompts: int, tokens: int, target: str = "") -> N
     save(name, provenance(model, prompts=prompts, tokens=tokens), results, text)
 
 
-def _sources(model: forerun.Model, target: str, count: int, cap: int) -> list[Task]:
+def sources(model: forerun.Model, target: str, count: int, cap: int) -> list[Task]:
+    """Sources for an encoder-decoder model of `zoo.NAMES`."""
     return [
         Task(p.family, model.encode(p.prompt), min(cap, p.max_new_tokens))
         for p in zoo.sources("test", count, zoo.SOURCES[target])

@@ -87,15 +87,16 @@ def _leaves_replay(prompts: int = 20, tokens: int = 64):
 
 @app.command("drafters")
 def _drafters(
-    prompts: int = 5,
-    tokens: int = 64,
+    prompts: int = 2,
+    tokens: int = 48,
     target: str | None = None,
     eagle3: str | None = None,
     timed: bool = False,
+    cpu: Cpu = False,
 ):
-    """Everybody who drafts for the shipped target, or for a real one (a GGUF file), by replay;
-    `--timed`: live, too, by the process's own time. `--eagle3` names the folder of a head."""
-    drafters.main(prompts, tokens, target, eagle3, timed)
+    """Everybody who drafts for the shipped target, the translator, or a real one (a GGUF file), by
+    replay; `--timed`: live, against plain decoding. `--eagle3` names the folder of a head."""
+    drafters.main(prompts, tokens, target, eagle3, timed, cpu)
 
 
 @app.command("starting-lengths")

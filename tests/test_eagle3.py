@@ -17,10 +17,9 @@ from forerun.drafters.eagle3 import Eagle3
 from forerun.errors import ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
-from forerun.runtime.eagle import given
 from forerun.testing import ScriptedModel
 from forerun.training.eagle import unrolled
-from forerun.training.eagle3 import Eagle3Trainer
+from forerun.training.eagle3 import Eagle3Trainer, begin_linear
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
 from test_eagle import written
@@ -77,14 +76,14 @@ def test_logits_are_those_of_speculators(name: str) -> None:
             rows.keep([])
             rows.join(1, 40)
             known = head.fused(states[: place + 1], 3)
-            given(rows, torch.nn.functional.pad(known, (0, 0, 1, 0)))
+            rows.executor.given = torch.nn.functional.pad(known, (0, 0, 1, 0))
             got = rows.feed([[5, *ids[: place + 1]]], [1])  # whatever the text's first token is
             for ahead in range(3):
                 torch.testing.assert_close(got[0, 0], wanted[ahead, place], atol=1e-4, rtol=1e-4)
                 if ahead < 2:
                     end = rows.lengths[0]
                     assert rows.executor.states is not None
-                    given(rows, rows.executor.states.read(0, end - 1, end))
+                    rows.executor.given = rows.executor.states.read(0, end - 1, end)
                     got = rows.feed([[ids[place + 1 + ahead]]], [1])
 
 
@@ -100,7 +99,7 @@ def test_the_draft_reads_the_targets_three_depths() -> None:
         again = drafter_of(str(DATA / "llama"), rows).rows
         again.join(1, 20)
         known = drafter._head.fused(alone(model, text)[:-1], 3)
-        given(again, torch.nn.functional.pad(known, (0, 0, 1, 0)))
+        again.executor.given = torch.nn.functional.pad(known, (0, 0, 1, 0))
         wanted = again.feed([text], [1])[0, 0]
     torch.testing.assert_close(step.logits[0, drafter._tokens], wanted, atol=1e-4, rtol=1e-4)
     assert int((step.logits[0] > -torch.inf).sum()) == len(wanted) == 40
@@ -217,6 +216,35 @@ def taught() -> tuple[Any, Eagle3Trainer, list[Document]]:
     log = list(trainer.train(documents))
     assert log[-1]["loss"] < 0.8 * log[0]["loss"]
     return model, trainer, documents
+
+
+def test_a_head_begins_as_the_linear_map_of_texts_that_follow_one() -> None:
+    documents = written(build("llama"))[:20]
+    trainer = Eagle3Trainer(torch_rows(build("llama")), TrainingSettings("eagle3"), documents)
+    assert trainer.vocabulary is not None
+    assert len(trainer.vocabulary) == VOCAB // 3
+    head = trainer.head
+    turn = torch.linalg.qr(torch.randn(head.width, head.width)).Q
+    made = []
+    for document in documents:
+        states = [torch.nn.functional.normalize(torch.randn(head.width), dim=0)]
+        for _ in document.ids[1:]:
+            states.append(turn @ states[-1])
+        made.append((torch.tensor(document.ids[1:]), torch.stack(states)))
+    begin_linear(head, made)
+    linear = head.out.weight @ head.qkv.weight[-head.width :]
+    wanted = torch.cat([torch.zeros_like(turn), turn - torch.eye(head.width)], 1)
+    torch.testing.assert_close(linear, wanted, atol=0.02, rtol=0)
+    ids, states = made[0]
+    with torch.inference_mode():
+        x = head.layer(ids[None], states[None, :-1], torch.arange(len(ids))[None], alone_attended)
+    said = torch.nn.functional.cosine_similarity(x[0], states[1:])
+    assert float(said.min()) > 0.7, "but for what is random, the next state"
+
+
+def alone_attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Every place sees itself."""
+    return v
 
 
 def test_what_is_learned_is_what_is_drafted(taught: Any, tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ TEXTS, HELD = documents(480), documents(30, seed=2)
 
 def save_heads(heads: TrainedHeads, folder: Path, target: str | None = None) -> Path:
     tokens = {} if heads.tokens is None else {"tokens": heads.tokens.to(torch.int32)}
-    save_draft(folder, About("exits", target, heads.form), {**heads.tensors, **tokens})
+    own = {f"{n}.{name}": t for n, part in heads.weights.items() for name, t in part.items()}
+    save_draft(folder, About("exits", target, heads.form), own | tokens)
     return folder
 
 

@@ -35,7 +35,7 @@ def adapter_of(model: Any, depth: int = 2) -> Adapter:
     """One that is not as it began."""
     adapter = Adapter(LayerAccess(model), depth)
     torch.manual_seed(2)
-    for value in adapter.own.values():
+    for value in adapter.parameters():
         value.data += 0.05 * value.std().nan_to_num(1.0) * torch.randn_like(value)
     return adapter
 
@@ -190,7 +190,7 @@ def test_a_warm_prefix_has_the_adapters_states() -> None:
 
 def saved(folder: Path, model: Any, depth: int = 2, **changes: Any) -> str:
     about = replace(About("kangaroo", fingerprint(model), {"layers": depth}), **changes)
-    save_draft(folder, about, adapter_of(model, depth).own)
+    save_draft(folder, about, dict(adapter_of(model, depth).named_parameters()))
     return str(folder)
 
 

@@ -61,7 +61,8 @@ def test_heads_are_the_papers_formula_and_begin_as_the_models_own() -> None:
 
 def saved(model: Any, folder: Path, heads: MedusaHeads, target: str = "x") -> str:
     form = {"layers": heads.layers, "width": heads.count}
-    save_draft(folder, About("medusa", target, form), heads.tensors)
+    tokens = {} if heads.tokens is None else {"tokens": heads.tokens.to(torch.int32)}
+    save_draft(folder, About("medusa", target, form), {**heads.weights, **tokens})
     return str(folder)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from forerun.checks import draft_path
 from forerun.drafters.base import (
     Drafter,
     DrafterSpec,
@@ -20,7 +21,7 @@ from forerun.drafters.base import (
 )
 from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
-from forerun.errors import SettingError, require
+from forerun.errors import SettingError
 from forerun.runtime.base import CHUNK, Best, Rows
 from forerun.runtime.drafts import TOKENS, draft_folder, load_draft, spread
 from forerun.runtime.eagle import (
@@ -29,7 +30,6 @@ from forerun.runtime.eagle import (
     HeadExecutor,
     StateReader,
     facts_of,
-    given,
     head_of,
     shapes,
 )
@@ -65,9 +65,8 @@ class EagleDrafter(RowsDrafter):
             cut.fill_(len(tokens))
             cut[tokens.long()] = torch.arange(len(tokens))
         self._cut: list[int] = cut.tolist()
-        own = rows.executor.states
-        assert own is not None, "a head leaves its outputs"
-        self._outputs = own
+        self._executor: Any = rows.executor
+        self._outputs: States = self._executor.states
         self._newest: dict[int, torch.Tensor] = {}
         """Rows under way in this round, and the head's output `(1, D)` of each one's last token."""
         self._true: dict[int, int] = {}
@@ -136,7 +135,7 @@ class EagleDrafter(RowsDrafter):
             # The first token has none before it, and what was copied into a row has none.
             out.append(torch.nn.functional.pad(states, (0, 0, len(piece) - len(states), 0)))
         if out:
-            given(self.rows, torch.cat(out))
+            self._executor.given = torch.cat(out)
 
     def _read(self, texts: Texts, leave: int) -> None:
         """Read in chunks, without logits, until no row has more than `leave` tokens to go."""
@@ -170,8 +169,7 @@ class Eagle(DrafterSpec):
     path: str | None = None
 
     def __post_init__(self) -> None:
-        good = self.path is None or (isinstance(self.path, str) and bool(self.path))
-        require(good, "eagle path", self.path, "a folder of forerun train-draft, or none")
+        draft_path("eagle", self.path)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, on the target's states.

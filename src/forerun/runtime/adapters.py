@@ -61,11 +61,6 @@ class Adapter(torch.nn.Module):
         out: torch.Tensor = self.norm(access.call([self.layer], hidden, mask, positions, cache))
         return out
 
-    @property
-    def own(self) -> dict[str, torch.nn.Parameter]:
-        """What is trained and saved."""
-        return dict(self.named_parameters())
-
 
 class AdapterExecutor(LayersExecutor):
     """A target that drafts from one depth, through an adapter. Whatever passes that depth passes
@@ -117,5 +112,5 @@ def adapter_rows(model: Any, folder: str | Path) -> Rows:
         UnsupportedModelError: the model's layers cannot be called one by one.
     """
     adapter = Adapter(LayerAccess(model), int(read_about(folder, KIND).settings.get("layers", 0)))
-    fill(adapter.own, folder, KIND, model)
+    fill(dict(adapter.named_parameters()), folder, KIND, model)
     return Rows(AdapterExecutor(model, pack(adapter.to(model.device, model.dtype))))

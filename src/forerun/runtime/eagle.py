@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -308,9 +307,3 @@ def facts_of(head: StateHead, vocab: int, target: Rows, name: str) -> Facts:
         executor="torch",
         name=name,
     )
-
-
-def given(rows: Rows, states: torch.Tensor) -> None:
-    """Let the next pass of a head's rows read these states, `(tokens, D)`."""
-    executor: Any = rows.executor
-    executor.given = states

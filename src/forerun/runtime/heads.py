@@ -80,15 +80,6 @@ class TrainedHeads(ABC):
         tuned = {"tuned": self.tuned} if self.tuned else {}
         return {"head": self.kind, "layers": list(self.layers), **tuned}
 
-    @property
-    def tensors(self) -> Tensors:
-        """All tensors by layer and name, without `tokens`."""
-        return {
-            f"{layer}.{name}": tensor.detach()
-            for layer, own in self.weights.items()
-            for name, tensor in own.items()
-        }
-
     @classmethod
     @abstractmethod
     def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:

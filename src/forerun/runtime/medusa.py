@@ -32,12 +32,6 @@ class MedusaHeads:
     tokens: torch.Tensor | None = None
 
     @property
-    def tensors(self) -> Tensors:
-        """All of it, as a draft is saved: weights in bfloat16, half the size."""
-        out = {name: t.detach().to(torch.bfloat16) for name, t in self.weights.items()}
-        return out if self.tokens is None else {**out, TOKENS: self.tokens.to(torch.int32)}
-
-    @property
     def count(self) -> int:
         return sum(name.endswith(UNEMBEDDING) for name in self.weights)
 

@@ -33,7 +33,7 @@ class AdapterTrainer(StatesTraining):
         access = layers_of_target(target, settings.kind)
         self.adapter = Adapter(access, settings.depth)
         states = TargetStates(access.model, (settings.depth, access.layers))
-        super().__init__(access, states, self.adapter.own, settings)
+        super().__init__(access, states, dict(self.adapter.named_parameters()), settings)
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
         yield divergence(*self._both(texts))
@@ -51,9 +51,6 @@ class AdapterTrainer(StatesTraining):
             last = [own[text.start : -1, 1] for own, text in zip(states, texts, strict=True)]
             taught = self._access.logits(torch.cat(last))
         return self._access.unembed(adapted).float(), taught.float().log_softmax(-1)
-
-    def _form(self) -> dict[str, Any]:
-        return {"layers": self.settings.depth}
 
     @torch.no_grad()
     def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:

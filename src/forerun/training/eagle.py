@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ from forerun.training.muon import Muon
 from forerun.training.settings import TrainingSettings
 
 STEPS = 3
+MOST_TOKENS = 8192
+"""That a head says unless told otherwise, and at most a third of its target's: the projection onto
+them is a large part of a step."""
 WEIGHT = 0.8
 """Of a step's loss, over that of the step before."""
 LEARNED = 0.5
@@ -43,20 +46,6 @@ ROWS = 4
 """Texts that run together."""
 MATRIX_RATE = 0.02
 """Peak learning rate of the matrices, by Muon; the settings' is that of the table and the norms."""
-
-
-class Taught(Protocol):
-    """What a head begins from."""
-
-    width: int
-    """H, of a state."""
-
-    @property
-    def unembedding(self) -> torch.Tensor:
-        """`(V, H)`."""
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm of states `(..., H)`."""
 
 
 class HeadTrainer(StatesTraining):
@@ -76,20 +65,26 @@ class HeadTrainer(StatesTraining):
         count, vocab = access.layers, len(access.unembedding)
         spread = sorted({max(1, count // 3), max(1, 2 * count // 3), count})
         self.depths = check_depths(settings.layers or spread, count)
-        tokens = cut(texts, min(settings.vocab or vocab, vocab), access)
+        most = min(vocab // 3, MOST_TOKENS) if settings.vocab is None else settings.vocab or vocab
+        tokens = cut(texts, min(most, vocab), access)
         assert tokens is not None
         torch.manual_seed(settings.seed)
-        self.head = self._begun(access, tokens, settings)
         wanted = sorted({*self.depths, count})
         self._columns = [wanted.index(depth) for depth in self.depths]
-        states, own = TargetStates(access.model, wanted), dict(self.head.named_parameters())
-        super().__init__(access, states, own, settings, tokens)
+        self._states, self.settings = TargetStates(access.model, wanted), settings
+        self.head = self._begun(access, tokens, texts)
+        own = dict(self.head.named_parameters())
+        super().__init__(access, self._states, own, settings, tokens)
 
     @abstractmethod
     def _begun(
-        self, access: LayerAccess, tokens: torch.Tensor, settings: TrainingSettings
+        self, access: LayerAccess, tokens: torch.Tensor, texts: Sequence[Document]
     ) -> StateHead:
         """The head as it begins, with a vocabulary of these tokens."""
+
+    def _known(self, texts: Sequence[Document]) -> list[torch.Tensor]:
+        """Per text `(n, depths × H)` states that the head reads."""
+        return [own[:, self._columns].flatten(1).float() for own in self._states.of(texts)]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return optimizers(self.own, self.settings.lr or 0.0)
@@ -126,8 +121,7 @@ class HeadTrainer(StatesTraining):
         if self.head.reads == len(self.vocabulary):
             ids = self._index[ids]
             ids = torch.where(ids < 0, len(self.vocabulary), ids)
-        known = [own[:, self._columns].flatten(1).float() for own in states]
-        known_of_all = torch.nn.utils.rnn.pad_sequence(known, batch_first=True)
+        known_of_all = torch.nn.utils.rnn.pad_sequence(self._known(texts), batch_first=True)
         outputs = unrolled(self.head, ids, known_of_all, len(self.depths))
         counts = self._scored(texts)
         with torch.no_grad():
@@ -167,10 +161,10 @@ class EagleTrainer(HeadTrainer):
     """The head behind the drafter `eagle` in training."""
 
     def _begun(
-        self, access: LayerAccess, tokens: torch.Tensor, settings: TrainingSettings
+        self, access: LayerAccess, tokens: torch.Tensor, texts: Sequence[Document]
     ) -> EagleHead:
-        assert settings.width is not None
-        return begun(access, settings.width, tokens, len(self.depths))
+        assert self.settings.width is not None
+        return begun(access, self.settings.width, tokens, len(self.depths))
 
     def _tensors(self) -> Tensors:
         return rounded(self.own)
@@ -270,7 +264,7 @@ def _shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def begun(access: Taught, width: int, tokens: torch.Tensor, depths: int) -> EagleHead:
+def begun(access: LayerAccess, width: int, tokens: torch.Tensor, depths: int) -> EagleHead:
     """A head whose table is the target's own, turned into its main directions, as what it reads of
     the last depth is; the rest is small and random."""
     hidden, device = access.width, tokens.device
@@ -295,7 +289,7 @@ def spread_out(head: StateHead, parts: Mapping[str, float]) -> None:
         torch.nn.init.normal_(weight, std=spread * weight.shape[1] ** -0.5)
 
 
-def normed_identity(access: Taught) -> torch.Tensor:
+def normed_identity(access: LayerAccess) -> torch.Tensor:
     """`(H, H)` the final norm's weights, which states of depth L have not met, as a diagonal."""
     like, hidden = access.unembedding, access.width
     scale = access.norm(torch.eye(hidden, dtype=like.dtype, device=like.device) * hidden**0.5)

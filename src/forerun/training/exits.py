@@ -156,9 +156,6 @@ class ExitTrainer(StatesTraining):
     def _form(self) -> dict[str, Any]:
         return self.heads.form
 
-    def _tensors(self) -> Tensors:
-        return {name: t.to(torch.bfloat16) for name, t in self.heads.tensors.items()}
-
 
 def _report(layer: int, right: torch.Tensor, sure: torch.Tensor) -> LayerReport:
     bins = (sure * 10).long().clamp_(max=9)

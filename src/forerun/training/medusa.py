@@ -66,9 +66,6 @@ class MedusaTrainer(StatesTraining):
             hidden.append(self._access.norm(states[start:-1, 0]).float())
         return torch.cat(hidden), torch.cat(ahead).to(self.target.device)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return self.heads.tensors
-
     @torch.no_grad()
     def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
         """How often each head's most likely token is the text's, over held-out texts; see

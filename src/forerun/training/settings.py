@@ -24,8 +24,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kangaroo": {"layers": (2,), "width": 1},
     "medusa": {"layers": (1,), "width": 5},
     "exits": {"batch": 8, "lr": 0.0, "width": 1},
-    "eagle": {"batch": 8, "lr": 2e-3, "width": 256, "vocab": 8192},
-    "eagle3": {"batch": 8, "lr": 1e-3, "width": 1, "vocab": 8192},
+    "eagle": {"batch": 8, "lr": 2e-3, "width": 256, "vocab": None},
+    "eagle3": {"batch": 8, "lr": 1e-3, "width": 1, "vocab": None},
 }
 """What settings are where they are None."""
 
@@ -49,7 +49,8 @@ class TrainingSettings:
         anchors: of block, places per text behind which a block is learned, ≥ 1.
         seed: decides order, anchors and whatever begins at random.
         vocab: of medusa, exits, eagle and eagle3, how many tokens the draft can say, the most
-            frequent in the texts; 0 is all (default, of eagle and eagle3 8192).
+            frequent in the texts; 0 is all (default, but of eagle and eagle3 a third of the
+            target's, at most 8192).
         head: of exits, "light" (an affine map before the model's own norm and unembedding) or
             "full" (an LM head per layer).
         rank: of light heads, small for large models; 0 is a full matrix.
@@ -79,7 +80,7 @@ class TrainingSettings:
         for name in ("steps", "batch", "anchors"):
             whole(name, getattr(self, name), 1)
         for name in ("seed", "vocab", "rank"):
-            whole(name, getattr(self, name))
+            whole(name, getattr(self, name) or 0)
         assert self.layers is not None
         for layer in self.layers:
             whole("layers", layer, 1)
