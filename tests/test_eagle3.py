@@ -238,8 +238,8 @@ def test_a_head_begins_as_the_linear_map_of_texts_that_follow_one() -> None:
     ids, states = made[0]
     with torch.inference_mode():
         x = head.layer(ids[None], states[None, :-1], torch.arange(len(ids))[None], alone_attended)
-    said = torch.nn.functional.cosine_similarity(x[0], states[1:])
-    assert float(said.min()) > 0.7, "but for what is random, the next state"
+    near = torch.nn.functional.cosine_similarity(x[0], states[1:])
+    assert float(near.min()) > 0.7, "but for what is random, the next state"
 
 
 def alone_attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -94,5 +94,5 @@ def begin_linear(head: Eagle3Head, texts: Sequence[tuple[torch.Tensor, torch.Ten
     turned = F.pad(torch.linalg.qr(torch.randn(width, width)).Q.to(left), (0, width))
     head.out.weight.copy_(left * sizes.sqrt())
     head.qkv.weight.copy_(torch.cat([turned, turned, sizes.sqrt()[:, None] * right]))
-    said = rms(before + read @ linear)
-    head.norm.weight.fill_(float((said * goal).sum() / said.square().sum()))
+    guess = rms(before + read @ linear)
+    head.norm.weight.fill_(float((guess * goal).sum() / guess.square().sum()))
