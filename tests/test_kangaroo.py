@@ -128,7 +128,8 @@ def test_the_second_early_exit() -> None:
     mixed_rounds = rounds(0.3, 6)
     assert "difficult" in {r.stopped_by.label for r in mixed_rounds}
     assert len({r.drafted for r in mixed_rounds}) > 1
-    dropped = kangaroo(MODEL, 1.0, 3, keep=False).generate(texts(6), max_new_tokens=9)[0]
+    how: dict[str, Any] = {"controller": "fixed(9)", "max_new_tokens": 9}
+    dropped = kangaroo(MODEL, 1.0, 3, keep=False).generate(texts(6), **how)[0]
     assert (dropped.stats.drafted, dropped.stats.stopped_by["difficult"] > 5) == (0, True)
     # By hand: it went on while each token was sure.
     fast, (context,) = kangaroo(MODEL, 0.3, 6), texts(6)
