@@ -215,12 +215,18 @@ def often(name: str) -> bool:
     return kind not in ("packed", "layers", "cudagraphs") or family in {*FAMILIES, *OTHERS}
 
 
+def usually(name: str) -> bool:
+    """Likewise of what has nothing to do with a family."""
+    kind, _, family = name.partition("-")
+    return often(name) and (kind != "torch" or family in {*FAMILIES, *OTHERS})
+
+
 @cache
 def made(name: str) -> Case:
     return CASES[name]()
 
 
-@pytest.fixture(params=slow_but(CASES, often))
+@pytest.fixture(params=slow_but(CASES, usually))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     with made(request.param).lent() as case:
         yield case
@@ -303,6 +309,7 @@ def test_text_beyond_the_window_is_that_of_generate(runtime: str, family: str) -
         ]
 
 
+@pytest.mark.parametrize("case", slow_but(CASES, often), indirect=True)
 @pytest.mark.transformers_versions
 def test_ragged_rows_equal_rows_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_module, "CHUNK", 5)
@@ -413,7 +420,7 @@ def test_cuda_graphs_want_a_gpu(tmp_path: Any) -> None:
         RUNTIMES.make("cudagraphs").load(Source(tmp_path, device="cpu"))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize(
     "name",

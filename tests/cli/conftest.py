@@ -69,6 +69,7 @@ class Result:
 
     @property
     def json(self):
+        assert self.out, f"exit code {self.code}: {self.err}"
         return json.loads(self.out)
 
     @property
