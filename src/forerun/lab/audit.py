@@ -21,6 +21,7 @@ from forerun.controllers import Controller
 from forerun.engine import Sampling
 from forerun.engine.noise import Noise
 from forerun.engine.sampling import Sampler
+from forerun.engine.text import common
 from forerun.errors import PromptError, SettingError, require
 from forerun.lab.bench.peers import Peer
 from forerun.lab.provenance import versions
@@ -82,10 +83,8 @@ class Difference:
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, a missing one included; None if they are equal."""
-    for i, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))
+    at = common(list(a), list(b))
+    return None if at == len(a) == len(b) else at
 
 
 def explain(
@@ -235,10 +234,7 @@ def checks(batch_size: int = 1, peers: Sequence[Peer] = ()) -> list[tuple[str, s
     """The comparisons of `audit` for each prompt: (check, against)."""
     pairs = [(SPECULATIVE, PLAIN)]
     if batch_size > 1:
-        pairs += [
-            (_together(SPECULATIVE, batch_size), PLAIN),
-            (_together(PLAIN, batch_size), PLAIN),
-        ]
+        pairs += [(_together(name, batch_size), PLAIN) for name in (SPECULATIVE, PLAIN)]
     names = [peer.name for peer in peers]
     for peer in peers:
         pairs.append((peer.name, PLAIN))

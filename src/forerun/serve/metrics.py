@@ -53,9 +53,9 @@ class Metrics:
         )
         return metric if labels else metric.labels(self._model)
 
-    def _by_label(self, kind: type[Any], name: str, what: str, label: str, values: Any) -> Any:
-        """A metric per value of a label: all are there from the start, and no others."""
-        metric = self._make(kind, name, what, label)
+    def _by_label(self, name: str, what: str, label: str, values: Any) -> Any:
+        """A counter per value of a label: all are there from the start, and no others."""
+        metric = self._make(Counter, name, what, label)
         return {value: metric.labels(self._model, str(value)) for value in values}
 
     def _requests(self) -> None:
@@ -67,15 +67,11 @@ class Metrics:
         self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
         self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found there.")
         self.tokens = make(Counter, "generation_tokens", "Tokens written.")
-        self.finished = by_label(
-            Counter, "request_success", "Texts by why they ended.", "finished_reason", REASONS
-        )
-        self.refused = by_label(
-            Counter, "requests_refused", "Requests not taken.", "reason", REFUSALS
-        )
-        self.gone = by_label(
-            Counter, "requests_cancelled", "Requests nobody waited for.", "reason", DEPARTURES
-        )
+        reasons = "finished_reason", REASONS
+        self.finished = by_label("request_success", "Texts by why they ended.", *reasons)
+        self.refused = by_label("requests_refused", "Requests not taken.", "reason", REFUSALS)
+        why = "reason", DEPARTURES
+        self.gone = by_label("requests_cancelled", "Requests nobody waited for.", *why)
         self.errors = make(Counter, "engine_errors", "Texts lost to errors of the engine.")
 
         def seconds(name: str, what: str, buckets: Any = _SECONDS) -> Any:
@@ -96,25 +92,15 @@ class Metrics:
         self.drafts = make(Counter, "spec_decode_num_drafts", "Rounds with a draft.")
         self.drafted = make(Counter, "spec_decode_num_draft_tokens", "Tokens drafted.")
         self.accepted = make(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens kept.")
-        self.positions = by_label(
-            Counter,
-            "spec_decode_num_accepted_tokens_per_pos",
-            f"Likewise by position in the draft; {POSITIONS - 1} and later together.",
-            "position",
-            range(POSITIONS),
-        )
-        self.stopped = by_label(
-            Counter, "spec_decode_stopped", "Rounds by why drafting stopped.", "reason",
-            [stop.label for stop in Stop],
-        )  # fmt: skip
-        self.origins = by_label(
-            Counter, "tokens_by_origin", "Tokens by who wrote them.", "origin",
-            [origin.value for origin in Origin],
-        )  # fmt: skip
-        self.phases = by_label(
-            Counter, "round_phase_seconds", "Wall time of rounds, per row in them.", "phase",
-            ["draft", "verify", "other"],
-        )  # fmt: skip
+        what = f"Likewise by position in the draft; {POSITIONS - 1} and later together."
+        name, places = "spec_decode_num_accepted_tokens_per_pos", range(POSITIONS)
+        self.positions = by_label(name, what, "position", places)
+        stops, origins = [stop.label for stop in Stop], [origin.value for origin in Origin]
+        what = "Rounds by why drafting stopped."
+        self.stopped = by_label("spec_decode_stopped", what, "reason", stops)
+        self.origins = by_label("tokens_by_origin", "Tokens by who wrote them.", "origin", origins)
+        what, phases = "Wall time of rounds, per row in them.", ["draft", "verify", "other"]
+        self.phases = by_label("round_phase_seconds", what, "phase", phases)
         self.length = make(Histogram, "draft_length", "Drafted per round.", buckets=_LENGTHS)
         self.kept = make(Histogram, "accepted_length", "Kept per round.", buckets=_LENGTHS)
         self.drift = make(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -108,18 +109,10 @@ class Ours:
             plain=plain,
         )
         seconds = time.perf_counter() - began
-        lengths: dict[int, int] = {}
-        for accepted in (r.accepted for c in done for r in c.rounds):
-            lengths[accepted] = lengths.get(accepted, 0) + 1
-        return Run(
-            seconds,
-            [c.tokens for c in done],
-            [c.stats.first_token_seconds for c in done],
-            [c.stats.rounds for c in done],
-            [c.stats.drafted for c in done],
-            [c.stats.accepted for c in done],
-            dict(sorted(lengths.items())),
-        )
+        lengths = Counter(r.accepted for c in done for r in c.rounds)
+        names = "first_token_seconds", "rounds", "drafted", "accepted"
+        counted = [[getattr(c.stats, name) for c in done] for name in names]
+        return Run(seconds, [c.tokens for c in done], *counted, dict(sorted(lengths.items())))
 
     def about(self) -> dict[str, Any]:
         from forerun.controllers import CONTROLLERS

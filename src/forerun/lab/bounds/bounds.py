@@ -142,24 +142,16 @@ def paths(trace: Trace, specs: Iterable[str]) -> dict[str, Path]:
     cell; see `Path.seconds`."""
     drafted = {}
     for spec in specs:
-        note = _Notes(trace.prompts)
+        series: list[IntArray] = []
+
+        def note(rounds: Rounds, series: list[IntArray] = series) -> None:
+            series.append(np.full((2, trace.prompts), -1))
+            series[-1][:, rounds.prompt] = rounds.drafted, rounds.steps
+
         replay(trace, spec, Cell.synthetic(1), note)
-        drafted[spec] = Path(np.stack(note.drafted, 1), np.maximum(np.stack(note.steps, 1), 0))
+        lengths, steps = np.stack(series, 2)
+        drafted[spec] = Path(lengths, np.maximum(steps, 0))
     return drafted
-
-
-class _Notes:
-    """A `watch` that records the lengths."""
-
-    def __init__(self, prompts: int) -> None:
-        self._prompts = prompts
-        self.drafted: list[IntArray] = []
-        self.steps: list[IntArray] = []
-
-    def __call__(self, rounds: Rounds) -> None:
-        for series, values in ((self.drafted, rounds.drafted), (self.steps, rounds.steps)):
-            series.append(np.full(self._prompts, -1))
-            series[-1][rounds.prompt] = values
 
 
 def tuned(trace: Trace, cell: Cell, drafted: dict[str, Path]) -> list[Bound]:

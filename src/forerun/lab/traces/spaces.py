@@ -18,26 +18,22 @@ class Integer:
     log: bool = False
 
     def suggest(self, trial: Any, name: str, depth: int) -> int:
-        return int(trial.suggest_int(name, self.low, self.high, log=self.log))
+        return int(trial.suggest_int(name, *self.ends(depth), log=self.log))
 
     def values(self, depth: int) -> list[Any] | None:
         """All of them; None if there is no end."""
-        return list(range(self.low, self.high + 1))
+        low, high = self.ends(depth)
+        return list(range(low, high + 1))
+
+    def ends(self, depth: int) -> tuple[int, int]:
+        return self.low, self.high
 
 
 @dataclass(frozen=True)
 class Tokens(Integer):
     """Tokens of a draft, at most the depth of a trace: longer drafts replay alike."""
 
-    def suggest(self, trial: Any, name: str, depth: int) -> int:
-        low, high = self._ends(depth)
-        return int(trial.suggest_int(name, low, high))
-
-    def values(self, depth: int) -> list[Any] | None:
-        low, high = self._ends(depth)
-        return list(range(low, high + 1))
-
-    def _ends(self, depth: int) -> tuple[int, int]:
+    def ends(self, depth: int) -> tuple[int, int]:
         return min(self.low, depth), min(self.high, depth)
 
 
