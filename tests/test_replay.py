@@ -24,6 +24,7 @@ from forerun.lab.traces.trace import Trace, concatenate
 from forerun.testing import ScriptedModel
 from forerun.types import RoundOutcome, Stop
 from made_traces import random_trace, trace_of
+from marks import slow_but
 from test_engine import chaotic, noisy
 
 NESTED = {
@@ -74,6 +75,8 @@ SPECS = [
     for name in CONTROLLERS.names()
     for spec in NESTED.get(name, [name, *SETTINGS.get(name, [])])
 ]
+FEW = "fixed", "auto", "svip", "cm-asd", "hf-threshold", "gammatune"
+"""One of each kind, on the models that ship."""
 CELL = Costs.synthetic(10, slope=0.02, fixed=0.1)
 
 
@@ -167,10 +170,7 @@ def test_scripted_rounds_are_those_of_the_live_engine(scripted: Any, spec: str) 
     agree(*scripted, spec, rows=16)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [s if s in CONTROLLERS.names() else pytest.param(s, marks=pytest.mark.slow) for s in SPECS],
-)
+@pytest.mark.parametrize("spec", slow_but(SPECS, FEW.__contains__))
 def test_shipped_rounds_are_those_of_the_live_engine(shipped: Any, spec: str) -> None:
     agree(*shipped, spec, rows=1)
 
