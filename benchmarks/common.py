@@ -130,6 +130,12 @@ def show(cell: dict[str, float]) -> str:
     return f"{cell['mean']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]"
 
 
+def chat(tokenizer: Any, text: str) -> list[int]:
+    """What a user says as the ids of a prompt, in the tokenizer's chat template."""
+    turns = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+
 def commit() -> str:
     """The short name of the commit that is measured."""
     git = ["git", "rev-parse", "--short", "HEAD"]
@@ -151,7 +157,9 @@ def provenance(model: forerun.Model, **settings: Any) -> dict[str, Any]:
         ]
         cpu = f"{names[0]} × {len(names)}" if names else cpu
     return {
-        "command": "python -m benchmarks.run " + " ".join(map(_local, sys.argv[1:])),
+        "command": " ".join(
+            [f"python -m benchmarks.{Path(sys.argv[0]).stem}", *map(_local, sys.argv[1:])]
+        ),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "device": str(model.target.device),

@@ -1,28 +1,27 @@
 """Tokens a round of the drafter `memory` over 100 chats of one person's work, by counting: the
 table that ships alone, and with the one that grows from chat to chat.
 
-``python -m benchmarks.memory_growth MODEL.gguf [--chats 100] [--tokens 80] [--save FILE]`` writes
-the answers (greedy, plain: what a draft is compared with changes no text) and counts;
-``--texts FILE`` counts on answers that were saved. Ten chats a day: functions of one program,
-their tests and comments, mails, minutes, records, translations, and a question of some days ago
-asked again. No clock: busy machines count as well.
+``python -m benchmarks.memory_growth MODEL.gguf [--chats 100] [--tokens 48]`` writes the answers
+(greedy, plain: what a draft is compared with changes no text), counts, and writes
+``results/memory-growth.json``. Ten chats a day: functions of one program, their tests and comments,
+mails, minutes, records, translations, and a question of some days ago asked again. No clock: busy
+machines count as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import chain, count, islice
 from typing import Any
 
 import forerun
+from benchmarks.common import chat, provenance, save, table
 from forerun.drafters.base import Proposal, Step
 from forerun.drafters.memory import TABLES, fingerprint
 from forerun.drafters.ngrams import NGrams
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.runtime.load import load_tokenizer
 
 DRAFTED = 4
 DAY = 10
@@ -74,19 +73,12 @@ class Greedy:
         return [row for row in active if len(proposal.tokens[row]) < most[row]]
 
 
-def answers(model: str, chats: int, tokens: int) -> list[dict[str, Any]]:
-    """Prompt and text of each chat, as ids."""
-    loaded = forerun.load(model, "memory", runtime="openvino")
-    out = []
-    for day in range(-(-chats // DAY)):
-        for text in questions(day):
-            messages = [{"role": "user", "content": text}]
-            ids = loaded.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-            made = loaded.generate(list(ids), plain=True, max_new_tokens=tokens)
-            out.append({"ids": [*ids, *made.tokens], "prompt": len(ids)})
-    return out[:chats]
+def answers(model: forerun.Model, chats: int, tokens: int) -> Iterator[tuple[list[int], int]]:
+    """Ids of a chat's prompt and text, and how many are the prompt's."""
+    for text in islice(chain.from_iterable(map(questions, count())), chats):
+        ids = chat(model.tokenizer, text)
+        made = model.generate(ids, plain=True, max_new_tokens=tokens)
+        yield [*ids, *made.tokens], len(ids)
 
 
 def rounds(drafter: SuffixDrafter, ids: Sequence[int], prompt: int) -> int:
@@ -102,46 +94,34 @@ def rounds(drafter: SuffixDrafter, ids: Sequence[int], prompt: int) -> int:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Write or read the answers, and print the curve."""
-    if options.texts:
-        tokenizer, texts = json.loads(Path(options.texts).read_text())
-    else:
-        texts = answers(options.model, options.chats, options.tokens)
-        tokenizer = fingerprint(load_tokenizer(options.model))
-        if options.save:
-            Path(options.save).write_text(json.dumps([tokenizer, texts]))
+    """Write the answers, count, and save the curve."""
+    model = forerun.load(options.model, "memory", runtime="openvino")
+    tokenizer = fingerprint(model.tokenizer)
     shipped = [NGrams.load(path, tokenizer) for path in TABLES.glob(f"{tokenizer}.*")]
     growing = NGrams()
     alone, grown = (SuffixDrafter(16, 0.05, [*shipped, *more]) for more in ([], [growing]))
-    print("| chats | tokens | table that ships | grown | grown over it |\n|---|---|---|---|---|")
-    every = [0, 0, 0]
-    for first in range(0, len(texts), DAY):
-        counts = [0, 0, 0]
-        for text in texts[first : first + DAY]:
-            ids, prompt = text["ids"], text["prompt"]
-            of_text = (
-                max(len(ids) - prompt - 1, 0),
-                *(rounds(d, ids, prompt) for d in (alone, grown)),
-            )
-            counts = [a + b for a, b in zip(counts, of_text, strict=True)]
-            growing.learn(ids, prompt)
-        every = [a + b for a, b in zip(every, counts, strict=True)]
-        _show(f"{first + 1}–{min(first + DAY, len(texts))}", counts)
-    _show("all", every)
-
-
-def _show(name: str, counts: Sequence[int]) -> None:
-    tokens, alone, grown = counts
-    print(
-        f"| {name} | {tokens} | {tokens / alone:.2f} | {tokens / grown:.2f} | {alone / grown:.3f} |"
-    )
+    days: list[list[int]] = []  # tokens, rounds with the table that ships, and with both
+    for i, (ids, prompt) in enumerate(answers(model, options.chats, options.tokens)):
+        counts = max(len(ids) - prompt - 1, 0), *(rounds(d, ids, prompt) for d in (alone, grown))
+        growing.learn(ids, prompt)
+        if i % DAY == 0:
+            days.append([0, 0, 0])
+        days[-1] = [a + b for a, b in zip(days[-1], counts, strict=True)]
+    named = {f"{DAY * i + 1}–{min(DAY * (i + 1), options.chats)}": d for i, d in enumerate(days)}
+    named["all"] = [sum(column) for column in zip(*days, strict=True)]
+    rows = [
+        [name, str(n), f"{n / old:.2f}", f"{n / new:.2f}", f"{old / new:.3f}"]
+        for name, (n, old, new) in named.items()
+    ]
+    header = ["chats", "tokens", "table that ships", "grown", "grown over it"]
+    made = provenance(model, chats=options.chats, tokens=options.tokens)
+    text = f"Tokens a round at {DRAFTED} drafted.\n\n{table(header, rows)}"
+    save("memory-growth", made, named, text)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?")
+    parser.add_argument("model", metavar="MODEL.gguf")
     parser.add_argument("--chats", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--texts", metavar="FILE")
-    parser.add_argument("--save", metavar="FILE")
+    parser.add_argument("--tokens", type=int, default=48)
     main(parser.parse_args())

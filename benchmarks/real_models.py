@@ -2,10 +2,10 @@
 prompts of eight kinds, in turns, tokens/s with the prompt.
 
 ``python -m benchmarks.real_models MODEL.gguf [--threads 2] [--tokens 96] [--prompts 10]``; with
-``--sampled T`` forerun alone, greedy and at temperature T (SmolLM2's card: 0.2) and top_p 0.9; with
-``--long`` prompts of 2,000 and 6,000 tokens. Peers are there if their packages `openvino-genai` and
-`xllamacpp` are. Text that runs in circles flatters every lookup: the share of repeated 4-grams is
-beside each kind.
+``--sampled T`` forerun alone, greedy and at temperature T (SmolLM2's card: 0.2), top_p 0.9 and a
+seed of each prompt's own; with ``--long`` prompts of 2,000 and 6,000 tokens. Peers are there if
+their packages `openvino-genai` and `xllamacpp` are. Text that runs in circles flatters lookups: the
+share of repeated 4-grams is beside each kind.
 
 Kinds may be measured by several processes on cores of their own: ``--kinds story,json --save
 A.json`` in each, then ``--merge A.json B.json ...`` prints the table of all.
@@ -27,6 +27,7 @@ from urllib.request import urlopen
 import torch
 
 import forerun
+from benchmarks.common import chat
 
 TEXT = (
     "The committee met on Tuesday to discuss the new library. The budget of 40,000 euros was "
@@ -121,19 +122,18 @@ def methods(
     lookup, default = (forerun.load(path, draft, runtime="openvino") for draft in ("lookup", None))
 
     def own(model: forerun.Model, **more: Any) -> Method:
-        return lambda _, ids: list(model.generate(ids, max_new_tokens=count, **more).tokens)
+        def run(text: str, ids: list[int]) -> list[int]:
+            seed = sum(text.encode())  # one of each prompt's own
+            return list(model.generate(ids, max_new_tokens=count, seed=seed, **more).tokens)
+
+        return run
 
     def encode(text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        return list(
-            default.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        )
+        return chat(default.tokenizer, text)
 
     made = {"plain": own(default, plain=True), "auto": own(default, controller="auto")}
     if sampled is not None:
-        settings = {"temperature": sampled, "top_p": 0.9, "seed": 7}
+        settings = {"temperature": sampled, "top_p": 0.9}
         made["plain sampled"] = own(default, plain=True, **settings)
         made["auto sampled"] = own(default, controller="auto", **settings)
         return made, encode
@@ -254,6 +254,11 @@ def show(runs: Runs, title: str) -> None:
             print(f"\nidentical to {plain}: {sum(same)} of {len(same)}")
     if "auto sampled" in names:
         print(f"auto sampled over plain sampled: {paired(speeds, 'auto sampled', 'plain sampled')}")
+        gains = {
+            way: [a / b for a, b in zip(speeds[f"auto{way}"], speeds[f"plain{way}"], strict=True)]
+            for way in ("", " sampled")
+        }
+        print(f"of the greedy gain: {paired(gains, ' sampled', '')}")
     print(f"auto over plain: {paired(speeds, 'auto', 'plain')}")
     for peer in ("GenAI", "llama.cpp"):
         if arms := [name for name in names if name.startswith(peer)]:

@@ -14,7 +14,7 @@ import numpy as np
 
 import forerun
 from benchmarks.cmasd import relative
-from benchmarks.common import geometric, provenance, resumed, save, show, table
+from benchmarks.common import chat, geometric, provenance, resumed, save, show, table
 from benchmarks.quality import paired, percent
 from benchmarks.translator import Item, bleu, read_set
 from forerun.lab import calibrate
@@ -66,7 +66,7 @@ def gsm8k(target: str, draft: str, data: Path, count: int, tokens: int, calibrat
         "EASD, calibrated, bonus token": ("fixed(5)", f"{limit},bonus=untested)"),
     }
     asked = [
-        Asked(_chat(model, SUMS.format(**p)), Item(p["question"], (p["answer"],)))
+        Asked(chat(model.tokenizer, SUMS.format(**p)), Item(p["question"], (p["answer"],)))
         for p in _problems(data / "gsm8k" / "test.jsonl", count)
     ]
     for _ in _answered(model, asked, methods, tokens, results["runs"], right):
@@ -84,7 +84,7 @@ def captions(target: str, draft: str, data: Path, count: int, tokens: int) -> No
     model = _loaded(target, draft)
     methods = {"standard": ("fixed(5)", "standard"), **CAPTIONS}
     asked = [
-        Asked(_chat(model, TRANSLATE.format(source=item.source)), item)
+        Asked(chat(model.tokenizer, TRANSLATE.format(source=item.source)), item)
         for item in read_set(data, "multi30k")[:count]
     ]
     for _ in _answered(model, asked, methods, tokens, results["runs"], _whole):
@@ -101,18 +101,10 @@ def _problems(file: Path, count: int) -> list[dict[str, str]]:
         return [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
 
 
-def _chat(model: forerun.Model, text: str) -> list[int]:
-    tokenizer: Any = model.tokenizer
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-    )
-    return list(ids)
-
-
 def _threshold(model: forerun.Model, data: Path, tokens: int, count: int) -> float:
     """τ_H of training problems, as the paper takes it: the target's entropies alone make it."""
     problems = _problems(data / "gsm8k" / "train.jsonl", count)
-    prompts = [_chat(model, SUMS.format(**p)) for p in problems]
+    prompts = [chat(model.tokenizer, SUMS.format(**p)) for p in problems]
     sampling = forerun.Sampling(max_new_tokens=tokens)
     return calibrate.easd(model, prompts, sampling=sampling, batch_size=1, target_only=True).entropy
 

@@ -17,6 +17,7 @@ from forerun.errors import MissingExtraError, ModelError, SettingError, Unsuppor
 from forerun.runtime import Rows
 from forerun.runtime.base import Facts, best_of
 from forerun.runtime.exits import LayersExecutor, layers_of
+from forerun.runtime.torch_executor import facts_of
 from marks import slow_but
 from sourced import alone as alone_with
 from sourced import build as build_encoder_decoder
@@ -30,11 +31,11 @@ from forerun.runtime.openvino import load as loading  # noqa: E402
 from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
-from forerun.runtime.openvino.export import Attention, export  # noqa: E402
+from forerun.runtime.openvino.export import Attention, export, halved  # noqa: E402
 from forerun.runtime.openvino.layers import OpenVINOLayersExecutor  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
 from forerun.runtime.openvino.pool import Blocks  # noqa: E402
-from forerun.runtime.openvino.weights import compress, fuse, halve, is_halved  # noqa: E402
+from forerun.runtime.openvino.weights import fuse, halves, held, hold, is_halved  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
 WINDOW = 8
@@ -502,8 +503,9 @@ def test_queries_keys_and_values_are_one_product(family: str, fused: int) -> Non
 def test_experts_are_rounded_to_8_bits_like_everything_else(family: str) -> None:
     model = tiny(family)
     graph = export(model)
+    fuse(graph)
     every = sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
-    assert compress(graph) == every
+    assert hold(graph, eight_bits=True) == every
     text = texts(20)[0]
     exact = alone(model, text)
     got = from_model(model, "int8", cached=False).run([0], [text], [20])[0]
@@ -716,9 +718,13 @@ def test_bfloat16_weights_are_read_as_they_are(
     sourced = family == "bart"
     model = build_encoder_decoder("bart") if sourced else tiny(family)
     model = model.bfloat16().float()
-    graph = export(model)
+    with halved(model) as memory:
+        graph = export(model)
+    assert model.dtype == torch.float32
+    hold(graph)
+    del memory
     products = sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
-    assert halve(graph) == products
+    assert len(list(halves(graph))) == products
     executor = from_model(model, cached=False)
     (text,) = texts(30)
     exact = alone_with(model, text, text) if sourced else alone(model, text)
@@ -732,9 +738,39 @@ def test_bfloat16_weights_are_read_as_they_are(
         assert sizes[-1] == tokens
 
 
+@pytest.mark.usefixtures("own_store")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "family", slow_but(FAMILIES, {"llama", "gpt2", "gemma3_text"}.__contains__)
+)
+def test_a_checkpoint_in_16_bits_is_not_widened_to_be_exported(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor copied; but for a model that makes numbers of its own and would round them."""
+    tiny(family).to(dtype).save_pretrained(tmp_path / "model")
+    dtypes = []
+    load = loading.load_model
+
+    def noted(name: Any, device: Any, dtype: Any, *more: Any, **options: Any) -> Any:
+        dtypes.append(dtype)
+        return load(name, device, dtype, *more, **options)
+
+    monkeypatch.setattr(loading, "load_model", noted)
+    (text,) = texts(20)
+    for precision, most in (("fp32", TOLERANCE), ("int8", 2.0)):
+        dtypes.clear()
+        executor = from_name(tmp_path / "model", precision)
+        exact = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        wanted = alone(exact, text)
+        assert (executor.run([0], [text], [20])[0] - wanted).abs().max() < most
+        assert executor.facts.token_bytes == facts_of(exact).token_bytes
+        assert dtypes == ([dtype, "fp32"] if family.startswith("gemma3") else [dtype])
+
+
 def test_weights_that_are_not_bfloat16_stay(model: Any) -> None:
-    graph = export(model)
-    assert halve(graph) == 0
+    with halved(model):
+        graph = export(model)
+    hold(graph)
     assert not is_halved(graph)
 
 
@@ -787,15 +823,16 @@ def test_parts_of_numbers_are_their_sum() -> None:
 def test_products_in_parts_are_as_exact_as_fp32(rank: int) -> None:
     rng = np.random.default_rng(rank)
     weights = rng.normal(size=(96, 200)).astype(np.float32)
+    bits = weights.view(np.uint16)[:, 1::2]
     weights = (weights.view(np.uint32) & 0xFFFF0000).view(np.float32)
     numbers = (rng.normal(size=(16, 200)) * np.exp(2 * rng.normal(size=(16, 200)))).astype("f")
     exact = numbers.astype(np.float64) @ weights.T.astype(np.float64)
     x = ov.opset15.parameter([16, 1, 200] if rank == 3 else [16, 200], ov.Type.f32)
-    graph = ov.Model([ov.opset15.matmul(x, ov.opset15.constant(weights), False, True)], [x])
+    graph = ov.Model([ov.opset15.matmul(x, held(bits), False, True)], [x])
     worst = []
     for in_parts in (False, True):
         if in_parts:
-            assert halve(graph) == parts.multiply_in_parts(graph) == 1
+            assert parts.multiply_in_parts(graph) == 1
         compiled = core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         got = compiled([numbers.reshape(x.get_output_shape(0))])[0]
         assert got.shape == ((16, 1, 96) if rank == 3 else (16, 96))

@@ -6,10 +6,12 @@ An executor is a line in the table. Logits are compared, not arg-maxes, which wo
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from forerun.runtime.support import PROVEN
 from forerun.runtime.torch_executor import TorchExecutor
 from forerun.signals import measure
 from forerun.testing import ScriptedModel
+from gguf_files import write as write_gguf
 from marks import FAMILIES, slow_but
 from sourced import OneSource
 from sourced import alone as alone_with
@@ -162,6 +165,30 @@ def of_halved(family: str, large: bool = False, tiled: bool = False) -> Case:
     return of_model(make, family, lambda model: model.bfloat16().float())
 
 
+def of_precision(precision: str) -> Case:
+    """Weights in fewer bits are a model of their own, which a text alone is read by in one pass."""
+    pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+    from forerun.runtime.openvino.load import from_model, from_name
+
+    def make() -> Executor:
+        if precision == "int8":
+            return from_model(build("llama"), precision)
+        path = Path(os.environ["FORERUN_CACHE"], f"{precision}.gguf")
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_gguf(path, "llama", precision)
+        return from_name(path)
+
+    single = make()
+
+    def alone(tokens: Sequence[int]) -> torch.Tensor:
+        logits = single.run([0], [list(tokens)], [len(tokens)])[0]
+        single.keep([], [])
+        return logits
+
+    return Case(make, alone)
+
+
 def of_openvino_layers(family: str) -> Case:
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
     from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
@@ -186,6 +213,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "openvino-parts-llama": lambda: of_halved("llama", tiled=True),
     "openvino-parts-gpt2-large": lambda: of_halved("gpt2", large=True, tiled=True),
     "openvino-layers-llama": lambda: of_openvino_layers("llama"),
+    **{f"openvino-{p}": lambda p=p: of_precision(p) for p in ("int8", "Q8_0", "Q4_1", "Q4_K")},
     "scripted": of_script,
 }
 

@@ -1,9 +1,15 @@
-"""llama.cpp's server in this process (`xllamacpp`), on a CPU."""
+"""llama.cpp's server in this process (`xllamacpp`), on a CPU.
+
+``python -m benchmarks.peers.llama_cpp_server MODEL.gguf ROWS CONTEXT THREADS [ngram]`` serves a
+file until it is ended.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -87,8 +93,9 @@ def make(name: str, first: Mapping[str, Any]) -> LlamaCpp:
     return LlamaCpp(first, name.removeprefix("llama-cpp").removeprefix("-"))
 
 
-def write_gguf(folder: Path, path: str) -> None:
-    """Write a model of the Llama family, its weights as they are but in fp32, with its tokens."""
+def write_gguf(folder: Path, path: str, kind: str = "F32") -> None:
+    """Write a model of the Llama family with its tokens, matrices in a type of `gguf`'s, the table
+    of embeddings in no fewer than 8 bits."""
     gguf: Any = importlib.import_module("gguf")
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "llama":
@@ -119,7 +126,10 @@ def write_gguf(folder: Path, path: str) -> None:
             n = heads if "q_proj" in name else pairs
             halves = tensor.reshape(n, 2, len(tensor) // n // 2, tensor.shape[1])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape).copy()
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor)
+        called = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        own = "Q8_0" if kind.startswith("Q") and called.startswith("token_embd") else kind
+        held = gguf.GGMLQuantizationType[own if tensor.ndim > 1 else "F32"]
+        writer.add_tensor(called, gguf.quantize(tensor, held), raw_dtype=held)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,3 +175,11 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
             else:
                 values = data.view(kinds[about["dtype"]]).astype(numpy.float32)
             yield name, values.reshape(about["shape"])
+
+
+if __name__ == "__main__":
+    path, *numbers, kind = sys.argv[1:6]
+    rows, context, threads = map(int, numbers)
+    made = LlamaCpp({"gguf": path, "rows": rows, "context": context, "threads": threads}, kind)
+    print(made.server.listening_address, flush=True)
+    signal.pause()

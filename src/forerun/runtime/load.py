@@ -62,6 +62,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    mapped: bool = False,
 ) -> Any:
     """Load a language model from a folder or a Hugging Face id (safetensors), or a GGUF file.
 
@@ -70,6 +71,8 @@ def load_model(
         device: None: CUDA if there is one, else the CPU.
         dtype: None: the checkpoint's own; of a GGUF file bfloat16, to which it is widened.
         trust_remote_code: run code that comes with the model.
+        mapped: leave weights that are not converted in the mapping of their file, which takes no
+            memory and changes with the file: for those who are soon done with the model.
 
     Raises:
         ModelError: missing, corrupt, incomplete, or none that writes text; one line says which.
@@ -95,6 +98,8 @@ def load_model(
     try:
         model = _pretrained(name if path is None else path.parent, trust_remote_code, options)
         model = model.to(where).eval()
+        for tensor in () if mapped else (*model.parameters(), *model.buffers()):
+            tensor.data = unmapped(tensor.data)
         run_once(model)
     except ModelError:
         raise
@@ -132,8 +137,6 @@ def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any
         **options,
     )
     _check_complete(name, report)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = unmapped(tensor.data)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -48,7 +49,7 @@ def preview(name: str | Path) -> list[str]:
         raise
     except Exception as error:  # whatever a config.json may hold
         raise ModelError(f"cannot read the config.json of {str(name)!r}: {error}") from error
-    counts = _counted(here)
+    counts = counted(here)
     weights, size = sum(counts.values()), sum(n * _WIDTHS.get(k, 1) for k, n in counts.items())
     held = f"torch, {_mb(size)}"
     if installed:  # bfloat16 numbers are held in 16 bits
@@ -90,7 +91,7 @@ def _mb(count: int) -> str:
     return f"{count / 1e6:,.0f} MB"
 
 
-def _counted(paths: list[Path]) -> dict[str, int]:
+def counted(paths: Sequence[Path]) -> dict[str, int]:
     """Numbers by type, from the headers of safetensors files."""
     counts: Counter[str] = Counter()
     for path in paths:

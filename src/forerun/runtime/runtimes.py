@@ -141,8 +141,7 @@ class CudaGraphsRuntime(RuntimeSpec):
 @dataclass(frozen=True)
 class AutoRuntime(RuntimeSpec):
     """OpenVINO where it is installed, serves the model and is faster; else PyTorch. That is on a
-    CPU, in float32, for models on this machine that pass its probe and whose export fits into the
-    free memory."""
+    CPU, in float32, for models on this machine that pass its probe."""
 
     summary: ClassVar[str] = (
         "openvino on a CPU where it is installed and serves the model, or torch"
@@ -160,38 +159,15 @@ class AutoRuntime(RuntimeSpec):
         return TorchRuntime().load(source)
 
 
-EXPORT_BYTES = 4
-"""Most memory that an export takes, in sizes of a checkpoint in bfloat16: 3 to 3.6 were measured
-at 0.5 and 1.5 billion weights."""
-
-
 def _exportable(source: Source) -> bool:
-    """Whether a model is on this machine and its export fits into the free memory."""
+    """Whether a model is on this machine."""
     from forerun.runtime.openvino.load import files
 
     if gguf.locate(source.name) or exported(source.name):
         return True
     here = files(source.name)
-    if here and "relative_attention_num_buckets" in read_json(here[0]):
-        return False  # its bias is in no graph, as is known of T5: not worth a line
-    size = sum(path.stat().st_size for path in here)
-    free = _free_memory()
-    if size and free is not None and EXPORT_BYTES * size > free:
-        line = f"an export needs up to {EXPORT_BYTES * size >> 20:,} MiB, {free >> 20:,} are free"
-        warnings.warn(
-            f"runtime torch: {line}; name the runtime openvino to try", ForerunWarning, stacklevel=3
-        )
-        return False
-    return size > 0
-
-
-def _free_memory() -> int | None:
-    """Bytes that may be taken without swapping; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(s.split()[1]) << 10 for s in lines if s.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
+    # A bias by distance is in no graph, as is known of T5: not worth a line.
+    return bool(here) and "relative_attention_num_buckets" not in read_json(here[0])
 
 
 RUNTIMES = Registry(

@@ -14,7 +14,7 @@ from forerun.runtime.eagle import HEAD, EagleHead
 from forerun.runtime.openvino.executor import OpenVINOExecutor
 from forerun.runtime.openvino.export import INPUTS, Attention, convert, name
 from forerun.runtime.openvino.nodes import GIVEN, STATES, attach
-from forerun.runtime.openvino.weights import compress
+from forerun.runtime.openvino.weights import hold
 from forerun.runtime.states import States
 
 _TOKENS = 7  # of the example that is traced
@@ -56,7 +56,7 @@ def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecuto
     graph.outputs[1].get_tensor().set_names({STATES})
     graph.inputs[len(INPUTS)].get_node().set_partial_shape(ov.PartialShape([-1, 1, width]))
     graph.validate_nodes_and_infer_types()
-    compress(graph)
+    hold(graph, eight_bits=True)
     facts = replace(facts, executor="openvino", precision="int8")
     made = OpenVINOExecutor(attach(graph), facts, target.threads)
     made.states = States((1,), width)

@@ -80,6 +80,8 @@ class OpenVINOExecutor(Executor):
         self._again, self._least = again or graph.clone, least
         self.settle: Callable[[], None] = lambda: None
         """Gives back what only compiling and the first passes need."""
+        self.memory: Any = None
+        """What must live as long, as the graph reads its memory."""
         self.given: torch.Tensor | None = None
         """`(tokens, D)` what the next pass reads beside its tokens, if the graph has `GIVEN`."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)

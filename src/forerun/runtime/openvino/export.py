@@ -14,9 +14,10 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ import openvino as ov
 import openvino.opset15 as op
 import torch
 from openvino.frontend.pytorch import ConversionExtension
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import UnsupportedModelError
@@ -38,6 +41,7 @@ are wanted. Its output is `(wanted, V)`."""
 PLACEHOLDER = "attention."
 """Friendly names of placeholders begin with this and end in the number of the call."""
 RT_INFO = "forerun"
+HALF = torch.bfloat16, torch.float16
 _NAME = "forerun_paged"
 _EXAMPLE_TOKENS = 7
 
@@ -71,6 +75,26 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, number: int) 
     return query.new_zeros(query.shape[0], 1, query.shape[1], value.shape[3])
 
 
+class Widened(TorchFunctionMode):
+    """Has a model whose weights are in 16 bits compute in float32, exactly as one that was widened
+    would: a weight is widened where it is read, a table of embeddings row by row."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        called, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if called in ("__get__", "numel"):  # of a property
+            value = function(*args)
+            return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
+        if called in ("embedding", "__getitem__"):
+            return _wide(function(*args, **kwargs))
+        return function(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
+
+
 class _Flat(torch.nn.Module):
     """The model over `(tokens, 1)` ids, its head over wanted tokens only."""
 
@@ -85,16 +109,19 @@ class _Flat(torch.nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
         self.wanted = wanted
-        output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return output.logits[:, 0].float()
+        with Widened():
+            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            return output.logits[:, 0].float()
 
 
 def export(model: Any) -> ov.Model:
     """Turn a model into a graph with placeholders where its attention is.
 
     Args:
-        model: a Hugging Face model on the CPU in fp32 (`in_fp32`). Of one with an encoder the
-            graph is the decoder; where it attends to the source, keys and values are left open.
+        model: a Hugging Face model on the CPU in fp32, or in 16 bits that are widened where they
+            are read. Of one with an encoder the graph is the decoder; where it attends to the
+            source, keys and values are left open. The graph reads the model's memory, and may
+            not outlive it.
 
     Returns:
         A graph of inputs `INPUTS` and output `logits`; `attentions` reads what its placeholders
@@ -138,7 +165,7 @@ class _Decoder(_Flat):
     ) -> torch.Tensor:
         self.wanted = wanted
         unread = BaseModelOutput(last_hidden_state=torch.zeros(len(input_ids), 1, self.width))
-        with self.table.looked_up(position_ids):
+        with Widened(), self.table.looked_up(position_ids):
             logits = self.model(
                 encoder_outputs=unread, decoder_input_ids=input_ids, use_cache=False
             ).logits[:, 0]
@@ -253,23 +280,49 @@ def name(graph: ov.Model, inputs: Sequence[str], output: str, calls: list[Attent
 
 
 @contextmanager
+def halved(model: Any) -> Iterator[Any]:
+    """Hold weights in float32 that are bfloat16 numbers, as most checkpoints' are, in 16 bits until
+    the end of the block.
+
+    Yields:
+        What owns the memory that graphs read which are made of the model meanwhile.
+    """
+    wide: list[tuple[torch.Tensor, torch.Tensor]] = []
+    narrow: list[torch.Tensor] = []
+    for weight in model.parameters():
+        if weight.dtype != torch.float32 or weight.dim() < 2:
+            continue
+        if not (weight.detach().view(torch.int32) & 0xFFFF).any():
+            wide.append((weight, weight.data))
+            weight.data = weight.data.bfloat16()
+            narrow.append(weight.data)
+    try:
+        yield model, narrow
+    finally:
+        for weight, data in wide:
+            weight.data = data
+
+
+@contextmanager
 def _attention_marked(model: Any, calls: list[Attention]) -> Iterator[None]:
     """Point the model's attention and experts at forms that can be traced, and note the calls."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _marker(model, calls))
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
-    attention, experts = model.config._attn_implementation, model.get_experts_implementation()
+    # Taken before anything is traced, each is a constant.
+    experts = {id(w): w.detach().unbind() for w in model.parameters() if w.dim() == 3}
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_experts, experts))
+    before = model.config._attn_implementation, model.get_experts_implementation()
     model.set_attn_implementation(_NAME)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(_NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation(before[0])
         if model._can_set_experts_implementation():
-            model.set_experts_implementation(experts)
+            model.set_experts_implementation(before[1])
 
 
 def _marker(model: Any, calls: list[Attention]) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -307,14 +360,19 @@ def _marker(model: Any, calls: list[Attention]) -> Callable[..., tuple[torch.Ten
 
 
 def _experts(
-    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    matrices: Mapping[int, Sequence[torch.Tensor]],
+    module: Any,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Mixture of experts, each over the tokens routed to it; those without any cost nothing."""
     out = torch.zeros_like(hidden)
     up = module.gate_up_proj if module.has_gate else module.up_proj
 
     def linear(x: torch.Tensor, weight: torch.Tensor, name: str, expert: int) -> torch.Tensor:
-        matrix = weight[expert].T if module.is_transposed else weight[expert]
+        matrix = matrices[id(weight)][expert]
+        matrix = matrix.T if module.is_transposed else matrix
         bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
         return torch.nn.functional.linear(x, matrix, bias)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -21,11 +22,12 @@ from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import EXPORTED, exported, load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
-from forerun.runtime.openvino.export import export, in_fp32, reason
+from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
-from forerun.runtime.openvino.weights import compress, fuse, halve
+from forerun.runtime.openvino.weights import hold
+from forerun.runtime.preview import counted
 from forerun.runtime.sources import Encoder
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
@@ -95,12 +97,31 @@ def from_name(
     options = _Options(precision, threads)
 
     def torch_model() -> Any:
-        return load_model(name, "cpu", "fp32", trust_remote_code)
+        return _loaded(name, trust_remote_code)
 
     model = None if files(name) else torch_model()  # not on this machine until now
     entry = store.key(store.of_files(files(name)), _form(precision))
     there = torch_model if model is None else lambda: model
     return _of_torch(entry, there, str(name), options)
+
+
+def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
+    """The torch model, its weights in the mapping of their files where all are in 16 bits; in fp32
+    where not, or where it made numbers of its own and rounded them."""
+    if dtype := _half_of(files(name)):
+        model = load_model(name, "cpu", dtype, trust_remote_code, mapped=True)
+        made = dict(model.named_buffers())
+        if not any(made[name].dtype in HALF for name in made.keys() - model.state_dict().keys()):
+            return model
+    return load_model(name, "cpu", "fp32", trust_remote_code)
+
+
+def _half_of(files: Sequence[Path]) -> torch.dtype | None:
+    """What all tensors in safetensors files are in, if it is one of `HALF`."""
+    kinds: dict[str, int] = {}
+    with suppress(ModelError):  # loading says what is wrong
+        kinds = counted([path for path in files if path.suffix == ".safetensors"])
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds))
 
 
 def _as_it_is(path: Path, threads: int | None) -> OpenVINOExecutor:
@@ -147,15 +168,13 @@ def _made(
         except UnsupportedModelError:  # damaged where only the probe sees it
             store.discard(entry)
     stored = make()
-    kept = None
-    if entry and store.write(entry, stored):
-        # Read back, its weights are pages of a file and no longer memory of their own.
-        kept = store.read(entry)
+    if not (entry and store.write(entry, stored) and (kept := store.read(entry))):
+        return _executor(stored, None, name, options, torch_model)
+    stored = kept  # its weights are pages of a file and no longer memory of their own
     try:
-        return _executor(kept or stored, entry if kept else None, name, options, torch_model)
+        return _executor(stored, entry, name, options, torch_model)
     except UnsupportedModelError:
-        if entry:
-            store.discard(entry)
+        store.discard(entry)
         raise
 
 
@@ -198,13 +217,15 @@ def _form(precision: str | None) -> str:
 
 
 def _export(model: Any, options: _Options) -> store.Stored:
-    model = in_fp32(model)
-    encodes = model.config.is_encoder_decoder
-    facts = replace(sourced_facts(model) if encodes else facts_of(model), executor="openvino")
-    graph = export(model)
-    fuse(graph)
-    (compress if options.precision == "int8" else halve)(graph)
-    return store.Stored(graph, facts, reference(model, facts.limit))
+    if model.device.type != "cpu" or model.dtype not in HALF:
+        model = in_fp32(model)
+    with Widened():
+        facts = sourced_facts(model) if model.config.is_encoder_decoder else facts_of(model)
+        expected = reference(model, facts.limit)
+    with halved(model) as memory:
+        graph = export(model)
+    hold(graph, options.precision == "int8")
+    return store.Stored(graph, replace(facts, executor="openvino"), expected, memory)
 
 
 def _executor(
@@ -240,6 +261,7 @@ def _executor(
             options.encoder,
             options.threads,
         )
+    executor.memory = stored.memory
     probe(executor, stored.reference or reference_of(executor))
     executor.warm()
     if entry:

@@ -18,7 +18,7 @@ import openvino.opset15 as op
 
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.ports import replace
-from forerun.runtime.openvino.weights import halves
+from forerun.runtime.openvino.weights import halves, held
 
 _ROUNDS = np.array([[[2**16 + 1]], [[2**8 + 1]], [[1]]], np.float32)
 """Factors by which `_rounded` keeps the upper 8 and 16 bits of a number, and all of it."""
@@ -50,10 +50,9 @@ _PRODUCT = b"""<?xml version="1.0"?><net name="product" version="11"><layers>
 def has_matrix_units() -> bool:
     """Whether the plug-in multiplies in parts on matrix units of this CPU."""
     x = op.parameter([16, 64], ov.Type.f32)
-    weights = ov.Tensor(ov.Type.bf16, ov.Shape([64, 64]))
-    weights.data.view(np.uint16)[...] = 0x3F80  # ones
+    ones = held(np.full((64, 64), 0x3F80, np.uint16))
     try:
-        product = op.matmul(x, op.convert(op.constant(weights), "f32"), False, True)
+        product = op.matmul(x, ones, False, True)
         graph = ov.Model([product], [x])
         multiply_in_parts(graph)
         compiled = core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})

@@ -44,6 +44,8 @@ class Stored:
     facts: Facts
     reference: Reference | None
     """None: of what no torch model was made from; it is compared with itself."""
+    memory: Any = None
+    """What owns the memory of the graph's weights; None: the graph does."""
 
 
 def folder() -> Path:

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import openvino as ov
 import openvino.opset15 as op
 from numpy.typing import NDArray
 
-from forerun.runtime.openvino.ports import replace
+from forerun.runtime.openvino.ports import before, replace
 
 _AS_THEY_ARE = "decompression_0", "disabled_constant_folding_0"
 """Attributes of a conversion that the plug-in leaves to the product which reads it."""
+_HELD = ov.Type.f32, ov.Type.bf16, ov.Type.f16
+"""Types that weights come in."""
+_ROWS = 4096
+"""Of a matrix that are rounded at a time, so that no second one is in memory in 32 bits."""
+
+
+def hold(graph: ov.Model, eight_bits: bool = False) -> int:
+    """Give the weights of a graph the form they are stored in.
+
+    Products are fused (`fuse`). Matrices that are bfloat16 numbers stay in 16 bits: products are
+    multiplied in fp32 all the same, and `keep_halves` lets them read 16 bits a weight; without it
+    the plug-in widens the weights when it compiles. In 8 bits they are rounded, symmetrically, with
+    a scale per output, and read as they are: the plug-in recognises a constant that is converted
+    and scaled. An embedding that is also the head stays as it is where tokens are looked up.
+
+    Args:
+        graph: in fp32, of weights in fp32 or in 16 bits that are converted; it is changed.
+        eight_bits: whether matrices of products are rounded to 8 bits.
+
+    Returns:
+        How many matrices are in 8 bits.
+    """
+    for node in graph.get_ordered_ops():  # vectors are small, and would be converted in every pass
+        if node.get_type_name() == "Convert" and node.get_element_type() == ov.Type.f32:
+            source = node.input_value(0).get_node()
+            if _is_held(source) and len(source.get_output_shape(0)) < 2:
+                replace(node.output(0), op.constant(_wide(_numbers(source))))
+    fuse(graph)
+    rounded = 0
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "MatMul" or not (constant := _matrix(node.input_value(1))):
+            continue
+        attributes, kind = node.get_attributes(), constant.get_element_type()
+        turned = not attributes["transpose_b"]
+        if not eight_bits and kind != ov.Type.f16 and not (turned and kind == ov.Type.bf16):
+            continue
+        numbers = _numbers(constant)
+        numbers = np.ascontiguousarray(numbers.T) if turned else numbers  # `(outputs, inputs)`
+        matrix = _rounded(numbers) if eight_bits else held(numbers)
+        product = op.matmul(node.input_value(0), matrix, attributes["transpose_a"], True)
+        replace(node.output(0), product)
+        rounded += eight_bits
+    graph.validate_nodes_and_infer_types()
+    return rounded
 
 
 def fuse(graph: ov.Model) -> int:
@@ -37,11 +82,12 @@ def fuse(graph: ov.Model) -> int:
             sharing[port.get_node().get_name(), port.get_index()].append(node)
     several = [nodes for nodes in sharing.values() if len(nodes) > 1]
     for nodes in several:
-        matrices = [node.input_value(1).get_node().data for node in nodes]
-        whole = op.matmul(
-            nodes[0].input_value(0), op.constant(np.concatenate(matrices)), False, True
-        )
-        widths = np.array([len(matrix) for matrix in matrices], np.int64)
+        matrices = [_numbers(_matrix(node.input_value(1))) for node in nodes]
+        if len({numbers.dtype for numbers in matrices}) > 1:
+            matrices = [_wide(numbers) for numbers in matrices]
+        joined = held(np.concatenate(matrices))
+        whole = op.matmul(nodes[0].input_value(0), joined, False, True)
+        widths = np.array(list(map(len, matrices)), np.int64)
         parts = op.variadic_split(whole, op.constant(np.int64(-1)), op.constant(widths))
         for node, part in zip(nodes, parts.outputs(), strict=True):
             for user in node.output(0).get_target_inputs():
@@ -54,46 +100,10 @@ def _is_cut_into_heads(node: ov.Node) -> bool:
     """Whether it is a product with constant rows, which nothing but reshapes read."""
     if node.get_type_name() != "MatMul":
         return False
-    attributes, weight = node.get_attributes(), node.input_value(1).get_node()
+    attributes = node.get_attributes()
     plain = attributes["transpose_b"] and not attributes["transpose_a"]
-    matrix = weight.get_type_name() == "Constant" and weight.data.ndim == 2
     users = [user.get_node().get_type_name() for user in node.output(0).get_target_inputs()]
-    return plain and matrix and set(users) == {"Reshape"}
-
-
-def halve(graph: ov.Model) -> int:
-    """Hold tables and matrices that are bfloat16 numbers, as most checkpoints' are, in 16 bits.
-
-    Every number stays the same. Products are multiplied in fp32 as before; `keep_halves` lets them
-    read 16 bits a weight, without it the plug-in widens the weights when it compiles.
-
-    Args:
-        graph: in fp32; it is changed.
-
-    Returns:
-        How many matrices of products.
-    """
-    nodes = graph.get_ordered_ops()  # held, so that no memory is another constant's later
-    tables: dict[int, ov.Node | None] = {}  # embeddings may be the head, too
-
-    def half(matrix: NDArray[np.float32]) -> ov.Node | None:
-        if matrix.ctypes.data in tables:
-            return tables[matrix.ctypes.data]
-        low, high = np.moveaxis(matrix.view(np.uint16).reshape(*matrix.shape, 2), -1, 0)
-        return None if low.any() else _bfloat16(high)
-
-    def wide(matrix: NDArray[np.float32]) -> ov.Node | None:
-        held = half(matrix)
-        return held and op.convert(held, "f32")
-
-    for node in nodes:
-        table = node.input_value(0).get_node() if node.get_type_name() == "Gather" else None
-        if not table or not _is_matrix(table):
-            continue
-        if held := tables.setdefault(table.data.ctypes.data, half(table.data)):
-            row = op.convert(op.gather(held, node.input_value(1), node.input_value(2)), "f32")
-            replace(node.output(0), row)
-    return _rewritten(graph, wide)
+    return plain and _matrix(node.input_value(1)) is not None and set(users) == {"Reshape"}
 
 
 def is_halved(graph: ov.Model) -> bool:
@@ -112,50 +122,7 @@ def keep_halves(graph: ov.Model) -> None:
 def widen(graph: ov.Model) -> None:
     """Hold matrices that were halved in fp32 again, for clones of the graph to share."""
     for convert in list(halves(graph)):
-        bits = convert.input_value(0).get_node().data.view(np.uint16)
-        replace(convert.output(0), op.constant((bits.astype(np.uint32) << 16).view(np.float32)))
-
-
-def compress(graph: ov.Model) -> int:
-    """Round the matrices of products to 8 bits, symmetrically, with a scale per output.
-
-    They are read and multiplied as they are: the plug-in recognises a constant that is converted
-    and scaled. An embedding that is also the head stays in fp32 where tokens are looked up.
-
-    Args:
-        graph: in fp32; it is changed.
-
-    Returns:
-        How many matrices.
-    """
-    return _rewritten(graph, _rounded)
-
-
-def _rewritten(graph: ov.Model, rewritten: Callable[[NDArray[np.float32]], ov.Node | None]) -> int:
-    """Give products `(outputs, inputs)` matrices in another form; None leaves one as it is."""
-    done = 0
-    for node in graph.get_ordered_ops():
-        if node.get_type_name() != "MatMul":
-            continue
-        source = node.input_value(1).get_node()
-        if not _is_matrix(source):
-            continue
-        attributes = node.get_attributes()
-        outputs_first = source.data if attributes["transpose_b"] else source.data.T
-        matrix = rewritten(np.ascontiguousarray(outputs_first))
-        if matrix is None:
-            continue
-        replace(
-            node.output(0), op.matmul(node.input_value(0), matrix, attributes["transpose_a"], True)
-        )
-        done += 1
-    graph.validate_nodes_and_infer_types()
-    return done
-
-
-def _is_matrix(node: ov.Node) -> bool:
-    constant = node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32
-    return constant and node.data.ndim == 2
+        replace(convert.output(0), op.constant(_wide(_numbers(convert.input_value(0).get_node()))))
 
 
 def halves(graph: ov.Model) -> Iterator[ov.Node]:
@@ -167,15 +134,50 @@ def halves(graph: ov.Model) -> Iterator[ov.Node]:
                 yield node
 
 
+def _matrix(port: ov.Output) -> ov.Node | None:
+    """The constant of two dimensions, of a floating type, that comes here, converted or not."""
+    node = before(port, "Convert").get_node()
+    return node if _is_held(node) and len(node.get_output_shape(0)) == 2 else None
+
+
+def _is_held(node: ov.Node) -> bool:
+    return node.get_type_name() == "Constant" and node.get_element_type() in _HELD
+
+
+def _numbers(constant: ov.Node) -> NDArray[Any]:
+    """In float32, or the bits of bfloat16 ones in uint16."""
+    if constant.get_element_type() == ov.Type.bf16:
+        return constant.data.view(np.uint16)
+    return constant.data.astype(np.float32, copy=False)
+
+
+def _wide(numbers: NDArray[Any]) -> NDArray[np.float32]:
+    """What `_numbers` gives, in float32."""
+    if numbers.dtype != np.uint16:
+        return numbers
+    return (numbers.astype(np.uint32) << 16).view(np.float32)
+
+
+def held(numbers: NDArray[Any]) -> ov.Node:
+    """Numbers of float32, or the bits of bfloat16 ones in uint16, as a node of float32."""
+    if numbers.dtype != np.uint16:
+        return op.constant(numbers)
+    return op.convert(_bfloat16(numbers), "f32")
+
+
 def _bfloat16(bits: NDArray[np.uint16]) -> ov.Node:
     tensor = ov.Tensor(ov.Type.bf16, ov.Shape(list(bits.shape)))
     tensor.data.view(np.uint16)[...] = bits
     return op.constant(tensor)
 
 
-def _rounded(matrix: NDArray[np.float32]) -> ov.Node:
+def _rounded(numbers: NDArray[Any]) -> ov.Node:
     """`(outputs, inputs)` weights as int8 times a scale per output."""
-    scale = np.abs(matrix).max(1, keepdims=True) / 127
-    scale[scale == 0] = 1
-    eight = np.rint(matrix / scale).astype(np.int8)
-    return op.multiply(op.convert(op.constant(eight), "f32"), op.constant(scale))
+    eight, scales = np.empty(numbers.shape, np.int8), np.empty((len(numbers), 1), np.float32)
+    for first in range(0, len(numbers), _ROWS):
+        rows = slice(first, first + _ROWS)
+        wide = _wide(numbers[rows])
+        scale = np.abs(wide).max(1, keepdims=True) / 127
+        scale[scale == 0] = 1
+        eight[rows], scales[rows] = np.rint(wide / scale), scale
+    return op.multiply(op.convert(op.constant(eight), "f32"), op.constant(scales))
