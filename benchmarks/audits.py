@@ -121,13 +121,14 @@ def main(options: argparse.Namespace) -> None:
                 continue
             model = model_of(name, options.smollm2, Path(folder))
             prompts = prompts_of(name, model)
-            while row["prompts"] < PROMPTS and time.monotonic() < until:
-                go_on(model, prompts, row)
             made = provenance(model)
             row["runtime"] = made["runtime"]
-            results = json.loads(file.read_text())["results"] if file.is_file() else {}
-            results = {n: r for n in (*SHIPPED, SMOLLM2) if (r := {**results, name: row}.get(n))}
-            save("audits", made, results, text_of(results))
+            while row["prompts"] < PROMPTS and time.monotonic() < until:
+                go_on(model, prompts, row)
+                results = json.loads(file.read_text())["results"] if file.is_file() else {}
+                known = {**results, name: row}
+                results = {n: known[n] for n in (*SHIPPED, SMOLLM2) if n in known}
+                save("audits", made, results, text_of(results))
 
 
 if __name__ == "__main__":

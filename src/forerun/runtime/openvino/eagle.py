@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from forerun.runtime.base import Facts
 from forerun.runtime.eagle import HEAD, EagleHead
+from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import OpenVINOExecutor
 from forerun.runtime.openvino.export import INPUTS, Attention, convert, name
 from forerun.runtime.openvino.nodes import GIVEN, STATES, attach
@@ -46,7 +47,21 @@ class _Step(torch.nn.Module):
 
 
 def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecutor:
-    """An executor of a head, on as many threads as its target; see `HeadExecutor`."""
+    """An executor of a head, on as many threads as its target; see `HeadExecutor`.
+
+    Its graph is in the store, too: what tracing imports takes 2 s and more memory than the head.
+    """
+    entry = store.key(store.of_model(head), "head")
+    if (stored := store.read(entry)) is None:
+        stored = store.Stored(_graph(head), facts, None)
+        store.write(entry, stored)
+    facts = replace(facts, executor="openvino", precision="int8")
+    made = OpenVINOExecutor(attach(stored.graph), facts, target.threads)
+    made.states = States((1,), head.width)
+    return made
+
+
+def _graph(head: EagleHead) -> ov.Model:
     width = head.width
     places = torch.arange(_TOKENS)
     example = places[:, None], places[:, None], places[1:], torch.zeros(_TOKENS, 1, width)
@@ -57,7 +72,4 @@ def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecuto
     graph.inputs[len(INPUTS)].get_node().set_partial_shape(ov.PartialShape([-1, 1, width]))
     graph.validate_nodes_and_infer_types()
     hold(graph, eight_bits=True)
-    facts = replace(facts, executor="openvino", precision="int8")
-    made = OpenVINOExecutor(attach(graph), facts, target.threads)
-    made.states = States((1,), width)
-    return made
+    return graph

@@ -65,8 +65,8 @@ def key(weights: str, form: str) -> str:
 
 
 def of_model(model: Any) -> str:
-    """Hash of a live model: its configuration and every tensor."""
-    digest = sha256(model.config.to_json_string().encode())
+    """Hash of a live model: its configuration, or its modules, and every tensor."""
+    digest = sha256(str(getattr(model, "config", model)).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
