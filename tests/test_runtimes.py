@@ -176,7 +176,8 @@ def of_precision(precision: str) -> Case:
         path = Path(os.environ["FORERUN_CACHE"], f"{precision}.gguf")
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_gguf(path, "llama", precision)
+            with torch.inference_mode():
+                write_gguf(path, "llama", precision)
         return from_name(path)
 
     single = make()

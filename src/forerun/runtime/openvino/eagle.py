@@ -58,6 +58,7 @@ def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecuto
     facts = replace(facts, executor="openvino", precision="int8")
     made = OpenVINOExecutor(attach(stored.graph), facts, target.threads)
     made.states = States((1,), head.width)
+    target.settle()
     return made
 
 
