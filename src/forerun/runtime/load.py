@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +296,22 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def counted(paths: Sequence[Path]) -> dict[str, int]:
+    """Numbers by type, from the headers of safetensors files."""
+    counts: Counter[str] = Counter()
+    for path in paths:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            try:
+                header = json.loads(file.read(size))
+            except ValueError as error:
+                raise ModelError(f"{str(path)!r} is damaged: {error}") from error
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                counts[tensor["dtype"]] += prod(tensor["shape"])
+    return counts
 
 
 def exported(name: str | Path) -> Path | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Sequence
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 
 from forerun.errors import ForerunError, MissingExtraError, ModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
-from forerun.runtime.load import EXPORTED, exported, read_config
+from forerun.runtime.load import EXPORTED, counted, exported, read_config
 from forerun.runtime.support import context_limit, refusal
 
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
@@ -89,19 +85,3 @@ def _lines(
 
 def _mb(count: int) -> str:
     return f"{count / 1e6:,.0f} MB"
-
-
-def counted(paths: Sequence[Path]) -> dict[str, int]:
-    """Numbers by type, from the headers of safetensors files."""
-    counts: Counter[str] = Counter()
-    for path in paths:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            try:
-                header = json.loads(file.read(size))
-            except ValueError as error:
-                raise ModelError(f"{str(path)!r} is damaged: {error}") from error
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                counts[tensor["dtype"]] += prod(tensor["shape"])
-    return counts

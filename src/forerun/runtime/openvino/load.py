@@ -19,7 +19,7 @@ from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
-from forerun.runtime.load import EXPORTED, exported, load_model
+from forerun.runtime.load import EXPORTED, counted, exported, load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
@@ -27,7 +27,6 @@ from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
-from forerun.runtime.preview import counted
 from forerun.runtime.sources import Encoder
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
