@@ -202,7 +202,7 @@ def trace(count: int) -> Trace:
 @pytest.mark.parametrize(
     ("count", "rule", "length"),
     slow_but(
-        product([2, 40], RULED, [2, 4, 8]), lambda n, rule, k: n == 2 and "ears" in rule and k == 4
+        product([1, 40], RULED, [2, 4, 8]), lambda n, rule, k: n == 1 and "ears" in rule and k == 4
     ),
 )
 def test_live_tokens_a_round_are_those_replayed(count: int, rule: str, length: int) -> None:
@@ -211,7 +211,7 @@ def test_live_tokens_a_round_are_those_replayed(count: int, rule: str, length: i
     ours = replay(trace(count), spec, CELL, rule=RecordedRule(trace(count), rule), draws=8)
     done = [
         d
-        for seed in range(1 if count == 2 else 2)
+        for seed in range(1 if count == 1 else 2)
         for d in model().generate(
             [t.tokens for t in seen], controller=spec, rule=rule,
             sampling=[
