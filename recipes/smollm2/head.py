@@ -373,9 +373,10 @@ def main(
         torch.cuda.set_stream(side)
     keep(texts, out / "texts.npz")
     ids = torch.from_numpy(frequent(texts, vocabulary)).to(device)
+    access: Any = teacher
     made: dict[str, StateHead] = {
-        name: begun(teacher, width, ids, len(DEPTHS)) if name == "eagle"
-        else begun3(teacher, teacher.unembedding, ids, len(DEPTHS))
+        name: begun(access, width, ids, len(DEPTHS)) if name == "eagle"
+        else begun3(access, teacher.unembedding, ids, len(DEPTHS))
         for name in heads.split(",")
     }  # fmt: skip
     fit = Fit(made, teacher, ids, shelves(texts, device), tokens, fast)

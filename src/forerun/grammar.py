@@ -120,10 +120,7 @@ class Grammars:
 
     def json(self, schema: Mapping[str, Any] | str | None = None) -> Grammar:
         """JSON of a schema (a mapping, or JSON itself), without space around it; None: any object.
-
-        Raises:
-            SettingError: the schema is none, or uses what is not supported.
-        """
+        `SettingError` if it is none, or uses what is not supported."""
         from llguidance import LLMatcher
 
         given = {"type": "object"} if schema is None else schema

@@ -78,10 +78,7 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
     """One content: text that can be encoded, a list of plain integers, or messages.
 
     What a tokenizer gives for one text (its ``input_ids``) is a list of integers, too.
-
-    Raises:
-        PromptError: it is none of these; says what was given.
-    """
+    `PromptError` if it is none of these; says what was given."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         prompt = _only(prompt["input_ids"], name)
     if _is_conversation(prompt):
@@ -279,10 +276,7 @@ class Reader:
         """Token ids of what user and assistant said in turns, up to where the assistant answers.
 
         Without `wrap` the turns stand below each other. Token ids and messages are one turn.
-
-        Raises:
-            SettingError: the tokenizer has no chat template.
-        """
+        `SettingError` if the tokenizer has no chat template."""
         texts = [read(turn, "the prompt") for turn in turns]
         first = texts[0]
         if not isinstance(first, str):

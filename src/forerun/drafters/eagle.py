@@ -66,7 +66,7 @@ class EagleDrafter(RowsDrafter):
             cut[tokens.long()] = torch.arange(len(tokens))
         self._cut: list[int] = cut.tolist()
         self._executor: Any = rows.executor
-        self._outputs: States = self._executor.states
+        self._outputs: Any = rows.executor.states
         self._newest: dict[int, torch.Tensor] = {}
         """Rows under way in this round, and the head's output `(1, D)` of each one's last token."""
         self._true: dict[int, int] = {}

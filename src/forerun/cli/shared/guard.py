@@ -40,11 +40,8 @@ class DeferredSignals:
 
 @contextmanager
 def held() -> Iterator[DeferredSignals]:
-    """Let SIGINT and SIGTERM wait until the end of the block; there they are raised.
-
-    Raises:
-        KeyboardInterrupt: at the end, or at once if a second signal comes.
-    """
+    """Let SIGINT and SIGTERM wait until the end of the block; there they are raised, and at once if
+    a second one comes."""
     caught = DeferredSignals()
     with _handling({signal.SIGINT: caught.catch, signal.SIGTERM: caught.catch}) as before:
         caught.before = before

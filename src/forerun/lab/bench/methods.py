@@ -111,8 +111,9 @@ class Ours:
         seconds = time.perf_counter() - began
         lengths = Counter(r.accepted for c in done for r in c.rounds)
         names = "first_token_seconds", "rounds", "drafted", "accepted"
-        counted = [[getattr(c.stats, name) for c in done] for name in names]
-        return Run(seconds, [c.tokens for c in done], *counted, dict(sorted(lengths.items())))
+        ttft, rounds, drafted, accepted = ([getattr(c.stats, n) for c in done] for n in names)
+        tokens, kept = [c.tokens for c in done], dict(sorted(lengths.items()))
+        return Run(seconds, tokens, ttft, rounds, drafted, accepted, kept)
 
     def about(self) -> dict[str, Any]:
         from forerun.controllers import CONTROLLERS

@@ -67,10 +67,7 @@ def measure(
 ) -> ExitCosts:
     """Fit costs to live rounds of a few of the texts that differ in what they run, with `rows` of a
     runtime for early exits of the same model; `tell` gets the texts done and their number.
-
-    Raises:
-        PromptError: no text lasts for two rounds.
-    """
+    `PromptError` if no text lasts for two rounds."""
     sample = [*texts[:: max(1, len(texts) // LIVE_TEXTS)]][:LIVE_TEXTS]
     seen: list[tuple[list[float], float]] = []
     alone: list[float] = []

@@ -32,13 +32,9 @@ class LayerView:
 
 @torch.inference_mode()
 def view_layers(model: Any, text: Sequence[int], count: int) -> LayerView:
-    """Read the model's own norm and unembedding after every layer (the logit lens).
-
-    At the last `count` positions of the text, each before its token is known.
-
-    Raises:
-        UnsupportedModelError: layers cannot be run one by one.
-    """
+    """Read the model's own norm and unembedding after every layer (the logit lens), at the last
+    `count` positions of the text, each before its token is known; `UnsupportedModelError` if layers
+    cannot be run one by one."""
     access = LayerAccess(model.eval())
     ids = torch.tensor([list(text)[:-1]], device=model.device)
     hidden, mask, positions = access.open(ids)

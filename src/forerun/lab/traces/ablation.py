@@ -35,14 +35,10 @@ def without(controller: Controller) -> dict[str, Controller]:
 def worth(
     trace: Trace, controller: Controller, costs: Costs, seed: int = 0
 ) -> dict[str, dict[str, float]]:
-    """What the total speed becomes without each mechanism.
-
-    All prompts are requests of one engine, in a random order, so that what is carried counts.
-
-    Returns:
-        Under "" the controller's own `speedup`; by mechanism `change`, `low` and `high`: speed
-        without it over speed with it, less 1, with a 95 % bootstrap interval over prompts.
-    """
+    """What the total speed becomes without each mechanism: under "" the controller's own `speedup`;
+    by mechanism `change`, `low` and `high`: speed without it over speed with it, less 1, with a
+    95 % bootstrap interval over prompts. All prompts are requests of one engine, in a random order,
+    so that what is carried counts."""
     order = np.random.default_rng(seed).permutation(trace.prompts)
     resampled = draws(trace.prompts, seed)
     whole = stream(trace, controller, costs, order)

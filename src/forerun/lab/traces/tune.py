@@ -219,11 +219,8 @@ def settings_of(spec: Spec) -> dict[str, Any]:
 def judge(
     tuned: Tuned, trace: Trace, cell: Cell, seed: int = 0
 ) -> tuple[list[Judged], dict[str, Any]]:
-    """Replay every search result on other prompts, none of which was searched on.
-
-    Returns:
-        One per controller, and the speed-up of the best fixed length, overall and per family.
-    """
+    """Replay every search result on other prompts, none of which was searched on. One per
+    controller, and the speed-up of the best fixed length, overall and per family."""
     groups = {name: np.array(trace.families) == name for name in dict.fromkeys(trace.families)}
     every_prompt = np.ones(trace.prompts, dtype=bool)
     seconds: dict[str, Any] = {}
@@ -350,10 +347,7 @@ def halves(trace: Trace) -> tuple[Trace, Trace, str]:
 
     If every id names its split, "val" or "test" between other marks, and both occur, by
     that. Else every other prompt of each family; prompts that occur twice stay together.
-
-    Raises:
-        SettingError: there is only one prompt.
-    """
+    `SettingError` if there is only one prompt."""
     sides = [_side(text) for text in trace.ids]
     if None not in sides and len(set(sides)) == 2:
         test = np.array([side == "test" for side in sides])
