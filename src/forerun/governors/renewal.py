@@ -103,21 +103,32 @@ class Renewal(Governor):
         """Draft where what may be lost pays for a look at a token."""
         plan = _Weighed(self.rate(pace), pace, costs, seats, rows, paid)
         plan.most_leaves = self.leaves
-        if costs.retime == "plain":
-            return plan
-        for i in plan.begins(seats):
-            blind = seats[i].blind
-            plan.most[i] = self._blind(pace, costs, seats[i], rows, paid) if blind else self.high
+        begun = [] if costs.retime == "plain" else plan.begins(seats)
+        for i in begun:
+            plan.most[i] = self.high
+        if any(seats[i].blind for i in begun):
+            plan.most = self._foreseen(pace, costs, seats, rows, paid, begun)
         return plan
 
-    def _blind(self, pace: Pace, costs: Costs, seat: Seat, rows: int, paid: int) -> int:
-        """The length of a draft that is not seen until it is judged: of one that would go as is
-        expected, as far as it pays, or a token to learn from."""
-        plan = _Weighed(self.rate(pace), pace, costs, [seat._replace(trims=True)], rows, paid)
-        tokens, kept = 1, seat.outlook.first
-        while tokens < self.high and plan.go([Chance(kept, seat.outlook.later)])[0]:
-            tokens, kept = tokens + 1, kept * seat.outlook.later
-        return max(tokens - plan.trim(0), 1)
+    def _foreseen(
+        self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int,
+        begun: Sequence[int],
+    ) -> list[int]:  # fmt: skip
+        """The lengths of drafts that are not seen until they are judged: of some that would go as
+        is expected, as far as they pay together, or a token to learn from."""
+        free = [seat._replace(trims=True) for seat in seats]
+        plan = _Weighed(self.rate(pace), pace, costs, free, rows, paid)
+        going = {i: Chance(*seats[i].outlook) for i in begun}
+        for _ in range(self.high):
+            for i in going:
+                plan.most[i] += 1
+            goes = plan.go([going.get(i) for i in range(len(seats))])
+            going = {i: Chance(c.kept * c.next, c.next) for i, c in going.items() if goes[i]}
+            if not going:
+                break
+        for i in begun:
+            plan.most[i] = max(plan.most[i] - plan.trim(i), 1)
+        return plan.most
 
     def observe(self, pace: Pace, costs: Costs, plan: Plan | None, outcome: Outcome) -> Pace:
         """Book what the round gained or lost, and the interest."""

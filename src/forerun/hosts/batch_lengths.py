@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from math import log2
+from math import ceil, log2
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.fixed import FixedLength
-from forerun.costs import Costs, bounded
+from forerun.costs import Costs
 from forerun.engine.lengths import Lengths
 from forerun.errors import SettingError
 from forerun.governors.base import Outcome, Seat
@@ -20,69 +23,77 @@ from forerun.types import RoundOutcome, Stop, Token
 logger = logging.getLogger("vllm.forerun")  # below vLLM's, so that its handlers show it
 
 SAMPLES, LOW = 12, 0.25
-"""Newest steps of a shape that count, and their quantile that is taken for the truth."""
-STALE = 64
-"""Steps after which one without drafts is timed anew."""
-PRIOR = 0.25
-"""Share of a plain step that a drafted token is taken to add, until steps with drafts were timed:
-a draft step of a fifth, and what judging adds."""
+"""Newest steps of a kind that count, and their quantile that is taken for the truth."""
+STALE, SOON = 64, 8
+"""Steps of a shape after which one without drafts is timed anew, and for the first time."""
+PRIOR = np.array([0.2, 0.05])
+"""Shares of a plain step that drafting a token, and judging one a row, are taken to add, as if each
+was timed once."""
 NOTHING = 1e-6
-"""Share of a plain step that drafting takes on top: it is in the seconds of wider steps."""
+"""The least that they add."""
+PLAIN, PARTS = (0, 0), 4
+"""The kind of a step without drafts, and of a token that means of judged ones are rounded to."""
 Shape = tuple[int, int]
 """Rows, and the power of two that their context reaches."""
+Kinds = dict[tuple[int, int], deque[float]]
+"""Seconds of steps by the tokens that they draft, and parts of tokens that they judge."""
 
 
 class StepCosts:
-    """Learns `Costs` from the steps of a batch, by its size, its context and what it drafts.
+    """Learns `Costs` from the steps of a batch, by its size and its context.
 
-    A step drafts for the next one and judges what the last one drafted. It is a sample where both
-    are about as many tokens a row; the first of a shape is none, for it may compile or capture.
+    A step judges what the last one drafted, and drafts for the next as far as the longest of its
+    rows: what a token takes in each is told apart by steps in which the two differ. Of a kind of
+    step the first is no sample, for it may compile or capture.
     """
 
     def __init__(self) -> None:
-        self._shapes: dict[Shape, dict[int, deque[float]]] = {}
+        self._shapes: dict[Shape, Kinds] = defaultdict(dict)
         self._since_plain: dict[Shape, int] = defaultdict(int)
 
     def add(self, rows: int, context: float, judged: float, drafts: int, seconds: float) -> None:
         """A step that read no prompt: the `rows` that it decoded, the mean `context` of their texts
         and mean drafted tokens that it `judged`, the most that it `drafts`, in tokens."""
-        shape, drafted = _shape(rows, context), round((judged + drafts) / 2)
-        self._since_plain[shape] += 1
-        if abs(judged - drafts) > 1 or (drafted > 0) != (judged > 0 and drafts > 0):
-            return
-        if not drafted:
-            self._since_plain[shape] = 0
-        kinds = self._shapes.setdefault(shape, {})
-        if drafted in kinds:
-            kinds[drafted].append(seconds)
-        else:
-            kinds[drafted] = deque(maxlen=SAMPLES)
+        shape, kind = _shape(rows, context), (drafts, ceil(PARTS * judged))
+        samples = self._shapes[shape].setdefault(kind, deque(maxlen=SAMPLES))
+        self._since_plain[shape] = 0 if kind == PLAIN and samples else self._since_plain[shape] + 1
+        samples.append(seconds)
 
     def costs(self, rows: int, context: float) -> Costs:
         """Of a batch of so many rows; of the nearest that was timed, if it was not."""
         wanted = _shape(rows, context)
-        timed = [shape for shape, kinds in self._shapes.items() if kinds.get(0)]
-        if not timed:
-            return Costs(NOTHING, ((1, 1.0), (2, 1.0 + PRIOR)), batch=rows, packed=True)
-        near = min(timed, key=lambda s: abs(log2(s[0] / wanted[0])) + abs(s[1] - wanted[1]))
-        passes: list[tuple[int, float]] = []
-        for drafted, samples in sorted(self._shapes[near].items()):
-            if samples:
-                low = sorted(samples)[int(LOW * (len(samples) - 1))]
-                passes.append((drafted + 1, bounded(low, drafted + 1, passes)))
-        plain = passes[0][1]
-        if len(passes) == 1:
-            passes.append((2, plain * (1 + PRIOR)))
-        retime = "plain" if self._since_plain[wanted] > STALE else ""
-        return Costs(NOTHING * plain, tuple(passes), batch=rows, packed=True, retime=retime)
+        timed = [shape for shape in self._shapes if self._times(shape)]
+        plain, added = 1.0, PRIOR
+        if timed:
+            near = min(timed, key=lambda s: abs(log2(s[0] / wanted[0])) + abs(s[1] - wanted[1]))
+            plain, added = _fitted(self._shapes[near])
+        draft, judging = plain * np.maximum(added, NOTHING)
+        stale = self._since_plain[wanted] > (STALE if self._times(wanted) else SOON)
+        verify = (1, plain), (2, plain + float(judging))
+        retime = "plain" if stale else ""
+        return Costs(float(draft), verify, batch=rows, packed=True, retime=retime)
 
     def timed(self, rows: int, context: float) -> bool:
         """Whether a plain step of such a batch was timed."""
-        return bool(self._shapes.get(_shape(rows, context), {}).get(0))
+        return self._times(_shape(rows, context))
+
+    def _times(self, shape: Shape) -> bool:
+        return shape in self._shapes and len(self._shapes[shape].get(PLAIN, ())) > 1
 
 
 def _shape(rows: int, context: float) -> Shape:
     return rows, max(int(context), 128).bit_length()
+
+
+def _fitted(kinds: Kinds) -> tuple[float, NDArray[Any]]:
+    """Seconds of a plain step, and the shares of it that a drafted token adds and one judged in
+    every row: by least squares over the kinds of steps, begun from `PRIOR`."""
+    counts = {kind: len(samples) - 1 for kind, samples in kinds.items() if len(samples) > 1}
+    low = {kind: sorted(kinds[kind])[int(LOW * n)] for kind, n in counts.items()}
+    tokens, plain = np.array([*low]) / (1, PARTS), low[PLAIN]
+    missed = np.array([*low.values()]) / plain - 1 - tokens @ PRIOR
+    weighed = tokens.T * [*counts.values()]
+    return plain, PRIOR + np.linalg.solve(weighed @ tokens + np.eye(2), weighed @ missed)
 
 
 def controller_of(spec: Any) -> Controller:

