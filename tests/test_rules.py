@@ -17,6 +17,7 @@ from forerun.errors import SettingError, UnknownNameError
 from forerun.rules import RULES, AcceptanceRule, sample
 from forerun.rules.base import ComparedRow
 from forerun.rules.exact import match_greedy
+from forerun.rules.odds import nats
 from forerun.rules.standard import Standard
 from forerun.types import Draft, Target, Verdict
 from marks import spread
@@ -248,7 +249,8 @@ def test_where_a_rule_does_not_overrule_it_compares(spec):
             if n < len(drafted):
                 logits = target.logits[row, n]
                 gap = (logits.max() - logits[drafted[n]]).item()
-            seen = ComparedRow(drafted, best[row].tolist(), n, gap, list(draft.raw[row, :n]))
+            entropies = nats(draft.raw[row]).tolist()
+            seen = ComparedRow(drafted, best[row].tolist(), n, gap, entropies.__getitem__)
             total += 1
             if not rule.matches_greedy and rule.may_overrule(seen):
                 overruled += 1

@@ -38,8 +38,9 @@ class Proposal:
     leaves: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Rows of whose draft second choices are judged, too: `(place, token)` of each, beside the
     drafted token at that place."""
-    raw: list[torch.Tensor] = field(default_factory=list)
-    """Per step `(rows, V)` logits of the draft at temperature 1, where rules read them."""
+    raw: list[Any] = field(default_factory=list)
+    """Per step `[row]` the draft's `(V,)` logits at temperature 1, where rules read them; a list of
+    arrays if it is no tensor."""
     predicted: set[int] = field(default_factory=set)
     """Rows whose tokens are of their request's own prediction, not the drafter's."""
     forced: dict[int, int] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from forerun.drafters.base import (
 from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError
-from forerun.runtime.base import CHUNK, Best, Rows
+from forerun.runtime.base import CHUNK, LOGITS, Best, Rows
 from forerun.runtime.drafts import TOKENS, draft_folder, load_draft, spread
 from forerun.runtime.eagle import (
     KIND,
@@ -99,7 +99,7 @@ class EagleDrafter(RowsDrafter):
         for row in self._newest:
             self._true.setdefault(row, self.rows.lengths[row])
         self._give(pieces)
-        if greedy is not None:
+        if greedy is not None and LOGITS not in greedy:
             best = self.rows.best(pieces, wanted, greedy)
             ids = self._ids
             if "second" in greedy:

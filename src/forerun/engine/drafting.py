@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.rules.base import sample
-from forerun.runtime.base import Best, best_of
+from forerun.runtime.base import LOGITS, Best, best_of
 from forerun.signals import measure
 from forerun.types import LIVE_SIGNALS, SIGNALS, Stop, Token
 
@@ -77,7 +77,9 @@ class RoundContext:
         """Whether a rule reads more of the draft's distribution than its probabilities."""
         self._signals = lengths.signals & MEASURED
         self._ids = bool(lengths.signals - MEASURED)
-        self.greedy = self._signals if sampler.trivial and not self.reads else None
+        self.greedy = None
+        if sampler.trivial:
+            self.greedy = self._signals | ({LOGITS} if self.reads else frozenset())
         self._constrained = any(row.place for row in rows)
         self._foresees = not self.reads and any(row.place or row.prediction for row in rows)
         self._foreseen = NOTHING
@@ -105,8 +107,8 @@ class RoundContext:
         """Draw a token for every active row and note in `proposal` what the draft says of it. Rows
         for which the draft says no numbers are left out: it has nothing to say."""
         best, logits = step.best, step.logits
-        if logits is not None and self.reads:
-            proposal.raw.append(logits)
+        if self.reads:
+            proposal.raw.append(_taken(step))
         if logits is not None and self.certain:
             best = best_of(self._shaped(logits, proposal, own=not self.reads), self._signals)
         elif best is None:
@@ -223,3 +225,11 @@ class RoundContext:
                 del tokens[good:]
                 proposal.stopped_by[i] = Stop.EXHAUSTED
                 proposal.forced[i] = min(proposal.forced.get(i, 0), good)
+
+
+def _taken(step: Step) -> Any:
+    """By row the logits of a step, whose own are overwritten by the next one."""
+    if step.best is None:
+        return step.logits
+    own = step.best.signals.pop(LOGITS)
+    return own[:, 0] if isinstance(own, torch.Tensor) else [row[0].copy() for row in own]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.errors import NumericalError, SettingError
 from forerun.rules.base import AcceptanceRule, ComparedRow
-from forerun.runtime.base import Best
+from forerun.runtime.base import Best, best_of
+from forerun.runtime.best import read
 from forerun.types import Draft, Target, Verdict
 
 
@@ -44,6 +46,7 @@ class RowVerdict:
         return self.accepted + (self.leaf is not None) + (self.following is not None)
 
 
+ENTROPY = frozenset({"entropy"})
 Judgements = dict[int, RowVerdict | Exception]
 """Per row that was judged; what its rule raised, if it did."""
 
@@ -86,33 +89,50 @@ def compare(
     return out
 
 
-def overruled(
-    rows: Sequence[Row], proposal: Proposal, best: Best, shaped: torch.Tensor, compared: Judgements
-) -> list[bool]:
-    """Per row whether its rule, which does more, may judge otherwise than `compare` does."""
-    out = [False] * len(rows)
-    asked = {
-        row: kept
-        for row, kept in compared.items()
-        if isinstance(kept, RowVerdict) and not rows[row].request.rule.matches_greedy
-    }
-    ends = [
-        (row, kept.accepted, best.tokens[row][kept.accepted], proposal.tokens[row][kept.accepted])
-        for row, kept in asked.items()
-        if kept.accepted < len(proposal.tokens[row])
-    ]
-    gaps = {}
-    if ends:
-        at, place, first, other = torch.tensor(ends, device=shaped.device).unbind(-1)
-        gap = shaped[at, place, first] - shaped[at, place, other]
-        gaps = dict(zip((end[0] for end in ends), gap.tolist(), strict=True))
-    for row, kept in asked.items():
-        raw = [step[row] for step in proposal.raw[: kept.accepted]]
-        seen = ComparedRow(
-            proposal.tokens[row], best.tokens[row], kept.accepted, gaps.get(row, math.inf), raw
-        )
-        out[row] = rows[row].request.rule.may_overrule(seen)
-    return out
+def overrule(
+    judged: Judgements,
+    rows: Sequence[Row],
+    proposal: Proposal,
+    best: Best,
+    shaped: Any,
+    logits: Callable[[], torch.Tensor],
+    sampler: Sampler,
+    wanted: Sequence[int],
+) -> None:
+    """Replace what `compare` says by what rules do that do more, where they may do otherwise.
+
+    Args:
+        judged: by `compare`.
+        rows: the batch.
+        proposal: what was drafted.
+        best: the target's.
+        shaped: what that is of, `[row][column]` its `(V,)` logits.
+        logits: makes what `judge` takes.
+        sampler: the rows' sampling.
+        wanted: see `compare`.
+    """
+    again = [0] * len(rows)
+    for row, kept in judged.items():
+        rule, drafted = rows[row].request.rule, proposal.tokens[row]
+        if rule.matches_greedy or not isinstance(kept, RowVerdict):
+            continue
+        gap, n = math.inf, kept.accepted
+        if n < len(drafted):
+            here = shaped[row][n]
+            gap = float(here[best.tokens[row][n]] - here[drafted[n]])
+        entropy = partial(_draft_entropy, proposal, row)
+        if rule.may_overrule(ComparedRow(drafted, best.tokens[row], n, gap, entropy)):
+            again[row] = wanted[row]
+    if any(again):
+        judged |= judge(rows, proposal, logits()[:, : max(wanted)], sampler, again)
+
+
+def _draft_entropy(proposal: Proposal, row: int, place: int) -> float:
+    logits = proposal.raw[place][row]
+    if isinstance(logits, np.ndarray):
+        return read(logits[None], ENTROPY)[2]["entropy"][0]
+    own: float = best_of(logits.view(1, 1, -1), ENTROPY).signals["entropy"][0][0]
+    return own
 
 
 def judge(
@@ -214,8 +234,17 @@ def _as_tensors(proposal: Proposal, width: int, device: torch.device) -> Draft:
         torch.tensor(padded, dtype=torch.long, device=device).view(rows, width),
         torch.tensor([len(draft) for draft in tokens], device=device),
         torch.stack(proposal.logits[:width], dim=1) if proposal.logits and width else None,
-        torch.stack(proposal.raw[:width], dim=1) if proposal.raw and width else None,
+        raw_of(proposal, width),
     )
+
+
+def raw_of(proposal: Proposal, width: int) -> torch.Tensor | None:
+    """`(rows, width, V)` of the draft at temperature 1, if it is kept."""
+    steps = [
+        step if isinstance(step, torch.Tensor) else torch.from_numpy(np.stack(step))
+        for step in proposal.raw[:width]
+    ]
+    return torch.stack(steps, dim=1) if steps else None
 
 
 def _spent(rows: Sequence[Row]) -> torch.Tensor | None:

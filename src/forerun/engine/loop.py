@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import add, eq, sub
 from secrets import randbits
 from typing import Any
@@ -20,7 +21,7 @@ from forerun.engine.bans import bans, split_stops
 from forerun.engine.constraint import Place, sit_out
 from forerun.engine.drafting import RoundContext
 from forerun.engine.endings import draft_limit, reading
-from forerun.engine.judging import Judgements, RowVerdict, compare, judge, overruled
+from forerun.engine.judging import Judgements, RowVerdict, compare, judge, overrule
 from forerun.engine.leaves import attached, follow, follow_shaped
 from forerun.engine.lengths import Lengths, Memory
 from forerun.engine.meter import Meter
@@ -35,7 +36,7 @@ from forerun.errors import SettingError, require
 from forerun.governors.base import SLOPE, Governor, Outcome, Seat
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
-from forerun.runtime.base import CHUNK, Executor, Pieces, Rows, best_of
+from forerun.runtime.base import CHUNK, LOGITS, Executor, Pieces, Rows, best_of, logits_of
 from forerun.runtime.threads import OneThread
 from forerun.types import CENSORING, RoundOutcome
 
@@ -354,10 +355,14 @@ class Engine:
         )
         if self._scoring:
             counts = scoring.wanted(rows, grown, counts)
-        elif self._compares and self._only_compares and self._sampler.trivial:
-            best = self.target.best(grown, counts, NO_SIGNALS, parents)
+        elif self._compares and self._sampler.trivial:
+            signals = NO_SIGNALS if self._only_compares else frozenset({LOGITS})
+            best = self.target.best(grown, counts, signals, parents)
             self._tell(best.tokens, pieces, wanted)
             out = compare(rows, proposal.tokens, best, wanted)
+            if not self._only_compares:
+                shaped, raw = best.signals[LOGITS], partial(logits_of, best)
+                overrule(out, rows, proposal, best, shaped, raw, self._sampler, wanted)
             follow(out, proposal, best, wanted)
             return out
         masks = self._masks(proposal, wanted) if self._constrained else None
@@ -388,10 +393,8 @@ class Engine:
             best = best_of(shaped, NO_SIGNALS)
             out = compare(rows, proposal.tokens, best, wanted, raw)
             if not self._only_compares:
-                again = overruled(rows, proposal, best, shaped, out)
-                if any(again):
-                    left = [n * yes for n, yes in zip(wanted, again, strict=True)]
-                    out |= judge(rows, proposal, logits, self._sampler, left)
+                own = self._sampler
+                overrule(out, rows, proposal, best, shaped, lambda: logits, own, wanted)
             return out
         out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -25,8 +25,8 @@ class ComparedRow:
     """Drafted tokens before the first that is not the arg-max."""
     gap: float
     """In nats between the target's arg-max and that token; infinite if there is none."""
-    raw: Sequence[torch.Tensor]
-    """Per accepted token `(V,)`, as in `Draft`; empty if no rule reads them."""
+    draft_entropy: Callable[[int], float]
+    """In nats, of the draft at temperature 1 at an accepted place, if rules read it."""
 
 
 class AcceptanceRule(ABC):

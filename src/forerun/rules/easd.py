@@ -118,7 +118,7 @@ class EASD(PositionRule):
             return False
         if not self.draft_entropy:
             return True
-        return bool((nats(torch.stack([*compared.raw])) > self.entropy - SLACK).any())
+        return any(compared.draft_entropy(i) > self.entropy - SLACK for i in range(kept))
 
     def fires(self, odds: Odds) -> torch.Tensor:
         """`(rows, K)` bool: where the penalty applies."""

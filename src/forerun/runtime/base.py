@@ -10,6 +10,7 @@ from functools import wraps
 from operator import add
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 
 from forerun.errors import PromptError, SettingError
@@ -50,8 +51,8 @@ class Best:
     """Per row and wanted position the most likely token and what its distribution says of it."""
 
     tokens: list[list[int]]  # `[row][column]` token ids
-    signals: dict[str, list[list[float]]] = field(default_factory=dict)
-    """The wanted fields of `Signals`, `[row][column]` each."""
+    signals: dict[str, Any] = field(default_factory=dict)
+    """The wanted fields of `Signals`, `[row][column]` each, a number; and `LOGITS`."""
     sound: list[list[bool]] = field(default_factory=list)
     """`[row][column]` whether the best logit was a finite number."""
 
@@ -180,12 +181,29 @@ def _given(parents: Parents) -> tuple[Parents, ...]:
     return (parents,) if any(parents) else ()
 
 
+LOGITS = "logits"
+"""A field of `Best.signals`, if wanted: `[row][column]` `(V,)`, until the next pass."""
+
+
 def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     """The arg-max of `(rows, n, V)` logits, with one transfer to the host. Logits on the CPU are
     written to and restored."""
+    names = signals - {LOGITS}
     if logits.device.type == "cpu":
-        return _best_on_cpu(logits, signals)
-    return read_stacked(stacked_best(logits, signals).tolist(), signals)
+        best = _best_on_cpu(logits, names)
+    else:
+        best = read_stacked(stacked_best(logits, names).tolist(), names)
+    if LOGITS in signals:
+        best.signals[LOGITS] = logits
+    return best
+
+
+def logits_of(best: Best) -> torch.Tensor:
+    """`(rows, n, V)`: a copy of what it was asked for, `LOGITS`."""
+    own = best.signals[LOGITS]
+    if isinstance(own, torch.Tensor):
+        return own
+    return torch.from_numpy(np.stack([np.stack(row) for row in own]))
 
 
 FLOATS = 1 << 22  # logits that are floats at a time, for signals: 16 MiB

@@ -20,6 +20,7 @@ from forerun.runtime.attention import (
     windows_of,
 )
 from forerun.runtime.base import (
+    LOGITS,
     Best,
     Columns,
     Executor,
@@ -171,7 +172,7 @@ class CudaGraphExecutor(Executor):
     ) -> Best:
         """The arg-max and its signals are part of the graph; one transfer each way."""
         counts = list(map(len, pieces))
-        if len(_by_width(counts)) != 1:
+        if LOGITS in signals or len(_by_width(counts)) != 1:
             return super().best(starts, pieces, wanted, signals, parents)
         values = self._pass(starts, pieces, counts, max(wanted), signals, parents).tolist()
         width = len(values[0][0])

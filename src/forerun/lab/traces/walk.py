@@ -12,7 +12,7 @@ import torch
 from forerun.controllers.base import LengthPolicy
 from forerun.drafters.base import Proposal
 from forerun.engine import Request, Sampling
-from forerun.engine.judging import Judgements, RowVerdict
+from forerun.engine.judging import Judgements, RowVerdict, raw_of
 from forerun.engine.loop import Engine
 from forerun.engine.sampling import Sampler
 from forerun.errors import GenerationError
@@ -146,8 +146,7 @@ class Recorder(Engine):
             drafted = torch.tensor([[*t, *[0] * (width - len(t))] for t in tokens])
             coins = Sampler([row.sampling for row in rows], [row.eos for row in rows])
             both, ordered = [coins.shape(logits[:, :width], rows, tokens)], None
-            if proposal.raw:
-                raw = torch.stack(proposal.raw[:width], 1)
+            if (raw := raw_of(proposal, width)) is not None:
                 both.append(coins.shape(raw, rows, tokens))
                 ordered = self._sampler.shape(raw, rows, tokens)
             drafted = drafted.to(logits.device)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.errors import SettingError
-from forerun.runtime.base import Best, Columns, Executor, Facts, Pieces
+from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces, logits_of
 from forerun.runtime.best import read
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, Forms, spans
@@ -86,6 +86,7 @@ class OpenVINOExecutor(Executor):
         """`(tokens, D)` what the next pass reads beside its tokens, if the graph has `GIVEN`."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
         self._version = 0  # of the tables
+        self._blank = np.zeros(facts.vocab_size, np.float32)
         self._compile(graph)
 
     def _compile(self, graph: ov.Model) -> None:
@@ -176,7 +177,10 @@ class OpenVINOExecutor(Executor):
         if len(wanting) > 1 and sum(wanted) > self._most:
             at = wanting[len(wanting) // 2]
             return self._in_halves(starts, pieces, wanted, signals, parents, at)
-        tokens, sound, values = read(self._pass(starts, pieces, wanted, parents), signals)
+        seen = self._pass(starts, pieces, wanted, parents)
+        tokens, sound, values = read(seen, signals - {LOGITS})
+        if LOGITS in signals:
+            values[LOGITS] = list(seen)
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
         places, width = spans(wanted), max(wanted, default=0)
@@ -186,7 +190,7 @@ class OpenVINOExecutor(Executor):
 
         return Best(
             by_row(tokens, 0),
-            {name: by_row(x, math.nan) for name, x in values.items()},
+            {name: by_row(x, self._nothing(name)) for name, x in values.items()},
             by_row(sound, False),
         )
 
@@ -206,6 +210,8 @@ class OpenVINOExecutor(Executor):
         first = self.best(
             starts, [*pieces[:at], *nothing[at:]], [*wanted[:at], *none[at:]], signals, parents
         )
+        if LOGITS in signals:  # the second pass overwrites them
+            first.signals[LOGITS] = list(map(list, logits_of(first).numpy()))
         second = self.best(
             starts, [*nothing[:at], *pieces[at:]], [*none[:at], *wanted[at:]], signals, parents
         )
@@ -215,9 +221,13 @@ class OpenVINOExecutor(Executor):
 
         return Best(
             joined(first.tokens, second.tokens, 0),
-            {n: joined(first.signals[n], second.signals[n], math.nan) for n in signals},
+            {n: joined(first.signals[n], second.signals[n], self._nothing(n)) for n in signals},
             joined(first.sound, second.sound, False),
         )
+
+    def _nothing(self, signal: str) -> Any:
+        """What stands where nothing was wanted."""
+        return self._blank if signal == LOGITS else math.nan
 
     def _pass(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
