@@ -16,7 +16,7 @@ from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.errors import NumericalError, SettingError
 from forerun.rules.base import AcceptanceRule, ComparedRow
-from forerun.runtime.base import Best, best_of
+from forerun.runtime.base import Best
 from forerun.runtime.best import read
 from forerun.types import Draft, Target, Verdict
 
@@ -60,14 +60,10 @@ def compare(
 ) -> Judgements:
     """The judgement of rows that are certain by a rule that only compares with the arg-max.
 
-    Args:
-        rows: the batch.
-        drafts: per row.
-        best: the target's.
-        wanted: per row how many positions of the target's are known: none of a row that is not
-            judged, one more than drafted, or as many if the round ends without a bonus token.
-        logits: `(rows, n, V)` what the target said before the requests' own settings changed it,
-            if they can leave no token; tells an error of the model from one of settings.
+    `wanted` is per row how many positions of the target's are known: none of a row that is not
+    judged, one more than drafted, or as many if the round ends without a bonus token. `logits`,
+    `(rows, n, V)`, are the target's before settings changed them, if these can leave no token: they
+    tell an error of the model from one of settings.
     """
     out: Judgements = {}
     for row, known in enumerate(wanted):
@@ -78,14 +74,12 @@ def compare(
             accepted += 1
         prob = [1.0] * accepted + [0.0] * (len(draft) - accepted)
         drift = None if rows[row].request.rule.lossless else [0.0] * len(draft)
-        if accepted == known:
-            out[row] = RowVerdict(accepted, None, prob, drift)
-        elif sound[accepted]:
-            out[row] = RowVerdict(accepted, top[accepted], prob, drift)
-        else:
+        out[row] = verdict = RowVerdict(accepted, None, prob, drift)
+        if accepted < known and sound[accepted]:
+            verdict.following = top[accepted]
+        elif accepted < known:
             excluded = logits is not None and bool(logits[row, accepted].amax().isfinite())
-            error = _unsound(rows[row], accepted, excluded)
-            out[row] = RowVerdict(accepted, None, prob, drift, error)
+            verdict.error = _unsound(rows[row], accepted, excluded)
     return out
 
 
@@ -101,15 +95,8 @@ def overrule(
 ) -> None:
     """Replace what `compare` says by what rules do that do more, where they may do otherwise.
 
-    Args:
-        judged: by `compare`.
-        rows: the batch.
-        proposal: what was drafted.
-        best: the target's.
-        shaped: what that is of, `[row][column]` its `(V,)` logits.
-        logits: makes what `judge` takes.
-        sampler: the rows' sampling.
-        wanted: see `compare`.
+    `shaped` are `[row][column]` the `(V,)` logits that `best` is of; `logits` makes what `judge`
+    takes.
     """
     again = [0] * len(rows)
     for row, kept in judged.items():
@@ -128,11 +115,9 @@ def overrule(
 
 
 def _draft_entropy(proposal: Proposal, row: int, place: int) -> float:
-    logits = proposal.raw[place][row]
-    if isinstance(logits, np.ndarray):
-        return read(logits[None], ENTROPY)[2]["entropy"][0]
-    own: float = best_of(logits.view(1, 1, -1), ENTROPY).signals["entropy"][0][0]
-    return own
+    own = proposal.raw[place][row]
+    logits = own[None] if isinstance(own, np.ndarray) else own.float().cpu().numpy()[None]
+    return read(logits, ENTROPY)[2]["entropy"][0]
 
 
 def judge(
@@ -142,15 +127,8 @@ def judge(
     sampler: Sampler,
     wanted: Sequence[int],
 ) -> Judgements:
-    """The judgement of some rows by each one's own rule, one call per distinct rule.
-
-    Args:
-        rows: the batch.
-        proposal: what was drafted.
-        logits: `(rows, max(wanted), V)` the target's raw logits.
-        sampler: the rows' sampling.
-        wanted: per row how many of these are its own; see `compare`.
-    """
+    """The judgement of some rows by each one's own rule, one call per distinct rule, by the raw
+    `(rows, max(wanted), V)` logits of the target; `wanted` as in `compare`."""
     judged, width = [row for row, n in enumerate(wanted) if n], max(map(len, proposal.tokens))
     if logits.shape[1] <= width:  # a bonus that nobody wants is drawn from nothing
         logits = torch.nn.functional.pad(logits, (0, 0, 0, width + 1 - logits.shape[1]))

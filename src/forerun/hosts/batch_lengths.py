@@ -97,12 +97,8 @@ def _fitted(kinds: Kinds) -> tuple[float, NDArray[Any]]:
 
 
 def controller_of(spec: Any) -> Controller:
-    """The controller that a request names.
-
-    Raises:
-        SettingError, UnknownNameError: no such controller, or one that reads what the draft says
-            of its tokens, which no scheduler sees.
-    """
+    """The controller that a request names, if it does not read what the draft says of its tokens:
+    no scheduler sees that."""
     if not isinstance(spec, str):
         raise SettingError(f"a controller is named by text like 'gammatune', got {spec!r}")
     controller: Controller = CONTROLLERS.make(spec)
@@ -123,14 +119,8 @@ def judged_round(drafted: int, accepted: int, asked: int) -> RoundOutcome:
 
 
 class BatchLengths:
-    """One engine's requests, by id; see `engine.Lengths`, which decides.
-
-    What a policy raises makes its request plain from then on, and is logged once.
-
-    Args:
-        default: spec of requests that name none.
-        most: tokens that the engine drafts at most.
-    """
+    """One engine's requests, by id, whose drafts have `most` tokens at most; see `engine.Lengths`,
+    which decides. What a policy raises makes its request plain from then on, and is logged once."""
 
     def __init__(self, default: str, most: int) -> None:
         self.default, self.most = controller_of(default), most

@@ -32,16 +32,11 @@ PLACED = (
 
 
 class RowCallbacks:
-    """A row's processors and stopping criteria, as `Sampling` takes them.
+    """A row's processors that are no settings of `Sampling`, and its stopping criteria but for
+    length and end-of-text tokens, as `Sampling` takes them.
 
-    They see its text as `generate` shows it: behind the padded prompt, in its place of the batch.
-    What one of them raises is kept in `error`, and ends this row alone.
-
-    Args:
-        processors: those that are no settings of `Sampling`.
-        criteria: those that are neither length nor end-of-text tokens.
-        prompts: `(rows, n)` padded ids.
-        row: which of them.
+    They see its text as `generate` shows it: behind the `(rows, n)` padded prompts, in its place of
+    the batch. What one of them raises is kept in `error`, and ends this row alone.
     """
 
     def __init__(
@@ -89,11 +84,8 @@ def settings_of(
     processors: Sequence[Any], padded: bool, samples: bool
 ) -> tuple[dict[str, Any], list[Any]]:
     """Which of the processors that `generate` prepared are settings of `Sampling`, for a row that
-    is `padded` or not, and whose tokens are drawn or not; and the others, in their order.
-
-    Raises:
-        SettingError: a processor that runs the model itself.
-    """
+    is `padded` or not, and whose tokens are drawn or not; and the others, in their order. One that
+    runs the model itself is refused."""
     rest = [p for p in processors if type(p) is not processes.LogitNormalization]
     for processor in rest:
         if isinstance(processor, processes.UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -111,14 +103,9 @@ def settings_of(
 
 
 def criteria_by_row(criteria: Sequence[Any], rows: int) -> list[list[Any]]:
-    """Who is asked whether a row's text ends, but for length and end-of-text tokens.
-
-    Criteria may keep state of the rows of a batch, which here advance each at its own pace: every
-    row has copies of its own.
-
-    Raises:
-        SettingError: a criterion that cannot be copied.
-    """
+    """Who is asked whether a row's text ends, but for length and end-of-text tokens. Criteria may
+    keep state of the rows of a batch, which here advance each at its own pace: every row has copies
+    of its own."""
     native = criteria_of.MaxLengthCriteria, criteria_of.EosTokenCriteria
     own = [c for c in criteria if type(c) not in native]
     if rows == 1 or all(type(c).__module__ in OWN for c in own):

@@ -141,12 +141,8 @@ class Speculative:
         rule: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What `generate` calls once everything is prepared, and what it returns.
-
-        Raises:
-            SettingError, PromptError: it cannot be served.
-            GenerationError: the model failed; errors of processors and criteria come as they are.
-        """
+        """What `generate` calls once everything is prepared, and what it returns. Errors of
+        processors and criteria come as they are, one of the model as `GenerationError`."""
         call = PreparedCall(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
             source=inputs_tensor if model.config.is_encoder_decoder else None,
@@ -295,15 +291,9 @@ def _returned(call: PreparedCall, done: list[Completion]) -> Any:
 
 
 def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]:
-    """What a cache that `generate` was given holds of each row; None where that is nothing.
-
-    Args:
-        cache: filled by whoever decoded before.
-        kept: per row `(n,)` bool, which places of its padded prompt are none of padding.
-
-    Raises:
-        SettingError: a cache that does not hold all tokens of all layers as they are.
-    """
+    """What a cache that `generate` was given holds of each row, None where that is nothing; `kept`
+    is per row `(n,)` bool, which places of its padded prompt are none of padding. Raises
+    `SettingError` unless it holds all tokens of all layers as they are."""
     count, layers = cache.get_seq_length(), getattr(cache, "layers", None) or ()
     if type(cache) is not DynamicCache or any(
         layer.keys is None or layer.keys.shape[2] != count for layer in layers
@@ -322,10 +312,8 @@ def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]
 
 
 def cache_of(rows: Sequence[Columns], padding: Sequence[int], given: Any) -> Any:
-    """A `DynamicCache` of rows behind padding, all of one length; `given` itself, if it is one.
-
-    What a shorter row lacks at its end is 0.
-    """
+    """A `DynamicCache` of rows behind padding, all of one length, 0 where a shorter row ended;
+    `given` itself, if it is one."""
     length = max(before + row.count for before, row in zip(padding, rows, strict=True))
     cache, whole = DynamicCache(), []
     for states in zip(*(row.states for row in rows), strict=True):
