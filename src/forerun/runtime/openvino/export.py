@@ -134,13 +134,12 @@ def export(model: Any) -> ov.Model:
     kind = model.config.get_text_config(decoder=True).model_type
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
-    calls: list[Attention] = []
+    flat = _Decoder(model) if model.config.is_encoder_decoder else _Flat(model)
+    places = torch.arange(_EXAMPLE_TOKENS)
     try:
-        graph = _convert(model, calls)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{kind}: {error}") from error
-    except Exception as error:  # tracing and conversion raise whatever they like
-        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
+        graph, calls = _traced(model, flat, (places[:, None], places[:, None], places[:-1]))
+    finally:
+        flat.hook.remove()
     if not calls:
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     name(graph, INPUTS, "logits", calls)
@@ -154,7 +153,8 @@ class _Decoder(_Flat):
         super().__init__(model)
         decoder = model.get_decoder()
         if not hasattr(decoder, "embed_positions"):
-            raise UnsupportedModelError("its attention has a bias by distance, the paged node none")
+            kind = model.config.model_type
+            raise UnsupportedModelError(f"{kind} adds a bias by distance, the paged node none")
         self.table = Table(decoder, decoder_limit(model.config))
         self.width = model.config.d_model
         ruled_out = banned(model, int(model.get_output_embeddings().weight.shape[0]))
@@ -198,16 +198,10 @@ def export_layers(model: Any, first: int, last: int) -> ov.Model:
         UnsupportedModelError: as for `export`.
     """
     kind = model.config.get_text_config(decoder=True).model_type
-    calls: list[Attention] = []
     between = _Between(model, first, last)
     positions = torch.arange(_EXAMPLE_TOKENS)[:, None]
     example = torch.zeros(_EXAMPLE_TOKENS, 1, between.access.width), positions
-    try:
-        graph = _traced(model, calls, between, example)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{kind}: {error}") from error
-    except Exception as error:  # tracing and conversion raise whatever they like
-        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
+    graph, calls = _traced(model, between, example)
     if len(calls) != last - first:
         raise UnsupportedModelError(f"{kind}: {len(calls)} attentions in {last - first} layers")
     name(graph, ("hidden", "position_ids"), "last", calls)
@@ -227,27 +221,19 @@ def attentions(graph: ov.Model) -> list[Attention]:
     return [Attention(**call) for call in json.loads(text)]
 
 
-def _convert(model: Any, calls: list[Attention]) -> ov.Model:
-    example = (
-        torch.arange(_EXAMPLE_TOKENS)[:, None],
-        torch.arange(_EXAMPLE_TOKENS)[:, None],
-        torch.arange(_EXAMPLE_TOKENS - 1),
-    )
-    flat = _Decoder(model) if model.config.is_encoder_decoder else _Flat(model)
-    try:
-        return _traced(model, calls, flat, example)
-    finally:
-        flat.hook.remove()
-
-
 def _traced(
-    model: Any,
-    calls: list[Attention],
-    module: torch.nn.Module,
-    example: tuple[torch.Tensor, ...],
-) -> ov.Model:
-    with _attention_marked(model, calls):
-        return convert(module, example, calls)
+    model: Any, module: torch.nn.Module, example: tuple[torch.Tensor, ...]
+) -> tuple[ov.Model, list[Attention]]:
+    """The graph of a module that runs the model, and the attentions in it."""
+    calls: list[Attention] = []
+    kind = model.config.get_text_config(decoder=True).model_type
+    try:
+        with _attention_marked(model, calls):
+            return convert(module, example, calls), calls
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{kind}: {error}") from error
+    except Exception as error:  # tracing and conversion raise whatever they like
+        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
 
 
 def convert(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,7 +61,8 @@ def from_model(
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
-    return _of_torch(entry, lambda: model, called, _Options(precision, threads, encoder))
+    options = _Options(precision, threads, encoder)
+    return _made(entry, lambda: _export(model, options), called, options, lambda: model)
 
 
 def from_name(
@@ -101,26 +102,21 @@ def from_name(
     model = None if files(name) else torch_model()  # not on this machine until now
     entry = store.key(store.of_files(files(name)), _form(precision))
     there = torch_model if model is None else lambda: model
-    return _of_torch(entry, there, str(name), options)
+    return _made(entry, lambda: _export(there(), options), str(name), options, there)
 
 
 def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
     """The torch model, its weights in the mapping of their files where all are in 16 bits; in fp32
     where not, or where it made numbers of its own and rounded them."""
-    if dtype := _half_of(files(name)):
+    kinds: dict[str, int] = {}
+    with suppress(ModelError):  # loading says what is wrong
+        kinds = counted([path for path in files(name) if path.suffix == ".safetensors"])
+    if dtype := {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds)):
         model = load_model(name, "cpu", dtype, trust_remote_code, mapped=True)
         made = dict(model.named_buffers())
         if not any(made[name].dtype in HALF for name in made.keys() - model.state_dict().keys()):
             return model
     return load_model(name, "cpu", "fp32", trust_remote_code)
-
-
-def _half_of(files: Sequence[Path]) -> torch.dtype | None:
-    """What all tensors in safetensors files are in, if it is one of `HALF`."""
-    kinds: dict[str, int] = {}
-    with suppress(ModelError):  # loading says what is wrong
-        kinds = counted([path for path in files if path.suffix == ".safetensors"])
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds))
 
 
 def _as_it_is(path: Path, threads: int | None) -> OpenVINOExecutor:
@@ -175,13 +171,6 @@ def _made(
     except UnsupportedModelError:
         store.discard(entry)
         raise
-
-
-def _of_torch(
-    entry: str | None, torch_model: Callable[[], Any], name: str, options: _Options
-) -> OpenVINOExecutor:
-    """An executor from the store, else exported from the torch model."""
-    return _made(entry, lambda: _export(torch_model(), options), name, options, torch_model)
 
 
 def _compiled(
