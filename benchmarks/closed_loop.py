@@ -41,7 +41,9 @@ class Answer:
             return False
         head, _, rest = self.got[0][1].partition(b"\r\n\r\n")
         if b"transfer-encoding: chunked" in head.lower():
-            return self.got[-1][1].endswith(b"0\r\n\r\n")
+            # A header may end like it, and its last bytes may come one by one.
+            last = b"".join([rest, *(part for _, part in self.got[1:])][-3:])
+            return last.endswith(b"0\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         return len(rest) + sum(len(part) for _, part in self.got[1:]) >= length
 
@@ -118,12 +120,14 @@ async def closed_loop(
     there = urlsplit(url)
 
     async def client() -> None:
-        loop = asyncio.get_running_loop()
-        _, line = await loop.create_connection(Line, there.hostname, there.port)
+        loop, line = asyncio.get_running_loop(), None
         while (left := began + seconds - time.perf_counter()) > 0:
+            if line is None or line.transport.is_closing():  # some hang up after an answer
+                _, line = await loop.create_connection(Line, there.hostname, there.port)
             index = next(order)
             answers.append(await line.ask(requests(index), index, left))
-        line.transport.abort()
+        if line is not None:
+            line.transport.abort()
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return began, answers
