@@ -15,7 +15,7 @@ import transformers as hf
 
 from forerun.errors import MissingExtraError, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import Rows
-from forerun.runtime.base import Facts, best_of
+from forerun.runtime.base import LOGITS, Facts, best_of, logits_of
 from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.torch_executor import facts_of
 from marks import slow_but
@@ -316,7 +316,8 @@ def test_many_logits_are_read_in_parts(
     executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, counts, sizes = texts(5, 9, 2, 4), [5, 3, 0, 4], []
-    whole = executor.best([0] * 4, prompts, counts, SIGNALS)
+    whole = executor.best([0] * 4, prompts, counts, SIGNALS | {LOGITS})
+    logits = logits_of(whole)
     ran = OpenVINOExecutor._pass
 
     def counted(self: Any, starts: Any, pieces: Any, wanted: Any, *parents: Any) -> Any:
@@ -325,13 +326,13 @@ def test_many_logits_are_read_in_parts(
 
     monkeypatch.setattr(OpenVINOExecutor, "_pass", counted)
     monkeypatch.setattr(executor, "_most", 4)
-    parts = executor.best([0] * 4, prompts, counts, SIGNALS)
+    parts = executor.best([0] * 4, prompts, counts, SIGNALS | {LOGITS})
     assert sizes == [5, 3, 4]  # a row's own are never divided
     assert parts.tokens == whole.tokens
     assert parts.sound == whole.sound
-    for name in SIGNALS:
-        for row in range(4):
-            n = counts[row]
+    for row, n in enumerate(counts):
+        close(logits_of(parts)[row, :n], logits[row, :n])
+        for name in SIGNALS:
             assert parts.signals[name][row][:n] == pytest.approx(
                 whole.signals[name][row][:n], abs=1e-5
             )
