@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.controllers.survival import MOST_MARGIN
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
+
+MOST_MARGIN = 8.0
+"""Logits beyond which a margin says nothing more to the fit."""
 
 
 @dataclass(frozen=True)

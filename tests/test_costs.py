@@ -46,23 +46,25 @@ def test_rounds() -> None:
     assert cold.round_seconds(1, 1) == pytest.approx(costs.round_seconds(1, 1) + 0.3)
     assert cold.round_seconds(0, 1) == costs.round_seconds(0, 1)
     assert cold.round_seconds(1, 2) == costs.round_seconds(1, 2)
-    assert costs.further == pytest.approx(0.3)  # from 2 to 4 tokens 0.2 each
-    assert Cell(0.1, ((1, 1.0),)).further == pytest.approx(0.1)
-    assert Cell(0.1, ((1, 1.0), (2, 1.2))).further == pytest.approx(0.3)
-    assert Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1))).further == pytest.approx(0.1)
+    assert costs.widening == pytest.approx(0.2)  # from 2 to 4 tokens
+    assert Cell(0.1, ((1, 1.0),)).widening == 0
+    assert Cell(0.1, ((1, 1.0), (2, 1.2))).widening == pytest.approx(0.2)
+    assert Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1))).widening == 0
 
 
 def test_levels_of_passes(tmp_path: Any) -> None:
     points = ((1, 1.0), (2, 1.4), (4, 1.2), (5, 2.0), (8, 2.6), (9, 2.2), (12, 2.8))
     costs = Cell(0.1, points, 0.05, first=0.02, levels=(1, 4, 8))
     level, wider = 1.3, (2.0 + 2.2 + 2.4 + 2.6) / 4  # means; 3, 6, 7 lie between
-    rounds = [0.12 + 0.1 * n + 0.05 for n in range(8)]
     judging = [level] * 3 + [wider] * 4 + [wider]  # less for more tokens is noise
-    assert costs.rounds == pytest.approx([a + b for a, b in zip(rounds, judging, strict=True)])
-    assert costs.further == pytest.approx(0.1 + (2.8 - 2.2) / 3)
-    assert [costs.next(n) for n in (1, 2, 4, 6)] == pytest.approx([0.1] * 4)
-    assert costs.next(3) == pytest.approx(0.1 + wider - level)
-    assert costs.next(8) == costs.next(30) == costs.further
+    assert costs.passes == pytest.approx(judging)
+    assert costs.widening == pytest.approx((2.8 - 2.2) / 3)
+    added = [level - 1.0, 0, 0, wider - level, 0, 0, 0, 0, costs.widening]
+    assert costs.judging == pytest.approx(added)
+    rounds = [0.12 + 0.1 * n + 0.05 for n in range(8)]
+    seconds = [a + b for a, b in zip(rounds, judging, strict=True)]
+    assert [costs.seconds(n) for n in range(1, 9)] == pytest.approx(seconds)
+    assert costs.seconds(10) == pytest.approx(seconds[-1] + 2 * (0.1 + costs.widening))
     table = Costs((costs,))
     table.write(tmp_path / "costs.json")
     assert Costs.read(tmp_path / "costs.json").at().levels == (1, 4, 8)

@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 
 from forerun.costs import Costs
-from forerun.engine.meter import SAMPLES, STALE, Lap, Meter
+from forerun.engine.meter import EVERY, SAMPLES, STALE, Lap, Meter
 from forerun.runtime.timing import Times
 
 LEVELS = (1, 4, 8)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    """Costs are summed after every round."""
+    monkeypatch.setattr("forerun.engine.meter.EVERY", 1)
 
 
 def times(*steps):
@@ -180,3 +186,13 @@ def test_given_costs_never_change():
 def test_what_the_engine_adds_is_apart():
     costs = fed(Meter(3.0, times(), LEVELS), *[lap(other_seconds=0.2)] * 3).costs(1)
     assert (costs.fixed, costs.plain) == (0.2, 1.2)
+
+
+def test_costs_are_summed_now_and_then(monkeypatch):
+    monkeypatch.setattr("forerun.engine.meter.EVERY", EVERY)
+    meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap())
+    known = meter.costs(1)
+    assert fed(meter, lap()).costs(1) is not known, "in the first rounds at once"
+    known = fed(meter, *[lap()] * (EVERY - 2)).costs(1)
+    assert fed(meter, *[lap(plain=9.0)] * (EVERY - 1)).costs(1) is known
+    assert fed(meter, lap()).costs(1) is not known

@@ -133,27 +133,30 @@ class Costs:
         return self.verify[0][1] + self.fixed
 
     @cached_property
-    def rounds(self) -> list[float]:
-        """Seconds of rounds that draft 1, 2, … tokens, up to beyond the last level; each further
-        token adds `further`. Passes of a level take their mean, since all else is noise."""
+    def passes(self) -> tuple[float, ...]:
+        """Seconds of target passes that judge 1, 2, … tokens, up to beyond the last level; each
+        further token adds `widening`. Passes of a level take their mean: all else is noise."""
         judging, first = [], 2
         for last in self.levels:
             if last >= first:
                 taken = [self.verify_seconds(width) for width in range(first, last + 1)]
                 judging += [sum(taken) / len(taken)] * len(taken)
                 first = last + 1
-        judging.append(self.verify_seconds(first))
-        longest = accumulate(judging, max)
-        return [self.draft_seconds(n) + v + self.fixed for n, v in enumerate(longest, 1)]
+        return tuple(accumulate([*judging, self.verify_seconds(first)], max))
 
     def seconds(self, drafted: int) -> float:
-        """Seconds of a round that drafts and judges so many tokens, ≥ 0."""
+        """Seconds of a round that drafts and judges so many tokens, ≥ 0.
+
+        >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
+        >>> [round(costs.seconds(drafted), 9) for drafted in (0, 1, 3, 4, 9)]
+        [1.0, 1.3, 1.5, 2.6, 3.1]
+        """
         if not drafted:
             return self.plain
-        known = self.rounds
-        if drafted <= len(known):
-            return known[drafted - 1]
-        return known[-1] + self.further * (drafted - len(known))
+        beyond = max(drafted - len(self.passes), 0)
+        judging = self.passes[drafted - beyond - 1] + beyond * self.widening
+        seconds: float = self.draft_seconds(drafted) + judging + self.fixed
+        return seconds
 
     def width(self, drafted: Sequence[int], rows: int) -> float:
         """Width of a pass of so many rows, some of which have drafted tokens to judge.
@@ -167,27 +170,10 @@ class Costs:
     @cached_property
     def widening(self) -> float:
         """Seconds that a token behind the levels adds to a pass: the mean over these widths."""
-        width = len(self.rounds) + 1
+        width = len(self.passes) + 1
         widest = max(self.verify[-1][0], width + 1)
         added = self.verify_seconds(widest) - self.verify_seconds(width)
         return max(added, 0.0) / (widest - width)
-
-    @cached_property
-    def further(self) -> float:
-        """Seconds of each further drafted token: its draft step and what it adds to the pass."""
-        return self.draft + self.widening
-
-    def next(self, drafted: int) -> float:
-        """Seconds of one more drafted token in a round that has so many, ≥ 1.
-
-        >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
-        >>> [round(costs.next(drafted), 9) for drafted in (2, 3, 4)]
-        [0.1, 1.1, 0.1]
-        """
-        known = self.rounds
-        if drafted >= len(known):
-            return self.further
-        return known[drafted] - known[drafted - 1]
 
     @cached_property
     def judging(self) -> tuple[float, ...]:
@@ -195,12 +181,11 @@ class Costs:
         anyway; each beyond adds the last.
 
         >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
-        >>> [round(seconds, 9) + 0.0 for seconds in costs.judging]
+        >>> [round(seconds, 9) for seconds in costs.judging]
         [0.2, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
         """
-        first = max(self.rounds[0] - self.draft_seconds(1) - self.plain - self.cold, 0.0)
-        later = [after - before - self.draft for before, after in pairwise(self.rounds)]
-        return first, *later, self.widening
+        later = (wide - narrow for narrow, wide in pairwise(self.passes))
+        return max(self.passes[0] - self.verify[0][1] - self.cold, 0.0), *later, self.widening
 
     @property
     def ratio(self) -> float:

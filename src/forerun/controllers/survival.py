@@ -8,44 +8,38 @@ from typing import Any, ClassVar, NamedTuple
 from forerun.checks import between, whole
 from forerun.citations import bibtex
 from forerun.controllers.base import Chance, Forecaster, Outlook, mechanism
-from forerun.controllers.elementwise import (
-    largest,
-    minimum,
-    select,
-    sigmoid,
-    where,
-)
+from forerun.controllers.elementwise import largest, select, sigmoid, where
 from forerun.types import RoundOutcome, Token
 
 
 class LogOdds(NamedTuple):
-    """Log-odds of being kept, linear in what the draft's distribution says."""
+    """Log-odds of being kept: of a drafted token, and of the next one before it is drafted."""
 
     constant: float
-    """Of a drafted token,"""
     per_margin: float
-    """per logit of its margin, and"""
+    """Per logit of the token's margin, and"""
     per_chosen: float
-    """per unit of its probability."""
+    """per unit of its probability, where coins decide it."""
     first: float
-    """Of a round's first token before it is drafted."""
+    """Of a round's first token."""
     next_constant: float
     """Of a later one,"""
     per_newest: float
     """and per logit of the newest margin."""
 
-    def drafted(self, token: Token, margin: float) -> float:
-        """Of a drafted token; its probability counts where coins decide it."""
-        z = self.constant + self.per_margin * margin
+    def drafted(self, token: Token) -> float:
+        z: float = self.constant + self.per_margin * token.logit_margin
         return z if token.chosen is None else z + self.per_chosen * token.chosen
+
+    def following(self, token: Token) -> float:
+        z: float = self.next_constant + self.per_newest * token.logit_margin
+        return z
 
 
 GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.35)
 """Where no coins decide; `python -m benchmarks.auto_prior` made both."""
 SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)
 """Where coins do."""
-MOST_MARGIN = 8.0
-"""Logits beyond which a margin says nothing more."""
 BLIND = (0.8, 2.0), (3.4, 4.0)
 """First tokens of rounds, and later ones, kept and judged, that a draft without signals starts
 from."""
@@ -60,7 +54,7 @@ class SurvivalState(NamedTuple):
     """The request's own constant, of drafted tokens and of the next one."""
     weight: float = 0.0
     """`Σ w` it was learned from."""
-    counts: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    counts: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     """Of drafts without signals first tokens kept and judged, and later ones."""
 
 
@@ -82,7 +76,6 @@ class Survival(Forecaster):
         length: for its own word, the most tokens per round, ≥ 0 (ours).
         weight: of a constant of 0, in `Σ w`, `w` the variance of a judged token's chance, > 0.
         carried: share of what a request learned that the next one starts from, in [0, 1].
-        newest: whether the next token's chance follows the newest one's margin.
 
     Reference: ours; the stopping rule is that of Huang et al. 2024, SpecDec++.
     """
@@ -91,7 +84,6 @@ class Survival(Forecaster):
     length: int = 24
     weight: float = mechanism(4.0, off=1e9)
     carried: float = mechanism(0.5, off=0.0)
-    newest: bool = mechanism(True, off=False)
 
     summary: ClassVar[str] = "stop when a rejection is likely, by confidence and what was kept"
     paper: ClassVar[str] = "Huang et al. 2024 (SpecDec++)"
@@ -130,11 +122,9 @@ class Survival(Forecaster):
             first, later = _counted(state)
             kept, following = (later if tokens else first), later
         else:
-            by, margin = self._prior(state), minimum(token.logit_margin, MOST_MARGIN)
-            kept = sigmoid(by.drafted(token, margin) + state.shift)
-            following = sigmoid(
-                by.next_constant + by.per_newest * (margin if self.newest else 4.0) + state.shift
-            )
+            by = self._prior(state)
+            kept = sigmoid(by.drafted(token) + state.shift)
+            following = sigmoid(by.following(token) + state.shift)
         survival = survival * kept
         return Chance(survival, following), SurvivalDraft(tokens + 1, survival)
 
@@ -145,32 +135,27 @@ class Survival(Forecaster):
         if not most:
             return state
         if not round.shows("logit_margin"):
-            return state._replace(
-                counts=select(count > 0, self._judged(state, round, most), state.counts)
-            )
+            return state._replace(counts=self._counts(state, round))
         by, weight, miss = self._prior(state), state.weight, 0.0
         guess: float = by.first
         for i in range(most):
             inside, hit, chance = i < count, round.accept_prob[i], sigmoid(guess + state.shift)
             weight = weight + inside * chance * (1 - chance)
             miss = miss + inside * (hit - chance)
-            margin = minimum(round.tokens[i].logit_margin, MOST_MARGIN)
-            guess = by.next_constant + by.per_newest * (margin if self.newest else 4.0)
+            guess = by.following(round.tokens[i])
         shift = state.shift + miss / (weight + self.weight)
         learned = state._replace(shift=shift, weight=weight)
         after: SurvivalState = select(count > 0, learned, state)
         return after
 
-    def _judged(
-        self, state: SurvivalState, round: RoundOutcome, most: int
-    ) -> tuple[float, float, float, float]:
-        """The counts with one more round."""
+    def _counts(self, state: SurvivalState, round: RoundOutcome) -> tuple[float, ...]:
+        """With one more round."""
         counts = list(state.counts)
-        for i in range(most):
-            inside = where(i < round.judged, 1.0, 0.0)
-            counts[2 * (i > 0)] = counts[2 * (i > 0)] + inside * round.accept_prob[i]
-            counts[2 * (i > 0) + 1] = counts[2 * (i > 0) + 1] + inside
-        return tuple(counts)  # type: ignore[return-value]
+        for i in range(largest(round.judged)):
+            inside, kept = where(i < round.judged, 1.0, 0.0), 2 * (i > 0)
+            counts[kept] = counts[kept] + inside * round.accept_prob[i]
+            counts[kept + 1] = counts[kept + 1] + inside
+        return tuple(counts)
 
     def _prior(self, state: SurvivalState) -> LogOdds:
         by: LogOdds = select(state.certain, GREEDY, SAMPLED)

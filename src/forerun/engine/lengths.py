@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.controllers.base import Controller, Forecaster, LengthPolicy
+from forerun.controllers.base import Controller, LengthPolicy
 from forerun.costs import Costs
 from forerun.governors.base import Governor, Outcome, Plan, Seat
 from forerun.types import DRAWN, RoundOutcome, Token
@@ -20,7 +20,8 @@ class _Row:
     """What decides for one row."""
 
     controller: Controller
-    policy: LengthPolicy
+    policy: Any
+    """A `LengthPolicy`; of a governed row a `Forecaster`."""
     state: Any
     signals: frozenset[str]
     """What its policy is shown."""
@@ -30,13 +31,6 @@ class _Row:
     group: _Group | None
     memo: Any = None
 
-    @property
-    def most_trimmed(self) -> int:
-        """How many of the newest tokens may be left out. Where coins decide them, keeping some
-        because of what they are is a bias: there it is the newest alone, if all that the policy is
-        shown of it was known before it was drawn."""
-        return 1 << 30 if self.certain else int(not self.signals & DRAWN)
-
 
 @dataclass
 class _Group:
@@ -44,6 +38,8 @@ class _Group:
 
     governor: Governor
     pace: Any
+    given: Costs | None
+    """Costs to decide by, of a row that decides for itself."""
     rows: list[int] = field(default_factory=list)
     plan: Plan | None = None
     seats: list[int] = field(default_factory=list)
@@ -85,20 +81,21 @@ class Lengths:
         state = policy.start(certain, before)
         group = None
         if governor is not None:
-            group = self._group(governor, given is not None)
+            group = self._group(governor, given)
             group.rows.append(len(self._rows))
             group.pace = governor.join(group.pace, 1 / len(group.rows))
         signals = policy.signals(certain)
         self._rows.append(_Row(controller, policy, state, signals, certain, given, group))
         self._changed()
 
-    def _group(self, governor: Governor, alone: bool) -> _Group:
+    def _group(self, governor: Governor, given: Costs | None) -> _Group:
         """The group of a governor, a new one for a row that decides for itself."""
         for group in self._groups:
-            if group.governor == governor and not alone and self._rows[group.rows[0]].given is None:
+            if group.governor == governor and given is None and group.given is None:
                 return group
-        before = None if alone else self._memory.get(("pace", governor))
-        self._groups.append(_Group(governor, governor.start() if before is None else before))
+        before = None if given else self._memory.get(("pace", governor))
+        pace = governor.start() if before is None else before
+        self._groups.append(_Group(governor, pace, given))
         return self._groups[-1]
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -128,8 +125,7 @@ class Lengths:
     def resting(self, costs: Costs) -> bool:
         """Whether no row drafts in this round, whoever can; else `limits` begins it."""
         for group in self._groups:
-            given = self._rows[group.rows[0]].given
-            if not group.governor.rests(group.pace, given or costs):
+            if not group.governor.rests(group.pace, group.given or costs):
                 return False
             group.plan = None
         return bool(self._groups) and all(row.group is not None for row in self._rows)
@@ -151,24 +147,20 @@ class Lengths:
             (most for most, seat in zip(limits, able, strict=True) if seat is not None), default=0
         )
         for group in self._groups:
-            alone = self._rows[group.rows[0]].given
-            seats = [(i, self._seat(i, able[i])) for i in group.rows if able[i] is not None]
-            good = [(i, seat) for i, seat in seats if seat is not None]
-            group.seats, group.plan = [i for i, _ in good], None
-            if good:
-                where = (alone, 1, 0) if alone else (costs, len(self._rows), paid)
-                price, rows, width = where
-                group.plan = group.governor.open(
-                    group.pace, price, [seat for _, seat in good], rows, width
-                )
-                for i, most in zip(group.seats, group.plan.most, strict=True):
+            seats = {i: seat for i in group.rows if (seat := self._seat(i, able[i])) is not None}
+            group.seats, group.plan = list(seats), None
+            if seats:
+                by, rows, width = costs, len(self._rows), paid
+                if group.given is not None:
+                    by, rows, width = group.given, 1, 0
+                group.plan = group.governor.open(group.pace, by, [*seats.values()], rows, width)
+                for i, most in zip(seats, group.plan.most, strict=True):
                     limits[i] = most
         return limits
 
     def _seat(self, i: int, seat: Seat | None) -> Seat | None:
         row = self._rows[i]
-        assert isinstance(row.policy, Forecaster)
-        outlook = self._asked(i, row.policy.outlook, row.state)
+        outlook = None if seat is None else self._asked(i, row.policy.outlook, row.state)
         if outlook is None or seat is None:
             return None
         return seat._replace(outlook=outlook, trims=row.certain, blind=self._blind)
@@ -182,9 +174,9 @@ class Lengths:
         """
         out = [False] * len(tokens)
         for i, row in enumerate(self._rows):
-            token = tokens[i]
-            if token is not None and row.group is None:
-                out[i] = not row.policy.stops_early or self._stepped(i, row, token)
+            if tokens[i] is not None and row.group is None:
+                asks = row.policy.stops_early
+                out[i] = not asks or bool(self._behind(i, row.policy.step, tokens[i]))
         for group in self._groups:
             if group.plan is None or not any(tokens[i] is not None for i in group.seats):
                 continue
@@ -192,7 +184,8 @@ class Lengths:
                 for i in group.seats:
                     out[i] = True
                 continue
-            chances = [self._chance(i, tokens[i]) for i in group.seats]
+            rows = [(i, self._rows[i].policy.forecast) for i in group.seats]
+            chances = [self._behind(i, forecast, tokens[i]) for i, forecast in rows]
             for i, goes in zip(group.seats, group.plan.go(chances), strict=True):
                 out[i] = goes
         return out
@@ -204,23 +197,14 @@ class Lengths:
             return len(kept) if sum(kept) >= enough else None
         return group.plan.free(group.seats.index(i), kept)
 
-    def _stepped(self, i: int, row: _Row, token: Token) -> bool:
-        answer = self._asked(i, row.policy.step, row.state, row.memo, self._shown(i, token))
-        if answer is None:
-            return False
-        goes, row.memo = answer
-        return bool(goes)
-
-    def _chance(self, i: int, token: Token | None) -> Any:
-        if token is None:
-            return None
+    def _behind(self, i: int, question: Callable[..., Any], token: Token | None) -> Any:
+        """A policy's answer about what follows a token, whose memo is kept; None if it fails."""
         row = self._rows[i]
-        assert isinstance(row.policy, Forecaster)
-        answer = self._asked(i, row.policy.forecast, row.state, row.memo, self._shown(i, token))
-        if answer is None:
+        if token is None or i in self.failed:
             return None
-        chance, row.memo = answer
-        return chance
+        answer = self._asked(i, question, row.state, row.memo, self._shown(i, token))
+        answer, row.memo = answer or (None, None)
+        return answer
 
     def _shown(self, i: int, token: Token) -> Token:
         """What a row's policy may see of a token."""
@@ -247,7 +231,9 @@ class Lengths:
         if not row.policy.stops_early:
             return 0
         count = int(self._asked(i, row.policy.trim, row.state, row.memo) or 0)
-        return min(count, row.most_trimmed)
+        # Where coins decide tokens, keeping some because of what they are is a bias: there it is
+        # the newest alone, if all that the policy is shown of it was known before it was drawn.
+        return count if row.certain else min(count, int(not row.signals & DRAWN))
 
     def observe(
         self,
@@ -277,7 +263,7 @@ class Lengths:
             state = self._asked(i, row.policy.observe, row.state, seen)
             row.state = row.state if state is None else state
         for group in self._groups:
-            first, given, own = group.rows[0], self._rows[group.rows[0]].given, outcome
+            first, given, own = group.rows[0], group.given, outcome
             if given:  # neither the clock nor neighbours have a say
                 if rounds[first] is None:
                     continue

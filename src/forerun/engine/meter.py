@@ -21,8 +21,8 @@ SAMPLES = 12
 """Newest samples of a kind that count."""
 LOADED = 3
 """Samples that the seconds of the load count for; those of another start count for one."""
-NEAR = 0.02
-"""Share by which the seconds of a kind move before costs are made anew, which takes 0.2 ms."""
+EVERY = 8
+"""Rounds between two summings of costs, which take 0.2 ms; the first rounds sum them each time."""
 STALE = 64
 """Rounds after which the arm that was not chosen is timed anew."""
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
@@ -132,7 +132,7 @@ class Meter:
     def keep(self) -> None:
         """Correct what is kept for later starts by what rounds took; there must be no rows."""
         if self._timer is not None and self._loaded:
-            known = {rows: self.costs(rows) for rows, size in self._sizes.items() if size.rounds}
+            known = {rows: self._summed(size) for rows, size in self._sizes.items() if size.rounds}
             self._timer.correct(known)
 
     def _load(self, times: Times) -> None:
@@ -174,10 +174,10 @@ class Meter:
                 self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
             else:
                 self._reading.append(lap.reading_seconds / lap.reading_tokens)
+        more = lap.verify_seconds - self.costs(lap.rows).verify_seconds(lap.width)
         if not lap.read_tokens:
-            self._samples(lap.rows).add(lap)
+            self._samples(lap.rows).add(lap, more)
         elif self.timed(lap.rows) and not lap.compiled:
-            more = lap.verify_seconds - self.costs(lap.rows).verify_seconds(lap.width)
             self._prefill.append(max(more, 0.0) / lap.read_tokens)
             self._samples(lap.rows).costs = None
 
@@ -244,7 +244,7 @@ class Meter:
             reading=_low(self._reading or ()) or reading,
             prefill=_low(self._prefill),
             packed=self._packed,
-            tree=samples.tree,
+            tree=low("tree") or 0.0,
             retime=samples.stale,
         )
 
@@ -256,14 +256,10 @@ class _Samples:
         self.rows, self._level = rows, level
         self._of: dict[str | int, deque[float]] = {}
         """By kind: a level of passes that judge, or a name."""
-        self._prior: dict[str | int, float | None] = {}
-        """What the load says of kinds, and"""
-        self._used: dict[str | int, float | None] = {}
-        """the low quantiles in the costs."""
         taken = [width for size, width in loaded.taken if size == rows]
-        self._shapes = {("pass", level(rows, width)) for width in taken}
+        self._shapes: set[str | int] = {level(rows, width) for width in taken}
         if anew := max(taken, default=1) > 1:
-            self._shapes.add(("step", 1))
+            self._shapes.add("step")
         self.timed = (rows, 1) in loaded.target
         """Whether a plain pass was."""
         self._weight = LOADED if anew else int(self.timed)
@@ -287,8 +283,7 @@ class _Samples:
         """The low quantile of a kind, None without samples; `loaded` is what the load says."""
         live = self._of.get(kind, ())
         prior = [] if loaded is None else [loaded] * min(self._weight, SAMPLES - len(live))
-        self._prior[kind], self._used[kind] = loaded, (value := _low([*prior, *live]))
-        return value
+        return _low([*prior, *live])
 
     @property
     def stale(self) -> str:
@@ -299,67 +294,46 @@ class _Samples:
             return "plain"
         return "judged" if self.rounds - self._judged_at > STALE else ""
 
-    def add(self, lap: Lap) -> None:
-        level, judged, before = self._level(self.rows, lap.width), lap.width > 1, self.stale
+    def add(self, lap: Lap, more: float) -> None:
+        """`more` is what the pass took more than expected."""
+        before, new = self.stale, self.new(lap)
         self.rounds += 1
-        known = self._known("tree" if lap.tree else "pass", level, lap)
-        if known and lap.tree:
-            self._add(f"tree{level}", lap.verify_seconds)
-            self._judged_at = self.rounds
-        elif known and judged:
-            self._add(level, lap.verify_seconds)
-            self._judged_at = self.rounds
-        elif known:
-            self._add("behind" if lap.steps else "plain", lap.verify_seconds)
-            self.timed |= not lap.steps
+        self._shapes |= self._shapes_of(lap)
         if lap.free_steps:
             self._add("free", lap.free_seconds / lap.free_steps)
-        elif not lap.steps and known:
+        elif not lap.steps and not new:
             self._add("other", lap.other_seconds)
             self._plain_at = self.rounds
-        if lap.steps and self._known("step", 1, lap):
-            later = lap.steps - (lap.first_step_seconds > 0)
-            if later > 0 and lap.draft_seconds > lap.first_step_seconds:
-                self._add("step", (lap.draft_seconds - lap.first_step_seconds) / later)
-            if lap.first_step_seconds > 0:
-                self._add("first", lap.first_step_seconds if later else lap.draft_seconds)
-        if before != self.stale:
+        if not new:
+            kind: str | int = "behind" if lap.steps else "plain"
+            if lap.width > 1:
+                kind, self._judged_at = self._level(self.rows, lap.width), self.rounds
+            if lap.tree:
+                self._add("tree", max(more, 0.0))
+            else:
+                self._add(kind, lap.verify_seconds)
+            self.timed |= kind == "plain"
+        if lap.steps and not new:
+            first = lap.first_step_seconds
+            later, seconds = lap.steps - (first > 0), lap.draft_seconds - first
+            if later > 0 and seconds > 0:
+                self._add("step", seconds / later)
+            if first > 0:
+                self._add("first", first if later else lap.draft_seconds)
+        if before != self.stale or self.rounds < EVERY or not self.rounds % EVERY:
             self.costs = None
 
     def new(self, lap: Lap) -> bool:
         """Whether a pass or a step of a round was the first of its shape, or needed a graph."""
-        what = "tree" if lap.tree else "pass"
-        made = (what, self._level(self.rows, lap.width)) in self._shapes
-        return lap.compiled or not made or (lap.steps > 0 and ("step", 1) not in self._shapes)
+        return lap.compiled or not self._shapes_of(lap) <= self._shapes
 
-    @property
-    def tree(self) -> float:
-        """See `Costs.tree`: the mean over widths that were timed with second choices and without;
-        0 until there are enough."""
-        more = [
-            low(taken) - plain
-            for kind, taken in self._of.items()
-            if isinstance(kind, str) and kind.startswith("tree") and len(taken) >= LOADED
-            if (plain := _low(self._of.get(int(kind[4:]), ()))) is not None
-        ]
-        return max(sum(more) / len(more), 0.0) if more else 0.0
-
-    def _known(self, what: str, level: int, lap: Lap) -> bool:
-        """Whether a shape has run before, as it is; from now on it has."""
-        shape = what, level
-        known = shape in self._shapes and not lap.compiled
-        self._shapes.add(shape)
-        return known
+    def _shapes_of(self, lap: Lap) -> set[str | int]:
+        level = self._level(self.rows, lap.width)
+        shapes: set[str | int] = {f"tree{level}" if lap.tree else level}
+        return {*shapes, "step"} if lap.steps else shapes
 
     def _add(self, kind: str | int, seconds: float) -> None:
-        taken = self._of.setdefault(kind, deque(maxlen=SAMPLES))
-        taken.append(seconds)
-        before = self._used.get(kind)
-        now = self.low(kind, self._prior.get(kind)) or 0.0
-        if before is None or abs(now - before) > NEAR * before:
-            self.costs = None
-        else:
-            self._used[kind] = before  # costs are made of it yet
+        self._of.setdefault(kind, deque(maxlen=SAMPLES)).append(seconds)
 
 
 def _low(values: Collection[float]) -> float | None:

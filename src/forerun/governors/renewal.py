@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from forerun.checks import whole
@@ -103,32 +103,10 @@ class Renewal(Governor):
         """Draft where what may be lost pays for a look at a token."""
         plan = _Weighed(self.rate(pace), pace, costs, seats, rows, paid)
         plan.most_leaves = self.leaves
-        begun = [] if costs.retime == "plain" else plan.begins(seats)
-        for i in begun:
-            plan.most[i] = self.high
-        if any(seats[i].blind for i in begun):
-            plan.most = self._foreseen(pace, costs, seats, rows, paid, begun)
+        if costs.retime != "plain":
+            for i in plan.begins(seats, pace.reserve * costs.plain):
+                plan.most[i] = plan.blind(i, self.high) if seats[i].blind else self.high
         return plan
-
-    def _foreseen(
-        self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int,
-        begun: Sequence[int],
-    ) -> list[int]:  # fmt: skip
-        """The lengths of drafts that are not seen until they are judged: of some that would go as
-        is expected, as far as they pay together, or a token to learn from."""
-        free = [seat._replace(trims=True) for seat in seats]
-        plan = _Weighed(self.rate(pace), pace, costs, free, rows, paid)
-        going = {i: Chance(*seats[i].outlook) for i in begun}
-        for _ in range(self.high):
-            for i in going:
-                plan.most[i] += 1
-            goes = plan.go([going.get(i) for i in range(len(seats))])
-            going = {i: Chance(c.kept * c.next, c.next) for i, c in going.items() if goes[i]}
-            if not going:
-                break
-        for i in begun:
-            plan.most[i] = max(plan.most[i] - plan.trim(i), 1)
-        return plan.most
 
     def observe(self, pace: Pace, costs: Costs, plan: Plan | None, outcome: Outcome) -> Pace:
         """Book what the round gained or lost, and the interest."""
@@ -144,7 +122,7 @@ class Renewal(Governor):
         gain = (1 + self.interest) * tokens - took
         return Pace(
             min(pace.reserve + gain - outcome.reading / plain, self.reserve),
-            min(max(pace.budget + max(gain, -self.most), 0.0), self.reserve),
+            max(pace.budget + max(gain, -self.most), 0.0),
             pace.tokens + tokens,
             pace.time + time,
         )
@@ -163,7 +141,6 @@ class _Weighed(Plan):
         self._costs, self._rows, self._paid = costs, rows, paid
         self._price = price * rows / costs.plain
         self._budget = min(pace.reserve, pace.budget) * costs.plain
-        self._reserve = pace.reserve * costs.plain
         self._rides = costs.prefill is not None and any(seat.rides for seat in seats)
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""
@@ -173,31 +150,30 @@ class _Weighed(Plan):
         self._surplus = [0.0] * len(seats)
         """Per seat the tokens by which judging its whole draft beats judging the best beginning."""
         self._trimmed = [0] * len(seats)
-        self._tokens = 0
         self._outlooks = [seat.outlook for seat in seats]
         self._kept: list[list[float]] = [[] for _ in seats]
         """Per seat the chances that its first, first two, … tokens are all kept."""
+        self._tokens, self._loss = 0, 0.0
+        """What the round may lose if nothing is kept, in seconds."""
         self.most_leaves = 0
         self.most = [0] * len(seats)
 
-    def begins(self, seats: Sequence[Seat]) -> list[int]:
-        """The seats that may draft: as many as the reserve pays the drafter's reading of, shortest
-        first, of texts long enough to earn it, if the budget pays for a look at a token."""
+    def begins(self, seats: Sequence[Seat], reserve: float) -> list[int]:
+        """The seats that may draft: as many as the reserve, in seconds, pays the drafter's reading
+        of, shortest first, of texts long enough to earn it, if the budget pays for a look at a
+        token."""
         costs, out = self._costs, list[int]()
-        look, own = 0.0 if self._paid else costs.draft_seconds(1), 0.0
+        step = 0.0 if self._paid else costs.draft_seconds(1)
         seen = all(self._trims) and not any(seat.blind for seat in seats)
-        if self._apart and not (self._rides or seen):
-            own = self._added(1)
-        elif not self._rides:
-            look += costs.cold if seen else self._added(1)
-        spare = self._reserve - look
+        own, cold = 0.0 if seen else self._added(1), costs.cold * (seen and not self._rides)
         for i in sorted(range(len(seats)), key=lambda i: seats[i].unread):
+            if step + cold + own * (len(out) + 1 if self._apart else 1) > self._budget:
+                break
             unread = seats[i].unread * costs.reading
-            if unread * self._rows <= costs.plain * seats[i].left and unread <= spare:
-                spare -= unread
+            if unread * self._rows <= costs.plain * seats[i].left and unread <= reserve - step:
+                reserve -= unread
                 out.append(i)
-            if look + own * len(out) > self._budget:
-                return out[:-1]
+        self._loss = step + self._added(1) * (len(out) if self._apart else 1)
         return out
 
     def _added(self, tokens: int) -> float:
@@ -213,70 +189,79 @@ class _Weighed(Plan):
         step = self._costs.draft if tokens >= self._paid else 0.0
         return step + self._added(tokens + 1) * (rows if self._apart else 1)
 
-    def free(self, seat: int, kept: Sequence[float]) -> int | None:
-        """The best beginning, unless the model's is worth more, each net of its time. A model's
-        step is only taken behind tokens that are kept, as far as its draft says."""
+    def best(self, kept: Sequence[float], step: float) -> tuple[int, float]:
+        """The beginning of a draft that is worth most net of its time, as far as the budget pays
+        for what it may lose, and what it is worth in tokens; a token takes a `step` to draft."""
+        count, best, worth, loss = 0, 0.0, 0.0, 0.0
+        for n, chance in enumerate(kept, 1):
+            dear = step + self._added(n)
+            worth, loss = worth + chance - self._price * dear, loss + dear
+            if (1 - chance) * loss > self._budget:
+                break
+            if worth > best:
+                count, best = n, worth
+        return count, best
+
+    def blind(self, seat: int, most: int) -> int:
+        """The length of a draft that is not seen until it is judged: as far as one pays that goes
+        as is expected, or a token to learn from."""
         first, later = self._outlooks[seat]
-        model = [first * later**n for n in range(FORESEEN)]
-        longest = max(len(kept), FORESEEN)
-        judged = [self._price * self._added(n + 1) for n in range(longest)]
-        step, cheap = self._price * self._costs.draft, self._price * self._costs.free
-        own = [chance - dear - cheap for chance, dear in zip(kept, judged, strict=False)]
-        other = [
-            chance - before * (dear + step)
-            for chance, before, dear in zip(model, [1.0, *model], judged, strict=False)
-        ]
-        worth = [0.0, *accumulate(own)]
-        best = max(worth)
-        return worth.index(best) if best >= max(accumulate(other), default=0.0) else None
+        kept = [first * later**n for n in range(most)]
+        return max(self.best(kept, self._costs.draft)[0], 1)
+
+    def free(self, seat: int, kept: Sequence[float]) -> int | None:
+        """The best beginning, unless the model's is worth more. A model's step is only taken behind
+        tokens that are kept, as far as its draft says."""
+        count, own = self.best(kept, self._costs.free)
+        chance, model, before = self._outlooks[seat].first, 0.0, 1.0
+        for n in range(1, FORESEEN + 1):
+            model += chance - before * self._price * (self._costs.draft + self._added(n))
+            if model > own:
+                return None
+            chance, before = chance * self._outlooks[seat].later, chance
+        return count
 
     def go(self, chances: Sequence[Chance | None]) -> list[bool]:
-        """The seats that want another token, if that is worth its time to them in sum."""
+        """The seats that want another token, if that is worth its time to them in sum, and the
+        budget pays for what it may lose, by how likely that is."""
         self._tokens += 1
         here, following = (self._price * self._added(self._tokens + n) for n in (0, 1))
-        wanting, surplus, kept = [], 0.0, 0.0
+        going, likely, worth, kept = list[int](), list[Chance](), 0.0, 0.0
         for seat, chance in enumerate(chances):
             if chance is None:
                 continue
             self._kept[seat].append(chance.kept)
-            own = 0.0
+            own, gain = 0.0, chance.kept * chance.next
             if self._trims[seat]:
                 own = self._surplus[seat] + chance.kept - here
                 self._trimmed[seat] = self._trimmed[seat] + 1 if own < 0 else 0
                 own = self._surplus[seat] = min(own, 0.0)
-            if not self._apart or own + chance.kept * chance.next > following:
-                wanting.append(seat)
-                surplus, kept = surplus + own, kept + chance.kept
+            if not self._apart or own + gain > following:
+                going.append(seat)
+                likely.append(chance)
+                worth, kept = worth + own + gain, kept + chance.kept
         out = [False] * len(chances)
-        going = [chance for seat in wanting if (chance := chances[seat]) is not None]
-        if going and self._pays(surplus, going) and self._affordable(kept, len(going)):
-            for seat in wanting:
+        if not going:
+            return out
+        loss = self._loss + self._step(self._tokens, len(going))
+        if self._pays(worth, likely) and (1 - kept / len(going)) * loss <= self._budget:
+            self._loss = loss
+            for seat in going:
                 out[seat] = True
         return out
 
-    def _pays(self, surplus: float, going: Sequence[Chance]) -> bool:
-        """Whether the next token is worth its time; if it pays for a level of the pass, with as
-        many of those behind it as is best."""
-        tokens, rows, levels = self._tokens, len(going), len(self._costs.rounds)
+    def _pays(self, worth: float, going: Sequence[Chance]) -> bool:
+        """Whether the next token, with a gain that is `worth` so much, is worth its time; if it
+        pays for a level of the pass, with as many of those behind it as is best."""
+        tokens, rows = self._tokens, len(going)
+        worth -= self._price * self._step(tokens, rows)
         gains = [chance.kept * chance.next for chance in going]
-        worth = surplus + sum(gains) - self._price * self._step(tokens, rows)
-        for n in range(tokens + 1, levels + 1):
+        for n in range(tokens + 1, len(self._costs.passes) + 1):
             if worth > 0:
                 break
             gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
             worth += sum(gains) - self._price * self._step(n, rows)
         return worth > 0
-
-    def _affordable(self, kept: float, rows: int) -> bool:
-        """Whether the budget pays for what another token may lose, by how likely that is."""
-        costs, tokens = self._costs, self._tokens + 1
-        loss = costs.draft_seconds(tokens) if tokens > self._paid else 0.0
-        if self._rides:
-            loss += tokens * costs.widening
-        elif tokens > self._paid:
-            width = costs.width([tokens] * rows, self._rows)
-            loss += costs.verify_seconds(width) - costs.verify[0][1]
-        return (1 - kept / rows) * loss <= self._budget
 
     def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
         """Where a rejection is likeliest, as many as are worth their places in the target's pass,
