@@ -102,11 +102,11 @@ def test_a_draft_that_rides_with_the_prompt_costs_its_steps():
 
 
 def test_in_a_packed_batch_a_token_that_rides_adds_its_own_share():
-    costs = Costs(0.05, ((1, 1.0), (2, 3.0), (3, 3.2)), batch=4, packed=True, prefill=0.1)
-    for rides, trimmed in ((True, 0), (False, 1)):  # 0.2 and 2 plain tokens for 0.5
+    passes = (1, 1.0), (2, 1.2), (3, 3.2), (8, 3.3)
+    costs = Costs(0.05, passes, batch=4, levels=(2,), packed=True, prefill=0.1)
+    for rides in (True, False):  # 0.02 and 2 plain tokens for 0.45
         plan = Renewal().open(Pace(), costs, [Seat(outlook=HOPE, rides=rides)] * 4, 4, 0)
-        plan.go([Chance(0.5, 0.1)] * 4)
-        assert [plan.trim(i) for i in range(4)] == [trimmed] * 4
+        assert plan.go([Chance(0.5, 0.9)] * 4) == [rides] * 4
 
 
 # --- the budget ---------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def test_of_a_batch_those_are_read_that_the_reserve_pays_for():
         return [most > 0 for most in plan.most]
 
     assert drafting(16.0) == [True, True, True]
-    assert drafting(1.1) == [False, True, True]
-    assert drafting(0.55) == [False, True, False]
+    assert drafting(1.3) == [True, False, False]
+    assert drafting(0.9) == [False, True, False]
     assert drafting(0.3) == [False, False, False]
     over = [seats[0], seats[1]._replace(left=0), seats[2]]  # nothing is read for a text at its end
     plan = Renewal().open(Pace(reserve=0.75), costs, over, 3, 0)
@@ -220,7 +220,6 @@ def test_rows_of_packed_passes_decide_each_for_itself():
     plan = Renewal().open(Pace(), packed, [Seat(outlook=HOPE)] * 4, 4, 0)
     likely, unlikely = Chance(0.95, 0.95), Chance(0.1, 0.1)
     assert plan.go([likely, unlikely, likely, unlikely]) == [True, False, True, False]
-    assert [plan.trim(i) for i in range(4)] == [0, 1, 0, 1]
     padded = replace(packed, packed=False)
     plan = Renewal().open(Pace(), padded, [Seat(outlook=HOPE)] * 4, 4, 0)
     assert plan.go([likely] * 4) == [True] * 4

@@ -193,6 +193,6 @@ def test_costs_are_summed_now_and_then(monkeypatch):
     meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap())
     known = meter.costs(1)
     assert fed(meter, lap()).costs(1) is not known, "in the first rounds at once"
-    known = fed(meter, *[lap()] * (EVERY - 2)).costs(1)
+    known = fed(meter, *[lap()] * (STALE - 3), lap(2)).costs(1)
     assert fed(meter, *[lap(plain=9.0)] * (EVERY - 1)).costs(1) is known
     assert fed(meter, lap()).costs(1) is not known

@@ -22,7 +22,8 @@ SAMPLES = 12
 LOADED = 3
 """Samples that the seconds of the load count for; those of another start count for one."""
 EVERY = 8
-"""Rounds between two summings of costs, which take 0.2 ms; the first rounds sum them each time."""
+"""Rounds between two summings of costs, which take 0.2 ms; the first, in which passes warm up, sum
+them each time."""
 STALE = 64
 """Rounds after which the arm that was not chosen is timed anew."""
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
@@ -320,7 +321,7 @@ class _Samples:
                 self._add("step", seconds / later)
             if first > 0:
                 self._add("first", first if later else lap.draft_seconds)
-        if before != self.stale or self.rounds < EVERY or not self.rounds % EVERY:
+        if before != self.stale or self.rounds < STALE or not self.rounds % EVERY:
             self.costs = None
 
     def new(self, lap: Lap) -> bool:

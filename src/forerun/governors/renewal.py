@@ -145,11 +145,11 @@ class _Weighed(Plan):
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""
         judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
-        may = (rows == 1 or self._apart) and not judged
-        self._trims = [seat.trims and may for seat in seats]
-        self._surplus = [0.0] * len(seats)
-        """Per seat the tokens by which judging its whole draft beats judging the best beginning."""
-        self._trimmed = [0] * len(seats)
+        self._trims = rows == 1 and seats[0].trims and not judged
+        """Whether drafted tokens are left out that are not worth their place."""
+        self._surplus, self._trimmed = 0.0, 0
+        """Tokens by which judging the whole draft beats judging the best beginning, and how many
+        that leaves out."""
         self._outlooks = [seat.outlook for seat in seats]
         self._kept: list[list[float]] = [[] for _ in seats]
         """Per seat the chances that its first, first two, … tokens are all kept."""
@@ -159,18 +159,19 @@ class _Weighed(Plan):
         self.most = [0] * len(seats)
 
     def begins(self, seats: Sequence[Seat], reserve: float) -> list[int]:
-        """The seats that may draft: as many as the reserve, in seconds, pays the drafter's reading
-        of, shortest first, of texts long enough to earn it, if the budget pays for a look at a
-        token."""
+        """The seats that may draft, if the budget pays for a look at a token: as many as the
+        reserve, in seconds, pays the drafter's reading of, if their texts are long enough to earn
+        it."""
         costs, out = self._costs, list[int]()
         step = 0.0 if self._paid else costs.draft_seconds(1)
-        seen = all(self._trims) and not any(seat.blind for seat in seats)
-        own, cold = 0.0 if seen else self._added(1), costs.cold * (seen and not self._rides)
-        for i in sorted(range(len(seats)), key=lambda i: seats[i].unread):
-            if step + cold + own * (len(out) + 1 if self._apart else 1) > self._budget:
-                break
-            unread = seats[i].unread * costs.reading
-            if unread * self._rows <= costs.plain * seats[i].left and unread <= reserve - step:
+        seen = self._trims and not seats[0].blind
+        drafting = len(seats) if self._apart else 1
+        behind = costs.cold * (not self._rides) if seen else self._added(1) * drafting
+        if step + behind > self._budget:
+            return out
+        for i, seat in enumerate(seats):
+            unread = seat.unread * costs.reading
+            if unread * self._rows <= costs.plain * seat.left and unread <= reserve - step:
                 reserve -= unread
                 out.append(i)
         self._loss = step + self._added(1) * (len(out) if self._apart else 1)
@@ -225,21 +226,22 @@ class _Weighed(Plan):
         """The seats that want another token, if that is worth its time to them in sum, and the
         budget pays for what it may lose, by how likely that is."""
         self._tokens += 1
-        here, following = (self._price * self._added(self._tokens + n) for n in (0, 1))
+        following = self._price * self._added(self._tokens + 1)
         going, likely, worth, kept = list[int](), list[Chance](), 0.0, 0.0
         for seat, chance in enumerate(chances):
             if chance is None:
                 continue
             self._kept[seat].append(chance.kept)
-            own, gain = 0.0, chance.kept * chance.next
-            if self._trims[seat]:
-                own = self._surplus[seat] + chance.kept - here
-                self._trimmed[seat] = self._trimmed[seat] + 1 if own < 0 else 0
-                own = self._surplus[seat] = min(own, 0.0)
-            if not self._apart or own + gain > following:
+            gain = chance.kept * chance.next
+            if self._trims:
+                own = self._surplus + chance.kept - self._price * self._added(self._tokens)
+                self._trimmed = self._trimmed + 1 if own < 0 else 0
+                self._surplus = min(own, 0.0)
+                gain += self._surplus
+            if not self._apart or gain > following:
                 going.append(seat)
                 likely.append(chance)
-                worth, kept = worth + own + gain, kept + chance.kept
+                worth, kept = worth + gain, kept + chance.kept
         out = [False] * len(chances)
         if not going:
             return out
@@ -282,4 +284,4 @@ class _Weighed(Plan):
 
     def trim(self, seat: int) -> int:
         """Those that are not worth their place in the target's pass."""
-        return self._trimmed[seat]
+        return self._trimmed
