@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
@@ -103,9 +104,12 @@ class Renewal(Governor):
         """Draft where what may be lost pays for a look at a token."""
         plan = _Weighed(self.rate(pace), pace, costs, seats, rows, paid)
         plan.most_leaves = self.leaves
-        if costs.retime != "plain":
-            for i in plan.begins(seats, pace.reserve * costs.plain):
-                plan.most[i] = plan.blind(i, self.high) if seats[i].blind else self.high
+        begun = [] if costs.retime == "plain" else plan.begins(seats, pace.reserve * costs.plain)
+        if any(seats[i].blind for i in begun):
+            plan.foresee(begun, self.high)
+        else:
+            for i in begun:
+                plan.most[i] = self.high
         return plan
 
     def observe(self, pace: Pace, costs: Costs, plan: Plan | None, outcome: Outcome) -> Pace:
@@ -203,12 +207,21 @@ class _Weighed(Plan):
                 count, best = n, worth
         return count, best
 
-    def blind(self, seat: int, most: int) -> int:
-        """The length of a draft that is not seen until it is judged: as far as one pays that goes
-        as is expected, or a token to learn from."""
-        first, later = self._outlooks[seat]
-        kept = [first * later**n for n in range(most)]
-        return max(self.best(kept, self._costs.draft)[0], 1)
+    def foresee(self, begun: Sequence[int], high: int) -> None:
+        """The lengths of drafts that are not seen until they are judged: of some that would go as
+        is expected, as far as they pay together, or a token to learn from."""
+        plan = copy(self)
+        plan._kept, plan._trims = [[] for _ in self._kept], self._rows == 1
+        going = {i: Chance(*self._outlooks[i]) for i in begun}
+        for _ in range(high):
+            for i in going:
+                self.most[i] += 1
+            goes = plan.go([going.get(i) for i in range(len(self.most))])
+            going = {i: Chance(c.kept * c.next, c.next) for i, c in going.items() if goes[i]}
+            if not going:
+                break
+        for i in begun:
+            self.most[i] = max(self.most[i] - plan.trim(i), 1)
 
     def free(self, seat: int, kept: Sequence[float]) -> int | None:
         """The best beginning, unless the model's is worth more. A model's step is only taken behind
