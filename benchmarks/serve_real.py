@@ -106,9 +106,8 @@ def main(options: argparse.Namespace) -> None:
             command = (sys.executable, "-m", "benchmarks.peers.llama_cpp_server", options.model,
                        str(ROWS), str(CONTEXT), str(options.threads), kind)  # fmt: skip
             urls[name] = (stack.enter_context(serving(command=command)).url, {})
-        for url, more in {(url, tuple(more)): (url, more) for url, more in urls.values()}.values():
-            warm = {"plain": (url, more), "auto": (url, more)}
-            measured(warm, asked, ROWS, WARMING / 2, 1)
+        for server in {url: (url, more) for url, more in urls.values()}.values():
+            measured({"plain": server, "auto": server}, asked, ROWS, WARMING / 2, 1)
         cells = {
             str(n): measured(urls, asked, n, options.seconds, options.turns)
             for n in map(int, options.clients.split(","))
