@@ -26,6 +26,8 @@ EVERY = 8
 them each time."""
 STALE = 64
 """Rounds after which the arm that was not chosen is timed anew."""
+HELD_UP = 4.0
+"""Times what it usually takes that reading is booked at most: more is the machine's doing."""
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
 """Widths of the tables where the executor has no levels."""
 
@@ -162,6 +164,8 @@ class Meter:
         again; 0 of the first reading."""
         timed = self._reading is not None and not lap.compiled
         reading = lap.reading_seconds if timed else 0.0
+        if self._reading:
+            reading = min(reading, HELD_UP * (_low(self._reading) or 0.0) * lap.reading_tokens)
         prefill = _low(self._prefill) if lap.read_tokens else 0.0
         if prefill is None or not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
             return None, reading

@@ -19,6 +19,9 @@ SECOND = 0.4
 in the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
 FORESEEN = 8
 """Tokens of a model's draft that are weighed against a free one."""
+HICCUP = 4.0
+"""Plain rounds that a round with a draft takes from the reserve at most, unless the one before it
+lost as much: else one that the machine held up for 16 of them would rest thousands of tokens."""
 
 
 class Pace(NamedTuple):
@@ -32,6 +35,8 @@ class Pace(NamedTuple):
     """Tokens committed in the requests that run, less what came before, and"""
     time: float = 0.0
     """the time that takes by the costs."""
+    lost: float = 0.0
+    """What the newest round with a draft lost."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Renewal(Governor):
             saved up for it.
         budget: plain rounds that it may lose in a request before it has gained any, ≥ 0.
         most: plain rounds that one round takes from that budget at most, ≥ 0: what a draft may lose
-            was weighed by its chances before, and the clock has outliers. The reserve pays in full.
+            was weighed by its chances before, and the clock has outliers.
         prior: plain rounds that a request's own rate is added to, > 0.
         carried: share of that rate that the next request starts from, in [0, 1].
         leaves: the most second choices of the draft per round that are judged beside its tokens,
@@ -118,17 +123,20 @@ class Renewal(Governor):
         tokens, plain = sum(outcome.committed.values()) / rows, costs.plain
         time = took = 1.0
         judged = [n + outcome.leaves.get(i, 0) for i, n in outcome.judged.items()]
-        if outcome.steps or any(judged):
+        drafted = outcome.steps or any(judged)
+        if drafted:
             width, tree = costs.width(judged, rows), bool(outcome.leaves)
             time = took = costs.round_seconds(outcome.steps, width, tree) / plain
             if outcome.seconds is not None:
                 took = outcome.seconds / plain
         gain = (1 + self.interest) * tokens - took
+        booked = max(gain, -max(HICCUP, pace.lost))
         return Pace(
-            min(pace.reserve + gain - outcome.reading / plain, self.reserve),
+            min(pace.reserve + booked - outcome.reading / plain, self.reserve),
             max(pace.budget + max(gain, -self.most), 0.0),
             pace.tokens + tokens,
             pace.time + time,
+            -gain if drafted else pace.lost,
         )
 
     def rate(self, pace: Pace) -> float:
