@@ -58,7 +58,7 @@ def main(
     drafts = drafts | ({"eagle3": eagle3} if eagle3 else {})
     whose = [Path(target).stem.lower()] if target else []
     name = "-".join(["drafters", *["live"] * timed, *whose])
-    settings = {"prompts": prompts, "tokens": tokens, "cpu": cpu}
+    settings = {"prompts": prompts, "tokens": tokens, "processor_time": cpu}
     results = resumed(name, **settings)
     for drafter in [drafter for drafter in drafts if drafter not in results]:
         # EAGLE-3's head shares its target's embeddings, which torch alone shows.
