@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forerun.costs import Costs
-from forerun.engine.meter import EVERY, SAMPLES, STALE, Lap, Meter
+from forerun.engine.meter import EVERY, HELD_UP, SAMPLES, STALE, Lap, Meter
 from forerun.runtime.timing import Times
 
 LEVELS = (1, 4, 8)
@@ -133,6 +133,8 @@ def test_what_a_shape_takes_at_first_is_neither_a_sample_nor_booked():
     assert meter.booked(wide) == (pytest.approx(100.4), 60.0)
     usual = lap(2, rows=4, reading_seconds=0.6, reading_tokens=100)
     assert fed(meter, *[usual] * 3).costs(4).reading == pytest.approx(0.006)
+    assert meter.booked(usual)[1] == 0.6
+    assert meter.booked(wide)[1] == pytest.approx(HELD_UP * 0.6), "the machine was busy"
 
 
 def test_what_a_graph_takes_to_be_made_is_neither_a_sample_nor_booked():
