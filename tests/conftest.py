@@ -7,9 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from real import LASTING
 
 torch.set_num_threads(1)
 NUMBERS = itertools.count()
@@ -30,6 +33,36 @@ def _untimed() -> Iterator[None]:
     `auto` in every run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.model._warmed", lambda model: model)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Exported graphs are kept for all workers, and nothing of the user's is used."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE", str(base / "cache"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loaded_once() -> Iterator[None]:
+    """Weights that no test changes are read once by each worker: executors only read them."""
+    from forerun.runtime import runtimes
+
+    read, kept = runtimes.load_model, dict[Any, Any]()
+
+    def load_model(name: Any, *how: Any, **more: Any) -> Any:
+        key = str(name), *how, *more.items()
+        if key[0] not in LASTING:
+            return read(name, *how, **more)
+        if key not in kept:
+            kept[key] = read(name, *how, **more)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtimes, "load_model", load_model)
         yield
 
 

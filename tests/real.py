@@ -1,4 +1,4 @@
-"""Where the real models are that some tests need: `dev/fetch_models.py`."""
+"""Where models are: those that ship, and the real ones of `dev/fetch_models.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from forerun import zoo
+
+LASTING = {str(folder) for folder in (zoo.TARGET, zoo.DRAFT, zoo.TRANSLATOR, zoo.DIGEST)}
+"""Folders that no test changes: what they hold is read once (`conftest`)."""
 FOLDER = Path(os.environ.get("FORERUN_MODELS") or Path.home() / ".cache" / "forerun" / "models")
 
 

@@ -330,7 +330,7 @@ def test_is_a_frozen_dataclass_with_its_card(name):
     with pytest.raises(FrozenInstanceError):
         setattr(controller, first, 1)
     assert len(cls.summary) < 80
-    assert cls.paper == "" or cls.bibtex.startswith("@")
+    assert bool(cls.paper) == bool(cls.bibtex)
     assert "Args:" in cls.__doc__
     for f in fields(cls):
         assert f"{f.name}:" in cls.__doc__, f"{name} does not document {f.name}"

@@ -607,13 +607,13 @@ def test_exact_refuses_sampling() -> None:
 def test_sampled_output_has_the_targets_distribution(
     controller: str, rule: str, how: dict[str, Any]
 ) -> None:
-    """Three tokens, 3 000 draws, every pair of settings against the exact joint distribution.
+    """Three tokens, 1 500 draws, every pair of settings against the exact joint distribution.
 
     Under the hypothesis the total-variation distance D of an empirical distribution over n = 27
     outcomes from N draws satisfies P(D > E[D] + t) ≤ exp(−2 N t²) with E[D] ≤ ½ √(n / N)
-    (McDiarmid). With t = 0.06 the false-alarm probability is below 5e-10 per case.
+    (McDiarmid). With t = 0.08 the false-alarm probability is below 5e-9 per case.
     """
-    vocab, draws = 3, 3000
+    vocab, draws = 3, 1500
     script = chaotic(20, vocab)
     draft = lambda context: script(context) + 1.5 * chaotic(21, vocab)(context)  # noqa: E731
     run = engine(ScriptedModel(script), ScriptedModel(draft), max_rows=250)
@@ -641,7 +641,7 @@ def test_sampled_output_has_the_targets_distribution(
                 exact[a, b, c] = prob
     assert exact.sum() == pytest.approx(1)
     distance = 0.5 * np.abs(counts / draws - exact).sum()
-    assert distance < 0.5 * np.sqrt(27 / draws) + 0.06
+    assert distance < 0.5 * np.sqrt(27 / draws) + 0.08
     assert 0 < sum(c.stats.accepted for c in done) < sum(c.stats.drafted for c in done)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,10 +209,14 @@ def test_processes_add_up_in_one_file(tmp_path: Path) -> None:
         "    table.learn([int(sys.argv[2]), 7], 1)\n"
         "    table.save()\n"
     )
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(path), str(token)]) for token in (1, 2)
-    ]
-    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    other = subprocess.Popen([sys.executable, "-c", code, str(path), "1"])
+    while not path.exists() and other.poll() is None:  # it imports for seconds
+        time.sleep(0.001)
+    for _ in range(20):
+        table = GrowingTable(path, "x", 99)
+        table.learn([2, 7], 1)
+        table.save()
+    assert other.wait(timeout=120) == 0
     table = NGrams.load(path, "x")
     assert sorted(unpack(value) for value in table.entries.values()) == [(7, 20, 0)] * 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,8 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Executor, Executor]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))  # of subprocesses, too
-        yield from_name(zoo.TARGET), from_name(zoo.DRAFT)
+def pair() -> tuple[Executor, Executor]:
+    return from_name(zoo.TARGET), from_name(zoo.DRAFT)
 
 
 @pytest.fixture(scope="module")

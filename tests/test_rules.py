@@ -194,7 +194,7 @@ def test_is_a_frozen_dataclass_with_its_card(name):
         make(CASES[name][0]).anything = 1
     assert isinstance(cls.lossless, bool)
     assert len(cls.summary) < 80
-    assert cls.bibtex.startswith("@") if cls.paper else not getattr(cls, "bibtex", "")
+    assert bool(cls.paper) == bool(cls.bibtex)
     for part in ("Helps", "Hurts", "Rule", *(["Reference"] if cls.paper else [])):
         assert part in Card("rules", name, cls).doc, part
     for f in fields(cls):

@@ -265,14 +265,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield case
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep exported graphs for this module, and use nothing of the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     got = got.cpu()
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,14 +23,6 @@ NAMES = {
     *("encoder-t5", "encoder-bart", "scripted"),
 }
 QUICK = "torch-gemma3_text", "cudagraphs-gemma2", "openvino-gpt2"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep exported graphs for this module, and use nothing of the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def random_parents(make: random.Random, count: int) -> list[int]:

@@ -50,7 +50,7 @@ def test_replayed_rounds_are_those_of_the_live_engine(name: str, temperature: fl
         assert all(
             np.isnan(values[trace.lengths > 0, 0]).all() for values in trace.signals.values()
         )
-    for spec in ("fixed(2)", "fixed(6)", "hf-heuristic", "gammatune+(length=3,high=6)"):
+    for spec in ("fixed(6)", "gammatune+(length=3,high=6)"):
         done = model.generate(
             [task.tokens for task in tasks], controller=spec, batch_size=1,
             sampling=[task.sampling for task in tasks],

@@ -13,13 +13,3 @@ BIBTEX: dict[str, str] = {
         re.DOTALL | re.MULTILINE,
     )
 }
-
-
-def bibtex(*keys: str) -> str:
-    """Entries, one after the other.
-
-    >>> print(bibtex("saxena2023"))
-    @misc{saxena2023,
-    ...
-    """
-    return "\n".join(BIBTEX[key] for key in keys)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from real import LASTING
+
 
 def _save(folder: Path, layers: int, context: int) -> str:
     import torch
@@ -58,6 +60,7 @@ class Pair:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
+    LASTING.update(str(folder / part) for part in ("target", "draft"))
     return Pair(_save(folder / "target", 3, 128), _save(folder / "draft", 1, 128))
 
 

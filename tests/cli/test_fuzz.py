@@ -1,6 +1,6 @@
 """Command lines nobody thought of: an exit code, one line of error, and no traceback.
 
-`FORERUN_FUZZ=10000 python -m pytest tests/cli/test_fuzz.py` tries that many (CI: 300).
+`FORERUN_FUZZ=10000 python -m pytest tests/cli/test_fuzz.py` tries that many (CI: 150).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typer.main import get_command
 from forerun.cli import app, main
 from forerun.lab.traces import measuring
 
-EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "300"))
+EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "150"))
 LEFT_OUT = ("demo", "serve")
 """Commands that take minutes, download or listen: only their options are read."""
 OFTEN = {"generate": 8, "record": 2, "replay": 3, "tune": 2, "costs": 2, "audit": 2}

@@ -549,12 +549,11 @@ def test_log_probabilities_on_request(generate):
     assert "--logprobs is part of JSON; add --json or --jsonl" in refused.err
 
 
-def test_the_usual_runtime_is_openvino_in_float32(generate, monkeypatch, tmp_path):
+def test_the_usual_runtime_is_openvino_in_float32(generate, monkeypatch):
     import pytest
 
     pytest.importorskip("openvino")
     monkeypatch.delenv("FORERUN_RUNTIME")
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     settings = ["Hello", "--max-new-tokens", "3", "--device", "cpu", "--json"]
     assert generate(*settings).json["settings"]["runtime"] == "openvino"
     assert generate(*settings, "--dtype", "bfloat16").json["settings"]["runtime"] == "torch"

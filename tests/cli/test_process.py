@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -9,9 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from forerun.cli import main
 
 COMMAND = [sys.executable, "-m", "forerun"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
@@ -21,23 +25,27 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FOR
 
 
 def on_terminal(argv: list[str]) -> tuple[int, str]:
-    """Run on a pseudo-terminal; exit code and everything shown."""
-    main, other = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, *argv], stdin=other, stdout=other, stderr=other, env=ENVIRONMENT
-    )
-    os.close(other)
-    shown = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # Linux reports the end of a terminal as an error
-            break
-        if not part:
-            break
-        shown += part
-    os.close(main)
-    return process.wait(), shown.decode()
+    """Run in this process on a pseudo-terminal; exit code and everything shown."""
+    near, far = pty.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # Linux reports the end of a terminal as an error
+            while part := os.read(near, 65536):
+                shown.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with pytest.MonkeyPatch.context() as patch, open(far, "w", encoding="utf-8") as terminal:
+        for name in ("NO_COLOR", "FORCE_COLOR"):
+            patch.delenv(name, raising=False)
+        patch.setenv("TERM", "xterm-256color")
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, terminal)
+        code = main(argv)
+    reader.join()
+    os.close(near)
+    return code, b"".join(shown).decode()
 
 
 def test_help_loads_nothing_heavy():

@@ -34,23 +34,6 @@ QUESTIONS = {
     "drafters": "who runs ahead?",
 }
 
-_DRAFTER_PAPERS = {
-    "model": ("leviathan2023", "chen2023"),
-    "lookup": ("saxena2023",),
-    "rest": ("rest2024",),
-    "lookahead": ("lookahead2024",),
-    "medusa": ("medusa2024",),
-    "eagle": ("eagle32025",),
-    "eagle3": ("eagle32025",),
-    "mtp": ("deepseekv32024",),
-    "suffix": ("suffix2025",),
-    "shared": ("cmasd2025",),
-    "block": ("specdec2023", "cmasd2025"),
-    "specbound": ("specbound2026",),
-    "adadecode": ("adadecode2025",),
-    "kangaroo": ("kangaroo2024",),
-}
-
 
 @dataclass(frozen=True)
 class Card:
@@ -103,10 +86,8 @@ class Card:
 
     @property
     def bibtex(self) -> str:
-        own = getattr(self.cls, "bibtex", None)
-        if own is None and self.kind == "drafters":
-            return "\n".join(BIBTEX[k] for k in _DRAFTER_PAPERS.get(self.name, ()))
-        return str(own or "")
+        own = str(getattr(self.cls, "bibtex", ""))
+        return own if "@" in own else "\n".join(BIBTEX[key] for key in own.split())
 
 
 def _literal(value: Any) -> str:

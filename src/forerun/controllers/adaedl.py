@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, flag, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import Threshold
 from forerun.controllers.elementwise import clip, maximum, select, sqrt, where
 from forerun.types import RoundOutcome
@@ -53,7 +52,7 @@ class AdaEDL(Threshold):
 
     summary: ClassVar[str] = "stop by an entropy bound, adapted to a wanted acceptance rate"
     paper: ClassVar[str] = "Agrawal et al. 2024 (AdaEDL)"
-    bibtex: ClassVar[str] = bibtex("adaedl2024", "zhang2023")
+    bibtex: ClassVar[str] = "adaedl2024 zhang2023"
     signal: ClassVar[str] = "entropy"
 
     def __post_init__(self) -> None:

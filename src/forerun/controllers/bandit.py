@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from forerun.checks import between, choice, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import log, maximum, picked, sqrt, where
 from forerun.errors import require
@@ -64,7 +63,7 @@ class Bandit(LengthPolicy):
 
     summary: ClassVar[str] = "a bandit (UCB or Thompson) over a few fixed lengths"
     paper: ClassVar[str] = "Hou et al. 2025 (BanditSpec); Sridhar et al. 2025 (TapOut)"
-    bibtex: ClassVar[str] = bibtex("banditspec2025", "tapout2025")
+    bibtex: ClassVar[str] = "banditspec2025 tapout2025"
 
     def __post_init__(self) -> None:
         choice("policy", self.policy, POLICIES)

@@ -28,10 +28,10 @@ class Controller:
 
     summary: ClassVar[str]
     """One line for lists: what it does."""
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
     """Short citation, e.g. "Gautam et al. 2025 (GammaTune)"; empty if there is none."""
-    bibtex: ClassVar[str]
-    """BibTeX entries; empty if there are none."""
+    bibtex: ClassVar[str] = ""
+    """BibTeX entries, or their keys in `citations.bib`."""
 
 
 class LengthPolicy(Controller, ABC):

@@ -31,8 +31,6 @@ class Bounded(Wrapper):
     high: int | None = None
 
     summary: ClassVar[str] = "another policy's length, clipped to a range"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         require(

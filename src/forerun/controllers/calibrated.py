@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from forerun.checks import between, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import Chance, Forecaster, Outlook
 from forerun.controllers.elementwise import (
     clip,
@@ -81,7 +80,7 @@ class Calibrated(Forecaster):
 
     summary: ClassVar[str] = "stop when a rejection is likely, by probabilities calibrated online"
     paper: ClassVar[str] = "vLLM 2026; Cheng et al. 2026 (DSpark)"
-    bibtex: ClassVar[str] = bibtex("dspark2026")
+    bibtex: ClassVar[str] = "dspark2026"
 
     def __post_init__(self) -> None:
         whole("high", self.high, 1)

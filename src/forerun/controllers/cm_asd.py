@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, flag, whole
-from forerun.citations import bibtex
 from forerun.confidence import Confidence
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import clip, floor, maximum, where
@@ -62,7 +61,7 @@ class CMASD(Confidence, LengthPolicy):
 
     summary: ClassVar[str] = "as many tokens as the drafter's mean confidence suggests"
     paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
-    bibtex: ClassVar[str] = bibtex("cmasd2025")
+    bibtex: ClassVar[str] = "cmasd2025"
 
     def __post_init__(self) -> None:
         super().__post_init__()

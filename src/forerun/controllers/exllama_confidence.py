@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from forerun.checks import between, flag, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import Persistent
 from forerun.controllers.calibrated import log_odds
 from forerun.controllers.elementwise import entry, floor, largest, where
@@ -58,7 +57,7 @@ class ExLlamaConfidence(Persistent):
 
     summary: ClassVar[str] = "stop when a rejection is likely, by bins of confidence counted online"
     paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
-    bibtex: ClassVar[str] = bibtex("exllamav3")
+    bibtex: ClassVar[str] = "exllamav3"
     stops_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

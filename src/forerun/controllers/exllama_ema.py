@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import ceil, clip, where
 from forerun.errors import require
@@ -52,7 +51,7 @@ class ExLlamaEMA(LengthPolicy):
 
     summary: ClassVar[str] = "just above the accepted tokens; rest where none are accepted"
     paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
-    bibtex: ClassVar[str] = bibtex("exllamav3")
+    bibtex: ClassVar[str] = "exllamav3"
 
     def __post_init__(self) -> None:
         for name in ("length", "probe", "probe_interval", "high"):

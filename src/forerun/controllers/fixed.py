@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.checks import whole
-from forerun.citations import bibtex
 from forerun.controllers.base import LengthPolicy, State
 
 
@@ -29,7 +28,7 @@ class FixedLength(LengthPolicy):
 
     summary: ClassVar[str] = "the same speculation length every round"
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
-    bibtex: ClassVar[str] = bibtex("leviathan2023", "chen2023")
+    bibtex: ClassVar[str] = "leviathan2023 chen2023"
 
     def __post_init__(self) -> None:
         whole("length", self.length)

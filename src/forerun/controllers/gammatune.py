@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from forerun.checks import between, choice, flag, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import ceil, clip, maximum, where
 from forerun.errors import require
@@ -114,4 +113,4 @@ class GammaTune(Window):
 
     summary: ClassVar[str] = "moving average of accepted tokens, longer when all were accepted"
     paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune)"
-    bibtex: ClassVar[str] = bibtex("gammatune2025")
+    bibtex: ClassVar[str] = "gammatune2025"

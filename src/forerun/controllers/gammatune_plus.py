@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.checks import between, flag
-from forerun.citations import bibtex
 from forerun.controllers.base import Threshold
 from forerun.controllers.gammatune import GammaTuneState, Window
 
@@ -41,7 +40,7 @@ class GammaTunePlus(Window, Threshold):
 
     summary: ClassVar[str] = "gammatune, and stop when the drafter's top probability is low"
     paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune+)"
-    bibtex: ClassVar[str] = bibtex("gammatune2025")
+    bibtex: ClassVar[str] = "gammatune2025"
     signal: ClassVar[str] = "top1"
 
     def __post_init__(self) -> None:

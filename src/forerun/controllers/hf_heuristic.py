@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from forerun.checks import flag, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import maximum, minimum, where
 from forerun.errors import require
@@ -48,7 +47,7 @@ class HFHeuristic(Persistent):
 
     summary: ClassVar[str] = "all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)"
     paper: ClassVar[str] = "Gante 2023 (transformers)"
-    bibtex: ClassVar[str] = bibtex("gante2023")
+    bibtex: ClassVar[str] = "gante2023"
 
     def __post_init__(self) -> None:
         for name in ("up", "down"):

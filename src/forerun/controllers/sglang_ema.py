@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import maximum, minimum, picked, where
 from forerun.errors import require
@@ -59,7 +58,7 @@ class SGLangEMA(LengthPolicy):
 
     summary: ClassVar[str] = "one step beyond the accepted tokens, in tiers, changed slowly"
     paper: ClassVar[str] = "SGLang 2026 (adaptive speculative decoding)"
-    bibtex: ClassVar[str] = bibtex("sglang2026")
+    bibtex: ClassVar[str] = "sglang2026"
 
     def __post_init__(self) -> None:
         text = self.candidate_steps

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.checks import between, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import Chance, Forecaster, Outlook, mechanism
 from forerun.controllers.elementwise import largest, select, sigmoid, where
 from forerun.types import RoundOutcome, Token
@@ -87,7 +86,7 @@ class Survival(Forecaster):
 
     summary: ClassVar[str] = "stop when a rejection is likely, by confidence and what was kept"
     paper: ClassVar[str] = "Huang et al. 2024 (SpecDec++)"
-    bibtex: ClassVar[str] = bibtex("specdecpp2024")
+    bibtex: ClassVar[str] = "specdecpp2024"
 
     def __post_init__(self) -> None:
         between("threshold", self.threshold, 0, 1)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.checks import between, flag, whole
-from forerun.citations import bibtex
 from forerun.controllers.base import State, Threshold
 from forerun.controllers.elementwise import maximum, sqrt
 
@@ -37,7 +36,7 @@ class SVIP(Threshold):
 
     summary: ClassVar[str] = "stop when the entropy of the draft distribution is high"
     paper: ClassVar[str] = "Zhang et al. 2024 (SVIP)"
-    bibtex: ClassVar[str] = bibtex("svip2024")
+    bibtex: ClassVar[str] = "svip2024"
     signal: ClassVar[str] = "entropy"
 
     def __post_init__(self) -> None:

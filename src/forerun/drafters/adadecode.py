@@ -37,6 +37,7 @@ class AdaDecode(DrafterSpec):
 
     summary: ClassVar[str] = "the target's middle layers say sure tokens; their rest is run later"
     paper: ClassVar[str] = "Wei et al. 2025 (AdaDecode)"
+    bibtex: ClassVar[str] = "adadecode2025"
     on_torch: ClassVar[bool] = True
     threshold: float = 0.75
     most: int = 5

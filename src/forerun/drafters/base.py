@@ -154,8 +154,6 @@ class Drafter(ABC):
     covers `context[:n]`, and `propose` brings it up to date with whatever text it is shown.
     """
 
-    summary: ClassVar[str]
-    paper: ClassVar[str]
     limit: int = 1 << 30
     """Most tokens of context this drafter can follow; beyond it, rows decode plainly."""
     bonus: bool = True
@@ -258,7 +256,9 @@ class DrafterSpec(ABC):
     """The settings of a drafter: a frozen dataclass, built before any model is loaded."""
 
     summary: ClassVar[str]
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+    """BibTeX entries, or their keys in `citations.bib`."""
     on_torch: ClassVar[bool] = False
     """Whether it reads the target from within, and so runs on torch unless told otherwise."""
 

@@ -123,6 +123,7 @@ class BlockDraft(DrafterSpec):
 
     summary: ClassVar[str] = "a shallow decoder proposes a block in one pass; made by train-draft"
     paper: ClassVar[str] = "Xia et al. 2023 (SpecDec); CM-ASD"
+    bibtex: ClassVar[str] = "specdec2023 cmasd2025"
 
     path: str | None = None
     width: int | None = None

@@ -164,7 +164,6 @@ class Chain(DrafterSpec):
     """
 
     summary: ClassVar[str] = "one without a model where it is sure, else another: FIRST+THEN"
-    paper: ClassVar[str] = ""
 
     first: DrafterSpec
     then: DrafterSpec

@@ -165,6 +165,7 @@ class Eagle(DrafterSpec):
 
     summary: ClassVar[str] = "a layer on the target's hidden states drafts; made by train-draft"
     paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
+    bibtex: ClassVar[str] = "eagle32025"
 
     path: str | None = None
 

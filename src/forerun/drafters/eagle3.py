@@ -26,6 +26,7 @@ class Eagle3(DrafterSpec):
 
     summary: ClassVar[str] = "a published EAGLE-3 head (speculators, or its authors' layout) drafts"
     paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
+    bibtex: ClassVar[str] = "eagle32025"
     on_torch: ClassVar[bool] = True
 
     path: str

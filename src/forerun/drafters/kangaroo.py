@@ -89,6 +89,7 @@ class Kangaroo(DrafterSpec):
 
     summary: ClassVar[str] = "a shallow exit and a trained adapter draft; double early exit"
     paper: ClassVar[str] = "Liu et al. 2024 (Kangaroo)"
+    bibtex: ClassVar[str] = "kangaroo2024"
     on_torch: ClassVar[bool] = True
     path: str | None = None
     threshold: float = 0.6

@@ -128,6 +128,7 @@ class Lookahead(DrafterSpec):
 
     summary: ClassVar[str] = "n-grams of what the target guessed in its own passes; no model"
     paper: ClassVar[str] = "Fu et al. 2024 (Lookahead)"
+    bibtex: ClassVar[str] = "lookahead2024"
 
     width: int = 8
     n: int = 4

@@ -83,6 +83,7 @@ class Lookup(DrafterSpec):
 
     summary: ClassVar[str] = "continue the longest earlier match of the last tokens; no model"
     paper: ClassVar[str] = "Saxena 2023 (prompt lookup decoding)"
+    bibtex: ClassVar[str] = "saxena2023"
 
     n: int = 3
     least: int = 2

@@ -89,6 +89,7 @@ class Medusa(DrafterSpec):
 
     summary: ClassVar[str] = "heads on the target's last hidden state draft; made by train-draft"
     paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
+    bibtex: ClassVar[str] = "medusa2024"
     on_torch: ClassVar[bool] = True
 
     path: str | None = None

@@ -119,7 +119,6 @@ class MemoryDraft(DrafterSpec):
     """
 
     summary: ClassVar[str] = "continue as this text or earlier ones most often did; no model"
-    paper: ClassVar[str] = ""
 
     table: str | None = None
     grow: bool = False

@@ -125,6 +125,7 @@ class ModelDraft(DrafterSpec):
 
     summary: ClassVar[str] = "a smaller model drafts"
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
+    bibtex: ClassVar[str] = "leviathan2023 chen2023"
 
     path: str
     trust_remote_code: bool = False

@@ -25,6 +25,7 @@ class MTP(DrafterSpec):
 
     summary: ClassVar[str] = "a layer that the target's own checkpoint brings for it drafts (MTP)"
     paper: ClassVar[str] = "DeepSeek-AI 2024 (DeepSeek-V3)"
+    bibtex: ClassVar[str] = "deepseekv32024"
     on_torch: ClassVar[bool] = True
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

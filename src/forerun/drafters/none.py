@@ -24,7 +24,6 @@ class NoDraft(DrafterSpec):
     """
 
     summary: ClassVar[str] = "plain decoding: the target alone, through the same engine"
-    paper: ClassVar[str] = ""
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         return NullDrafter()

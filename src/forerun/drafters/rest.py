@@ -60,6 +60,7 @@ class REST(DrafterSpec):
 
     summary: ClassVar[str] = "continue as a datastore of texts most often does; no model"
     paper: ClassVar[str] = "He et al. 2024 (REST)"
+    bibtex: ClassVar[str] = "rest2024"
 
     datastore: str
     n: int = 16

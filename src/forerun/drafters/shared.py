@@ -27,6 +27,7 @@ class SharedDraft(DrafterSpec):
 
     summary: ClassVar[str] = "a shallow decoder on the target's encoder drafts; made by train-draft"
     paper: ClassVar[str] = "CM-ASD; Gandhi et al. 2023 (distil-Whisper)"
+    bibtex: ClassVar[str] = "cmasd2025"
 
     path: str | None = None
 

@@ -157,6 +157,7 @@ class SpecBound(DrafterSpec):
     on_torch: ClassVar[bool] = True
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
     paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
+    bibtex: ClassVar[str] = "specbound2026"
     threshold: float | None = None
     anneal: float | None = None
     depth: int | None = None

@@ -177,6 +177,7 @@ class Suffix(DrafterSpec):
 
     summary: ClassVar[str] = "continue as this text most often did, and say how surely; no model"
     paper: ClassVar[str] = "Oliaro et al. 2025 (SuffixDecoding)"
+    bibtex: ClassVar[str] = "suffix2025"
 
     n: int = 16
     least: float = 0.05

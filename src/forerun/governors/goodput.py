@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from forerun.citations import bibtex
 from forerun.controllers.base import Chance, Forecaster
 from forerun.controllers.calibrated import Calibrated
 from forerun.costs import Costs
@@ -34,7 +33,7 @@ class Goodput(Governor):
 
     summary: ClassVar[str] = "draft on while expected tokens per time rise, calibrated online"
     paper: ClassVar[str] = "Liu et al. 2024 (TurboSpec); Cheng et al. 2026 (DSpark)"
-    bibtex: ClassVar[str] = bibtex("turbospec2024", "dspark2026")
+    bibtex: ClassVar[str] = "turbospec2024 dspark2026"
 
     def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> _Rising:
         """Every row may draft, up to `high`."""

@@ -76,8 +76,6 @@ class Renewal(Governor):
     leaves: int = 0
 
     summary: ClassVar[str] = "draft on while the next token is worth more than its time"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,10 +40,10 @@ class AcceptanceRule(ABC):
 
     summary: ClassVar[str]
     """One line for lists: what it does."""
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
     """Short citation; empty if there is none."""
-    bibtex: ClassVar[str]
-    """BibTeX entries; empty if there are none."""
+    bibtex: ClassVar[str] = ""
+    """BibTeX entries, or their keys in `citations.bib`."""
     lossless: ClassVar[bool]
     """Whether the output has exactly the target's distribution, whatever the draft."""
     matches_greedy: ClassVar[bool] = False
@@ -239,8 +239,6 @@ class WrappedRule(PositionRule):
 
     rule: AcceptanceRule
 
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

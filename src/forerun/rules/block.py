@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from forerun.citations import bibtex
 from forerun.rules.base import AcceptanceRule, sample
 from forerun.rules.exact import match_greedy
 from forerun.rules.odds import one_hot, sound_length
@@ -24,7 +23,7 @@ class Block(AcceptanceRule):
 
     summary: ClassVar[str] = "judge the draft as a whole; accepts no fewer than standard"
     paper: ClassVar[str] = "Sun et al. 2024 (block verification)"
-    bibtex: ClassVar[str] = bibtex("block2024")
+    bibtex: ClassVar[str] = "block2024"
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from forerun.checks import between, choice, whole
-from forerun.citations import bibtex
 from forerun.confidence import Confidence
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
@@ -44,7 +43,7 @@ class CMASDRule(Confidence, PositionRule):
 
     summary: ClassVar[str] = "keep near-best tokens, by a margin that follows the confidence"
     paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
-    bibtex: ClassVar[str] = bibtex("cmasd2025")
+    bibtex: ClassVar[str] = "cmasd2025"
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

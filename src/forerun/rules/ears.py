@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from forerun.checks import between, choice, flag
-from forerun.citations import bibtex
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, View, Weighed
 
@@ -37,7 +36,7 @@ class EARS(PositionRule):
 
     summary: ClassVar[str] = "standard, with a tolerance where the target is unsure"
     paper: ClassVar[str] = "Sun et al. 2025 (EARS)"
-    bibtex: ClassVar[str] = bibtex("ears2025")
+    bibtex: ClassVar[str] = "ears2025"
     lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from forerun.checks import between, choice, flag, whole
-from forerun.citations import bibtex
 from forerun.errors import require
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed, allows_several, nats
@@ -58,7 +57,7 @@ class EASD(PositionRule):
 
     summary: ClassVar[str] = "standard, but reject what both models are unsure of"
     paper: ClassVar[str] = "Su et al. 2025 (EASD)"
-    bibtex: ClassVar[str] = bibtex("easd2025")
+    bibtex: ClassVar[str] = "easd2025"
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

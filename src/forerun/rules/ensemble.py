@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.checks import between
-from forerun.citations import bibtex
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
 
@@ -27,7 +26,7 @@ class Ensemble(PositionRule):
 
     summary: ClassVar[str] = "sample from a mixture of target and draft"
     paper: ClassVar[str] = "Wang et al. 2026 (DIVERSED)"
-    bibtex: ClassVar[str] = bibtex("diverse2026")
+    bibtex: ClassVar[str] = "diverse2026"
     lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 

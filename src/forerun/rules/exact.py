@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from forerun.citations import bibtex
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule
 from forerun.rules.odds import finite
@@ -24,7 +23,7 @@ class Exact(AcceptanceRule):
 
     summary: ClassVar[str] = "accept while the draft is the target's arg-max; greedy requests only"
     paper: ClassVar[str] = "greedy case of Leviathan et al. 2023"
-    bibtex: ClassVar[str] = bibtex("leviathan2023")
+    bibtex: ClassVar[str] = "leviathan2023"
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
     takes_leaves: ClassVar[bool] = True

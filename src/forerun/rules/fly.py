@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from forerun.checks import between, whole
-from forerun.citations import bibtex
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.signals import entropy
@@ -34,7 +33,7 @@ class FLy(PositionRule):
 
     summary: ClassVar[str] = "forgive a greedy mismatch at high entropy if the next tokens match"
     paper: ClassVar[str] = "Li et al. 2025 (FLy)"
-    bibtex: ClassVar[str] = bibtex("fly2025")
+    bibtex: ClassVar[str] = "fly2025"
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

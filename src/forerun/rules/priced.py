@@ -35,8 +35,6 @@ class Priced(PositionRule):
     horizon: int = 8
 
     summary: ClassVar[str] = "standard, lenient where that saves rounds, at a price"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
     lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from forerun.checks import between, whole
-from forerun.citations import bibtex
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, View, Weighed
 
@@ -31,7 +30,7 @@ class SpecVerification(PositionRule):
 
     summary: ClassVar[str] = "keep a token of the target's top ranks, close enough to its best"
     paper: ClassVar[str] = "Xia et al. 2023 (SpecDec)"
-    bibtex: ClassVar[str] = bibtex("specdec2023")
+    bibtex: ClassVar[str] = "specdec2023"
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from forerun.checks import between
-from forerun.citations import bibtex
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, View, Weighed
 
@@ -30,7 +29,7 @@ class Typical(PositionRule):
 
     summary: ClassVar[str] = "keep what is likely enough for the target's own uncertainty"
     paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
-    bibtex: ClassVar[str] = bibtex("medusa2024")
+    bibtex: ClassVar[str] = "medusa2024"
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

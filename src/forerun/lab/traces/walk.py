@@ -79,8 +79,6 @@ class FullDepth(LengthPolicy):
     depth: int
 
     summary: ClassVar[str] = "draft so many tokens, and look at all of them"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
 
     def signals(self, certain: bool) -> frozenset[str]:
         return frozenset(SIGNALS)
