@@ -305,7 +305,7 @@ def test_mistakes_in_families_and_folders(command, pair, tmp_path):
     assert "split must be" in command(*given, "--split", "train").error
     assert "give -o DIR" in command(*pair.options).error
     (tmp_path / "x").write_text("")
-    assert "-o must be a folder" in command(*given).error
+    assert "is a file; name a folder" in command(*given).error
 
 
 def test_mistakes_of_compare(command, tmp_path):

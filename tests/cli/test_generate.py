@@ -598,18 +598,6 @@ def test_a_damaged_model_gives_the_reason_and_rc_1(forerun, damaged):
     assert json.loads(document.out)["complete"] is False
 
 
-def test_a_file_has_one_writer(generate, tmp_path):
-    from forerun.cli.shared.report import only_writer
-
-    path = tmp_path / "out.jsonl"
-    with path.open("a") as mine:
-        only_writer(mine, mine.name)
-        second = generate("a", "--jsonl", "-o", str(path), "--max-new-tokens", "2")
-    assert second.code == 2
-    assert f"process {os.getpid()} writes" in second.err
-    assert generate("a", "--jsonl", "-o", str(path), "--max-new-tokens", "2").code == 0
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_full_disk_is_named(generate):
     done = generate("a", "--jsonl", "-o", "/dev/full", "--max-new-tokens", "2")

@@ -160,7 +160,9 @@ def test_a_signal_after_models_are_gone(pair, tmp_path):
     assert (done.returncode, done.stdout) == (0, "caught\n"), done.stderr
 
 
-@pytest.mark.parametrize("command", ["record", "costs", "bench", "tune"])
+@pytest.mark.parametrize(
+    "command", ["record", "costs", "bench", "tune", "generate", "write", "train-draft"]
+)
 def test_an_output_has_one_writer(command, forerun, tmp_path):
     fcntl = pytest.importorskip("fcntl")
     output = tmp_path / "out"
@@ -168,6 +170,9 @@ def test_an_output_has_one_writer(command, forerun, tmp_path):
         "record": ["--prompts", "builtin:stories", "-o"],
         "costs": ["-o"],
         "bench": ["-o"],
+        "generate": ["Hello", "--jsonl", "-o"],
+        "write": ["--prompts", "builtin:stories", "-o"],
+        "train-draft": ["eagle", "--data", "builtin", "-o"],
         "tune": [str(tmp_path / "trace.parquet"), "--costs", "c=20", "-o"],
     }[command]
     with Path(f"{output}.lock").open("a") as lock:

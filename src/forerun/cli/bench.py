@@ -17,7 +17,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, status, stdout, table
 from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, numbers, option
-from forerun.cli.shared.report import hold_output, print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def bench(
     if output is None:
         raise SettingError("no folder for the results; give -o DIR")
     folder = Path(output)
-    require(not folder.exists() or folder.is_dir(), "-o", output, "a folder")
-    hold_output(output)
+    claim(output, folder=True)
     require((trace is None) == (costs is None), "--trace", trace, "given together with --costs")
     require(prompts >= 1, "prompts", prompts, "≥ 1")
     sizes = sorted(numbers("--batch", batch))

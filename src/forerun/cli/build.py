@@ -12,7 +12,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import remark, status
 from forerun.cli.shared.models import Models
 from forerun.cli.shared.options import Fields, option
-from forerun.cli.shared.report import check_writable
+from forerun.cli.shared.report import claim
 from forerun.errors import ModelError, SettingError, require
 
 NAMED = ("target", "trust_remote_code")
@@ -34,7 +34,7 @@ def build_datastore(
         data: a text file, a folder of .txt files, or a .jsonl file of {"text": ...}.
     """
     require(tokens >= 1, "tokens", tokens, "≥ 1")
-    check_writable(output)
+    claim(output)
     from forerun.cli.shared.training_texts import open_source
 
     source = open_source(data)
@@ -68,6 +68,7 @@ def build_memory(
     it as --draft "memory('FILE')".
     """
     require(entries >= 1, "entries", entries, "≥ 1")
+    claim(output)
     from forerun.cli.write import read_written
     from forerun.drafters.memory import fingerprint
     from forerun.drafters.ngrams import NGrams

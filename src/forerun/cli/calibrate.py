@@ -10,7 +10,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
-from forerun.cli.shared.report import check_writable, print_json, save_json
+from forerun.cli.shared.report import claim, print_json, save_json
 from forerun.errors import require
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def easd(
 
     source = default_source(data, models.target, "data")
     require(0 < share <= 1, "share", share, "in (0, 1]")
-    check_writable(output)
+    claim(output)
     # As in the paper, the target decodes without penalties.
     requested = find_prompts(source, "val", limit, max_new_tokens, penalised=False)
     how = Settings(controller="fixed(5)")

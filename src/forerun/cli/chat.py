@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from forerun.cli.shared import options
 from forerun.cli.shared.console import legend, remark, stdout
 from forerun.cli.shared.faces import Growing, play
@@ -86,6 +88,8 @@ class Conversation:
                     self.ask(line)
             except (ForerunError, OSError) as error:
                 remark(f"error: {error}")
+            except typer.Exit:  # an answer ended with an error, which is on the terminal
+                pass
 
     def command(self, name: str, rest: str) -> bool:
         """Do what a line that begins with a slash says; False to leave."""
@@ -107,7 +111,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         try:
             self._answer()
-        except ForerunError:
+        except (ForerunError, typer.Exit):
             self.messages.pop()
             raise
 
@@ -180,8 +184,11 @@ def _pace(done: Completion) -> float:
 def _lines() -> Iterator[str]:
     """What the user types; an interrupt or the end of input ends it."""
     if not sys.stdin.isatty():
-        for line in sys.stdin:
-            yield line.rstrip("\n")
+        try:
+            for line in sys.stdin:
+                yield line.rstrip("\n")
+        except UnicodeDecodeError as error:
+            raise PromptError(f"stdin is not UTF-8 text: {error}") from error
         return
     import readline  # noqa: F401  arrows and history
 

@@ -12,7 +12,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Models
 from forerun.cli.shared.options import Fields, numbers, option
-from forerun.cli.shared.report import check_writable, hold_output, print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def costs(
     """
     from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, Costs
 
-    check_writable(output)
-    hold_output(output)
+    claim(output)
     if ratio is not None:
         if models.target is not None or models.draft is not None:
             raise SettingError("--ratio makes the table up; leave --target and --draft out")

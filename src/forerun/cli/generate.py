@@ -58,7 +58,7 @@ def generate(
             command goes on after an interrupt.
     """
     from forerun.cli.shared import faces
-    from forerun.cli.shared.report import check_writable
+    from forerun.cli.shared.report import claim
     from forerun.prompts import read_prompts
 
     if as_lines and (as_json or compare):
@@ -67,7 +67,7 @@ def generate(
         raise SettingError("-o saves what --jsonl writes; add --jsonl")
     if logprobs is not None and not (as_json or as_lines):
         raise SettingError("--logprobs is part of JSON; add --json or --jsonl")
-    check_writable(output)
+    claim(output)
     prompts = read_prompts(prompt, prompt_file)
     common = options.sampling(sampling)
     with status("loading"):

@@ -13,7 +13,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import one_line, status, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import Fields, option
-from forerun.cli.shared.report import check_writable, print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def layers(
     require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "≥ 1")
     if output is not None and not output.endswith(".svg"):
         raise SettingError(f"the picture is an SVG file, got {output!r}; name it layers.svg")
-    check_writable(output)
+    claim(output)
     job, rows = models.alone.open(read_prompts(prompt, None), {"max_new_tokens": max_new_tokens})
     from forerun.lab.exits.layer_view import view_layers
 

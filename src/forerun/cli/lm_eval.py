@@ -10,7 +10,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note
 from forerun.cli.shared.models import Models, PolicyOptions, quiet
 from forerun.cli.shared.options import PROMPTS, Fields, option
-from forerun.cli.shared.report import check_writable, hold_output, print_json, save_json
+from forerun.cli.shared.report import claim, print_json, save_json
 
 RUNTIME = "What runs the models: torch (lm-eval's own model class, attached), or openvino."
 
@@ -37,8 +37,7 @@ def lm_eval(
         limit: only the first N documents of each task.
     """
     whole("batch_size", batch_size, 1)
-    check_writable(output)
-    hold_output(output)
+    claim(output)
     from forerun.hosts.lm_eval import Evaluated, evaluate
     from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, default_draft
 

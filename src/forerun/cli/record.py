@@ -9,7 +9,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
-from forerun.cli.shared.report import check_writable, hold_output, print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.requests import Sampling
 from forerun.zoo import PENALTY
 
@@ -70,8 +70,7 @@ def record(
     whole("depth", depth, 1)
     whole("seed", seed)
     pyarrow_modules()
-    check_writable(output)
-    hold_output(output)
+    claim(output)
     common = options.sampling({**sampling, "max_new_tokens": max_new_tokens})
     own = sampling["repetition_penalty"] is None
     requested = seeded(find_prompts(prompts, split, limit, max_new_tokens, penalised=own), seed)

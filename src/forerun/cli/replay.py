@@ -11,9 +11,9 @@ from rich.text import Text
 
 from forerun.checks import whole
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, remark, status, stdout, table
+from forerun.cli.shared.console import collected, note, progress, remark, status, stdout, table
 from forerun.cli.shared.options import flag, option
-from forerun.cli.shared.report import check_writable, print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def replay(
     if bounds and batch > 1:
         raise SettingError("bounds are of texts decoded by themselves; leave out --batch")
     controllers = {spec: CONTROLLERS.make(spec) for spec in controller or tunable()}
-    check_writable(output)
+    claim(output)
     costs_table = Costs.find(costs)
     cell, synthetic = costs_table.at(batch, context), "synthetic" in costs_table.about
     texts = _of(Trace.read(trace), family or [])
@@ -96,20 +96,17 @@ def replay(
         else report.in_batches(texts, costs_table, batch, context, rule)
         for rule in judges
     }
-    results: list[Result] = []
-    jobs = list(product(controllers.items(), runs.items()))
-    try:
-        with progress("replaying", len(jobs)) as tell:
-            for (spec, made), (rule, run) in jobs:
-                shared = cell.batch if batch == 1 else 1
-                results.append(report.result(texts, run, spec, made, limits, shared, rule))
-                tell("replaying", len(results))
-    except KeyboardInterrupt:
-        if results:
-            remark(f"interrupted after {len(results)} of {len(jobs)} replays")
-            _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
-        raise
-    _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
+    shared = cell.batch if batch == 1 else 1
+    made = (
+        report.result(texts, run, spec, policy, limits, shared, rule)
+        for (spec, policy), (rule, run) in product(controllers.items(), runs.items())
+    )
+    count = len(controllers) * len(runs)
+    results, interrupted = collected(made, "replaying", count, "replays")
+    if results:
+        _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def warn_of_mixed_models(trace: Mapping[str, Any], costs: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
-from forerun.cli.shared.report import check_writable, print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
 from forerun.requests import Sampling
 
@@ -57,7 +57,7 @@ def specbound(
     for name, value in (("width", width), ("budget", budget), ("confirm", confirm)):
         require(value >= 1, name, value, "≥ 1")
     require(seed >= 0, "seed", seed, "≥ 0")
-    check_writable(output)
+    claim(output)
     if keep and not exits:
         raise SettingError("--keep writes beside exit heads; name their folder with --exits")
     most = (OF_FAMILY if is_shipped(source) else OF_FILE) if limit is None else limit

@@ -13,7 +13,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Chat, Job, Models
 from forerun.cli.shared.options import Fields, option
-from forerun.cli.shared.report import print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
 from forerun.training.settings import TrainingSettings
 
@@ -70,8 +70,7 @@ def train_draft(
     require(own >= 0, "own", own, "≥ 0")
     require(tokens >= 1, "tokens", tokens, "≥ 1")
     out = Path(output)
-    if out.exists() and not out.is_dir():
-        raise SettingError(f"{out} is a file; name a folder")
+    claim(output, folder=True)
     if training["layers"] is not None:
         from forerun.drafters.specbound import listed
 

@@ -15,7 +15,7 @@ from forerun.checks import whole
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, status, stdout, table
 from forerun.cli.shared.options import OUTPUT, option
-from forerun.cli.shared.report import check_writable, hold_output, print_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -55,10 +55,9 @@ def tune(
     for name, number in {"budget": budget, "batch": batch, "context": context}.items():
         whole(name, number, 1)
     exports = _exports(export or [])
-    check_writable(output)
-    hold_output(output)
+    claim(output)
     for engine, file in exports:
-        check_writable(file, f"--export {engine}")
+        claim(file, f"--export {engine}")
 
     from forerun.lab.traces.costs import Costs
     from forerun.lab.traces.exports import ExportJob, write_exports

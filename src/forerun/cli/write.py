@@ -17,6 +17,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import progress, remark
 from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import Fields, option
+from forerun.cli.shared.report import claim
 from forerun.errors import GenerationError, SettingError, require
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def write(
     """
     require(max_new_tokens >= 1, "max-new-tokens", max_new_tokens, "≥ 1")
     require(top >= 0, "top", top, "≥ 0")
+    claim(output)
 
     from forerun.prompts import find_prompts, seeded
     from forerun.settings import Settings
@@ -108,25 +110,32 @@ def _line(row: Prompt, completion: Completion) -> dict[str, Any]:
 def read_written(path: str | Path) -> Iterator[tuple[list[int], int]]:
     """The texts of a file of `forerun write`, or of lines with `prompt_ids` and `answer_ids`: ids,
     and how many of the first were the prompt; `SettingError` names a line that is none of these."""
+    for number, line in enumerate(_lines(path), 1):  # what is no text fails in its line
+        try:
+            text = json.loads(line)
+            if SCHEMA in text:
+                continue
+            if "ids" in text:
+                ids, given = text["ids"], text["n"]
+            else:
+                ids, given = text["prompt_ids"] + text["answer_ids"], len(text["prompt_ids"])
+            if not all(type(token) is int and token >= 0 for token in (*ids, given)):
+                raise TypeError
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingError(
+                f'{path}, line {number}: no text that a target wrote; it needs "ids" and "n", '
+                'or "prompt_ids" and "answer_ids"'
+            ) from error
+        yield ids, given
+
+
+def _lines(path: str | Path) -> Iterator[bytes]:
     opened = gzip.open if str(path).endswith(".gz") else open
-    with opened(path, "rb") as file:  # what is no text fails in its line
-        for number, line in enumerate(file, 1):
-            try:
-                text = json.loads(line)
-                if SCHEMA in text:
-                    continue
-                if "ids" in text:
-                    ids, given = text["ids"], text["n"]
-                else:
-                    ids, given = text["prompt_ids"] + text["answer_ids"], len(text["prompt_ids"])
-                if not all(type(token) is int and token >= 0 for token in (*ids, given)):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError) as error:
-                raise SettingError(
-                    f'{path}, line {number}: no text that a target wrote; it needs "ids" and "n", '
-                    'or "prompt_ids" and "answer_ids"'
-                ) from error
-            yield ids, given
+    with opened(path, "rb") as file:
+        try:
+            yield from file
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise SettingError(f"{path} is damaged: {error}") from error
 
 
 class Archive:
@@ -148,16 +157,17 @@ class Archive:
 
     def _read(self, path: Path) -> None:
         data = path.read_bytes() if path.exists() else b""
-        kept, magic = 0, b"\x1f\x8b"
-        if data[:2] != magic[: len(data)]:
-            raise SettingError(f"{path} is no file of forerun write; name another")
-        while kept < len(data):
-            member = zlib.decompressobj(wbits=31)
-            text = member.decompress(data[kept:])
-            if not member.eof:
-                break
-            self.lines += map(json.loads, text.splitlines())
-            kept = len(data) - len(member.unused_data)
+        kept = 0
+        try:
+            while kept < len(data):
+                member = zlib.decompressobj(wbits=31)
+                text = member.decompress(data[kept:])
+                if not member.eof:
+                    break
+                self.lines += map(dict, map(json.loads, text.splitlines()))
+                kept = len(data) - len(member.unused_data)
+        except (zlib.error, ValueError, TypeError) as error:
+            raise SettingError(f"{path} is no file of forerun write; name another") from error
         if kept < len(data):
             with path.open("r+b") as file:
                 file.truncate(kept)

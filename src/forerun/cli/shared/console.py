@@ -230,7 +230,7 @@ def collected(run: Iterable[T], name: str, total: int, unit: str) -> tuple[list[
                 done.append(one)
                 tell(name, len(done))
     except KeyboardInterrupt:
-        remark("interrupted; this is what was compared")
+        remark(f"interrupted after {len(done)} of {total} {unit}")
         return done, True
     return done, False
 

@@ -35,7 +35,7 @@ from forerun.cli.shared.console import (
 )
 from forerun.cli.shared.guard import fail, held
 from forerun.cli.shared.models import Job
-from forerun.cli.shared.report import SCHEMA, finite, only_writer, print_json
+from forerun.cli.shared.report import SCHEMA, finite, print_json
 from forerun.errors import SettingError
 
 if TYPE_CHECKING:
@@ -230,8 +230,6 @@ class Lines(Face):
             remark(f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
         self._bar = PromptBar(len(prompts), len(kept))
         self._file = sys.stdout if output is None else open(output, "a", encoding="utf-8")  # noqa: SIM115
-        if output is not None:
-            only_writer(self._file, self._file.name)
 
     def finished(self, place: int, completion: Completion) -> None:
         prompt = self.prompts[place]
@@ -264,15 +262,7 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
     then has been passed on."""
     began, last, stopping = time.perf_counter(), -1, False
     failures: dict[int, str] = {}
-    stream = job.model.stream(
-        [p.ids for p in face.prompts],
-        controller=job.controller,
-        rule=job.rule,
-        sampling=[p.sampling for p in face.prompts],
-        batch_size=job.batch_size,
-        logprobs=job.logprobs,
-        first_token_soon=job.first_token_soon,
-    )
+    stream = job.model.run([job.request(prompt) for prompt in face.prompts], job.batch_size)
     try:
         try:
             with closing(stream), held() as interrupt:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from forerun.cli.shared.guard import HELD
 from forerun.errors import SettingError
@@ -29,22 +29,32 @@ def save_json(path: str | Path, value: Any) -> None:
     Path(path).write_text(to_text(value) + "\n", encoding="utf-8")
 
 
-def check_writable(path: str | None, option: str = "-o") -> None:
-    """Raise now what writing would raise after the work."""
+def claim(path: str | None, option: str = "-o", folder: bool = False) -> None:
+    """Be the only process that makes a file, or a folder, until the command ends; `SettingError`
+    says now what writing it would say after the work."""
     if path is None:
         return
-    if Path(path).is_dir():
-        raise SettingError(f"{option} {path} is a folder; name a file")
-    if not Path(path).absolute().parent.is_dir():
-        raise SettingError(f"{option} {path}: there is no folder {Path(path).parent}")
+    place = Path(path)
+    parent = place.absolute().parent
+    if place.exists() and place.is_dir() != folder:
+        wrong = "is a file; name a folder" if folder else "is a folder; name a file"
+        raise SettingError(f"{option} {path} {wrong}")
+    if not (folder or parent.is_dir()):
+        raise SettingError(f"{option} {path}: there is no folder {place.parent}")
+    if place.exists() and not (place.is_file() or place.is_dir()):  # a device
+        return
+    if parent.is_dir():  # else it is made with the folder
+        if not os.access(place if place.exists() else parent, os.W_OK):
+            raise SettingError(f"{option} {path} cannot be written; name another place")
+        _lock(Path(f"{os.path.normpath(path)}.lock"), path)
 
 
-def only_writer(file: IO[str], name: str) -> None:
-    """Keep a file that is written to oneself, until it is closed; `SettingError` if another process
-    writes to it."""
+def _lock(lock: Path, path: str) -> None:
     try:
         import fcntl
-    except ImportError:  # not on Windows
+
+        file = lock.open("a", encoding="utf-8")
+    except (ImportError, OSError):  # on Windows, or beside a file in a folder that takes no other
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,19 +66,7 @@ def only_writer(file: IO[str], name: str) -> None:
                 if kind == "FLOCK" and place.rpartition(":")[2] == inode:
                     who = f"process {process}"
         file.close()
-        raise SettingError(f"{who} writes {name} just now; name another file") from None
-
-
-def hold_output(path: str | None) -> None:
-    """Be the only process that makes a file, or a folder, until the command ends, or raise
-    `SettingError`."""
-    if path is None:
-        return
-    lock = Path(f"{os.path.normpath(path)}.lock")
-    if not lock.parent.is_dir():  # the command makes it, or says that it is missing
-        return
-    file = lock.open("a", encoding="utf-8")
-    only_writer(file, path)
+        raise SettingError(f"{who} writes {path} just now; name another file") from None
     HELD.callback(file.close)
     HELD.callback(lock.unlink, missing_ok=True)
 
