@@ -58,10 +58,8 @@ def test_exit_heads_are_beside_the_file(tmp_path):
 def test_exit_heads_go_into_the_drafter():
     from forerun.drafters import DRAFTERS
 
-    drafter = DRAFTERS.make(FULL.drafter)
+    drafter = DRAFTERS.make(FULL.draft)
     assert (drafter.threshold, drafter.exits) == (0.8, "/heads")
-    assert Settings(draft="lookup(n=3)").drafter == "lookup(n=3)"
-    assert Settings().drafter is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_what_is_given_wins(tmp_path):
     assert resolve(path, controller="svip").rule == "typical"
     assert resolve(path, rule="exact").rule == "exact"
     other = resolve(path, draft="lookup")
-    assert (other.drafter, other.exits) == ("lookup", None)
-    assert resolve(None, draft="lookup").drafter == "lookup"
+    assert (other.draft, other.exits) == ("lookup", None)
+    assert resolve(None, draft="lookup").draft == "lookup"
     with pytest.raises(SettingError, match="controller must be text or null, got ''"):
         resolve(path, controller="")

@@ -738,8 +738,6 @@ def test_loading_by_name(tmp_path: Any) -> None:
     own = forerun.model.load(str(tmp_path), f"specbound(threshold=0.6,depth=3,{named})")
     assert own.drafter.layers == (1, 3)  # type: ignore[attr-defined]
     assert (own.drafter._threshold, own.drafter._width) == (0.6, 3)  # type: ignore[attr-defined]
-    with pytest.warns(DeprecationWarning, match="say draft="):
-        assert forerun.model.load(str(tmp_path), exits=heads).drafter.layers == (1, 4)  # type: ignore[attr-defined]
     with pytest.raises(SettingError, match="for the drafter specbound, not for 'lookup'"):
         with_exits("lookup", heads)
     with pytest.raises(SettingError, match="given twice"):

@@ -23,7 +23,6 @@ from forerun.drafters.eagle import shipped_head
 from forerun.drafters.folders import contents_of
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
-from forerun.drafters.specbound import with_exits
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
 from forerun.engine.lengths import Memory
 from forerun.engine.meter import Meter
@@ -308,7 +307,6 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     prefix_cache: int | str = 0,
-    **deprecated: Any,
 ) -> Model:
     """Load a target and who runs ahead of it.
 
@@ -330,7 +328,6 @@ def load(
         trust_remote_code: run modelling code that comes with the checkpoint.
         prefix_cache: bytes, or text like "512MB", that copies of read texts may take: what begins
             like one of them is not read again. 0 keeps none.
-        deprecated: `exits`, the heads of `specbound`; now ``draft="specbound(exits='folder')"``.
 
     Raises:
         ModelError: a missing, corrupt or unsupported model, or a draft with another tokenizer.
@@ -339,11 +336,6 @@ def load(
     >>> load().generate("Once upon a time", max_new_tokens=5).finish_reason
     'length'
     """
-    if (exits := deprecated.pop("exits", None)) is not None:
-        warnings.warn("say draft=\"specbound(exits='…')\"", DeprecationWarning, stacklevel=2)
-        draft = with_exits(None if draft is None else str(draft), exits)
-    if deprecated:
-        raise TypeError(f"load has no argument {min(deprecated)!r}")
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or default_draft(target))
     # Graphs for early exits are made anew at every start: only for those who ask.

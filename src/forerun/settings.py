@@ -62,11 +62,6 @@ class Settings:
 
             object.__setattr__(self, "draft", with_exits(self.draft, exits))
 
-    @property
-    def drafter(self) -> str | None:
-        """What to give as `draft` to `forerun.load`."""
-        return self.draft
-
     @classmethod
     def read(cls, path: str | Path) -> Settings:
         """Load a file.

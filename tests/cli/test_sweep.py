@@ -82,7 +82,7 @@ def test_kept_beside_the_heads(run, prompts, pair, tmp_path):
     code, *_ = run("--prompts", prompts, "--exits", str(heads), "-o", str(saved), "--json")
     assert code == 0
     assert json.loads(saved.read_text())["exits"] == "../heads"
-    assert Settings.read(saved).drafter.endswith("exits='" + str(saved.parent / "../heads") + "')")
+    assert Settings.read(saved).draft.endswith("exits='" + str(saved.parent / "../heads") + "')")
     code, _, err = run("--prompts", prompts, "--keep")
     assert (code, err.splitlines()[-1]) == (
         2,

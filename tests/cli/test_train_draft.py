@@ -38,7 +38,7 @@ def train(forerun, folders, pairs, tmp_path):
 
 @pytest.mark.parametrize("kind", ["shared", "block"])
 def test_a_trained_draft_drafts(train, forerun, folders, tmp_path, kind):
-    done = train("--kind", kind, "--width", "4", "--json")
+    done = train(kind, "--width", "4", "--json")
     assert done.code == 0, done.err
     assert done.json["complete"]
     assert done.json["steps"] == 6
@@ -61,7 +61,7 @@ def test_a_trained_draft_drafts(train, forerun, folders, tmp_path, kind):
 
 def test_learning_helps_and_goes_on(train, tmp_path):
     """With more steps the same command trains longer; other settings are refused."""
-    slow = ("--lr", "0.003", "--kind", "block", "--width", "3", "--seed", "1")
+    slow = ("block", "--lr", "0.003", "--width", "3", "--seed", "1")
     train(*slow, "--steps", "2", "--json")
     on = train(*slow, "--steps", "60", "--json")
     assert "going on at step 2" in on.err
@@ -70,7 +70,7 @@ def test_learning_helps_and_goes_on(train, tmp_path):
     log = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in log] == list(range(1, 61))
     assert log[-1]["loss"] < log[2]["loss"] / 2
-    other = train("--kind", "shared", "--steps", "70")
+    other = train("shared", "--steps", "70")
     assert other.code == 2
     assert "begun with other settings" in other.error
 
@@ -119,7 +119,7 @@ def test_the_targets_own_texts_are_written_once(train, tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
     (tmp_path / "draft" / "own.jsonl").rename(other / "own.jsonl")
-    assert train(*own, "--kind", "block", "-o", str(other)).code == 0
+    assert train(*own, "block", "-o", str(other)).code == 0
     assert written == [4, 2, 2]  # a last group that is short is written again
     assert train(*own, "--max-new-tokens", "5", "--steps", "7").code == 0
     assert written == [4, 2, 2, 4, 2]
@@ -129,7 +129,7 @@ def test_the_targets_own_texts_are_written_once(train, tmp_path, monkeypatch):
     ("argv", "why"),
     [
         (("--pairs", "missing.tsv"), "missing.tsv"),
-        (("--kind", "oracle"), "kind must be 'shared' or 'block' or 'kangaroo' or"),
+        (("oracle",), "kind must be 'shared' or 'block' or 'kangaroo' or"),
         (("--data", "builtin"), "learns from pairs; leave --data out"),
         (("--layers", "3"), "between 1 and the target's 2"),
         (("--steps", "0"), "steps"),
@@ -167,7 +167,8 @@ def adapt(forerun, folders, tmp_path):
         given = {"--target": folders.decoder, "--data": str(path), "--batch": "8", "--steps": "6",
                  "--layers": "1", "--device": "cpu", "-o": str(tmp_path / "adapter")}  # fmt: skip
         rest = [word for key, value in given.items() if key not in argv for word in (key, value)]
-        return forerun("train-draft", "--kind", "kangaroo", *rest, *argv)
+        kind = () if argv[:1] == ("medusa",) else ("kangaroo",)
+        return forerun("train-draft", *kind, *rest, *argv)
 
     return run
 
@@ -268,7 +269,7 @@ def test_an_adapter_needs_layers_to_call(adapt, folders):
 
 
 def test_trained_heads_draft(adapt, forerun, folders, tmp_path):
-    heads = ("--kind", "medusa", "--width", "3", "--vocab", "20")
+    heads = ("medusa", "--width", "3", "--vocab", "20")
     first = adapt(*heads, "--steps", "2", "--json")
     assert first.code == 0, first.err
     done = adapt(*heads, "--steps", "40", "--lr", "0.001", "--json")
@@ -305,12 +306,12 @@ def test_trained_heads_draft(adapt, forerun, folders, tmp_path):
     ],
 )
 def test_heads_that_cannot_be(adapt, argv, why):
-    refused = adapt("--kind", "medusa", *argv)
+    refused = adapt("medusa", *argv)
     assert refused.code == 2
     assert why in refused.err
 
 
 def test_heads_need_a_target_without_encoder(adapt, folders):
-    refused = adapt("--kind", "medusa", "--target", folders.target)
+    refused = adapt("medusa", "--target", folders.target)
     assert refused.code in (1, 2)
     assert "decoder-only" in refused.err

@@ -33,9 +33,6 @@ def train_draft(
     which: Annotated[str | None, typer.Argument(metavar="[KIND]", show_default=False)] = None,
     pairs: Annotated[str | None, option("FILE")] = None,
     data: Annotated[str | None, option("PATH|builtin")] = None,
-    kind: Annotated[
-        str | None, typer.Option("--kind", hidden=True, help="KIND, as it was given before.")
-    ] = None,
     own: Annotated[int, option("N")] = 0,
     max_new_tokens: Annotated[int, option("N", "With --own: most tokens it writes.")] = 128,
     tokens: Annotated[int, option("N")] = 200_000,
@@ -74,8 +71,8 @@ def train_draft(
     if training["layers"] is not None:
         from forerun.drafters.specbound import listed
 
-        training["layers"] = listed(training["layers"], which or kind or "shared")
-    settings = TrainingSettings(which or kind or "shared", **training)
+        training["layers"] = listed(training["layers"], which or "shared")
+    settings = TrainingSettings(which or "shared", **training)
     _check(settings, models.target, pairs, data)
 
     job = models.alone.load(batch_size=settings.batch or 32, chat=chat)
