@@ -176,7 +176,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.undo()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @fuzz(0.25)
 @given(
     how=st.fixed_dictionaries(
@@ -184,7 +183,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         optional={
             name: st.sampled_from(good) | ODD
             for name, good in {
-                "exits": [None], "settings": [None], "device": [None, "cpu"],
+                "settings": [None], "device": [None, "cpu"],
                 "dtype": [None, "float32"], "trust_remote_code": [False],
             }.items()
         },
