@@ -377,7 +377,7 @@ def test_numbers_and_arrays_do_the_same(spec, seed):
     rng = np.random.default_rng(seed)
     narrow = [policy.start(row % 2 == 0) for row in range(prompts)]
     wide = stacked(narrow)
-    for _ in range(12):
+    for _ in range(8):
         limit = np.broadcast_to(policy.limit(wide), prompts)
         assert limit.tolist() == [policy.limit(state) for state in narrow]
         rounds = random_rounds(rng, limit)
@@ -526,7 +526,7 @@ def test_limits_stay_in_bounds(spec):
     low = getattr(controller, "low", 0)
     high = getattr(controller, "high", None) or getattr(controller, "length", None)
     for stops in ([Stop.LIMIT], JUDGED, list(Stop)):
-        pairs, last = history(controller, 40, 0, stops)
+        pairs, last = history(controller, 25, 0, stops)
         for state in [s for s, _ in pairs] + [last]:
             assert low <= controller.limit(state) <= high
 

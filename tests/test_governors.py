@@ -16,6 +16,7 @@ from forerun.governors.renewal import HICCUP, Renewal
 from forerun.governors.renewal import Pace as Paced
 from forerun.lab.traces.replay import replay, stream
 from made_traces import trace_of
+from marks import slow_but
 
 COSTS = Costs.synthetic(5, 0.02)
 SPECS = ["auto", "auto(calibrated)", "goodput", "goodput(survival)", "auto(cost=4,high=3)"]
@@ -192,7 +193,7 @@ def test_requests_bring_budgets_of_their_own_and_share_the_reserve():
     assert 1 <= governor.rate(alone) < governor.rate(used)
 
 
-@pytest.mark.parametrize("cost", [0.8, 2, 5, 20])
+@pytest.mark.parametrize("cost", slow_but([0.8, 2, 5, 20], (2, 20).__contains__))
 def test_no_traffic_loses_more_than_the_reserve_and_the_interest(cost):
     """Whatever is kept: nothing, a little, or in phases; as the costs say, which are true here."""
     rng = np.random.default_rng(3)

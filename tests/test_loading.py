@@ -111,12 +111,14 @@ def test_end_of_text_ids_come_from_either_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", slow_but(["llama", "gpt2", "gpt_neox"], "llama".__eq__))
 def test_odd_configurations_work_or_are_refused(family: str, tmp_path: Path) -> None:
-    """Every key of a configuration, every kind of wrong value: no other exception, no traceback."""
+    """Every key of a configuration, half of the kinds of wrong values, the other of the next: no
+    other exception, no traceback."""
     folder = save(build(family), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     refused = []
-    for key in config:
-        for value in (0, -1, 3, "abc", None, [], {}, 2.5):
+    values = [0, -1, 3, "abc", None, [], {}, 2.5]
+    for place, key in enumerate(config):
+        for value in values[place % 2 :: 2]:
             (folder / "config.json").write_text(json.dumps({**config, key: value}))
             try:
                 with warnings.catch_warnings():
@@ -125,7 +127,7 @@ def test_odd_configurations_work_or_are_refused(family: str, tmp_path: Path) -> 
                     model.generate([3, 4], max_new_tokens=1)
             except ForerunError as error:
                 refused.append(str(error))
-    assert len(refused) > 100
+    assert len(refused) > 50
     assert not any("\n" in message for message in refused)
     for key, value in (("num_attention_heads", 0), ("hidden_size", "abc")):
         (folder / "config.json").write_text(json.dumps({**config, key: value}))

@@ -165,7 +165,7 @@ def test_a_file_holds_what_was_saved_and_nothing_else_is_taken(tmp_path: Path) -
         MemoryDraft(table="nowhere").build(Rows(ScriptedModel(SCRIPT)), None)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(0, V - 1), min_size=1, max_size=12),
     st.dictionaries(st.lists(st.integers(0, V - 1), min_size=1, max_size=4).map(tuple),

@@ -23,6 +23,7 @@ from forerun.lab.traces.trace import JUDGED, SIGNALS
 from forerun.runtime.base import Facts
 from forerun.signals import measure
 from forerun.testing import ScriptedModel
+from marks import slow_but
 
 DEPTH = 7
 
@@ -59,7 +60,7 @@ def naive(model, task, tokens, depth):
         yield p, run, signals
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("penalty", [pytest.param(1.0, marks=pytest.mark.slow), 1.2])
 def test_greedy_equals_drafting_every_run_by_itself(model, penalty):
     work = tasks(model, ("stories", "chat"), max_new_tokens=16, repetition_penalty=penalty)
     trace = record(model, work, depth=DEPTH, batch_size=2)
@@ -132,7 +133,7 @@ def before(trace, row=slice(None)):
     return np.concatenate([first, trace.tokens[:, :-1]], axis=1)[row]
 
 
-@pytest.mark.parametrize("sampling", SAMPLED)
+@pytest.mark.parametrize("sampling", slow_but(SAMPLED, SAMPLED[1].__eq__))
 def test_sampled_runs_are_those_of_the_live_engine(sampling):
     """Hits, drafted tokens, texts and tails; each check errs once in 10⁶ seeds (this is one)."""
     target, draft = chances(sampling)

@@ -75,8 +75,8 @@ SPECS = [
     for name in CONTROLLERS.names()
     for spec in NESTED.get(name, [name, *SETTINGS.get(name, [])])
 ]
-FEW = "fixed", "auto", "svip", "cm-asd", "hf-threshold", "gammatune"
-"""One of each kind, on the models that ship."""
+FEW = "auto", "svip", "gammatune"
+"""On the models that ship."""
 CELL = Costs.synthetic(10, slope=0.02, fixed=0.1)
 
 

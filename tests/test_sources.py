@@ -24,7 +24,7 @@ from forerun.lab.traces.replay import replay
 from forerun.model import Model
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel
-from marks import spread
+from marks import slow_but, spread
 from sourced import SOURCES, Folders, save_folders
 from test_engine import chaotic
 
@@ -193,7 +193,7 @@ def scripted(seed: int) -> ScriptedModel:
     return ScriptedModel(chaotic(seed, 4), source_limit=8)
 
 
-@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("rule", slow_but(["standard", "block"], "standard".__eq__))
 def test_sampled_texts_have_the_targets_distribution(rule: str) -> None:
     """χ² over all texts of two tokens, each source its own; one false alarm in 10⁴ a source."""
     script, sources, count = chaotic(3, 4), [[1, 2], [3], [2, 0, 1]], 700

@@ -99,7 +99,13 @@ def test_limit_and_stdin(calibrate, prompts, monkeypatch):
     assert calibrate("--data", "-", "--json").json["target"]["steps"] == 19
 
 
-@pytest.mark.parametrize("options", [["--draft", "none"], ["--draft", "lookup", "--target-only"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--draft", "none"], marks=pytest.mark.slow),
+        ["--draft", "lookup", "--target-only"],
+    ],
+)
 def test_the_target_alone(calibrate, generate, options):
     both = calibrate("--json").json
     document = calibrate(*options, "--json").json

@@ -138,7 +138,9 @@ def told_of_prediction(done):
     return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
 
 
-@pytest.mark.parametrize("controller", ["fixed(0)", "fixed(2)", "auto"])
+@pytest.mark.parametrize(
+    "controller", ["fixed(0)", pytest.param("fixed(2)", marks=pytest.mark.slow), "auto"]
+)
 def test_a_prediction_is_drafted_and_changes_no_text(shipped, controller):
     # Not a text that runs in circles: what is said twice may be taken up in the wrong place.
     asked = "User: Tell me about Denmark, China and Cuba.\nAssistant:"
@@ -195,7 +197,7 @@ def test_a_prediction_changes_no_distribution():
     table = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]])
     model = ScriptedModel(table.log())
     engine = Engine(model, ModelDrafter(ScriptedModel(table.flip(1).log()), 3), max_rows=64)
-    count, length, rule = 4000, CONTROLLERS.make("fixed(2)"), RULES.make("standard")
+    count, length, rule = 2400, CONTROLLERS.make("fixed(2)"), RULES.make("standard")
     for seed in range(count):
         how = Sampling(temperature=1.0, seed=seed, max_new_tokens=3)
         prediction = [0, 1, 0] if seed % 2 else ()
@@ -208,7 +210,7 @@ def test_a_prediction_changes_no_distribution():
     right = table[0, :, None, None] * table[:, :, None] * table[None]
     for counts in seen:
         share = counts / counts.sum()
-        assert float((share - right).abs().sum()) / 2 < 0.05  # 2000 draws of 27 outcomes: 0.035
+        assert float((share - right).abs().sum()) / 2 < 0.065  # 1200 draws of 27 outcomes: 0.045
 
 
 def test_what_a_request_may_name_is_listed(shipped):
