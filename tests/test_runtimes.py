@@ -492,7 +492,6 @@ def come_and_go(case: Case, data: st.DataObject) -> None:
         assert rows.lengths == [len(c) for c in contexts]
 
 
-@pytest.mark.transformers_versions
 def test_columns_copied_out_and_in_are_as_good_as_read(case: Case) -> None:
     rows, (text, other) = Rows(case.make()), texts(45, 9)
     if not rows.executor.copies:

@@ -19,8 +19,6 @@ from forerun.controllers import CONTROLLERS, Controller
 from forerun.drafters import DRAFTERS, Drafter
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.chain import Chain
-from forerun.drafters.eagle import shipped_head
-from forerun.drafters.folders import contents_of
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.none import NoDraft
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Sampling
@@ -386,9 +384,12 @@ def default_draft(target: str | Path | None) -> str | Path:
     where = zoo.locate(target)
     if kind := next((kind for kind in ("shared", "block") if own_draft(where, kind)), None):
         return kind
-    file = gguf.locate(where)
-    heads = file is not None and shipped_head(gguf.read(file).identity)
-    return "memory+eagle" if heads or own_draft(where, "eagle") else "memory"
+    heads: object = own_draft(where, "eagle")
+    if (file := gguf.locate(where)) is not None:
+        from forerun.drafters.eagle import shipped_head
+
+        heads = heads or shipped_head(gguf.read(file).identity)
+    return "memory+eagle" if heads else "memory"
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
@@ -402,6 +403,8 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     if chain and chain[1] in DRAFTERS and not _exists(text):
         return Chain(drafter_spec(chain[1] + chain[2]), drafter_spec(chain[3]))
     if _exists(text):
+        from forerun.drafters.folders import contents_of
+
         return contents_of(text).spec
     if isinstance(draft, str):
         name = text.partition("(")[0].strip()

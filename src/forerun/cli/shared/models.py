@@ -153,9 +153,11 @@ class Models:
 
     def with_exits(self, exits: str | None) -> Models:
         """The drafter with these exit heads, if they are named."""
+        if exits is None:
+            return self
         from forerun.drafters.specbound import with_exits
 
-        return self if exits is None else replace(self, draft=with_exits(self.draft, exits))
+        return replace(self, draft=with_exits(self.draft, exits))
 
     def load(self, how: Settings | None = None, batch_size: int = 16, **more: Any) -> Job:
         """Check everything, then load the models; arguments as for `open`."""
