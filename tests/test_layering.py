@@ -17,7 +17,6 @@ LAYERS = [
     [
         "errors",
         "types",
-        "citations",
         "registry",
         "signals",
         "cache",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun import citations
+from forerun.cli.parts import BIBTEX
 from forerun.controllers import CONTROLLERS
 from forerun.errors import SettingError, UnknownNameError
 from forerun.registry import Registry, Spec, parse
@@ -167,7 +167,7 @@ def test_text_of_a_part_nobody_registered():
 
 
 def test_every_citation_is_an_entry():
-    for key, entry in citations.BIBTEX.items():
+    for key, entry in BIBTEX.items():
         assert entry.startswith("@"), key
         assert entry.count("{") == entry.count("}")
         assert entry.endswith("}\n")

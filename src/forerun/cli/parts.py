@@ -19,13 +19,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.citations import BIBTEX
 from forerun.cli.shared import options
 from forerun.cli.shared.console import stdout, table
 from forerun.errors import SettingError, UnknownNameError
 from forerun.registry import Registry, Spec, parse
 
 KINDS = ("controllers", "rules", "drafters")
+BIBTEX: dict[str, str] = {
+    match[2]: match[0]
+    for match in re.finditer(
+        r"^@(\w+)\{(\S+),\n.*?^\}\n",
+        files("forerun").joinpath("citations.bib").read_text("utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+}
+"""Entries of `citations.bib`, by their keys."""
 
 QUESTIONS = {
     "controllers": "how far to run ahead? With a lossless rule it only changes speed; with a lossy "
