@@ -9,9 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from forerun.cli import app
+from forerun.cli import commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,7 +26,7 @@ COMMANDS = [
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_every_command_shown_parses(page, line):
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
-    command = get_command(app)
+    command = commands()
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
     command.make_context("forerun", words)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar
 
@@ -142,14 +143,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         if any("\0" in word for word in words):
             raise SettingError("an argument holds a NUL character; no name or text may")
-        return app(args=words, standalone_mode=False, prog_name="forerun")
+        return commands()(args=words, standalone_mode=False, prog_name="forerun")
 
     return guarded(command, _flags)
 
 
+@cache
+def commands() -> Any:
+    """All of them, as click has them."""
+    return typer.main.get_command(app)
+
+
 def _flags() -> dict[str, str]:
     """The flag of every option that any command has."""
-    todo: list[Any] = [typer.main.get_command(app)]
+    todo: list[Any] = [commands()]
     flags: dict[str, str] = {}
     while todo:
         command = todo.pop()
