@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import forerun
-from forerun.runtime import packing
+from forerun.runtime import load_model, packing
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import PackedLinear, dense, pack, unpacked
@@ -163,6 +163,7 @@ def test_a_model_that_reads_packed_weights_itself_is_unpacked(
     mlp = type(build("llama").model.layers[0].mlp)
     monkeypatch.setattr(mlp, "forward", forward)
     monkeypatch.setattr(packing, "SAME_INPUT", ())
+    monkeypatch.setattr("forerun.runtime.runtimes.load_model", load_model)  # anew
     model: Any = forerun.load(draft="none", runtime="torch", device="cpu")
     assert not packed(model.target.executor.module())
     assert model.generate("Once upon a time", max_new_tokens=2).tokens

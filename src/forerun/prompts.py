@@ -455,17 +455,25 @@ def read_text(path: str | Path) -> str:
         raise PromptError(f"{path} is not UTF-8 text: {error}") from error
 
 
+def _called(path: str | Path) -> str:
+    return "stdin" if path == "-" else str(path)
+
+
 def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The values of a file, a line of JSON each, with their places for error messages."""
     # Not `splitlines`: JSON strings may hold other line separators.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
-            where = f"{path}, line {number}"
+            where = f"{_called(path)}, line {number}"
             try:
                 yield where, json.loads(line)
             except json.JSONDecodeError as error:
                 wrong = f"not JSON ({error.msg} at column {error.colno})"
                 raise SettingError(f"{where}: {wrong}") from error
+            except RecursionError as error:
+                raise SettingError(
+                    f"{where}: lists or objects too deep within each other"
+                ) from error
 
 
 def read_file(path: str) -> list[Prompt]:
@@ -478,7 +486,9 @@ def read_file(path: str) -> list[Prompt]:
     """
     prompts = [_line(value, where) for where, value in json_lines(path)]
     if not prompts:
-        raise PromptError(f"{path} holds no prompts; write one JSON string or object per line")
+        raise PromptError(
+            f"{_called(path)} holds no prompts; write one JSON string or object per line"
+        )
     return prompts
 
 

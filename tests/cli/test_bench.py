@@ -312,6 +312,10 @@ def test_mistakes_of_compare(command, tmp_path):
     assert command("compare", "/no/a", "/no/b").code == 1
     (tmp_path / "results.json").write_text("{}")
     assert "no results file" in command("compare", str(tmp_path), str(tmp_path)).error
+    for samples in ("1", "[{}]"):
+        text = '{"kind": "bench", "schema": 1, "settings": {}, "methods": [], "samples": %s}'
+        (tmp_path / "results.json").write_text(text % samples)
+        assert "is damaged" in command("compare", str(tmp_path), str(tmp_path)).error
 
 
 def test_families_of_ones_own(bench, tmp_path):

@@ -71,6 +71,11 @@ def test_what_the_target_writes_is_kept_and_an_interrupted_run_goes_on(
     how[4] = str(plain)
     assert "is no file of forerun write" in forerun(*how).error
     assert plain.read_text() == "x"
+    with gzip.open(plain, "wt") as file:
+        file.write("[3]\n")
+    assert "is no file of forerun write" in forerun(*how).error
+    plain.write_bytes(plain.read_bytes()[:-9])
+    assert "is damaged" in forerun("build-memory", str(plain), "-o", str(out)).error
 
 
 def test_drawn_answers_do_not_depend_on_who_shares_the_batch(forerun, pair, prompts, tmp_path):

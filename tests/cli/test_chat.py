@@ -130,6 +130,11 @@ def test_a_conversation_through_a_pipe(on, monkeypatch, tmp_path):
     assert result.out.splitlines()[0] == answer["content"].splitlines()[0]
 
 
+def test_a_pipe_of_no_text_is_named(on, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert "stdin is not UTF-8 text" in on("chat", "--max-new-tokens", "5").err
+
+
 def test_chat_needs_a_template(forerun, pair):
     refused = forerun("chat", "--target", pair.target, "--draft", "none", "--device", "cpu")
     assert (refused.code, "no chat template" in refused.error) == (1, True)

@@ -277,6 +277,7 @@ def test_context_full_is_a_result(generate):
         (["x", "--device", "warp"], 2, "device 'warp'"),
         (["x", "--dtype", "float7"], 2, "unknown dtype"),
         (["x", "--target", "/no/model"], 1, "no model folder"),
+        (["x", "--target", __file__], 1, "is a file, and no GGUF file"),
         (["x", "--draft", "lokup(n=2)"], 2, "did you mean 'lookup'"),
         (["x", "--nonsense"], 2, "--nonsense"),
         (["x", "--jsonl", "--json"], 2, "leave --json and --compare out"),
@@ -298,6 +299,7 @@ def test_mistakes_are_one_line(generate, argv, code, words):
     ("line", "code", "words"),
     [
         ("{not json", 2, "not JSON"),
+        ("[" * 9999, 2, "too deep"),
         ("17", 2, "expected a string or an object"),
         ('{"temperature": 1}', 2, 'give "prompt"'),
         ('{"prompt": "x", "tokens": [1]}', 2, 'give "prompt"'),

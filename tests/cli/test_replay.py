@@ -253,6 +253,7 @@ def test_interrupted(replay, monkeypatch, tmp_path):
         ([*COSTS, "--controller", "fixed(-1)"], "length must be", 2),
         ([*COSTS, "-o", "/nowhere/out.csv"], "there is no folder", 2),
         ([*COSTS, "--batch", "0"], "batch must be", 2),
+        ([*COSTS, "--clock", "noise", "--seed", "-1"], "seed must be", 2),
         ([*COSTS, "--batch", "2", "--bounds"], "leave out --batch", 2),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from forerun.checks import whole
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, stdout, table
 from forerun.cli.shared.options import option
@@ -36,6 +37,7 @@ def ablate(
     from forerun.lab.traces.costs import Costs
     from forerun.lab.traces.trace import Trace
 
+    whole("seed", seed)
     made, texts = CONTROLLERS.make(controller), Trace.read(trace)
     if not without(made):
         raise SettingError(

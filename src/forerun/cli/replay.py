@@ -62,6 +62,7 @@ def replay(
     from forerun.lab.traces.tune import tunable
 
     whole("batch", batch, 1)
+    whole("seed", seed)
     if bounds and batch > 1:
         raise SettingError("bounds are of texts decoded by themselves; leave out --batch")
     controllers = {spec: CONTROLLERS.make(spec) for spec in controller or tunable()}

@@ -68,7 +68,7 @@ def read_about(folder: str | Path, kind: str | None = None) -> About:
             f"{str(folder)!r} holds no draft: {ABOUT} is missing; forerun train-draft makes one"
         )
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = dict(json.loads(path.read_text(encoding="utf-8")))
         if given.pop("format", None) != FORMAT:
             raise ValueError(f"it is not of the format {FORMAT!r}")
         named, target, trained = given.pop("kind"), given.pop("target"), given.pop("trained", {})

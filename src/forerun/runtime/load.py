@@ -328,13 +328,15 @@ def _check_path(name: str | Path) -> None:
     looks_local = isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
     try:
         path = Path(text).expanduser()
-        folder = path.is_dir()
+        folder, file = path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError):  # too long, or nobody's home
-        folder, looks_local = False, True
+        folder, file, looks_local = False, False, True
     if folder and (reason := _other_format(path)):
         raise UnsupportedModelError(f"{text!r} {reason}")
     if folder and not (path / "config.json").is_file():
         raise ModelError(f"{text!r} holds no model: config.json is missing")
+    if file:
+        raise ModelError(f"{text!r} is a file, and no GGUF file; give the folder of a model")
     if looks_local and not folder:
         raise ModelError(f"no model folder at {text!r}; give a folder or a Hugging Face id")
 

@@ -177,8 +177,10 @@ def load(path: str | Path) -> dict[str, Any]:
         raise SettingError(
             f"{file} has schema {document.get('schema')!r} and this forerun reads {SCHEMA}"
         )
-    if missing := {"settings", "methods", "provenance", "samples"} - document.keys():
-        raise SettingError(f"{file} is damaged: it has no {min(missing)!r}")
+    try:
+        cells(document)
+    except (KeyError, TypeError) as error:
+        raise SettingError(f"{file} is damaged: {error!r}") from error
     return document
 
 
