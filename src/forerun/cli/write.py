@@ -157,8 +157,10 @@ class Archive:
 
     def _read(self, path: Path) -> None:
         data = path.read_bytes() if path.exists() else b""
-        kept = 0
+        kept, magic = 0, b"\x1f\x8b"
         try:
+            if data[:2] != magic[: len(data)]:
+                raise ValueError
             while kept < len(data):
                 member = zlib.decompressobj(wbits=31)
                 text = member.decompress(data[kept:])
