@@ -43,6 +43,7 @@ REAL = {
 METHODS = "plain", "fixed(4)", "auto"
 ROWS = 1, 4
 LIVE = [f"{method}, {rows}" for rows in ROWS for method in METHODS[1:]]
+LEARNING = "auto", "exllama-confidence"
 DEPTH, SLOPE = 12, 0.02
 """Tokens recorded at each place, and what one adds to a pass, in plain passes."""
 OTHER = Task("", "", [*range(5, 21)], Sampling(max_new_tokens=8))
@@ -69,7 +70,7 @@ def main(
                 model, results[drafter] = _live(target, drafts[drafter], how, prompts, tokens)
             else:
                 model = forerun.load(target, drafts[drafter], **how)
-                results[drafter] = _replayed(model, _tasks(model, target, prompts, tokens))
+                results[drafter] = _replayed(model, tasks_of(model, target, prompts, tokens))
         save(name, provenance(model, **settings), results, _text(results, timed, cpu))
 
 
@@ -85,7 +86,8 @@ def _kept(cpu: bool) -> Iterator[None]:
         yield
 
 
-def _tasks(model: forerun.Model, target: str | None, prompts: int, tokens: int) -> list[Task]:
+def tasks_of(model: forerun.Model, target: str | None, prompts: int, tokens: int) -> list[Task]:
+    """Greedy prompts of the pair's families, a translator's sources, or chats of a real model."""
     if target and target not in zoo.NAMES:
         return chats(model, prompts, tokens)
     count = prompts * len(zoo.families())
@@ -105,7 +107,8 @@ def _replayed(model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
     ratio = model.drafter.ratio(model.target)
     cell = Costs.synthetic(ratio, SLOPE)
     four, (best, length) = replay(trace, "fixed(4)", cell), best_fixed(trace, cell, most=DEPTH)
-    auto = stream(trace, f"auto(high={DEPTH})", cell, np.arange(trace.prompts))
+    order = np.arange(trace.prompts)
+    auto, exllama = (stream(trace, f"{spec}(high={DEPTH})", cell, order) for spec in LEARNING)
     return {
         "ratio": ratio,
         "tokens_per_round": float(four.committed.sum() / four.rounds.sum()),
@@ -114,6 +117,7 @@ def _replayed(model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
         "best_fixed": geometric(best.speedup),
         "length": length,
         "auto_over_fixed": geometric(auto.speedup / best.speedup),
+        "exllama_confidence": geometric(exllama.speedup),
     }
 
 
@@ -135,7 +139,7 @@ def _live(
     model = load()
     fresh: Callable[[], forerun.Model] = load if "grow" in (spec or "") else lambda: model
     plain = _plain(target, model.target.facts.executor, how.get("dtype", "auto"))
-    work = _tasks(model, target, prompts, tokens)
+    work = tasks_of(model, target, prompts, tokens)
     out: dict[str, Any] = {"texts": 0, "same": 0}
     for rows in ROWS:
         models = {METHODS[0]: plain} | {method: fresh() for method in METHODS[1:]}
@@ -188,11 +192,12 @@ def _text(results: dict[str, Any], timed: bool, cpu: bool) -> str:
                 name, f"{one['ratio']:.0f}", f"{one['tokens_per_round']:.2f}", f"{one['kept']:.2f}",
                 f"{one['best_fixed']['mean']:.2f} ({one['length']})", f"{one['auto']['mean']:.2f}",
                 "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**one["auto_over_fixed"]),
+                f"{one['exllama_confidence']['mean']:.2f}",
             ]
             for name, one in results.items()
         ]  # fmt: skip
         header = ["drafter", "c", "tokens a round", "kept", "best fixed length", "`auto`",
-                  "`auto` over it"]  # fmt: skip
+                  "`auto` over it", "`exllama-confidence`"]  # fmt: skip
         return (
             "Greedy prompts, one after another; tokens a round and share of the drafted tokens "
             "that is kept at 4 drafted. Speed-ups over plain decoding by replay, where a step "

@@ -35,7 +35,7 @@ HEADLINES = (
     "cm-asd-batches --count 64",
     "cm-asd-captions QWEN SMOLLM2 DATA --count 200",
     "specbound",
-    "specbound-real SMOLLM2",
+    "specbound-real SMOLLM2 --exits EXITS",
     "forerun layers 'The capital of France is' --target SMOLLM2 --output build/bench/layers.svg",
     "easd 0.2498 --problems 500",
     "easd-speed 0.2498 --problems 20",

@@ -76,7 +76,7 @@ def replayed(prompts: int, tokens: int) -> None:
     results: dict[str, Any] = {}
     for pair in ("shipped", "poor"):
         if pair == "poor":
-            model = _with_poor_draft()
+            model = with_poor_draft()
         work = [replace(t, repetition_penalty=1.0) for t in tasks(model, "test", prompts, tokens)]
         trace = recorded(model, work)
         order = np.random.default_rng(0).permutation(trace.prompts)
@@ -86,7 +86,8 @@ def replayed(prompts: int, tokens: int) -> None:
     save("leaves-replay", made, results, _replayed_text(results))
 
 
-def _with_poor_draft() -> forerun.Model:
+def with_poor_draft() -> forerun.Model:
+    """The shipped pair with noise in its draft's weights."""
     draft = AutoModelForCausalLM.from_pretrained(zoo.DRAFT, dtype=torch.float32)
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -41,6 +41,7 @@ from benchmarks import (
     starting_lengths,
     sweep,
     translator,
+    trees,
 )
 from forerun import zoo
 
@@ -83,6 +84,13 @@ def _leaves(
 def _leaves_replay(prompts: int = 20, tokens: int = 64):
     """The same by replay, at the costs of both executors, also with a poor draft."""
     leaves.replayed(prompts, tokens)
+
+
+@app.command("trees")
+def _trees(prompts: int = 2, tokens: int = 48, target: str | None = None):
+    """What trees of 8 to 32 nodes would bring over leaves, by replay: shipped target, or a GGUF
+    file's."""
+    trees.main(prompts, tokens, target)
 
 
 @app.command("drafters")
@@ -236,7 +244,7 @@ def _specbound(prompts: int = 12, tokens: int = 64, mode_prompts: int = 8):
 def _specbound_real(target: str, per_kind: int = 3, tokens: int = 48, exits: Path | None = None):
     """SpecBound on a real model by exact replay: annealing, and heads of a small vocabulary.
 
-    `--exits` names a folder of `forerun train-draft exits --target TARGET --vocab N`.
+    `--exits` names a folder of trained heads; if it holds none, they are trained there.
     """
     specbound_real.main(target, per_kind, tokens, exits)
 
@@ -527,6 +535,7 @@ def _all(
         "TRACE": "smollm2.parquet",
         "LONG": "smollm2-long.parquet",
         "SAMPLED": "smollm2-sampled.parquet",
+        "EXITS": "smollm2-exits",
     }
     places |= {word: [str(kept / name)] for word, name in traces.items()}
     headlines.measure(places, [name for name in only.split(",") if name])

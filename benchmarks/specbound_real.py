@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,21 @@ from benchmarks.starting_lengths import chats
 from forerun.lab.exits.exit_costs import ExitCosts
 from forerun.lab.exits.exit_replay import ExitTrace, OwnText, Setting
 from forerun.lab.exits.sweep import Search, candidates, written
+from forerun.runtime.drafts import ABOUT
 from forerun.runtime.heads import load_heads
 from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
+from recipes.smollm2.prompts import Sources, prompt_of
 
 VOCAB = 4096
 """Tokens of the cut lens: the first of a byte-pair vocabulary, which are its most frequent."""
 THRESHOLDS, SHOWN = (0.5, 0.7, 0.8, 0.9, 0.95), (0.0, 0.25, 0.5, 1.0, 2.0)
 """Of the grid: τ and a."""
+MADE = "function", "explain", "story", "json", "list", "notice", "restyle", "extract"
+"""Kinds of prompts that the heads are trained on the target's answers to, and need no data."""
+TRAINING = (
+    "--layers", "3,6,9,12,15,18,21,24,27", "--vocab", f"{VOCAB}", "--steps", "64",
+    "--tokens", "50000",
+)  # fmt: skip
 WIDTH, SURE = 6, 0.7
 """Most tokens that climb; the threshold at which annealings are shown beside each other."""
 
@@ -44,9 +56,11 @@ def main(target: str, per_kind: int, tokens: int, exits: Path | None) -> None:
         target: a model whose layers can be called one by one.
         per_kind: chat prompts of each kind.
         tokens: most of each text.
-        exits: a folder of trained heads (`forerun train-draft exits --vocab`), shown beside the
-            model's own.
+        exits: a folder of trained heads, shown beside the model's own; if it holds none they are
+            trained there before, which goes on where it was interrupted.
     """
+    if exits is not None and not (exits / ABOUT).is_file():
+        _train(target, exits)
     model = forerun.load(target, draft="none", runtime="torch", dtype="float32")
     asked = [(task.tokens, task.sampling) for task in chats(model, per_kind, tokens)]
     texts = list(written(model, asked))
@@ -59,6 +73,28 @@ def main(target: str, per_kind: int, tokens: int, exits: Path | None) -> None:
     results = {name: _replayed(access, own, texts) for name, own in heads.items()}
     made = provenance(model, prompts=len(texts), tokens=tokens)
     save("specbound-real", made, results, _text(results, texts, access))
+
+
+def _train(target: str, folder: Path) -> None:
+    """`forerun train-draft exits` on what the target answers to made-up prompts."""
+    nothing = Sources([], [], [], [])
+    asked = [prompt_of(MADE[i % len(MADE)], random.Random(i), nothing) for i in range(800)]
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt, "max_new_tokens": 128}) for prompt in asked]
+    data.write_text("\n".join(lines) + "\n")
+    command = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "train-draft",
+        "exits",
+        "--target",
+        target,
+        "--chat",
+    ]
+    command += ["--data", str(data), "--output", str(folder), *TRAINING]
+    subprocess.run(command, check=True)
 
 
 def _projection(access: LayerAccess, tokens: int) -> float:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks.real_tasks import right
 from benchmarks.rouge import rouge
 from benchmarks.rsd import Scorer, answers, verdict
 from benchmarks.translator import Item
+from benchmarks.trees import best_tree, ranks_of, rounds_of
 from forerun import Model
 from forerun.cli import app
 from forerun.drafters.model import ModelDrafter
@@ -33,6 +35,7 @@ from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.results import Rounds
 from forerun.testing import ScriptedModel
+from made_traces import trace_of
 from test_engine import chaotic, noisy
 
 
@@ -79,6 +82,30 @@ def test_replay_equals_the_live_engine(model: Any, spec: str) -> None:
         assert replayed.rounds[i] == live.stats.rounds
         assert rounds[i] == [r.drafted for r in live.rounds]
         assert replayed.drafted[i] == live.stats.drafted
+
+
+def test_trees_keep_what_leads_through_them_and_none_of_their_size_keeps_more() -> None:
+    random = np.random.default_rng(0)
+    rank = random.choice(4, (6, 40), p=(0.55, 0.25, 0.15, 0.05))
+    ahead = np.pad(rank, ((0, 0), (0, 8)))
+    deep = np.stack([ahead[:, i : i + 40] for i in range(8)], -1).astype(float)
+    trace = trace_of(rank == 0, 8)
+    trace = replace(trace, judged=trace.judged | {"target_rank": deep})
+    ranks = ranks_of(trace, 4)
+    chain = (ranks == 0).cumprod(-1).sum(-1)
+    fixed = replay(trace, "fixed(4)", Cell.synthetic(4))
+    assert rounds_of(trace, chain).tolist() == fixed.rounds.tolist()
+    paths = ranks[trace.valid]
+    for nodes in (1, 3, 7):
+        best = best_tree(ranks, trace.valid, nodes)
+        for _ in range(100):
+            tree: list[tuple[int, ...]] = [()]
+            while len(tree) <= nodes:
+                node = (*tree[random.integers(len(tree))], int(random.integers(3)))
+                tree += [node] * (node not in tree and len(node) <= 4)
+            kept = sum((paths[:, : len(node)] == node).all(-1) for node in tree[1:])
+            assert kept.sum() <= best.sum()
+        assert (best <= np.minimum(4, 40 - np.arange(40))).all()
 
 
 def test_geometric_mean_and_interval() -> None:
@@ -217,6 +244,8 @@ def test_every_headline_has_commands_and_every_command_a_headline() -> None:
     commands = [re.findall(r"`([^`]+)`", row[-1]) for row in cells]
     assert [row for row, named in zip(cells, commands, strict=True) if not named] == []
     assert {command for named in commands for command in named} == set(HEADLINES)
+    not_here = [row[3] for row in cells if row[3].startswith("not")]
+    assert [verdict for verdict in not_here if "ould decide" not in verdict] == []
 
 
 @pytest.mark.parametrize("line", [*PAIR, *HEADLINES])

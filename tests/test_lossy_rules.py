@@ -128,11 +128,12 @@ def easd(
         unsure = entropy(own[0]) > tau_h and (not draft_entropy or entropy(own[1]) > tau_h)
         struck = x if penalty == "drafted" else best(raw_d)[0]
         others = [0.0 if v == struck else z for v, z in enumerate(p)]
-        if unsure and overlap > tau_o - 1e-9 and math.fsum(others) > 0:
+        fires = unsure and overlap > tau_o - 1e-9 and math.fsum(others) > 0
+        if fires:
             p = normalised(others)
         t = certain(best(p)[0], len(p)) if place.greedy else p
         keep = min(1.0, t[x] / d[x])
-        return keep, t if correction == "target" else residual(t, d)
+        return keep, t if fires or correction == "target" else residual(t, d)
 
     return outcome
 

@@ -130,6 +130,11 @@ def test_rows_do_not_influence_each_other() -> None:
 def test_nothing_to_do_is_free_and_input_is_never_changed() -> None:
     logits = torch.randn(1, 2, V)
     assert Sampler([Sampling()], [frozenset()]).process(logits, [text([1], 1)], [[]]) is logits
+    drawn = Sampler([Sampling(temperature=1.0)], [frozenset()])
+    assert drawn.untouched
+    assert drawn.process(logits, [text([1], 1)], [[]]) is logits
+    for other in ({"temperature": 0.9}, {"temperature": 1.0, "top_k": 2}, {"presence_penalty": 1}):
+        assert not Sampler([Sampling(**other)], [frozenset()]).untouched
     before = logits.clone()
     transform(logits[0], Sampling(temperature=0.5, top_k=2, repetition_penalty=2.0), [1, 2])
     assert torch.equal(logits, before)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.confidence import PARTS, Confidence
 from forerun.errors import SettingError
+from forerun.runtime.best import entropy_of
 from forerun.signals import entropy, measure
 
 NEG = -math.inf
@@ -94,6 +95,18 @@ def test_excluded_tokens_count_nothing(dtype, atol):
         "softmax_margin": 1,
         "logit_variance": 0,
     }
+
+
+def test_an_entropy_is_that_of_the_logits_where_a_pass_left_them():
+    g = torch.Generator().manual_seed(0)
+    for scale, excluded in ((0.0, 0), (3.0, 0), (40.0, 3), (3.0, 99)):
+        row = scale * torch.randn(100, generator=g)
+        row[:excluded] = NEG
+        wanted = entropy(row.double().log_softmax(-1)).item()
+        assert entropy_of(row.numpy()) == pytest.approx(wanted, abs=1e-5)
+    for wrong in (math.nan, math.inf):
+        row[7] = wrong
+        assert math.isnan(entropy_of(row.numpy()))
 
 
 def test_uniform_and_one_token():

@@ -137,6 +137,10 @@ class RoundOutcome(NamedTuple):
         return len(self.tokens) > 0 and getattr(self.tokens[0], signal) is not None
 
 
+def _at(values: torch.Tensor | None, index: list[int]) -> torch.Tensor | None:
+    return None if values is None else values[index]
+
+
 @dataclass(frozen=True)
 class Draft:
     """What a drafter proposes for one round."""
@@ -150,16 +154,13 @@ class Draft:
     certain (a one-hot distribution: greedy drafts, lookup)."""
     raw: torch.Tensor | None = None
     """`(rows, K, V)` the draft's logits at temperature 1, before any transform; None if no rule
-    reads them (`AcceptanceRule.reads_draft`)."""
+    reads them (`AcceptanceRule.reads_draft`), `logits` itself where nothing transforms them."""
 
     def take(self, rows: Sequence[int]) -> Draft:
         index = list(rows)
-        return Draft(
-            self.tokens[index],
-            self.lengths[index],
-            None if self.logits is None else self.logits[index],
-            None if self.raw is None else self.raw[index],
-        )
+        logits = _at(self.logits, index)
+        raw = logits if self.raw is self.logits else _at(self.raw, index)
+        return Draft(self.tokens[index], self.lengths[index], logits, raw)
 
 
 @dataclass(frozen=True)
@@ -173,18 +174,16 @@ class Target:
     """`(rows,)` bool, on the CPU: the arg-max is the only token, as the request decodes greedily
     or its noise is in the logits."""
     raw: torch.Tensor | None = None
-    """`(rows, K + 1, V)` before the transform, i.e. at temperature 1; None if nobody kept it."""
+    """`(rows, K + 1, V)` before the transform, i.e. at temperature 1; `logits` itself where that
+    does nothing, None if nobody kept it."""
     spent: torch.Tensor | None = None
     """`(rows, 2)` float64, on the CPU: the request's summed drift so far and its tokens so far."""
 
     def take(self, rows: Sequence[int]) -> Target:
         index = list(rows)
-        return Target(
-            self.logits[index],
-            self.greedy[index],
-            None if self.raw is None else self.raw[index],
-            None if self.spent is None else self.spent[index],
-        )
+        logits = self.logits[index]
+        raw = logits if self.raw is self.logits else _at(self.raw, index)
+        return Target(logits, self.greedy[index], raw, _at(self.spent, index))
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class Proposal:
     """Rows of whose draft second choices are judged, too: `(place, token)` of each, beside the
     drafted token at that place."""
     raw: list[Any] = field(default_factory=list)
-    """Per step `[row]` the draft's `(V,)` logits at temperature 1, where rules read them; a list of
-    arrays if it is no tensor."""
+    """Per step `(rows, V)` the draft's logits at temperature 1, a tensor or an array, where rules
+    read more than `logits`; until the next round."""
     predicted: set[int] = field(default_factory=set)
     """Rows whose tokens are of their request's own prediction, not the drafter's."""
     forced: dict[int, int] = field(default_factory=dict)
@@ -250,6 +250,27 @@ class RowsDrafter(Drafter):
 
     def rollback(self, row: int, length: int) -> None:
         self.rows.rollback(row, length)
+
+    def follow(self, texts: Texts) -> None:
+        """Read along with the target, so that no row has all of its prompt to read at once."""
+        self._read(texts, leave=0)
+
+    def _pieces(self, texts: Texts) -> list[list[int]]:
+        """What each row's cache lacks of its text."""
+        lengths = self.rows.lengths
+        return [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]
+
+    def _give(self, pieces: Prompts) -> None:
+        """Give the next pass what it reads beside these tokens, if anything."""
+
+    def _read(self, texts: Texts, leave: int) -> None:
+        """Read in chunks, without logits, until no row has more than `leave` tokens to go."""
+        from forerun.runtime.base import CHUNK
+
+        while max(map(len, pieces := self._pieces(texts))) > leave:
+            chunks = [piece[:CHUNK] for piece in pieces]
+            self._give(chunks)
+            self.rows.feed(chunks, [0] * len(chunks))
 
 
 class DrafterSpec(ABC):

@@ -53,14 +53,6 @@ class BlockDrafter(RowsDrafter):
         super().keep(rows)
         self._answers = [self._answers[row] for row in rows]
 
-    def follow(self, texts: Texts) -> None:
-        while True:
-            lengths = self.rows.lengths
-            pieces = [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]
-            if not any(pieces):
-                return
-            self.rows.feed([piece[:CHUNK] for piece in pieces], [0] * len(pieces))
-
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """One pass for all places, then a token of each as far as the controllers want."""
         most = [min(n, self.width) for n in most]
@@ -90,17 +82,13 @@ class BlockDrafter(RowsDrafter):
 
     def _feed(self, new: Sequence[list[int] | None], count: int) -> None:
         """One pass over what is new of these texts, and over the queries of their next places."""
-        behind = [[] if t is None else t[n:] for t, n in zip(new, self.rows.lengths, strict=True)]
-        if max(map(len, behind)) > CHUNK:
+        if max(map(len, self._pieces(new))) > CHUNK:
             self.follow([None if t is None else t[:-1] for t in new])
         for row, text in enumerate(new):  # its last token says what comes first
             if text is not None:
                 self.rows.rollback(row, len(text) - 1)
         queries = range(self._vocab, self._vocab + count - 1)
-        lengths = self.rows.lengths
-        pieces = [
-            [] if t is None else [*t[n:], *queries] for t, n in zip(new, lengths, strict=True)
-        ]
+        pieces = [[*piece, *queries] if piece else [] for piece in self._pieces(new)]
         logits = self.rows.feed(pieces, [count if piece else 0 for piece in pieces])
         for row, text in enumerate(new):
             if text is not None:

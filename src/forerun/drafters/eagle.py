@@ -115,11 +115,7 @@ class EagleDrafter(RowsDrafter):
         return step
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
-        lengths, cut = self.rows.lengths, self._cut
-        return [
-            [] if t is None else [cut[i] for i in t[n:]]
-            for t, n in zip(texts, lengths, strict=True)
-        ]
+        return [[self._cut[i] for i in piece] for piece in super()._pieces(texts)]
 
     def _give(self, pieces: Sequence[Sequence[int]]) -> None:
         """What the head reads beside these tokens, of the token before each."""
@@ -136,13 +132,6 @@ class EagleDrafter(RowsDrafter):
             out.append(torch.nn.functional.pad(states, (0, 0, len(piece) - len(states), 0)))
         if out:
             self._executor.given = torch.cat(out)
-
-    def _read(self, texts: Texts, leave: int) -> None:
-        """Read in chunks, without logits, until no row has more than `leave` tokens to go."""
-        while max(map(len, pieces := self._pieces(texts))) > leave:
-            chunks = [piece[:CHUNK] for piece in pieces]
-            self._give(chunks)
-            self.rows.feed(chunks, [0] * len(chunks))
 
     def _restore(self) -> None:
         for row, length in self._true.items():

@@ -57,10 +57,6 @@ class ModelDrafter(RowsDrafter):
         known, limit = self.rows.vocab_size, self.rows.facts.source_limit
         return [[i if i < known else STAND_IN for i in source[:limit]] for source in sources]
 
-    def follow(self, texts: Texts) -> None:
-        """Read along with the target, so that no row has all of its prompt to read at once."""
-        self._read(texts, leave=0)
-
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Catch up with each text, then draft token by token."""
         began = guide.clock()
@@ -91,17 +87,10 @@ class ModelDrafter(RowsDrafter):
         return Step(logits)
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
-        lengths = self.rows.lengths
-        pieces = [[] if t is None else t[n:] for t, n in zip(texts, lengths, strict=True)]
-        known = self.rows.vocab_size
+        pieces, known = super()._pieces(texts), self.rows.vocab_size
         if known < self._vocab:
             return [[i if i < known else STAND_IN for i in piece] for piece in pieces]
         return pieces
-
-    def _read(self, texts: Texts, leave: int) -> None:
-        """Read in chunks, without logits, until no row has more than `leave` tokens to go."""
-        while max(map(len, pieces := self._pieces(texts))) > leave:
-            self.rows.feed([piece[:CHUNK] for piece in pieces], [0] * len(pieces))
 
 
 @dataclass(frozen=True)

@@ -62,16 +62,13 @@ class RetokenizedDrafter(RowsDrafter):
             if ids:
                 self.rows.rollback(row, same)
             out.append(ids)
-        while max(len(ids) - n for ids, n in zip(out, self.rows.lengths, strict=True)) > CHUNK:
-            pieces = [i[n : n + CHUNK] for i, n in zip(out, self.rows.lengths, strict=True)]
-            self.rows.feed(pieces, [0] * len(pieces))
+        self._read(out, leave=CHUNK)
         return out
 
     def _fed(self, texts: Sequence[list[int]]) -> list[list[int]]:
         """What is to be fed of texts in the draft's tokens, which are then held."""
-        pieces = [ids[n:] for ids, n in zip(texts, self.rows.lengths, strict=True)]
         self._held = [ids or held for ids, held in zip(texts, self._held, strict=True)]
-        return pieces
+        return self._pieces(texts)
 
 
 class TextDrafter(RetokenizedDrafter):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.endings import draft_stop, proposal_stop
@@ -75,6 +77,7 @@ class RoundContext:
         rules = [row.request.rule for row in rows]
         self.reads = any(rule.reads_draft for rule in rules)
         """Whether a rule reads more of the draft's distribution than its probabilities."""
+        self._raw: list[NDArray[np.float32]] = []
         self._signals = lengths.signals & MEASURED
         self._ids = bool(lengths.signals - MEASURED)
         self.greedy = None
@@ -107,8 +110,8 @@ class RoundContext:
         """Draw a token for every active row and note in `proposal` what the draft says of it. Rows
         for which the draft says no numbers are left out: it has nothing to say."""
         best, logits = step.best, step.logits
-        if self.reads:
-            proposal.raw.append(_taken(step))
+        if self.reads and not self._sampler.untouched:
+            proposal.raw.append(self._raw_of(step, active, len(proposal.raw)))
         if logits is not None and self.certain:
             best = best_of(self._shaped(logits, proposal, own=not self.reads), self._signals)
         elif best is None:
@@ -125,6 +128,20 @@ class RoundContext:
             self.note(row, token, shown, text, proposal)
             drawn.append(row)
         return drawn
+
+    def _raw_of(self, step: Step, active: Sequence[int], place: int) -> Any:
+        """By row the logits of a step, for rules. Those of a pass are overwritten by the next one,
+        and these by the next round's: fresh memory takes longer than the copy."""
+        if step.best is None:
+            return step.logits
+        own = step.best.signals.pop(LOGITS)
+        if isinstance(own, torch.Tensor):
+            return own[:, 0]
+        if place == len(self._raw):
+            self._raw.append(np.zeros((len(own), len(own[0][0])), np.float32))
+        for row in active:
+            self._raw[place][row] = own[row][0]
+        return self._raw[place]
 
     def note(self, row: int, token: int, shown: Token, text: list[int], proposal: Proposal) -> None:
         if self._ids:
@@ -225,11 +242,3 @@ class RoundContext:
                 del tokens[good:]
                 proposal.stopped_by[i] = Stop.EXHAUSTED
                 proposal.forced[i] = min(proposal.forced.get(i, 0), good)
-
-
-def _taken(step: Step) -> Any:
-    """By row the logits of a step, whose own are overwritten by the next one."""
-    if step.best is None:
-        return step.logits
-    own = step.best.signals.pop(LOGITS)
-    return own[:, 0] if isinstance(own, torch.Tensor) else [row[0].copy() for row in own]

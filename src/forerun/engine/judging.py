@@ -17,7 +17,7 @@ from forerun.engine.sampling import Sampler
 from forerun.errors import NumericalError, SettingError
 from forerun.rules.base import AcceptanceRule, ComparedRow
 from forerun.runtime.base import Best
-from forerun.runtime.best import read
+from forerun.runtime.best import entropy_of
 from forerun.types import Draft, Target, Verdict
 
 
@@ -46,7 +46,6 @@ class RowVerdict:
         return self.accepted + (self.leaf is not None) + (self.following is not None)
 
 
-ENTROPY = frozenset({"entropy"})
 Judgements = dict[int, RowVerdict | Exception]
 """Per row that was judged; what its rule raised, if it did."""
 
@@ -116,8 +115,7 @@ def overrule(
 
 def _draft_entropy(proposal: Proposal, row: int, place: int) -> float:
     own = proposal.raw[place][row]
-    logits = own[None] if isinstance(own, np.ndarray) else own.float().cpu().numpy()[None]
-    return read(logits, ENTROPY)[2]["entropy"][0]
+    return entropy_of(own if isinstance(own, np.ndarray) else own.float().cpu().numpy())
 
 
 def judge(
@@ -135,7 +133,7 @@ def judge(
     target = Target(
         sampler.process(logits, rows, proposal.tokens), sampler.certain, logits, _spent(rows)
     )
-    draft = _as_tensors(proposal, width, logits.device)
+    draft = _as_tensors(proposal, width, logits.device, sampler.untouched)
     uniforms = _coins(rows, proposal, width, judged).to(logits.device)
     groups: dict[AcceptanceRule, list[int]] = {}
     for row in judged:
@@ -204,24 +202,22 @@ def _per_row(
     return out
 
 
-def _as_tensors(proposal: Proposal, width: int, device: torch.device) -> Draft:
-    """The draft as rules see it, padded to `width`."""
+def _as_tensors(proposal: Proposal, width: int, device: torch.device, untouched: bool) -> Draft:
+    """The draft as rules see it, padded to `width`; `untouched` as of `Sampler`."""
     tokens, rows = proposal.tokens, len(proposal.tokens)
     padded = [[*draft, *[0] * (width - len(draft))] for draft in tokens]
+    logits = torch.stack(proposal.logits[:width], dim=1) if proposal.logits and width else None
     return Draft(
         torch.tensor(padded, dtype=torch.long, device=device).view(rows, width),
         torch.tensor([len(draft) for draft in tokens], device=device),
-        torch.stack(proposal.logits[:width], dim=1) if proposal.logits and width else None,
-        raw_of(proposal, width),
+        logits,
+        logits if untouched else raw_of(proposal, width),
     )
 
 
 def raw_of(proposal: Proposal, width: int) -> torch.Tensor | None:
     """`(rows, width, V)` of the draft at temperature 1, if it is kept."""
-    steps = [
-        step if isinstance(step, torch.Tensor) else torch.from_numpy(np.stack(step))
-        for step in proposal.raw[:width]
-    ]
+    steps = [torch.as_tensor(step) for step in proposal.raw[:width]]
     return torch.stack(steps, dim=1) if steps else None
 
 

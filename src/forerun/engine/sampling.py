@@ -46,6 +46,10 @@ class Sampler:
         self._noisy = any(self._noises)
         self._reshapes = any(s.reshapes for s in rows) or self._noisy
         self.trivial = self.all_certain and not self._reshapes  # arg-maxes of raw logits
+        tossing = [s for s, noise in self._pairs if noise is None and not s.greedy]
+        self._tempers = any(s.temperature != 1 or s.truncates for s in tossing)
+        self.untouched = not (self.some_certain or self._reshapes or self._tempers)
+        """Whether every row draws from its raw logits."""
 
     @cached_property
     def certain(self) -> torch.Tensor:
@@ -116,6 +120,8 @@ class Sampler:
         """The second half of `process`: temperature and truncation of rows that toss coins."""
         if self.all_certain:
             return shaped
+        if not self._tempers:
+            return _single(shaped)
         out = _single(shaped).clone()
         self._by_coins.temper(out)
         return out

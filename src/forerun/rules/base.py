@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from forerun.rules.odds import Odds, Weighed, finite, one_hot
 from forerun.types import Draft, Target, Verdict
 
 
-@dataclass(frozen=True)
-class ComparedRow:
+class ComparedRow(NamedTuple):
     """One greedy row's draft beside the target's arg-maxes, before its rule has a say."""
 
     drafted: Sequence[int]

@@ -54,6 +54,4 @@ class EARS(PositionRule):
             chance = view.target / view.draft.clamp(min=SMALLEST) + self.beta * (1 - at.top)
             return chance if self.excluded else chance * (view.target > 0)
 
-        if residual:
-            return odds.relaxed(chance, self.excluded)
-        return odds.replaced(chance, self.excluded)
+        return odds.lenient(chance, residual, self.excluded)

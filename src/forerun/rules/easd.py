@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,9 +13,7 @@ from forerun.errors import require
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed, allows_several, nats
 from forerun.rules.spec_verification import SLACK
-
-EMPTY = 1e-12
-"""A residual of no more mass than this is rounding."""
+from forerun.types import Draft, Target
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,10 @@ class EASD(PositionRule):
             easd` computes it for a pair as the paper does).
         overlap: τ_O, in [0, 1]; 0 ignores the overlap (0.8 in the paper).
         n: ranks compared, ≥ 1 (5 in the paper).
-        correction: what replaces a rejected token: `target` draws it from the (penalised) target,
-            as in the paper's Algorithm 1, line 21; `residual` from `max(0, target − draft)`, which
-            is lossless wherever no penalty fires. `target` is lossy even then, unless greedy.
+        correction: what replaces a token that is rejected without a penalty: `target` draws it from
+            the target, as in the paper's Algorithm 1, line 21, which is lossy even then, unless
+            greedy; `residual` from `max(0, target − draft)`, which is lossless. A penalised one is
+            always replaced from the penalised target.
         draft_entropy: whether `H_d` counts; without it and with `overlap=0` the target alone
             decides, and any drafter will do (the paper's ablations).
         bonus: what follows a draft that is kept whole. `off`: nothing, as in Algorithm 1: every
@@ -85,16 +84,15 @@ class EASD(PositionRule):
     def weigh(self, odds: Odds) -> Weighed:
         """`min(1, target/draft)`, 0 where the penalty fires."""
         fires = self.fires(odds)
-        residual = self.correction == "residual"
-        usual = None if residual else odds.replaced(lambda _, view: view.ratio).drift
+        replaced = self.correction == "target"
+        usual = odds.lenient(lambda _, view: view.ratio, False).drift if replaced else None
         bonus = self._fires_at_bonus(odds) if self.bonus == "tested" else None
         if not fires.any():
-            return Weighed(odds.ratio, usual, residual, None, bonus)
+            return Weighed(odds.ratio, usual, not replaced, None, bonus)
         token, chance = odds.draft.tokens, torch.zeros_like(odds.ratio)
         if self.penalty == "top":
-            assert odds.draft.raw is not None
-            token = odds.draft.raw.argmax(-1)
-            chance = _without(odds, token, residual)[0]
+            token = odds.raw_draft.argmax(-1)
+            chance = _without(odds, token)[0]
 
         def drift(at: Odds) -> torch.Tensor:
             penalised = torch.zeros_like(at.ratio) if usual is None else usual(at)
@@ -102,10 +100,11 @@ class EASD(PositionRule):
             if not here.any():
                 return penalised
             if self.penalty == "top":
-                return torch.where(here, _without(at, at.at(token), residual)[1], penalised)
-            return torch.where(here, _penalised_drift(at, here, residual), penalised)
+                return torch.where(here, _without(at, at.at(token))[1], penalised)
+            return torch.where(here, _penalised_drift(at, here), penalised)
 
         accept = torch.where(fires, chance, odds.ratio)
+        residual = False if replaced else ~fires
         return Weighed(accept, drift, residual, torch.where(fires, token, -1), bonus)
 
     def may_overrule(self, compared: ComparedRow) -> bool:
@@ -139,93 +138,43 @@ class EASD(PositionRule):
         """`(rows,)` bool: where the target alone is so unsure of what follows the whole draft."""
         row = torch.arange(len(odds.lengths), device=odds.lengths.device)
         own = odds.target.logits[row, odds.lengths]
-        fires = nats(own if self.processed else odds.raw[row, odds.lengths]) > self.entropy
+        raw = odds.target.raw
+        seen = own if self.processed or raw is None else raw[row, odds.lengths]
+        fires = nats(seen) > self.entropy
         if self.processed:
             fires &= ~odds.greedy.squeeze(-1)
         return fires & (odds.lengths > 0) & allows_several(own)
 
 
-def _without(odds: Odds, token: torch.Tensor, residual: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _without(odds: Odds, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Chance of keeping what was drafted, and drift, `(rows, K)` each, by the usual test against
     the target without some `(rows, K)` tokens."""
-    logits = odds.target.logits[:, : odds.width].scatter(-1, token.unsqueeze(-1), -torch.inf)
-    left = Odds(odds.draft, replace(odds.target, logits=logits))
-    if residual:
-        emitted = left.emitted
-    else:
-        kept = torch.minimum(odds.drawn, left.emitted)
-        emitted = kept + (1 - kept.sum(-1, keepdim=True)) * left.emitted
+    logits = odds.logits.scatter(-1, token.unsqueeze(-1), -torch.inf)
+    draft = Draft(odds.draft.tokens, odds.draft.lengths, odds.draft_logits)
+    left = Odds(draft, Target(logits, odds.target.greedy))
+    kept = torch.minimum(odds.drawn, left.emitted)
+    emitted = kept + (1 - kept.sum(-1, keepdim=True)) * left.emitted
     return left.ratio, (emitted - odds.emitted).abs().sum(-1) / 2
 
 
-def _penalised_drift(odds: Odds, fires: torch.Tensor, residual: bool) -> torch.Tensor:
+def _penalised_drift(odds: Odds, fires: torch.Tensor) -> torch.Tensor:
     """`(rows, K)` distance of what is emitted where the penalty fires.
 
-    A drafted `x` is rejected for sure, and `v ≠ x` is emitted with `target(v) / (1 − target(x))`,
-    or with its residual over the draft. Certain drafts leave `target(x)`, and nothing else, undone.
+    A drafted `x` is rejected for sure, and `v ≠ x` is emitted with `target(v) / (1 − target(x))`.
+    Certain drafts leave `target(x)`, and nothing else, undone.
     """
     certain = odds.tokens.target.squeeze(-1)
-    if odds.draft.logits is None:
+    if odds.draft_logits is None:
         return certain
     drift = torch.where(odds.greedy, certain, torch.zeros_like(certain))
     where = fires & ~odds.greedy
     # Few positions: afford float64.
-    logits = odds.target.logits[:, : odds.width][where].double()
-    target, draft = logits.softmax(-1), odds.draft.logits[where].softmax(-1, dtype=torch.float64)
+    logits = odds.logits[where].double()
+    target, draft = logits.softmax(-1), odds.draft_logits[where].softmax(-1, dtype=torch.float64)
     # `1 − target(x)` has no digits left for an x that is nearly sure: the best token goes apart.
     best = logits.argmax(-1, keepdim=True)
     others = logits.scatter(-1, best, -torch.inf).softmax(-1)
-    scale = 1 / (1 - target).scatter(-1, best, 1)
-    drawn = draft.scatter(-1, best, 0)
-    if residual:
-        emitted = _emitted_residual(target, draft, scale, drawn)
-        left = (others - draft).clamp(min=0)
-        mass = left.sum(-1, keepdim=True)
-        others = torch.where(mass > EMPTY, left / mass, others)
-    else:
-        share = drawn * scale
-        emitted = target * (share.sum(-1, keepdim=True) - share)
-    emitted = emitted + draft.gather(-1, best) * others
+    share = draft.scatter(-1, best, 0) / (1 - target).scatter(-1, best, 1)
+    emitted = target * (share.sum(-1, keepdim=True) - share) + draft.gather(-1, best) * others
     drift[where] = ((emitted - target).abs().sum(-1) / 2).to(drift.dtype)
     return drift
-
-
-def _emitted_residual(
-    target: torch.Tensor, draft: torch.Tensor, scale: torch.Tensor, drawn: torch.Tensor
-) -> torch.Tensor:
-    """`Σ_x drawn(x)·norm(max(0, target·scale(x) − draft))(v)` without `x` itself, in V log V.
-
-    For a given `x` the tokens with a residual are those with `draft/target < scale(x)`: a prefix
-    of the tokens in the order of that quotient. So the normaliser is a difference of two prefix
-    sums, and the sum over `x` is one of suffix sums.
-    """
-    quotient = torch.where(target > 0, draft / target, torch.inf)
-    order = quotient.argsort(-1)
-    ranked = quotient.gather(-1, order)
-    count = torch.searchsorted(ranked, scale)  # tokens with a residual, given x; includes x if any
-    mass_target = _before(target.gather(-1, order), count)
-    mass_draft = _before(draft.gather(-1, order), count)
-    own = (target * scale - draft).clamp(min=0)
-    norm = scale * mass_target - mass_draft - own
-    # Nothing left: the penalised target itself is drawn from.
-    empty = norm <= EMPTY
-    weight = torch.where(empty, torch.zeros_like(draft), drawn / norm)
-    # Of all x: the suffix sums of weight·scale and weight, over x by scale, seen from each v.
-    by_scale = scale.argsort(-1)
-    scales = scale.gather(-1, by_scale)
-    first = torch.searchsorted(scales, quotient.clamp(max=torch.finfo(scale.dtype).max), right=True)
-    up = _from((weight * scale).gather(-1, by_scale), first)
-    down = _from(weight.gather(-1, by_scale), first)
-    emitted = target * up - draft * down - weight * own
-    alone = torch.where(empty, drawn * scale, torch.zeros_like(draft))
-    return emitted.clamp(min=0) + target * (alone.sum(-1, keepdim=True) - alone)
-
-
-def _before(values: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Sum of the first `count` values."""
-    return torch.nn.functional.pad(values.cumsum(-1), (1, 0)).gather(-1, count)
-
-
-def _from(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Sum of the values from index `first` on."""
-    return values.sum(-1, keepdim=True) - _before(values, first)

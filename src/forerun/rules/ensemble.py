@@ -39,6 +39,7 @@ class Ensemble(PositionRule):
             return Weighed(odds.ratio)
         rest = 1 - self.weight
         # min(1, 1 − w + w·r) = 1 − w + w·min(1, r).
-        return odds.relaxed(
-            lambda at, view: (rest + self.weight * view.ratio) * (view.target > 0).to(at.dtype)
+        return odds.lenient(
+            lambda at, view: (rest + self.weight * view.ratio) * (view.target > 0).to(at.dtype),
+            residual=True,
         )

@@ -43,13 +43,16 @@ class FLy(PositionRule):
 
     def weigh(self, odds: Odds) -> Weighed:
         """`standard`, and 1 where a greedy mismatch is forgiven."""
+        most = math.log(odds.logits.shape[-1])
         match = odds.match & odds.inside
         seen = torch.nn.functional.pad(match.cumsum(-1), (1, 0))
         # Positions behind the end of the draft match nothing: their window does not fit.
         until = torch.nn.functional.pad(seen, (0, self.window), mode="replicate")
         ahead = until[:, 1 + self.window :] - seen[:, 1:]
-        forgiven = ~match & (ahead == self.window) & self._unsure(odds) & odds.greedy
+        forgiven = ~match & (ahead == self.window) & odds.greedy
         forgiven &= odds.tokens.logits.squeeze(-1) > -torch.inf
+        if forgiven.any():
+            forgiven = forgiven.masked_scatter(forgiven, self._unsure(odds.take(forgiven), most))
         sure = torch.ones_like(odds.ratio)
         return Weighed(
             torch.where(forgiven, sure, odds.ratio), lambda at: at.at(forgiven).to(at.dtype)
@@ -61,9 +64,10 @@ class FLy(PositionRule):
         drafted = compared.drafted
         return len(drafted) >= last and list(drafted[first:last]) == list(compared.best[first:last])
 
-    def _unsure(self, odds: Odds) -> torch.Tensor:
-        log = odds.target.logits[:, : odds.width].log_softmax(-1, dtype=odds.dtype)
+    def _unsure(self, odds: Odds, most: float) -> torch.Tensor:
+        """`(rows, K)` whether the target's entropy, `most` nats at most, is above the gate."""
+        log = odds.logits.log_softmax(-1, dtype=odds.dtype)
         if self.top:
             best = log.topk(min(self.top, log.shape[-1]), dim=-1).values
             return entropy(best) >= self.entropy
-        return entropy(log) >= self.entropy * math.log(log.shape[-1])
+        return entropy(log) >= self.entropy * most

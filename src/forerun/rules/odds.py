@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -57,38 +56,87 @@ class Odds:
     """The two models' word on one draft. Everything is over the `K` drafted positions."""
 
     draft: Draft
+    """Its tokens and lengths; its logits are in `draft_logits` and `raw_draft`."""
     target: Target
-    taken: torch.Tensor | None = None
-    """`(rows, K)` bool: the positions of other odds that these were taken from."""
+    """Which rows are greedy, and what they spent; its logits are in `logits` and `raw`."""
+    parent: Odds | None = None
+    """The odds that these were taken from, and"""
+    places: tuple[torch.Tensor, torch.Tensor] | None = None
+    """the rows and positions of these there."""
     recorded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`(rows, K)` signals and `top5_overlap` of a trace, which holds no logits."""
 
     def take(self, where: torch.Tensor) -> Odds:
         """The positions where `(rows, K)` is true, in order, as rows of one token each."""
-        row, place = where.nonzero(as_tuple=True)
-
-        def at(values: Any) -> Any:
-            return None if values is None else values[row, place].unsqueeze(1)
-
-        draft, target = self.draft, self.target
-        greedy = target.greedy[row.cpu()]
-        ones = torch.ones_like(row)
+        places = where.nonzero(as_tuple=True)
+        row = places[0]
         here = Odds(
-            Draft(at(draft.tokens), ones, at(draft.logits), at(draft.raw)),
-            Target(at(target.logits), greedy, at(target.raw)),
-            where,
-            {name: at(values) for name, values in self.recorded.items()},
+            Draft(self.draft.tokens[places].unsqueeze(1), torch.ones_like(row)),
+            Target(self.target.logits[:0], self.target.greedy[row.cpu()]),
+            self,
+            places,
+            {name: values[places].unsqueeze(1) for name, values in self.recorded.items()},
+        )
+        here.__dict__.update(
+            certain=self.certain, untouched=self.untouched, untouched_draft=self.untouched_draft
         )
         for name in self.__dict__.keys() & CARRIED:
-            here.__dict__[name] = at(self.__dict__[name])
+            here.__dict__[name] = here.at(self.__dict__[name])
         if (view := self.__dict__.get("tokens")) is not None:
             parts = view.target, view.draft, view.ratio, view.logits
-            here.__dict__["tokens"] = View(*map(at, parts))
+            here.__dict__["tokens"] = View(*map(here.at, parts))
         return here
 
     def at(self, values: torch.Tensor) -> torch.Tensor:
-        """`(rows, K)` values of the odds that these were taken from, here."""
-        return values if self.taken is None else values[self.taken].unsqueeze(-1)
+        """`(rows, K, ...)` values of the odds that these were taken from, here."""
+        return values if self.places is None else values[self.places].unsqueeze(1)
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """`(rows, K, V)` the target's processed logits."""
+        if self.parent is not None:
+            return self.at(self.parent.logits)
+        return self.target.logits[:, : self.width]
+
+    @cached_property
+    def raw(self) -> torch.Tensor:
+        """`(rows, K, V)` the target's logits at temperature 1."""
+        if self.untouched:
+            return self.logits
+        if self.parent is not None:
+            return self.at(self.parent.raw)
+        return _there(self.target.raw)[:, : self.width]
+
+    @cached_property
+    def draft_logits(self) -> torch.Tensor | None:
+        """`(rows, K, V)` the draft's processed logits; None if its tokens were certain."""
+        if self.parent is None or self.certain:
+            return self.draft.logits
+        return self.at(_there(self.parent.draft_logits))
+
+    @cached_property
+    def raw_draft(self) -> torch.Tensor:
+        """`(rows, K, V)` the draft's logits at temperature 1, which a rule must have asked for."""
+        if self.untouched_draft:
+            return _there(self.draft_logits)
+        if self.parent is not None:
+            return self.at(self.parent.raw_draft)
+        return _there(self.draft.raw)
+
+    @cached_property
+    def certain(self) -> bool:
+        """Whether the drafted tokens were, so that the draft has no logits."""
+        return self.draft.logits is None
+
+    @cached_property
+    def untouched(self) -> bool:
+        """Whether the target's processed logits are those at temperature 1."""
+        return self.target.raw is None or self.target.raw is self.target.logits
+
+    @cached_property
+    def untouched_draft(self) -> bool:
+        """Whether the draft's are."""
+        return not self.certain and self.draft.raw is self.draft.logits
 
     @property
     def width(self) -> int:
@@ -107,7 +155,7 @@ class Odds:
     @cached_property
     def greedy(self) -> torch.Tensor:
         """`(rows, 1)` bool, on the device."""
-        greedy = self.target.greedy.to(self.target.logits.device, non_blocking=True)
+        greedy = self.target.greedy.to(self.draft.tokens.device, non_blocking=True)
         return greedy.unsqueeze(-1)
 
     @cached_property
@@ -124,7 +172,7 @@ class Odds:
             sound = finite(self.best_logit.squeeze(-1))
         else:
             sound = self._log_target_token == self._log_target_token  # a NaN is not
-        if self.draft.logits is not None:
+        if not self.certain:
             sound &= self._log_draft_token > -torch.inf
         return sound_length(self.draft.lengths, sound)
 
@@ -145,7 +193,7 @@ class Odds:
         if self.all_greedy:
             return self.match.to(self.dtype)
         log = self._log_target_token
-        if self.draft.logits is not None:
+        if not self.certain:
             log = log - self._log_draft_token
         # A token that neither model allows gives −inf + inf: not a number, and not acceptable.
         ratio = log.clamp(max=0).exp().nan_to_num(0)
@@ -170,18 +218,18 @@ class Odds:
     @cached_property
     def raw_entropy(self) -> torch.Tensor:
         """`(rows, K)` entropy in nats of the target's distribution at temperature 1."""
-        return nats(self.raw[:, : self.width])
+        return entropy(self._log_target) if self.untouched else nats(self.raw)
 
     @cached_property
     def raw_draft_entropy(self) -> torch.Tensor:
         """`(rows, K)` likewise of the draft's, which a rule must have asked for."""
-        return nats(self._raw_draft)
+        return self.draft_entropy if self.untouched_draft else nats(self.raw_draft)
 
     @cached_property
     def overlap(self) -> torch.Tensor:
         """`(rows, K)` one less the total-variation distance of target and draft: the probability
         that `standard` keeps what is drafted there."""
-        if self.draft.logits is None:
+        if self.certain:
             return self.tokens.target.squeeze(-1)
         both = torch.minimum(self._log_target, self._log_draft).exp().sum(-1)
         if not self.some_greedy:
@@ -191,12 +239,12 @@ class Odds:
     @cached_property
     def rank(self) -> torch.Tensor:
         """`(rows, K)` how many tokens the target prefers to the drafted one."""
-        return (self.target.logits[:, : self.width] > self.tokens.logits).sum(-1)
+        return (self.logits > self.tokens.logits).sum(-1)
 
     @cached_property
     def open(self) -> torch.Tensor:
         """`(rows, K)` bool: the target allows more than one token."""
-        return allows_several(self.target.logits[:, : self.width])
+        return allows_several(self.logits)
 
     def shared(self, n: int) -> torch.Tensor:
         """`(rows, K)` how many of each model's `n` likeliest tokens at temperature 1 both have."""
@@ -204,39 +252,20 @@ class Odds:
             require(n == OVERLAPPED, "n of a rule in a replay", n, f"{OVERLAPPED}, as recorded")
             return (self.recorded["top5_overlap"] * n).round()
         n = min(n, self.raw.shape[-1])
-        best = self.raw[:, : self.width].topk(n, dim=-1).indices
-        guess = self._raw_draft.topk(n, dim=-1).indices
+        best = self.raw.topk(n, dim=-1).indices
+        guess = self.raw_draft.topk(n, dim=-1).indices
         return (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
 
     def signals(self, names: Set[str]) -> dict[str, torch.Tensor]:
         """What the draft's own distribution says of its tokens, `(rows, K)` each."""
         if self.recorded:
             return {name: self.recorded[name] for name in names}
-        return measure(self._raw_draft, self.draft.tokens, names)
-
-    def among(self, view: View, top: int, where: torch.Tensor) -> torch.Tensor:
-        """`(n, ...)` whether tokens of a view are among the target's `top` likeliest, of the
-        positions where `(rows, K)` is true; ties count together."""
-        if view is self.tokens:
-            return self.take(where).rank < top
-        logits = self.target.logits[:, : self.width][where]
-        last = logits.topk(min(top, logits.shape[-1]), dim=-1).values[..., -1:]
-        return view.logits[where] >= last
-
-    @property
-    def raw(self) -> torch.Tensor:
-        """`(rows, K + 1, V)` the target's logits at temperature 1."""
-        return self.target.logits if self.target.raw is None else self.target.raw
-
-    @property
-    def _raw_draft(self) -> torch.Tensor:
-        assert self.draft.raw is not None, "a rule that reads the draft says so"
-        return self.draft.raw
+        return measure(self.raw_draft, self.draft.tokens, names)
 
     @cached_property
     def best_logit(self) -> torch.Tensor:
         """`(rows, K, 1)` the target's highest processed logit; a NaN if there is one."""
-        return self.target.logits[:, : self.width].gather(-1, self._best)
+        return self.logits.gather(-1, self._best)
 
     @cached_property
     def tokens(self) -> View:
@@ -248,56 +277,63 @@ class Odds:
             target = self._log_target_token.exp()
             target = self._greedy_else(self.match.to(self.dtype), target).unsqueeze(-1)
         draft = torch.ones_like(target)
-        if self.draft.logits is not None:
+        if not self.certain:
             draft = self._log_draft_token.exp().unsqueeze(-1)
-        logits = self.target.logits[:, : self.width].gather(-1, token)
+        logits = self.logits.gather(-1, token)
         return View(target, draft, self.ratio.unsqueeze(-1), logits)
 
     @cached_property
     def vocabulary(self) -> View:
         """All tokens, `n = V`; only for drafts with a distribution."""
-        logits = self.target.logits[:, : self.width]
+        logits = self.logits
         target, draft = self._log_target.exp(), self._log_draft.exp()
         if self.some_greedy:
             target = torch.where(self.greedy.unsqueeze(-1), one_hot(logits), target)
         tiny = torch.finfo(self.dtype).tiny
         return View(target, draft, (target / draft.clamp(min=tiny)).clamp(max=1), logits)
 
-    def relaxed(self, chance: Chance, excluded: bool = False) -> Weighed:
-        """A rule that accepts more than `ratio` and keeps the standard residual; where `excluded`,
-        also tokens that the target excludes.
+    def lenient(self, chance: Chance, residual: bool, excluded: bool = False) -> Weighed:
+        """A rule of such chances; where `excluded`, also of tokens that the target excludes.
 
-        Where it accepts more, `draft > target` and the residual is 0, so the drift is just the
-        mass it accepts besides: `Σ_v draft(v)·(chance(v) − ratio(v))`.
-        """
-        accept = self._kept(chance, self.tokens, excluded).squeeze(-1)
+        With `residual` it accepts no less than `ratio` and keeps the standard residual, which is 0
+        where it accepts more: the drift is just the mass it accepts besides,
+        `Σ_v draft(v)·(chance(v) − ratio(v))`.
 
-        def drift(at: Odds) -> torch.Tensor:
-            if at.draft.logits is None:
-                return (at.at(accept) - at.ratio).clamp(min=0)
-            view = at.vocabulary
-            extra = view.draft * (at._kept(chance, view, excluded) - view.ratio)
-            return extra.sum(-1).clamp(min=0)
-
-        return Weighed(accept, drift)
-
-    def replaced(self, chance: Chance, excluded: bool = False) -> Weighed:
-        """A rule that replaces what it rejects by a draw from the target; `excluded` as in
-        `relaxed`.
-
-        With `kept(v) = draft(v)·chance(v)` of mass `m` it emits `kept + (1 − m)·target`, which is
+        Else it replaces what it rejects by a draw from the target: with `kept(v) =
+        draft(v)·chance(v)` of mass `m` it emits `kept + (1 − m)·target`, which is
         `½·Σ_v |kept(v) − m·target(v)|` away from the target.
         """
         accept = self._kept(chance, self.tokens, excluded).squeeze(-1)
 
         def drift(at: Odds) -> torch.Tensor:
-            if at.draft.logits is None:
-                return at.at(accept) * (1 - at.ratio)
+            if at.certain:
+                own = at.at(accept)
+                return (own - at.ratio).clamp(min=0) if residual else own * (1 - at.ratio)
             view = at.vocabulary
-            kept = view.draft * at._kept(chance, view, excluded)
+            kept = at._kept(chance, view, excluded)
+            if residual:
+                return (view.draft * (kept - view.ratio)).sum(-1).clamp(min=0)
+            kept = view.draft * kept
             return (kept - kept.sum(-1, keepdim=True) * view.target).abs().sum(-1) / 2
 
-        return Weighed(accept, drift, residual=False)
+        return Weighed(accept, drift, residual)
+
+    def replaced_drift(self, kept: torch.Tensor) -> torch.Tensor:
+        """`(rows, K)` drift as of `lenient` without residual, where few tokens, `(rows, K, V)` bool,
+        are kept for sure and all others never."""
+        row, place, token = kept.nonzero(as_tuple=True)
+        target, draft = (
+            log[row, place, token].exp() for log in (self._log_target, self._log_draft)
+        )
+        if self.some_greedy:
+            one = (token == self._best[row, place, 0]).to(target.dtype)
+            target = torch.where(self.greedy[row, 0], one, target)
+        position = row * self.width + place
+        nothing = target.new_zeros(kept.shape[0] * self.width)
+        mass = nothing.index_add(0, position, draft)
+        off = nothing.index_add(0, position, (draft - mass[position] * target).abs())
+        others = 1 - nothing.index_add(0, position, target)
+        return ((off + mass * others.clamp(min=0)) / 2).view(-1, self.width)
 
     def _kept(self, chance: Chance, view: View, excluded: bool) -> torch.Tensor:
         # Unless it is asked to, no rule keeps a token that the target excludes (top-k, bans): a
@@ -308,7 +344,7 @@ class Odds:
     @cached_property
     def emitted(self) -> torch.Tensor:
         """`(rows, K, V)` the target's distribution, one-hot in greedy rows."""
-        one = one_hot(self.target.logits[:, : self.width])
+        one = one_hot(self.logits)
         if self.all_greedy:
             return one
         return self._greedy_else(one, self._log_target.exp(), 3)
@@ -316,30 +352,33 @@ class Odds:
     @cached_property
     def drawn(self) -> torch.Tensor:
         """`(rows, K, V)` the draft's distribution, one-hot where the tokens were certain."""
-        if self.draft.logits is not None:
+        if not self.certain:
             return self._log_draft.exp()
         return torch.zeros_like(self.emitted).scatter(-1, self.draft.tokens.unsqueeze(-1), 1)
 
     @cached_property
     def draft_entropy(self) -> torch.Tensor:
         """`(rows, K)` entropy in nats of the draft's processed distribution; 0 if certain."""
-        if self.draft.logits is None:
+        if self.certain:
             return torch.zeros_like(self.ratio)
         return entropy(self._log_draft)
 
     @cached_property
     def _best(self) -> torch.Tensor:
         """`(rows, K, 1)` the target's arg-max."""
-        return self.target.logits[:, : self.width].argmax(-1, keepdim=True)
+        return self.logits.argmax(-1, keepdim=True)
 
     @cached_property
     def _log_target(self) -> torch.Tensor:
-        return self.target.logits[:, : self.width].log_softmax(-1, dtype=self.dtype)
+        if self.parent is not None and "_log_target" in self.parent.__dict__:
+            return self.at(self.parent._log_target)
+        return self.logits.log_softmax(-1, dtype=self.dtype)
 
     @cached_property
     def _log_draft(self) -> torch.Tensor:
-        assert self.draft.logits is not None, "the drafted tokens were certain"
-        return self.draft.logits.log_softmax(-1, dtype=self.dtype)
+        if self.parent is not None and "_log_draft" in self.parent.__dict__:
+            return self.at(self.parent._log_draft)
+        return _there(self.draft_logits).log_softmax(-1, dtype=self.dtype)
 
     @cached_property
     def _log_target_token(self) -> torch.Tensor:
@@ -358,10 +397,16 @@ class Odds:
 OVERLAPPED = 5
 """Ranks of which a trace knows how many both models share."""
 CARRIED = frozenset((
-    "_best", "_log_target", "_log_draft", "match", "ratio", "top", "best_logit", "target_entropy",
-    "draft_entropy", "raw_entropy", "raw_draft_entropy", "overlap", "rank", "open",
+    "_best", "match", "ratio", "top", "best_logit", "target_entropy", "draft_entropy",
+    "raw_entropy", "raw_draft_entropy", "overlap", "rank", "open",
 ))  # fmt: skip
-"""What is known of odds, and then of those taken from them."""
+"""What is known of odds, and then of those taken from them; what is over the vocabulary is gathered
+when it is read."""
+
+
+def _there(logits: torch.Tensor | None) -> torch.Tensor:
+    assert logits is not None, "there is a distribution, and a rule that reads it says so"
+    return logits
 
 
 def nats(logits: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from forerun.checks import between, whole
 from forerun.rules.base import ComparedRow, PositionRule
-from forerun.rules.odds import Odds, View, Weighed
+from forerun.rules.odds import Odds, Weighed
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,31 @@ def within(
         most: the largest τ there can be, in nats, ≥ 0.
         tau: of some odds `(rows, K)` τ, in nats; None if it is `most` everywhere.
     """
+    most = most if tau is None else most + SLACK
+    # A difference of logits is a difference of log-probabilities.
+    gap = (odds.best_logit - odds.tokens.logits).squeeze(-1)
+    kept = gap <= most
+    # The best token itself is kept by any τ; of others, few are near enough to ask more.
+    asked = kept & (gap > 0)
+    if asked.any():
+        at = odds.take(asked)
+        good = at.rank < top
+        if tau is not None:
+            good &= at.at(gap) <= tau(at).clamp(min=0)
+        kept[asked] = good.squeeze(-1)
+    accept = kept.to(odds.dtype)
 
-    def chance(at: Odds, view: View) -> torch.Tensor:
-        # A difference of logits is a difference of log-probabilities.
-        gap = at.best_logit - view.logits
-        near = gap <= (most if tau is None else most + SLACK)
-        # The best token itself is kept by any τ; of others, few are near enough to ask more.
-        asked = (near & (gap > 0)).any(-1)
-        if asked.any():
-            kept = near[asked] & at.among(view, top, asked)
-            if tau is not None:
-                kept &= gap[asked] <= tau(at.take(asked)).clamp(min=0)
-            near[asked] = kept
-        return near.to(at.dtype)
+    def drift(at: Odds) -> torch.Tensor:
+        if at.certain:
+            return at.at(accept) * (1 - at.ratio)
+        gap = at.best_logit - at.logits
+        near = gap <= most
+        if (crowded := near.sum(-1) > top).any():
+            logits = at.logits[crowded]
+            last = logits.topk(min(top, logits.shape[-1]), dim=-1).values[..., -1:]
+            near[crowded] &= logits >= last
+        if tau is not None and (asked := (near & (gap > 0)).any(-1)).any():
+            near[asked] &= gap[asked] <= tau(at.take(asked)).clamp(min=0)
+        return at.replaced_drift(near)
 
-    return odds.replaced(chance)
+    return Weighed(accept, drift, residual=False)

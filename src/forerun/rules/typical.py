@@ -41,7 +41,7 @@ class Typical(PositionRule):
             threshold = (self.delta * torch.exp(-at.target_entropy)).clamp(max=self.epsilon)
             return (view.target > threshold).to(at.dtype)
 
-        return odds.replaced(chance)
+        return odds.lenient(chance, residual=False)
 
     def may_overrule(self, compared: ComparedRow) -> bool:
         """Where not even a probability of 1 is above the threshold."""

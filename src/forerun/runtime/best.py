@@ -38,6 +38,7 @@ def read(
     return tokens, sound, signals
 
 
+LOWEST = np.finfo(np.float32).min
 _kept = threading.local()
 
 
@@ -62,17 +63,27 @@ def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dic
         out["logit_margin"] = margin
         out["softmax_margin"] = -math.expm1(-margin)
     if names & {"top1", "chosen", "entropy", "normalized_entropy"}:
-        below, weights = _scratch(len(row))
-        np.subtract(row, top, out=below)  # ≤ 0
-        np.exp(below, out=weights)
-        total = float(weights.sum())
+        total, entropy = _moments(row, top)
         out["top1"] = out["chosen"] = 1 / total
-        if names & {"entropy", "normalized_entropy"}:
-            # -inf counts nothing: its weight is 0, and the clip keeps 0 · inf from being NaN.
-            np.maximum(below, np.finfo(np.float32).min, out=below)
-            entropy = math.log(total) - float(weights @ below) / total
-            out["entropy"] = entropy
-            out["normalized_entropy"] = min(1.0, entropy / (math.log(len(row)) or 1.0))
+        out["entropy"] = entropy
+        out["normalized_entropy"] = min(1.0, entropy / (math.log(len(row)) or 1.0))
     if "logit_variance" in names:
         out["logit_variance"] = float(row[row > -np.inf].var(dtype=np.float64))
     return {name: out[name] for name in names}
+
+
+def entropy_of(row: NDArray[np.float32]) -> float:
+    """In nats, of the distribution of `(V,)` logits; NaN if they are none of any."""
+    top = row.max()
+    return _moments(row, top)[1] if math.isfinite(top) else math.nan
+
+
+def _moments(row: NDArray[np.float32], top: np.float32) -> tuple[float, float]:
+    """The sum of a distribution's weights, of which the highest logit's is 1, and its entropy."""
+    below, weights = _scratch(len(row))
+    np.subtract(row, top, out=below)  # ≤ 0
+    np.exp(below, out=weights)
+    total, mean = float(weights.sum()), float(weights.dot(below))
+    if math.isnan(mean):  # -inf counts nothing: its weight is 0
+        mean = float(weights.dot(np.maximum(below, LOWEST, out=below)))
+    return total, math.log(total) - mean / total

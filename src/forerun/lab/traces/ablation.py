@@ -10,9 +10,8 @@ import numpy as np
 from forerun.controllers import Controller
 from forerun.costs import Costs
 from forerun.lab.traces.replay import stream
-from forerun.lab.traces.results import draws
+from forerun.lab.traces.results import rate
 from forerun.lab.traces.trace import Trace
-from forerun.types import FloatArray
 
 
 def without(controller: Controller) -> dict[str, Controller]:
@@ -40,13 +39,13 @@ def worth(
     95 % bootstrap interval over prompts. All prompts are requests of one engine, in a random order,
     so that what is carried counts."""
     order = np.random.default_rng(seed).permutation(trace.prompts)
-    resampled = draws(trace.prompts, seed)
     whole = stream(trace, controller, costs, order)
     out = {"": {"speedup": float(whole.plain_seconds.sum() / whole.seconds.sum())}}
     for name, less in without(controller).items():
-        seconds: FloatArray = stream(trace, less, costs, order).seconds
-        ratios = whole.seconds[resampled].sum(1) / seconds[resampled].sum(1) - 1
-        low, high = np.quantile(ratios, [0.025, 0.975])
-        change = whole.seconds.sum() / seconds.sum() - 1
-        out[name] = {"change": float(change), "low": float(low), "high": float(high)}
+        ratio = rate(whole.seconds, stream(trace, less, costs, order).seconds, seed)
+        out[name] = {
+            "change": ratio["mean"] - 1,
+            "low": ratio["low"] - 1,
+            "high": ratio["high"] - 1,
+        }
     return out

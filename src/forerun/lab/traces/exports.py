@@ -18,7 +18,7 @@ from forerun.errors import UnknownNameError
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.spaces import SPACES, Real, Space, Tokens
 from forerun.lab.traces.trace import Trace
-from forerun.lab.traces.tune import SearchResult, search
+from forerun.lab.traces.tune import SearchResult, best_fixed, search
 from forerun.registry import Spec, parse
 
 SCHEMA = 1
@@ -332,12 +332,6 @@ EXPORTS: Mapping[str, Callable[[ExportJob], Export]] = {
     "sglang": sglang,
     "exllamav3": exllamav3,
 }
-
-
-def best_fixed(trace: Trace, cell: Cell) -> SearchResult:
-    """The best fixed length, 0 for plain decoding, of all up to the trace's depth."""
-    lengths: Space = {"length": Tokens(0, 64)}
-    return search(parse("fixed(0)"), trace, cell, budget=trace.depth + 1, space=lengths)
 
 
 def _best(

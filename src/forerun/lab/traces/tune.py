@@ -102,7 +102,7 @@ def tune(
     for spec in specs:
         CONTROLLERS.make(spec)
     # Cheap, and what the others are measured against.
-    fixed = search(parse("fixed"), trace, cell, budget=trace.depth + 1, seed=seed)
+    fixed = best_fixed(trace, cell)
     how: dict[str, Any] = {"budget": budget, "seed": seed, "progress": progress}
     results: list[SearchResult] = []
     try:
@@ -168,6 +168,11 @@ def search(
         complete = False
     best = max(scores, key=lambda text: scores[text])
     return SearchResult(spec.name, default, best, before, scores[best], trials, refused, complete)
+
+
+def best_fixed(trace: Trace, cell: Cell) -> SearchResult:
+    """The best fixed length, 0 for plain decoding, of all up to the trace's depth."""
+    return search(parse("fixed"), trace, cell, budget=trace.depth + 1)
 
 
 def proposals(
