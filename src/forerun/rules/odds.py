@@ -135,7 +135,7 @@ class Odds:
 
     @cached_property
     def untouched_draft(self) -> bool:
-        """Whether the draft's are."""
+        """Whether the draft's processed logits are those at temperature 1."""
         return not self.certain and self.draft.raw is self.draft.logits
 
     @property
@@ -319,8 +319,8 @@ class Odds:
         return Weighed(accept, drift, residual)
 
     def replaced_drift(self, kept: torch.Tensor) -> torch.Tensor:
-        """`(rows, K)` drift as of `lenient` without residual, where few tokens, `(rows, K, V)` bool,
-        are kept for sure and all others never."""
+        """`(rows, K)` drift as of `lenient` without residual, where a few tokens, `(rows, K, V)`
+        bool, are kept for sure and all others never."""
         row, place, token = kept.nonzero(as_tuple=True)
         target, draft = (
             log[row, place, token].exp() for log in (self._log_target, self._log_draft)

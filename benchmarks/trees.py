@@ -1,0 +1,146 @@
+"""What token trees would bring over leaves, by replay: tokens a round by nodes and depth.
+
+A node of a tree is judged behind its own path, and what the draft says behind a true prefix is in
+a trace, whatever was drafted there. So a round over any tree of fixed shape can be followed: it
+keeps the text's tokens as far as their ranks, in the draft's order, lead through the tree. Behind a
+second choice the draft is taken to be as good as where a draft begins, so trees are bounded from
+above; shapes are the best in hindsight, for these very texts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import forerun
+from benchmarks.common import provenance, resumed, save, table
+from benchmarks.drafters import tasks_of
+from benchmarks.leaves import with_poor_draft
+from forerun.lab.traces.record import record
+from forerun.lab.traces.results import rate
+from forerun.lab.traces.trace import Trace
+from forerun.types import IntArray
+
+NODES, DEPTHS = (8, 16, 32), (4, 8)
+SHIPPED = {"draft model": None, "poor draft": None, "kangaroo": "kangaroo(threshold=0)"}
+REAL = {"eagle": "eagle"}
+
+
+def main(prompts: int, tokens: int, target: str | None) -> None:
+    """Write `trees.json`; of another target, a GGUF file, with its name behind."""
+    name = "-".join(["trees", *([Path(target).stem.lower()] if target else [])])
+    settings = {"prompts": prompts, "tokens": tokens}
+    results = resumed(name, **settings)
+    drafts = REAL if target else SHIPPED
+    for drafter in [drafter for drafter in drafts if drafter not in results]:
+        how: dict[str, Any] = {} if target else {"dtype": "float32", "runtime": "torch"}
+        poor = drafter == "poor draft"
+        model = with_poor_draft() if poor else forerun.load(target, drafts[drafter], **how)
+        work = tasks_of(model, target, prompts, tokens)
+        results[drafter] = _bounds(record(model, work, depth=max(DEPTHS), batch_size=1))
+        save(name, provenance(model, **settings), results, _text(results))
+
+
+def _bounds(trace: Trace) -> dict[str, Any]:
+    """By depth, then by shape: nodes, tokens a round, and rounds of leaves over its own."""
+    out: dict[str, Any] = {}
+    for depth in DEPTHS:
+        ranks = ranks_of(trace, depth)
+        own = (ranks == 0).cumprod(-1).sum(-1)
+        behind = np.take_along_axis(ranks, np.minimum(own, depth - 1)[..., None], -1)[..., 0]
+        kept = {
+            "chain": (depth, own),
+            "leaves": (2 * depth, own + ((own < depth) & (behind == 1))),
+            **{f"tree of {n}": (n, best_tree(ranks, trace.valid, n)) for n in NODES},
+            "all first and second": (
+                2 ** (depth + 1) - 2, ((ranks == 0) | (ranks == 1)).cumprod(-1).sum(-1)
+            ),
+        }  # fmt: skip
+        rounds = {shape: rounds_of(trace, own) for shape, (_, own) in kept.items()}
+        out[str(depth)] = {
+            shape: {
+                "nodes": nodes,
+                "tokens_per_round": float(trace.sizes.sum() / rounds[shape].sum()),
+                "over_leaves": rate(rounds["leaves"], rounds[shape]),
+            }
+            for shape, (nodes, _) in kept.items()
+        }
+    return out
+
+
+def ranks_of(trace: Trace, depth: int) -> IntArray:
+    """`(prompts, T, depth)` how many tokens the draft prefers to the text's, at each place of a
+    draft from each position; −1 beyond the text and where the draft says nothing."""
+    positions, rank = trace.tokens.shape[1], trace.judged["target_rank"]
+    out = np.full((*trace.tokens.shape, depth), -1)
+    for place in range(min(depth, positions)):
+        on = (place <= trace.matches) & (place < trace.lengths)
+        later = np.arange(positions) + place
+        at = np.minimum(later, positions - 1)
+        known = (later < trace.sizes[:, None]) & (on | (trace.lengths[:, at] > 0))
+        out[..., place] = np.where(known, np.where(on, rank[..., place], rank[:, at, 0]), -1)
+        out[..., place][known & (place < trace.matches)] = 0
+    return out
+
+
+def best_tree(ranks: IntArray, valid: Any, nodes: int) -> IntArray:
+    """`(prompts, T)` tokens kept from each position by the tree of so many nodes that keeps most
+    over all of them: a node is on at most as many paths as the one before it, so the best is grown
+    node by node."""
+    kept, order = np.zeros(ranks.shape[:2], np.int64), itertools.count()
+    paths = ranks[valid]
+    count = np.zeros(len(paths), np.int64)
+
+    def grow(index: Any, place: int) -> Iterator[tuple[int, int, int, Any]]:
+        if place < ranks.shape[-1]:
+            own = paths[index, place]
+            for rank in np.unique(own[own >= 0]):
+                through = index[own == rank]
+                yield -len(through), next(order), place, through
+
+    ahead = list(grow(np.arange(len(paths)), 0))
+    heapq.heapify(ahead)
+    for _ in range(nodes):
+        if not ahead:  # no path is left
+            break
+        _, _, place, through = heapq.heappop(ahead)
+        count[through] += 1
+        for node in grow(through, place + 1):
+            heapq.heappush(ahead, node)
+    kept[valid] = count
+    return kept
+
+
+def rounds_of(trace: Trace, kept: IntArray) -> IntArray:
+    """`(prompts,)` rounds, where those from each position keep so many tokens."""
+    at, rounds = np.zeros((2, trace.prompts), np.int64)
+    while (on := np.flatnonzero(at < trace.sizes)).size:
+        at[on] += kept[on, at[on]] + 1
+        rounds[on] += 1
+    return rounds
+
+
+def _text(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{drafter}, depth {depth}",
+            *(f"{one['tokens_per_round']:.2f}" for one in shapes.values()),
+            *("{mean:.3f} [{low:.3f}, {high:.3f}]".format(**shapes[f"tree of {n}"]["over_leaves"])
+              for n in NODES),
+        ]
+        for drafter, own in results.items() for depth, shapes in own.items()
+    ]  # fmt: skip
+    shapes = list(next(iter(next(iter(results.values())).values())))
+    header = ["draft", *shapes, *(f"{n} over leaves" for n in NODES)]
+    return (
+        "Greedy prompts. Tokens a round, if a draft of so many steps is judged as a chain; with "
+        "the second choice beside each of its tokens (leaves: twice as many nodes); as the best "
+        "tree of fixed shape with so many nodes; with all first and second choices, in any order. "
+        "Then the rounds with leaves over those with a tree, with a 95 % bootstrap interval.\n\n"
+        + table(header, rows)
+    )
