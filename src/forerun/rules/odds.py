@@ -61,7 +61,7 @@ class Odds:
     """Which rows are greedy, and what they spent; its logits are in `logits` and `raw`."""
     parent: Odds | None = None
     """The odds that these were taken from, and"""
-    places: tuple[torch.Tensor, torch.Tensor] | None = None
+    places: tuple[torch.Tensor, ...] | None = None
     """the rows and positions of these there."""
     recorded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`(rows, K)` signals and `top5_overlap` of a trace, which holds no logits."""
