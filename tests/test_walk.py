@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from forerun.costs import Costs
 from forerun.engine import Sampling
 from forerun.lab.bounds.bounds import oracle
+from forerun.lab.traces.hosted import HostRecorder
 from forerun.lab.traces.record import Task, record
 from forerun.lab.traces.replay import replay, stream
 from forerun.lab.traces.trace import SIGNALS, Trace
@@ -64,6 +67,28 @@ def test_replayed_rounds_are_those_of_the_live_engine(name: str, temperature: fl
         for field in ("rounds", "drafted", "accepted"):
             live = [getattr(d.stats, field) for d in done]
             assert getattr(ours, field).tolist() == live, (spec, field)
+
+
+def test_what_another_engine_drafts_is_recorded_alike(tmp_path: Path) -> None:
+    """Shown the drafts of a trace, in another order of texts."""
+    _, _, trace = recorded("lookup")
+    recorder = HostRecorder(str(tmp_path / "trace"), trace.depth, {"draft": {"name": "theirs"}})
+    order = [*range(trace.prompts)][::-1]
+    for i in order:
+        recorder.add("never ended", 0, [1, 2])
+        for place, length in enumerate(trace.lengths[i, : trace.sizes[i]]):
+            recorder.add(str(i), place, [*trace.draft_tokens[i, place, :length].tolist(), -1])
+    for i in order:
+        counts = int(trace.prompt_tokens[i]), int(trace.budgets[i])
+        recorder.end(str(i), trace.tokens[i, : trace.sizes[i]].tolist(), counts)
+    recorder.write()
+    again = Trace.read(tmp_path / "trace")
+    assert [again.ids[i] for i in order] == list(trace.ids)
+    assert again.about["blind"]
+    for spec in ("fixed(2)", "gammatune+(length=3,high=6)", "auto(cost=10)"):
+        ours, theirs = (replay(one, spec, CELL) for one in (trace, again.take(order)))
+        for field in ("rounds", "drafted", "accepted"):
+            assert getattr(ours, field).tolist() == getattr(theirs, field).tolist(), spec
 
 
 @pytest.mark.parametrize("name", ["medusa", "kangaroo", "suffix"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.hosts.vllm_requests import check_requests as register
+from forerun.hosts.vllm_requests import logger
 
 __all__ = ["Scheduler", "register"]
 
@@ -18,7 +19,17 @@ class Scheduler:
     is, and one line of the log says why."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """The scheduler for this configuration, synchronous or not."""
-        from forerun.hosts.vllm_scheduler import scheduler_class
+        """The scheduler for this configuration, synchronous or not; one that records a trace, if a
+        file is named for it."""
+        from forerun.hosts import vllm_scheduler as hosted
 
-        return scheduler_class(vllm_config)(vllm_config, *args, **kwargs)
+        scheduler = hosted.scheduler_class(vllm_config)(vllm_config, *args, **kwargs)
+        path = hosted.setting(vllm_config, "record")
+        if path and (reason := hosted.unrecorded(scheduler, vllm_config)):
+            logger.warning("forerun: no trace is recorded: %s", reason)
+        elif path:
+            from forerun.lab.traces.hosted import HostRecorder
+
+            about = hosted.models_of(vllm_config)
+            scheduler.recorder = HostRecorder(path, scheduler.num_spec_tokens, about)
+        return scheduler

@@ -13,12 +13,17 @@ from typing import Any
 
 import pytest
 
+prometheus_client = pytest.importorskip("prometheus_client")
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test HOST=vllm")
 
 import forerun.vllm  # noqa: E402
 from forerun import zoo  # noqa: E402
+from forerun.controllers import CONTROLLERS as NAMED  # noqa: E402
+from forerun.costs import Costs  # noqa: E402
 from forerun.lab.traces.costs import Cell  # noqa: E402
 from forerun.lab.traces.exports import ExportJob, export  # noqa: E402
+from forerun.lab.traces.replay import replay  # noqa: E402
+from forerun.lab.traces.trace import Trace  # noqa: E402
 from hosts import own_policy  # noqa: E402
 from made_traces import periodic  # noqa: E402
 
@@ -78,6 +83,13 @@ def run(llm: Any, specs: list[str | None]) -> tuple[list[list[int]], list[list[i
     )
 
 
+def counted(what: str, spec: str) -> float:
+    """What Prometheus has of a controller."""
+    name = {"controller": NAMED.text(NAMED.make(spec))}
+    counts = prometheus_client.REGISTRY.get_sample_value(f"forerun_{what}_tokens_total", name)
+    return counts or 0.0
+
+
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
     texts, _ = run(engine(speculates=False), [None])
@@ -110,13 +122,15 @@ def test_greedy_text_is_plain_text_under_every_controller(
     llm = engine(speculates=True)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert type(scheduler).__name__ == f"Policy{scheduling}Scheduler"
-    drafted = {}
+    drafted, before = {}, counted("drafted", "fixed(6)")
     for specs in CONTROLLERS:
         texts, steps = run(llm, specs)
         assert texts == plain, specs
         assert not scheduler.broken
         drafted[specs[0]] = steps
     assert {n for steps in drafted["fixed(6)"] for n in steps[1:-2]} == {MOST}
+    assert counted("drafted", "fixed(6)") - before == sum(map(sum, drafted["fixed(6)"]))
+    assert 0 < counted("accepted", "fixed(6)") < counted("drafted", "fixed(6)")
     assert drafted["fixed(0)"][0] == []
     assert set(drafted["fixed(0)"][1][:-2]) == {2}
     assert len({n for steps in drafted["gammatune"] for n in steps}) > 2
@@ -133,6 +147,46 @@ def refuses_what_cannot_be_served(llm: Any) -> None:
     with pytest.raises(vllm.exceptions.VLLMValidationError, match="rules run in forerun"):
         vllm.SamplingParams(extra_args={"forerun_rule": "easd"})
     assert len(run(llm, ["fixed(1)"])[0]) == len(PROMPTS)
+
+
+def test_a_recorded_trace_replays_the_live_rounds(
+    plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a policy that learns nothing: what others know here is a round behind, as is what a
+    text has left to write."""
+    monkeypatch.setenv("FORERUN_RECORD", str(tmp_path / "trace.parquet"))
+    assert run(engine(speculates=True), ["auto"])[0] == plain
+    monkeypatch.delenv("FORERUN_RECORD")
+    trace = Trace.read(tmp_path / "trace.parquet")
+    assert trace.about["draft"]["name"] == str(zoo.DRAFT)
+    texts = [row[:size].tolist() for row, size in zip(trace.tokens, trace.sizes, strict=True)]
+    order = [texts.index(text) for text in plain]
+    llm = engine(speculates=True)
+    for length in (2, 5):
+        rounds: list[list[int]] = [[] for _ in texts]
+
+        def watch(seen: Any, rounds: list[list[int]] = rounds) -> None:
+            for prompt, drafted in zip(seen.prompt, seen.drafted, strict=True):
+                rounds[prompt] += [int(drafted)] * bool(drafted)
+
+        replay(trace, f"fixed({length})", Costs.synthetic(5), watch)
+        live, replayed = run(llm, [f"fixed({length})"])[1], [rounds[prompt] for prompt in order]
+        assert list(map(len, live)) == list(map(len, replayed))
+        assert [steps[:-1] for steps in live] == [steps[:-1] for steps in replayed]
+
+
+@pytest.mark.parametrize("changed", ["asynchronous", "drawn"])
+def test_what_cannot_be_recorded_is_said(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.hosts import vllm_scheduler
+
+    drawn = SimpleNamespace(draft_sample_method="probabilistic")
+    kind = vllm_scheduler.PolicySyncScheduler
+    if changed == "asynchronous":
+        kind = vllm_scheduler.PolicyAsyncScheduler
+    reason = vllm_scheduler.unrecorded(
+        kind.__new__(kind), SimpleNamespace(speculative_config=drawn)
+    )
+    assert {"asynchronous": "--no-async-scheduling", "drawn": "greedy"}[changed] in str(reason)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,6 @@ class Attached:
                     f"{name} cannot be served by speculation; leave it out, or call "
                     "type(model).generate(model, ...)"
                 )
-        kwargs.pop("assistant_tokenizer", None)
         # transformers hands on what the signature names, but for the streamer.
         run = functools.partial(self._speculative, streamer=kwargs.get("streamer"))
         return plain(self._model, *args, custom_generate=run, **self._stopped(kwargs))

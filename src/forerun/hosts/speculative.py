@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache
 from transformers.generation import utils as generation
@@ -268,24 +269,23 @@ def _returned(call: PreparedCall, done: list[Completion]) -> Any:
     cache = cache_of(columns, call.padding, call.cache) if len(columns) == len(done) else None
     if not config.return_dict_in_generate:
         return sequences
-    logits: Sequence[torch.Tensor] = ()
+    logits, scores = None, None
     if config.output_logits or config.output_scores:  # 0 where a row has ended
         known = [torch.stack(list(completion.logits or ())).float() for completion in done]
         logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)
-    scores = tuple(
-        call.processors(sequences[:, : ids.shape[1] + place], raw.clone())
-        for place, raw in enumerate(logits if config.output_scores else ())
-    )
+    if config.output_scores:
+        beginnings = (sequences[:, : ids.shape[1] + place] for place in range(longest))
+        scores = tuple(map(call.processors, beginnings, (raw.clone() for raw in logits)))
     encodes = call.source is not None
     kind: Any = (
         generation.GenerateEncoderDecoderOutput if encodes else generation.GenerateDecoderOnlyOutput
     )
-    named = next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__)
-    out = kind(sequences=sequences, **{named: cache})
-    if config.output_scores:
-        out["scores"] = scores
-    if config.output_logits:
-        out["logits"] = logits
+    out = kind(
+        sequences=sequences,
+        scores=scores,
+        logits=logits if config.output_logits else None,
+        **{next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__): cache},
+    )
     out["forerun"] = [completion.stats for completion in done]
     return out
 
@@ -314,13 +314,11 @@ def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]
 def cache_of(rows: Sequence[Columns], padding: Sequence[int], given: Any) -> Any:
     """A `DynamicCache` of rows behind padding, all of one length, 0 where a shorter row ended;
     `given` itself, if it is one."""
-    length = max(before + row.count for before, row in zip(padding, rows, strict=True))
-    cache, whole = DynamicCache(), []
-    for states in zip(*(row.states for row in rows), strict=True):
-        heads, _, width = states[0].shape
-        whole.append(states[0].new_zeros(len(rows), heads, length, width))
-        for row, (before, part) in enumerate(zip(padding, states, strict=True)):
-            whole[-1][row, :, before : before + part.shape[1]] = part
+    pairs = [*zip(padding, rows, strict=True)]
+    length = max(before + row.count for before, row in pairs)
+    rooms = [(0, 0, before, length - before - row.count) for before, row in pairs]
+    cache, parts = DynamicCache(), zip(*(row.states for row in rows), strict=True)
+    whole = [torch.stack([*map(pad, states, rooms)]) for states in parts]
     for layer, (keys, values) in enumerate(zip(whole[::2], whole[1::2], strict=True)):
         cache.update(keys, values, layer)
     if type(given) is DynamicCache:

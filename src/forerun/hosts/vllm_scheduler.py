@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from prometheus_client import Counter
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.version import __version__ as version
 
 from forerun.hosts.batch_lengths import BatchLengths, judged_round
 from forerun.hosts.vllm_requests import CONTROLLER, differs, unsupported
@@ -21,8 +22,36 @@ from forerun.model import DEFAULT_CONTROLLER
 logger = logging.getLogger("vllm.forerun")
 DRAFTED = Counter("forerun_drafted_tokens", "Drafted tokens that were judged", ["controller"])
 ACCEPTED = Counter("forerun_accepted_tokens", "Drafted tokens that were accepted", ["controller"])
-HOOKS = "schedule", "_update_after_schedule", "update_draft_token_ids", "update_from_output"
-"""Ours name their parameters as those of the vLLM that was tested."""
+
+
+def setting(config: Any, name: str) -> str | None:
+    """What `--additional-config`, or else the environment, says to forerun; None if nothing."""
+    extra = config.additional_config
+    extra = extra.get("forerun", {}) if isinstance(extra, dict) else {}
+    return extra.get(name) or os.environ.get(f"FORERUN_{name.upper()}")
+
+
+def unrecorded(scheduler: Any, config: Any) -> str | None:
+    """Why a scheduler cannot record a trace; None if it can."""
+    if not isinstance(scheduler, PolicySyncScheduler):
+        return "drafts are seen by the synchronous scheduler alone; give --no-async-scheduling"
+    if config.speculative_config.draft_sample_method != "greedy":
+        return "a draft that is drawn is not the one that comes again; draft_sample_method: greedy"
+    return None
+
+
+def models_of(config: Any) -> dict[str, Any]:
+    """Who target and draft are, as a trace has it."""
+    draft = config.speculative_config
+    about: dict[str, Any] = {
+        "target": {"name": config.model_config.model},
+        "draft": {"name": draft.model},
+        "versions": {"vllm": version},
+    }
+    if draft.use_ngram():
+        most, least = draft.prompt_lookup_max, draft.prompt_lookup_min
+        about["drafter"] = f"lookup(n={most},least={least})"
+    return about
 
 
 def scheduler_class(config: Any) -> type[Any]:
@@ -30,8 +59,8 @@ def scheduler_class(config: Any) -> type[Any]:
     plain, ours = SyncScheduler, PolicySyncScheduler
     if config.scheduler_config.async_scheduling:
         plain, ours = AsyncScheduler, PolicyAsyncScheduler
-    hooks = (getattr(plain, name) for name in HOOKS)
-    changed = (why for hook in hooks if (why := differs(hook, getattr(ours, hook.__name__))))
+    hooks = (n for n in vars(PolicyHooks) if hasattr(plain, n) and not n.startswith("__"))
+    changed = (why for n in hooks if (why := differs(getattr(plain, n), getattr(ours, n))))
     if reason := unsupported() or next(changed, None) or _unsafe(config):
         logger.warning("forerun: drafts are as long as vLLM makes them: %s", reason)
         return plain
@@ -69,7 +98,8 @@ def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _before(hook: Callable[..., None]) -> Callable[..., Any]:
-    """vLLM's method of the name of a hook, guarded, that runs before it."""
+    """vLLM's method of the name of a hook, guarded, that runs before it and names its parameters
+    as the vLLM that was tested."""
     ours = _guarded(hook)
 
     @wraps(hook)
@@ -99,8 +129,11 @@ class PolicyHooks:
     """
 
     num_spec_tokens: int
+    max_model_len: int
     requests: dict[str, Any]
     vllm_config: Any
+    recorder: Any = None
+    """A `HostRecorder`; then as much as can be is drafted before every token, and none judged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,11 +146,9 @@ class PolicyHooks:
 
     @_guarded
     def _set_up(self) -> None:
-        extra = self.vllm_config.additional_config
-        extra = extra.get("forerun", {}) if isinstance(extra, dict) else {}
-        default = extra.get("controller") or os.environ.get("FORERUN_CONTROLLER")
-        self.lengths = BatchLengths(default or DEFAULT_CONTROLLER, self.num_spec_tokens)
-        logger.info("forerun: %s decides how far drafts run", default or DEFAULT_CONTROLLER)
+        default = setting(self.vllm_config, "controller") or DEFAULT_CONTROLLER
+        self.lengths = BatchLengths(default, self.num_spec_tokens)
+        logger.info("forerun: %s decides how far drafts run", default)
 
     @_before
     def schedule(self, throttle_prefills: bool = False) -> None:
@@ -132,8 +163,10 @@ class PolicyHooks:
         for name, count in counts.items():
             request = self.requests[name]
             params = request.sampling_params
-            extra = (params.extra_args if params else None) or {}
-            self.lengths.join(name, extra.get(CONTROLLER), not (params and params.temperature))
+            spec = ((params.extra_args if params else None) or {}).get(CONTROLLER)
+            if self.recorder is not None:
+                spec = f"fixed({self.num_spec_tokens})"
+            self.lengths.join(name, spec, not (params and params.temperature))
             judged[name] = self._asked.get(name, 0)
             before = request.num_computed_tokens
             reads |= before < request.num_prompt_tokens
@@ -151,9 +184,15 @@ class PolicyHooks:
     @_before
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Drafts are cut to each request's own length."""
-        drafts = draft_token_ids
+        drafts, asked = draft_token_ids, self._asked
+        if self.recorder is not None:
+            asked = {}
+            for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+                request = self.requests.get(name)
+                if request is not None and not request.is_prefill_chunk:
+                    self.recorder.add(name, request.num_output_tokens, tokens)
         drafts.draft_token_ids = [
-            tokens[: self._asked.get(name, 0)]
+            tokens[: asked.get(name, 0)]
             for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
         ]
 
@@ -169,10 +208,11 @@ class PolicyHooks:
             return
         step, outcomes = self._steps.popleft(), {}
         for name, asked in step.judged.items():
-            place = ran.req_id_to_index.get(name)
+            place = ran.req_id_to_index.get(name) if name in self.requests else None
             if place is None or not ran.sampled_token_ids or not len(ran.sampled_token_ids[place]):
                 continue
-            drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            # vLLM pads a first step, of which nothing was asked.
+            drafted = min(len(output.scheduled_spec_decode_tokens.get(name, ())), asked)
             accepted = min(len(ran.sampled_token_ids[place]) - 1, drafted)
             outcomes[name] = judged_round(drafted, accepted, asked)
             if drafted:
@@ -185,6 +225,20 @@ class PolicyHooks:
         self.lengths.leave(output.finished_req_ids)
         for name in output.finished_req_ids:
             self._asked.pop(name, None)
+
+    @_before
+    def _free_request(self, request: Any, delay_free_blocks: bool = False) -> None:
+        """A text that is recorded has ended."""
+        if self.recorder is not None:
+            room = self.max_model_len - request.num_prompt_tokens
+            counts = request.num_prompt_tokens, min(request.max_tokens, room)
+            self.recorder.end(request.request_id, list(request.output_token_ids), counts)
+
+    @_before
+    def shutdown(self) -> None:
+        """What is recorded is written."""
+        if self.recorder is not None:
+            self.recorder.write()
 
 
 class PolicySyncScheduler(PolicyHooks, SyncScheduler):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from forerun.registry import Spec, parse
 SCHEMA = 1
 THRESHOLD: Space = {"length": Tokens(1, 32), "threshold": Real(0, 1)}
 """Of a fixed length that stops where the draft is unsure."""
+Configured = tuple[Mapping[str, Any] | list[str], str, tuple[str, ...]]
+"""What a file holds, by name or line by line; how it is used; and `Export.specs`."""
 
 
 @dataclass(frozen=True)
@@ -75,94 +78,64 @@ def export(engine: str, job: ExportJob) -> Export:
     """The file for an engine; `UnknownNameError` if there is no such export."""
     if engine not in EXPORTS:
         raise UnknownNameError.among("export", engine, EXPORTS)
-    return EXPORTS[engine](job)
+    make, cannot = EXPORTS[engine]
+    content, use, specs = make(job)
+    if isinstance(content, list):
+        text = "\n".join([f"# use: {use}", f"# cannot: {cannot}", *content])
+    else:
+        document = {"schema": SCHEMA, "for": engine, **content, "use": use, "cannot": cannot}
+        text = json.dumps(document, ensure_ascii=False, indent=2)
+    return Export(text + "\n", cannot, specs)
 
 
-def vllm(job: ExportJob) -> Export:
-    """`speculative_config` of vLLM: the best fixed length of each batch size.
+def vllm(job: ExportJob) -> Configured:
+    """`num_speculative_tokens_per_batch_size` has inclusive ranges; the first starts at 1 and vLLM
+    carries the last on. Parsed by vLLM 0.32 in a test, but for `suffix`, which there needs the
+    package arctic-inference."""
 
-    Parsed by vLLM 0.32 in a test, but for `suffix`, which there needs the package arctic-inference.
-    `num_speculative_tokens_per_batch_size` has inclusive ranges; the first starts at 1 and vLLM
-    carries the last on. A length holds for its batch size and the smaller ones down to the next:
-    between two that were measured the shorter draft is the safer.
-    """
-    cannot = (
-        "vLLM drafts one length for the whole batch: no length per request, no stop on low "
-        "confidence; lengths per batch size it has tested with EAGLE and DFlash drafts only, and "
-        "older versions do not know them: there take num_speculative_tokens of your batch size"
-    )
-    rows, ranges = _by_batch(job), list[list[int]]()
-    for row in rows:
-        batch, length = row["batch"], row["num_speculative_tokens"]
-        first = ranges[-1][1] + 1 if ranges else 1
-        if ranges and ranges[-1][2] == length:
-            ranges[-1][1] = batch
-        else:
-            ranges.append([first, batch, length])
-    longest = max(length for _, _, length in ranges)
-    config: dict[str, Any] | None = None
-    if longest:
-        if job.matched is None:
-            config = {"method": "draft_model", "model": job.draft}
-        elif str(job.trace.about["drafter"]).startswith("suffix"):
-            depth = job.matched[0] + longest
-            config = {"method": "suffix", "suffix_decoding_max_tree_depth": depth}
-        else:
+    def configured(rows: Sequence[Mapping[str, Any]], longest: int) -> dict[str, Any]:
+        ranges, first = list[list[int]](), 1
+        for length, alike in groupby(rows, lambda row: row["num_speculative_tokens"]):
+            # Between two sizes that were measured the shorter draft is the safer.
+            ranges.append([first, max(row["batch"] for row in alike), length])
+            first = ranges[-1][1] + 1
+        config: dict[str, Any] = {"method": "draft_model", "model": job.draft}
+        if job.matched is not None:
             most, least = job.matched
             config = {"method": "ngram", "prompt_lookup_max": most, "prompt_lookup_min": least}
+            if str(job.trace.about["drafter"]).startswith("suffix"):
+                config = {"method": "suffix", "suffix_decoding_max_tree_depth": most + longest}
         config["num_speculative_tokens"] = longest
         if job.sampled and job.matched is None:  # else it drafts greedily, and accepts less
             config["draft_sample_method"] = "probabilistic"
         if len(ranges) > 1:
             config["num_speculative_tokens_per_batch_size"] = ranges
-    use = 'LLM(..., speculative_config=document["speculative_config"])'
-    document = {"speculative_config": config, "per_batch_size": rows}
-    return _json("vllm", document, use, cannot, _fixed(rows))
+        return config
+
+    return _by_batch(job, configured, 'LLM(..., speculative_config=document["speculative_config"])')
 
 
-def tensorrt_llm(job: ExportJob) -> Export:
-    """`speculative_config` of TensorRT-LLM: the best fixed length of each batch size. By its
-    documentation of 1.4.0rc4; not parsed by it. A length of `draft_len_schedule` holds from its
-    batch size on."""
-    cannot = (
-        "TensorRT-LLM drafts one length for the whole batch, and does not stop on low confidence; "
-        "written by its documentation of 1.4.0rc4"
-    )
-    rows, config = _by_batch(job), None
-    if longest := max(row["num_speculative_tokens"] for row in rows):
-        drafts: dict[str, Any] = {
-            "decoding_type": "Draft_Target",
-            "speculative_model_dir": job.draft,
-        }
+def tensorrt_llm(job: ExportJob) -> Configured:
+    """A length of `draft_len_schedule` holds from its batch size on."""
+
+    def configured(rows: Sequence[Mapping[str, Any]], longest: int) -> dict[str, Any]:
+        drafts = {"decoding_type": "Draft_Target", "speculative_model_dir": job.draft}
         if job.matched is not None:
             drafts = {"decoding_type": "NGram", "max_matching_ngram_size": job.matched[0]}
         schedule = {row["batch"]: row["num_speculative_tokens"] for row in rows}
-        config = {**drafts, "max_draft_len": longest, "draft_len_schedule": schedule}
-    use = "trtllm-serve TARGET --extra_llm_api_options FILE with this speculative_config"
-    document = {"speculative_config": config, "per_batch_size": rows}
-    return _json("tensorrt-llm", document, use, cannot, _fixed(rows))
+        return {**drafts, "max_draft_len": longest, "draft_len_schedule": schedule}
+
+    return _by_batch(
+        job, configured,
+        "trtllm-serve TARGET --extra_llm_api_options FILE with this speculative_config",
+    )  # fmt: skip
 
 
-def openvino_genai(job: ExportJob) -> Export:
-    """Generation config of OpenVINO GenAI: a fixed length, or a stop on low confidence. Parsed by
-    GenAI 2026.4 in a test. The second is for continuous batching alone."""
-    cannot = "OpenVINO GenAI (2026.4) has one length or one threshold, alike at every batch size"
-    best, controller = _best(job, {"hf-threshold": THRESHOLD})
-    config: dict[str, Any] | None = None
-    if best.name == "hf-threshold":
-        config = {"assistant_confidence_threshold": controller.threshold}
-    elif controller.length:
-        config = {"num_assistant_tokens": controller.length}
-        if job.matched is not None:
-            config["max_ngram_size"] = job.matched[0]
-    kind = "draft_model(...)" if job.matched is None else "prompt_lookup=True"
-    use = f'GenerationConfig(**document["generation_config"]) of a pipeline with {kind}'
-    document = {"generation_config": config, "speedup_searched": round(best.after, 4)}
-    return _json("openvino-genai", document, use, cannot, (best.best,))
-
-
-def _by_batch(job: ExportJob) -> list[dict[str, Any]]:
-    """The best fixed length of each batch size that was measured."""
+def _by_batch(
+    job: ExportJob, configured: Callable[[list[dict[str, Any]], int], dict[str, Any]], use: str
+) -> Configured:
+    """The best fixed length of each batch size that was measured, and `speculative_config` made of
+    these and the longest; None if that is 0."""
     rows = []
     for cell in sorted(job.cells, key=lambda cell: cell.batch):
         result = best_fixed(job.trace, cell)
@@ -175,21 +148,31 @@ def _by_batch(job: ExportJob) -> list[dict[str, Any]]:
                 "speedup_searched": round(result.after, 4),
             }
         )
-    return rows
+    lengths = [row["num_speculative_tokens"] for row in rows]
+    config = configured(rows, max(lengths)) if any(lengths) else None
+    specs = tuple(f"fixed(length={length})" for length in lengths)
+    return {"speculative_config": config, "per_batch_size": rows}, use, specs
 
 
-def _fixed(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(f"fixed(length={row['num_speculative_tokens']})" for row in rows)
+def openvino_genai(job: ExportJob) -> Configured:
+    """A fixed length, or a stop on low confidence, for continuous batching alone. Parsed by GenAI
+    2026.4 in a test."""
+    best, controller = _best(job, {"hf-threshold": THRESHOLD})
+    config: dict[str, Any] | None = None
+    if best.name == "hf-threshold":
+        config = {"assistant_confidence_threshold": controller.threshold}
+    elif controller.length:
+        config = {"num_assistant_tokens": controller.length}
+        if job.matched is not None:
+            config["max_ngram_size"] = job.matched[0]
+    kind = "draft_model(...)" if job.matched is None else "prompt_lookup=True"
+    use = f'GenerationConfig(**document["generation_config"]) of a pipeline with {kind}'
+    return _alike("generation_config", config, best, use)
 
 
-def transformers(job: ExportJob) -> Export:
-    """Generation config of the *assistant* of transformers: the best of its three policies. Parsed
-    by transformers in a test. Of the model itself where the text is copied from: the best
-    length."""
-    cannot = (
-        "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
-        "where scikit-learn is installed moves assistant_confidence_threshold by itself"
-    )
+def transformers(job: ExportJob) -> Configured:
+    """Of the *assistant*, the best of its three policies; of the model itself where the text is
+    copied from, the best length. Parsed by transformers in a test."""
     spaces: dict[str, Space] = {
         "hf-heuristic": {"length": Tokens(1, 32)},
         "hf-threshold": THRESHOLD,
@@ -211,18 +194,36 @@ def transformers(job: ExportJob) -> Export:
         }
     whose = "assistant_model" if job.matched is None else "model"
     use = f'{whose}.generation_config.update(**document["generation_config"])'
-    document = {"generation_config": config, "speedup_searched": round(best.after, 4)}
-    return _json("transformers", document, use, cannot, (best.best,))
+    return _alike("generation_config", config, best, use)
 
 
-def llama_cpp(job: ExportJob) -> Export:
-    """Flags of `llama-server`: a fixed length, cut where the draft's top probability is low. By its
-    server's documentation of commit 00dc805; not parsed by it."""
-    cannot = (
-        "llama.cpp adapts nothing between rounds and drafts alike at every batch size; it takes "
-        "the probability among the draft's ten likeliest tokens, so its threshold is a little "
-        "laxer; written by its documentation of commit 00dc805"
-    )
+def exllamav3(job: ExportJob) -> Configured:
+    """Arguments of its `Generator`: a fixed length, or a stop where keeping is unlikely."""
+    spaces: dict[str, Space] = {
+        "exllama-confidence": {"confidence": Real(0, 1), "high": Tokens(1, 32)}
+    }
+    best, made = _best(job, spaces)
+    arguments: dict[str, Any] | None = None
+    if best.name == "exllama-confidence":
+        arguments = {
+            "num_draft_tokens": made.high,
+            "dynamic_draft_tokens": True,
+            "draft_confidence": made.confidence,
+        }
+    elif made.length:
+        arguments = {"num_draft_tokens": made.length, "dynamic_draft_tokens": False}
+        if job.matched is not None:
+            arguments["ngram_match_min"] = job.matched[1]
+    return _alike("generator", arguments, best, 'Generator(..., **document["generator"])')
+
+
+def _alike(name: str, config: Mapping[str, Any] | None, best: SearchResult, use: str) -> Configured:
+    """One configuration for every batch size."""
+    return {name: config, "speedup_searched": round(best.after, 4)}, use, (best.best,)
+
+
+def llama_cpp(job: ExportJob) -> Configured:
+    """A fixed length, cut where the draft's top probability is low: flags of `llama-server`."""
 
     def make(values: Mapping[str, Any]) -> Controller:
         # A window held at one length, and the unsure token left out: what its draft loop does.
@@ -233,50 +234,43 @@ def llama_cpp(job: ExportJob) -> Export:
         )
         return controller
 
-    fixed = best_fixed(job.trace, job.cell)
+    result = best_fixed(job.trace, job.cell)
+    length = CONTROLLERS.make(result.best).length
     if job.matched is not None:
-        return _llama_cpp_file(fixed, cannot, [
+        flags = [
             "--spec-type ngram-simple",
             f"--spec-ngram-simple-size-n {job.matched[0]}",
-            f"--spec-ngram-simple-size-m {CONTROLLERS.make(fixed.best).length}",
-        ])  # fmt: skip
-    start = {"length": max(CONTROLLERS.make(fixed.best).length, 1), "threshold": 0.0}
-    base = parse(CONTROLLERS.text(make(start)))
-    result = _search(job, base, THRESHOLD, make)
-    best: Any = CONTROLLERS.make(result.best)
-    draft = job.draft if job.draft.endswith(".gguf") else "DRAFT.gguf"
-    flags = [
-        "--spec-type draft-simple",
-        f"--spec-draft-model {draft}",
-        f"--spec-draft-n-max {best.length}",
-        "--spec-draft-n-min 0",
-        f"--spec-draft-p-min {best.threshold:g}",
-    ]
-    if job.sampled:  # else it drafts greedily, and accepts less
-        flags.append("--spec-draft-sampling probabilistic")
-    return _llama_cpp_file(result, cannot, flags)
-
-
-def _llama_cpp_file(result: SearchResult, cannot: str, flags: Sequence[str]) -> Export:
+            f"--spec-ngram-simple-size-m {length}",
+        ]
+    else:
+        base = make({"length": max(length, 1), "threshold": 0.0})
+        result = _search(job, parse(CONTROLLERS.text(base)), THRESHOLD, make)
+        best: Any = CONTROLLERS.make(result.best)
+        flags = [
+            "--spec-type draft-simple",
+            f"--spec-draft-model {job.draft if job.draft.endswith('.gguf') else 'DRAFT.gguf'}",
+            f"--spec-draft-n-max {best.length}",
+            "--spec-draft-n-min 0",
+            f"--spec-draft-p-min {best.threshold:g}",
+        ]
+        if job.sampled:  # else it drafts greedily, and accepts less
+            flags.append("--spec-draft-sampling probabilistic")
     pays = result.after > 1
-    head = [
-        f"# use: llama-server -m TARGET.gguf $(grep -v '^#' THIS_FILE)   (speed-up on the "
-        f"prompts searched: {max(result.after, 1.0):.2f})",
-        "# builds before the flags were renamed: --draft-max, --draft-min, --draft-p-min",
-        f"# cannot: {cannot}",
-    ]
-    lines = [*head, *(flags if pays else ["--spec-type none"])]
-    return Export("\n".join(lines) + "\n", cannot, (result.best if pays else "fixed(length=0)",))
-
-
-def sglang(job: ExportJob) -> Export:
-    """`--speculative-adaptive-config` of SGLang: the best moving average of each batch size. By its
-    source of 0.5.23; not parsed by it. It starts at `--speculative-num-steps`."""
-    cannot = (
-        "SGLang adapts the drafts of EAGLE heads alone (topk 1): one length for the whole batch, "
-        "by the mean over its requests, kept from request to request; written by its source of "
-        "0.5.23"
+    use = (
+        f"llama-server -m TARGET.gguf $(grep -v '^#' THIS_FILE)   (speed-up on the prompts "
+        f"searched: {max(result.after, 1.0):.2f}); builds before the flags were renamed: "
+        "--draft-max, --draft-min, --draft-p-min"
     )
+    return (
+        flags if pays else ["--spec-type none"],
+        use,
+        (result.best if pays else "fixed(length=0)",),
+    )
+
+
+def sglang(job: ExportJob) -> Configured:
+    """`--speculative-adaptive-config`: the best moving average of each batch size. It starts at
+    `--speculative-num-steps`."""
     names = "ema_alpha", "update_interval", "warmup_batches", "up_hysteresis", "down_hysteresis"
     slots: dict[str, Any] = {}
     specs = []
@@ -293,45 +287,50 @@ def sglang(job: ExportJob) -> Export:
         "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6 "
         "--speculative-adaptive --speculative-adaptive-config THIS_FILE"
     )
-    return _json("sglang", slots, use, cannot, tuple(specs))
+    return slots, use, tuple(specs)
 
 
-def exllamav3(job: ExportJob) -> Export:
-    """Arguments of exllamav3's `Generator`: a fixed length, or a stop where keeping is unlikely. By
-    its source of 1.6.5; not parsed by it."""
-    cannot = (
+EXPORTS: Mapping[str, tuple[Callable[[ExportJob], Configured], str]] = {
+    "vllm": (
+        vllm,
+        "vLLM drafts one length for the whole batch: no length per request, no stop on low "
+        "confidence; lengths per batch size it has tested with EAGLE and DFlash drafts only, and "
+        "older versions do not know them: there take num_speculative_tokens of your batch size",
+    ),
+    "transformers": (
+        transformers,
+        "transformers has no cost-aware or moving-average length, drafts at batch size 1 only, and "
+        "where scikit-learn is installed moves assistant_confidence_threshold by itself",
+    ),
+    "llama.cpp": (
+        llama_cpp,
+        "llama.cpp adapts nothing between rounds and drafts alike at every batch size; it takes "
+        "the probability among the draft's ten likeliest tokens, so its threshold is a little "
+        "laxer; written by its server's documentation of commit 00dc805, not parsed by it",
+    ),
+    "tensorrt-llm": (
+        tensorrt_llm,
+        "TensorRT-LLM drafts one length for the whole batch, and does not stop on low confidence; "
+        "written by its documentation of 1.4.0rc4, not parsed by it",
+    ),
+    "openvino-genai": (
+        openvino_genai,
+        "OpenVINO GenAI (2026.4) has one length or one threshold, alike at every batch size",
+    ),
+    "sglang": (
+        sglang,
+        "SGLang adapts the drafts of EAGLE heads alone (topk 1): one length for the whole batch, "
+        "by the mean over its requests, kept from request to request; written by its source of "
+        "0.5.23, not parsed by it",
+    ),
+    "exllamav3": (
+        exllamav3,
         "exllamav3 has one ceiling for the whole batch, and its bins are of the draft's largest "
-        "logit where exllama-confidence has log-odds; written by its source of 1.6.5"
-    )
-    spaces: dict[str, Space] = {
-        "exllama-confidence": {"confidence": Real(0, 1), "high": Tokens(1, 32)}
-    }
-    best, made = _best(job, spaces)
-    arguments: dict[str, Any] | None = None
-    if best.name == "exllama-confidence":
-        arguments = {
-            "num_draft_tokens": made.high,
-            "dynamic_draft_tokens": True,
-            "draft_confidence": made.confidence,
-        }
-    elif made.length:
-        arguments = {"num_draft_tokens": made.length, "dynamic_draft_tokens": False}
-        if job.matched is not None:
-            arguments["ngram_match_min"] = job.matched[1]
-    use = 'Generator(..., **document["generator"])'
-    document = {"generator": arguments, "speedup_searched": round(best.after, 4)}
-    return _json("exllamav3", document, use, cannot, (best.best,))
-
-
-EXPORTS: Mapping[str, Callable[[ExportJob], Export]] = {
-    "vllm": vllm,
-    "transformers": transformers,
-    "llama.cpp": llama_cpp,
-    "tensorrt-llm": tensorrt_llm,
-    "openvino-genai": openvino_genai,
-    "sglang": sglang,
-    "exllamav3": exllamav3,
+        "logit where exllama-confidence has log-odds; written by its source of 1.6.5, not parsed "
+        "by it",
+    ),
 }
+"""By engine what makes its configuration, and what that cannot express."""
 
 
 def _best(
@@ -355,13 +354,6 @@ def _search(
     return search(
         spec, job.trace, job.cell, budget=job.budget, seed=job.seed, space=space, make=make
     )
-
-
-def _json(
-    engine: str, document: Mapping[str, Any], use: str, cannot: str, specs: tuple[str, ...]
-) -> Export:
-    value = {"schema": SCHEMA, "for": engine, **document, "use": use, "cannot": cannot}
-    return Export(json.dumps(value, ensure_ascii=False, indent=2) + "\n", cannot, specs)
 
 
 def write_exports(files: Sequence[tuple[str, str]], job: ExportJob) -> dict[str, dict[str, Any]]:

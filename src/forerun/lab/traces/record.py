@@ -40,7 +40,7 @@ from forerun.engine.noise import Noise, stream
 from forerun.engine.sampling import Sampler
 from forerun.errors import PromptError, require
 from forerun.lab.provenance import identity, machine
-from forerun.lab.traces.trace import JUDGED, SIGNALS, Trace, concatenate
+from forerun.lab.traces.trace import JUDGED, SIGNALS, Trace, concatenate, text_trace
 from forerun.lab.traces.walk import judged_columns, walked
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule, sample
@@ -271,9 +271,14 @@ def _parts(
             if interrupted is not None:
                 interrupted(len(texts))
             runs = _drafted(model, texts, depth)
-        pairs = zip(texts, runs, strict=True)
-        trace = concatenate([_trace(model, text, own, depth) for text, own in pairs])
-        yield RecordedPart(trace, wrote - began, time.perf_counter() - began)
+        made = []
+        for text, own in zip(texts, runs, strict=True):
+            names, counts = (
+                (text.task.family, text.task.id),
+                (text.prompt, _budget(model, text.task)),
+            )
+            made.append(text_trace(names, counts, text.tokens, own, text.eos))
+        yield RecordedPart(concatenate(made), wrote - began, time.perf_counter() - began)
         if interrupt is not None:
             raise interrupt
 
@@ -534,31 +539,3 @@ def _runs(text: _RecordedText, draft: _Draft, depth: int) -> dict[str, Any]:
         "signals": {name: values[row, column] for name, values in draft.signals.items()},
         "judged": {name: values[row, column] for name, values in draft.judged.items()},
     }
-
-
-def _trace(model: Model, text: _RecordedText, runs: dict[str, Any], depth: int) -> Trace:
-    """One text with its runs."""
-    over = np.isin(runs["draft_tokens"], list(text.eos))
-    over &= np.arange(depth) < runs["lengths"][:, None]
-    signals, judged = (
-        {key: _single(values[None]) for key, values in runs.pop(name).items()}
-        for name in ("signals", "judged")
-    )
-    return Trace(
-        families=(text.task.family,),
-        ids=(text.task.id,),
-        sizes=np.array([len(text.tokens)]),
-        budgets=np.array([_budget(model, text.task)]),
-        prompt_tokens=np.array([text.prompt]),
-        tokens=np.array([text.tokens]),
-        ends=np.where(over.any(-1), over.argmax(-1) + 1, depth + 1)[None],
-        accept_prob=_single(runs.pop("accept_prob")[None]),
-        signals=signals,
-        judged=judged,
-        **{name: values[None] for name, values in runs.items()},
-    )
-
-
-def _single(values: Any) -> Any:
-    """Float64 with the precision that a file keeps."""
-    return values.astype(np.float32).astype(np.float64)

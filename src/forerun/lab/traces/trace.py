@@ -7,7 +7,7 @@ imports neither torch nor, before a file is touched, pyarrow.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,67 @@ def _on_the_text(
     out = dict.fromkeys(JUDGED, np.full(accept.shape, np.nan))
     out["ratio"] = np.where(known, accept, np.nan)
     return out | {name: np.where(known, own[:, place], np.nan) for name, own in first.items()}
+
+
+def compared(
+    text: Sequence[int], drafts: Sequence[Sequence[int]], depth: int
+) -> dict[str, IntArray | FloatArray]:
+    """The drafts made before each token of a text beside what came: fields of its `Trace`, `(T,)`
+    and `(T, K)`, K = `depth`, the most tokens of a draft."""
+    size, lengths = len(text), np.array([len(draft) for draft in drafts])
+    tokens = np.array([[*draft, *[-1] * (depth - len(draft))] for draft in drafts])
+    ahead = np.array([[*text[p : p + depth], *[-2] * (p + depth - size)] for p in range(size)])
+    kept = (tokens == ahead).cumprod(-1)
+    return {
+        "draft_tokens": np.maximum(tokens, 0),
+        "matches": kept.sum(-1),
+        "accept_prob": kept.astype(float),
+        "lengths": lengths,
+    }
+
+
+def text_trace(
+    names: tuple[str, str],
+    counts: tuple[int, int],
+    text: Sequence[int],
+    runs: Mapping[str, Any],
+    ends: Collection[int] = (),
+) -> Trace:
+    """One text with its runs.
+
+    Args:
+        names: family and id.
+        counts: tokens of the prompt, and those that the text was allowed.
+        text: its tokens.
+        runs: fields of a `Trace`, `(T,)` and `(T, K)`; without `signals` and `judged` neither is
+            known of any token.
+        ends: tokens at which drafts end.
+    """
+    own = {name: values[None] for name, values in runs.items() if isinstance(values, np.ndarray)}
+    sizes, depth = np.array([len(text)]), own["draft_tokens"].shape[-1]
+    over = np.isin(own["draft_tokens"], list(ends))
+    over &= np.arange(depth) < own["lengths"][..., None]
+    unknown = dict.fromkeys(SIGNALS, np.full(over.shape, np.nan))
+    judged = _on_the_text({}, own["matches"], sizes, own["accept_prob"])
+    for known, name in ((unknown, "signals"), (judged, "judged")):
+        known |= {key: _single(values[None]) for key, values in runs.get(name, {}).items()}
+    return Trace(
+        families=names[:1],
+        ids=names[1:],
+        sizes=sizes,
+        prompt_tokens=np.array(counts[:1]),
+        budgets=np.array(counts[1:]),
+        tokens=np.array([text]),
+        ends=np.where(over.any(-1), over.argmax(-1) + 1, depth + 1),
+        signals=unknown,
+        judged=judged,
+        **own | {"accept_prob": _single(own["accept_prob"])},
+    )
+
+
+def _single(values: Any) -> Any:
+    """Float64 with the precision that a file keeps."""
+    return values.astype(np.float32).astype(np.float64)
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:

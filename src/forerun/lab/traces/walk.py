@@ -16,7 +16,7 @@ from forerun.engine.judging import Judgements, RowVerdict, raw_of
 from forerun.engine.loop import Engine
 from forerun.engine.sampling import Sampler
 from forerun.errors import GenerationError
-from forerun.lab.traces.trace import JUDGED, SIGNALS
+from forerun.lab.traces.trace import JUDGED, SIGNALS, compared
 from forerun.model import Model
 from forerun.rules.gumbel import Gumbel
 from forerun.rules.odds import OVERLAPPED, Odds, nats
@@ -189,17 +189,10 @@ def _fields(text: Sequence[int], runs: Sequence[DraftedRun], depth: int) -> dict
             row[: len(own)] = own
         return out
 
-    lengths = np.array([len(run.tokens) for run in runs])
-    tokens = np.array([[*run.tokens, *[-1] * (depth - len(run.tokens))] for run in runs])
-    ahead = np.array([[*text[p : p + depth], *[-2] * (p + depth - size)] for p in range(size)])
-    kept = (tokens == ahead).cumprod(-1)
     stops = [run.stopped_by * (len(run.tokens) < depth) for run in runs]
     return {
+        **compared(text, [run.tokens for run in runs], depth),
         "tokens": list(text),
-        "draft_tokens": np.maximum(tokens, 0),
-        "matches": kept.sum(-1),
-        "accept_prob": kept.astype(float),
-        "lengths": lengths,
         "stops": np.array(stops),
         "signals": {name: padded(name) for name in SIGNALS},
         "judged": {name: padded(name) for name in JUDGED},
