@@ -44,13 +44,10 @@ class Counted(EASD):
             place = torch.arange(draft.tokens.shape[1])
             judged = place <= verdict.accepted.unsqueeze(-1)
             self.penalised[0] += int((self.fires(Odds(draft, target)) & judged).sum())
-        if verdict.bonus_drift is not None:
-            whole = verdict.accepted == draft.lengths
-            self.penalised[0] += int((whole & (verdict.bonus_drift > 0)).sum())
         return verdict
 
 
-BONUSES, LENGTHS = ("off", "tested", "untested"), (1, 4, 8)
+BONUSES, LENGTHS = ("off", "untested"), (1, 4, 8)
 
 
 def bonus(model: forerun.Model, count: int, calibrated: float) -> None:
@@ -108,8 +105,7 @@ def _bonus_text(results: dict[str, Any], count: int, calibrated: float) -> str:
     return (
         f"{count} new problems per cell, greedy, τ_H = {calibrated:.2f}; accuracy in percent with "
         "a 95 % Wilson interval. Penalised and never tested (bonus and plain tokens that no rule "
-        "judged; with `tested` the target alone is asked there): shares of output tokens.\n\n"
-        + table(header, rows)
+        "judged): shares of output tokens.\n\n" + table(header, rows)
     )
 
 

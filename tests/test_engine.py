@@ -262,23 +262,14 @@ def test_without_a_bonus_greedy_text_is_the_same_however_far_is_drafted(spec: st
     assert (done.tokens != run([1], controller="fixed(0)", **how).tokens) == ("ears" not in spec)
 
 
-@pytest.mark.parametrize("bonus", ["untested", "tested"])
-def test_with_a_bonus_a_lossy_rules_text_depends_on_how_far_is_drafted(bonus: str) -> None:
+def test_with_a_bonus_a_lossy_rules_text_depends_on_how_far_is_drafted() -> None:
     script = chaotic(8)
     run = engine(ScriptedModel(script), ScriptedModel(noisy(script, 9, 1.0)))
-    spec = f"easd(entropy=0.5,overlap=0,bonus={bonus})"
+    spec = "easd(entropy=0.5,overlap=0,bonus=untested)"
     texts = [
         run([1], controller=f"fixed({n})", rule=spec, max_new_tokens=60).tokens for n in (1, 3)
     ]
     assert texts[0] != texts[1]
-
-
-def test_a_tested_bonus_counts_its_drift() -> None:
-    script = chaotic(8)
-    run = engine(ScriptedModel(script), ScriptedModel(script))
-    spec = "easd(entropy=0,draft_entropy=false,overlap=1,n=7,bonus=tested)"
-    rounds = run([1], controller="fixed(2)", rule=spec, max_new_tokens=20).rounds
-    assert any(r.drift == [0.0, 0.0, 1.0] or r.drift == [1.0] for r in rounds)
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,10 @@ CASES = {
         "easd(entropy=0.5,overlap=0.4,correction=residual)",
         "easd(entropy=0,overlap=0,n=1,draft_entropy=false)",
         "easd(entropy=inf,n=20,correction=residual)",
-        "easd(entropy=0.5,overlap=0.4,bonus=tested)",
         "easd(entropy=0.5,overlap=0.4,bonus=untested)",
         "easd(entropy=0.5,overlap=0,penalty=top)",
         "easd(entropy=0.5,overlap=0.4,penalty=top,correction=residual)",
-        "easd(entropy=0.5,overlap=0.4,processed=true,bonus=tested)",
+        "easd(entropy=0.5,overlap=0.4,processed=true,bonus=untested)",
     ],
     "cm-asd": [
         "cm-asd",

@@ -204,9 +204,6 @@ class Verdict:
     position and the target's distribution there, given the tokens before it; 0 beyond the first
     rejected token, where nothing is emitted. (`priced` knows it in the mean over drafts only.) None
     for lossless rules."""
-    bonus_drift: torch.Tensor | None = None
-    """`(rows,)` likewise of the token after a draft that is kept whole. None: it is the target's
-    own."""
     failed: torch.Tensor | None = None
     """`(rows,)` bool: the target's logits after the accepted tokens are those of no distribution (a
     NaN, +inf, or every token excluded), so `next_token` means nothing. None if nobody looked."""

@@ -31,8 +31,7 @@ class RowVerdict:
     accept_prob: list[float]
     """Per drafted token the probability of keeping it given that all before it were kept."""
     drift: list[float] | None = None
-    """Per drafted token under a lossy rule, and of a bonus token that was tested; see
-    `Verdict.drift`."""
+    """Per drafted token under a lossy rule; see `Verdict.drift`."""
     error: Exception | None = None
     """Why there is no token to follow."""
     probs: torch.Tensor | None = None
@@ -183,14 +182,11 @@ def _per_row(
     accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
     probs = verdict.accept_prob.tolist()
     drift = None if verdict.drift is None else verdict.drift.tolist()
-    bonus = None if verdict.bonus_drift is None else verdict.bonus_drift.tolist()
     failed = [False] * len(members) if verdict.failed is None else verdict.failed.tolist()
     out: dict[int, Any] = {}
     for i, row in enumerate(members):
         n, kept = len(proposal.tokens[row]), accepted[i]
         lost = None if drift is None or rows[row].request.rule.lossless else drift[i][:n]
-        if lost is not None and bonus is not None:
-            lost.append(bonus[i])
         out[row] = RowVerdict(kept, following[i], probs[i][:n], lost)
         if row in proposal.leaves and verdict.next_probs is not None:
             out[row].probs = verdict.next_probs[i]

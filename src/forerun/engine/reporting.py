@@ -69,8 +69,7 @@ def round_of(
     """The round of row `i`, which committed so many tokens."""
     drafted, drift = len(proposal.tokens[i]), None
     if not row.request.rule.lossless:
-        # What was accepted and the first rejection; bonus (unless it was tested) and plain
-        # tokens add none.
+        # What was accepted and the first rejection; bonus and plain tokens add none.
         drift = (kept.drift or [])[:committed]
         row.drift = (row.drift or 0.0) + sum(drift)
     counted = {k: n - passed.counters[i].get(k, 0) for k, n in counters.items()}

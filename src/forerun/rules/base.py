@@ -112,11 +112,10 @@ class PositionRule(AcceptanceRule):
         accept = torch.where(odds.inside, weighed.accept, 0)
         accepted = (uniforms[:, :width] < accept).cumprod(-1).sum(-1)
         probs = _following(odds, weighed, accepted)
-        lost = _bonus_drift(odds, weighed)
         drift = None if self.lossless else drift_of(odds, weighed, accepted)
         if odds.all_greedy:
-            return Verdict(accepted, probs.argmax(-1), accept, drift=drift, bonus_drift=lost)
-        return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift, lost)
+            return Verdict(accepted, probs.argmax(-1), accept, drift=drift)
+        return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)
 
 
 def drift_of(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
@@ -153,9 +152,6 @@ def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Te
         token = weighed.struck[row, at].unsqueeze(-1)
         struck = logits.scatter(-1, token.clamp(min=0), -torch.inf)
         logits = torch.where(rejected.unsqueeze(-1) & (token >= 0), struck, logits)
-    if weighed.bonus is not None:
-        struck = logits.scatter(-1, logits.argmax(-1, keepdim=True), -torch.inf)
-        logits = torch.where((weighed.bonus & ~rejected).unsqueeze(-1), struck, logits)
     if odds.all_greedy:
         return logits
     probs = logits.softmax(-1, dtype=odds.dtype)
@@ -171,16 +167,6 @@ def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Te
     if odds.some_greedy:
         probs = torch.where(odds.greedy, one_hot(logits), probs)
     return probs
-
-
-def _bonus_drift(odds: Odds, weighed: Weighed) -> torch.Tensor | None:
-    """`(rows,)` what a struck bonus token had of the target's distribution."""
-    if weighed.bonus is None:
-        return None
-    row = torch.arange(len(odds.lengths), device=odds.lengths.device)
-    top = odds.target.logits[row, odds.lengths].softmax(-1, dtype=odds.dtype).amax(-1)
-    top = torch.where(odds.greedy.squeeze(-1), torch.ones_like(top), top)
-    return torch.where(weighed.bonus, top, torch.zeros_like(top))
 
 
 def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

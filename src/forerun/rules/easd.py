@@ -11,7 +11,7 @@ import torch
 from forerun.checks import between, choice, flag, whole
 from forerun.errors import require
 from forerun.rules.base import ComparedRow, PositionRule
-from forerun.rules.odds import Odds, Weighed, allows_several, nats
+from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK
 from forerun.types import Draft, Target
 
@@ -34,9 +34,7 @@ class EASD(PositionRule):
         bonus: what follows a draft that is kept whole. `off`: nothing, as in Algorithm 1: every
             token is tested, and a greedy text does not depend on how far was drafted (as long as
             something was: a plain round is the target's own). `untested`: a token of the target's
-            own, which escapes the penalty. `tested`: likewise, but where `H_t > τ_H` its most
-            likely token is struck; the draft says nothing there. (With the draft's word as well it
-            would be `off` with one more drafted token: the same pass of the target.)
+            own, which escapes the penalty.
         penalty: which token's probability is set to 0: the `drafted` one, as in the formula, or the
             draft's `top` one, as the text says. They differ only when sampling.
         processed: whether entropies are those after the sampling transform; then nothing is ever
@@ -66,7 +64,7 @@ class EASD(PositionRule):
         whole("n", self.n, 1)
         choice("correction", self.correction, ("target", "residual"))
         flag("draft_entropy", self.draft_entropy)
-        choice("bonus", self.bonus, ("off", "untested", "tested"))
+        choice("bonus", self.bonus, ("off", "untested"))
         choice("penalty", self.penalty, ("drafted", "top"))
         flag("processed", self.processed)
 
@@ -86,9 +84,8 @@ class EASD(PositionRule):
         fires = self.fires(odds)
         replaced = self.correction == "target"
         usual = odds.lenient(lambda _, view: view.ratio, False).drift if replaced else None
-        bonus = self._fires_at_bonus(odds) if self.bonus == "tested" else None
         if not fires.any():
-            return Weighed(odds.ratio, usual, not replaced, None, bonus)
+            return Weighed(odds.ratio, usual, not replaced)
         token, chance = odds.draft.tokens, torch.zeros_like(odds.ratio)
         if self.penalty == "top":
             token = odds.raw_draft.argmax(-1)
@@ -105,13 +102,11 @@ class EASD(PositionRule):
 
         accept = torch.where(fires, chance, odds.ratio)
         residual = False if replaced else ~fires
-        return Weighed(accept, drift, residual, torch.where(fires, token, -1), bonus)
+        return Weighed(accept, drift, residual, torch.where(fires, token, -1))
 
     def may_overrule(self, compared: ComparedRow) -> bool:
-        """Where the draft is unsure of a token that would be kept, or the bonus is tested."""
+        """Where the draft is unsure of a token that would be kept."""
         kept = compared.accepted
-        if self.bonus == "tested" and kept == len(compared.drafted):
-            return not self.processed
         if self.processed or not kept:  # the processed target is sure
             return False
         if not self.draft_entropy:
@@ -133,17 +128,6 @@ class EASD(PositionRule):
             both &= at.shared(self.n) >= math.ceil(self.overlap * self.n - 1e-9)
         out[fires] = both.squeeze(-1)
         return out
-
-    def _fires_at_bonus(self, odds: Odds) -> torch.Tensor:
-        """`(rows,)` bool: where the target alone is so unsure of what follows the whole draft."""
-        row = torch.arange(len(odds.lengths), device=odds.lengths.device)
-        own = odds.target.logits[row, odds.lengths]
-        raw = odds.target.raw
-        seen = own if self.processed or raw is None else raw[row, odds.lengths]
-        fires = nats(seen) > self.entropy
-        if self.processed:
-            fires &= ~odds.greedy.squeeze(-1)
-        return fires & (odds.lengths > 0) & allows_several(own)
 
 
 def _without(odds: Odds, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,9 +46,6 @@ class Weighed:
     `(rows, K)` bool, or one for all."""
     struck: torch.Tensor | None = None
     """`(rows, K)` token that is struck out of the target's distribution first, −1 for none."""
-    bonus: torch.Tensor | None = None
-    """`(rows,)` bool: after a draft that is kept whole, the target's most likely token is struck.
-    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +241,7 @@ class Odds:
     @cached_property
     def open(self) -> torch.Tensor:
         """`(rows, K)` bool: the target allows more than one token."""
-        return allows_several(self.logits)
+        return (self.logits > -torch.inf).sum(-1) > 1
 
     def shared(self, n: int) -> torch.Tensor:
         """`(rows, K)` how many of each model's `n` likeliest tokens at temperature 1 both have."""
@@ -412,13 +409,6 @@ def _there(logits: torch.Tensor | None) -> torch.Tensor:
 def nats(logits: torch.Tensor) -> torch.Tensor:
     """`(...,)` entropy of the distributions of `(..., V)` logits."""
     return entropy(logits.log_softmax(-1, dtype=float_type(logits)))
-
-
-def allows_several(logits: torch.Tensor) -> torch.Tensor:
-    """`(...,)` whether `(..., V)` logits leave more than one token."""
-    if logits.shape[-1] == 1:
-        return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-    return logits.topk(2, dim=-1).values[..., -1] > -torch.inf
 
 
 def sound_length(lengths: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
