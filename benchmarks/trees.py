@@ -3,8 +3,8 @@
 A node of a tree is judged behind its own path, and what the draft says behind a true prefix is in
 a trace, whatever was drafted there. So a round over any tree of fixed shape can be followed: it
 keeps the text's tokens as far as their ranks, in the draft's order, lead through the tree. Behind a
-second choice the draft is taken to be as good as where a draft begins, so trees are bounded from
-above; shapes are the best in hindsight, for these very texts.
+second choice the draft is taken to be as good as where a draft begins, which flatters trees. Shapes
+are fitted to the other half of the prompts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from forerun.lab.traces.results import rate
 from forerun.lab.traces.trace import Trace
 from forerun.types import IntArray
 
+Node = tuple[int, ...]
+"""A node of a tree: the ranks that lead to it."""
 NODES, DEPTHS = (8, 16, 32), (4, 8)
 SHIPPED = {"draft model": None, "poor draft": None, "kangaroo": "kangaroo(threshold=0)"}
 REAL = {"eagle": "eagle"}
@@ -51,12 +53,23 @@ def _bounds(trace: Trace) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for depth in DEPTHS:
         ranks = ranks_of(trace, depth)
-        own = (ranks == 0).cumprod(-1).sum(-1)
+        own, halves = (ranks == 0).cumprod(-1).sum(-1), np.arange(trace.prompts) % 2
+
+        def fitted(nodes: int, ranks: IntArray = ranks, halves: IntArray = halves) -> IntArray:
+            kept = np.zeros(ranks.shape[:-1], np.int64)
+            for half in (0, 1):
+                others = trace.valid & (halves != half)[:, None]
+                kept[halves == half] = kept_by(best_tree(ranks[others], nodes), ranks)[
+                    halves == half
+                ]
+            return kept
+
         behind = np.take_along_axis(ranks, np.minimum(own, depth - 1)[..., None], -1)[..., 0]
         kept = {
             "chain": (depth, own),
             "leaves": (2 * depth, own + ((own < depth) & (behind == 1))),
-            **{f"tree of {n}": (n, best_tree(ranks, trace.valid, n)) for n in NODES},
+            **{f"tree of {n}": (n, fitted(n)) for n in NODES},
+            "in hindsight": (NODES[-1], kept_by(best_tree(ranks[trace.valid], NODES[-1]), ranks)),
             "all first and second": (
                 2 ** (depth + 1) - 2, ((ranks == 0) | (ranks == 1)).cumprod(-1).sum(-1)
             ),
@@ -88,31 +101,33 @@ def ranks_of(trace: Trace, depth: int) -> IntArray:
     return out
 
 
-def best_tree(ranks: IntArray, valid: Any, nodes: int) -> IntArray:
-    """`(prompts, T)` tokens kept from each position by the tree of so many nodes that keeps most
-    over all of them: a node is on at most as many paths as the one before it, so the best is grown
-    node by node."""
-    kept, order = np.zeros(ranks.shape[:2], np.int64), itertools.count()
-    paths = ranks[valid]
-    count = np.zeros(len(paths), np.int64)
+def best_tree(paths: IntArray, nodes: int) -> list[Node]:
+    """The tree of so many nodes that keeps most tokens over all paths, `(n, depth)` ranks. A node
+    is on no more of them than the one before it, so the best is grown node by node."""
+    order, tree = itertools.count(), list[Node]()
 
-    def grow(index: Any, place: int) -> Iterator[tuple[int, int, int, Any]]:
-        if place < ranks.shape[-1]:
-            own = paths[index, place]
-            for rank in np.unique(own[own >= 0]):
-                through = index[own == rank]
-                yield -len(through), next(order), place, through
+    def grow(node: Node, through: IntArray) -> Iterator[tuple[int, int, Node, IntArray]]:
+        if len(node) < paths.shape[1]:
+            own = paths[through, len(node)]
+            for rank in np.unique(own[own >= 0]).tolist():
+                index = through[own == rank]
+                yield -len(index), next(order), (*node, rank), index
 
-    ahead = list(grow(np.arange(len(paths)), 0))
+    ahead = list(grow((), np.arange(len(paths))))
     heapq.heapify(ahead)
-    for _ in range(nodes):
-        if not ahead:  # no path is left
-            break
-        _, _, place, through = heapq.heappop(ahead)
-        count[through] += 1
-        for node in grow(through, place + 1):
-            heapq.heappush(ahead, node)
-    kept[valid] = count
+    while ahead and len(tree) < nodes:
+        _, _, node, through = heapq.heappop(ahead)
+        tree.append(node)
+        for child in grow(node, through):
+            heapq.heappush(ahead, child)
+    return tree
+
+
+def kept_by(tree: list[Node], ranks: IntArray) -> IntArray:
+    """`(...,)` tokens that a tree keeps of `(..., depth)` ranks."""
+    kept = np.zeros(ranks.shape[:-1], np.int64)
+    for node in tree:
+        kept += (ranks[..., : len(node)] == node).all(-1)
     return kept
 
 
@@ -139,8 +154,9 @@ def _text(results: dict[str, Any]) -> str:
     header = ["draft", *shapes, *(f"{n} over leaves" for n in NODES)]
     return (
         "Greedy prompts. Tokens a round, if a draft of so many steps is judged as a chain; with "
-        "the second choice beside each of its tokens (leaves: twice as many nodes); as the best "
-        "tree of fixed shape with so many nodes; with all first and second choices, in any order. "
+        "the second choice beside each of its tokens (leaves: twice as many nodes); as a tree of "
+        "fixed shape with so many nodes, the best for the other half of the prompts, and with "
+        f"{NODES[-1]} for these very ones; with all first and second choices, in any order. "
         "Then the rounds with leaves over those with a tree, with a 95 % bootstrap interval.\n\n"
         + table(header, rows)
     )

@@ -27,7 +27,7 @@ from benchmarks.real_tasks import right
 from benchmarks.rouge import rouge
 from benchmarks.rsd import Scorer, answers, verdict
 from benchmarks.translator import Item
-from benchmarks.trees import best_tree, ranks_of, rounds_of
+from benchmarks.trees import best_tree, kept_by, ranks_of, rounds_of
 from forerun import Model
 from forerun.cli import app
 from forerun.drafters.model import ModelDrafter
@@ -97,14 +97,13 @@ def test_trees_keep_what_leads_through_them_and_none_of_their_size_keeps_more() 
     assert rounds_of(trace, chain).tolist() == fixed.rounds.tolist()
     paths = ranks[trace.valid]
     for nodes in (1, 3, 7):
-        best = best_tree(ranks, trace.valid, nodes)
+        best = kept_by(best_tree(paths, nodes), ranks)
         for _ in range(100):
             tree: list[tuple[int, ...]] = [()]
             while len(tree) <= nodes:
                 node = (*tree[random.integers(len(tree))], int(random.integers(3)))
                 tree += [node] * (node not in tree and len(node) <= 4)
-            kept = sum((paths[:, : len(node)] == node).all(-1) for node in tree[1:])
-            assert kept.sum() <= best.sum()
+            assert kept_by(tree[1:], ranks).sum() <= best.sum()
         assert (best <= np.minimum(4, 40 - np.arange(40))).all()
 
 
